@@ -140,7 +140,7 @@ def one_setup(
         raise ConfigError(f"{command} takes one --speculative-config. {advice}")
     setup = checked_setup(texts[0], target=target)
     if setup.needs_references:
-        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+        raise ConfigError("the drafter 'oracle' must know the text beforehand. Use it with `foretoken bench`.")
     return setup
 
 

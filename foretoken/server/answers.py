@@ -1,4 +1,4 @@
-"""Bodies of answers in OpenAI's shapes: choices, log-probabilities, usage, and how drafting went."""
+"""Builds answers in OpenAI's shapes: choices, log-probabilities, usage and draft metrics."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class EchoedPrompt:
     """A prompt that its completions begin with.
 
     Attributes:
-        text: As it was given, or that of its token ids.
-        first_token: Its first token as text, for which there is no log-probability.
-        entries: Its tokens with their log-probabilities, in the lists of `completion_entries`; None while they are not
-            known, and where nobody asked.
+        text: The text of the prompt.
+        first_token: The first token as text, for which there is no log-probability.
+        entries: The prompt's tokens and log-probabilities, in the lists of `completion_entries`; None until they are
+            known, or if the request does not ask for them.
     """
 
     text: str
@@ -37,27 +37,26 @@ class EchoedPrompt:
 
     @classmethod
     def read(cls, llm: LLM, text: str | None, token_ids: list[int]) -> EchoedPrompt:
-        """A prompt that was not scored.
+        """Returns a prompt without log-probabilities.
 
         Args:
-            llm: Whose tokens these are.
-            text: As it was given; None where it came as token ids.
-            token_ids: All of it.
+            llm: The model, with its tokenizer.
+            text: The text of the prompt; None for a prompt of token ids.
+            token_ids: The tokens of the prompt.
 
         Raises:
-            RequestError: When the model has no tokenizer, or that fails.
+            RequestError: When the model has no tokenizer, or the tokenizer fails.
         """
         return cls(text=llm.decode(token_ids) if text is None else text, first_token=llm.decode(token_ids[:1]))
 
     def scored(self, logprobs: Sequence[dict[int, Logprob] | None], num_top: int) -> EchoedPrompt:
-        """The same with log-probabilities.
+        """Returns the same prompt with log-probabilities.
 
-        Tokens begin in the text where those before them end; a first one that is no part of the text, as the tokenizer
-        adds it, takes no characters.
+        Every token begins where the tokens before it end. A first token that the tokenizer adds has no characters.
 
         Args:
-            logprobs: Of every token, see `RequestOutput.prompt_logprobs`.
-            num_top: Alternatives of each token.
+            logprobs: For every token, see `RequestOutput.prompt_logprobs`.
+            num_top: The number of alternatives for each token.
         """
         begin = len(self.first_token) if self.text.startswith(self.first_token) else 0
         rest = completion_entries([entry for entry in logprobs if entry is not None], num_top, begin)
@@ -70,7 +69,7 @@ class EchoedPrompt:
 
 
 def prompt_alone(output: RequestOutput) -> RequestOutput:
-    """A result without what was generated behind its prompt."""
+    """Returns a result without its generated tokens."""
     outputs = [
         replace(
             each, text="", token_ids=[], logprobs=None if each.logprobs is None else [], finish_reason="length",
@@ -82,7 +81,7 @@ def prompt_alone(output: RequestOutput) -> RequestOutput:
 
 
 def chunk_alone(chunk: StreamChunk) -> StreamChunk:
-    """The chunk of a completion's only token, without it; one that failed still says so."""
+    """Returns a chunk without its tokens; an error stays."""
     is_over = chunk.finish_reason in ("stop", "length")
     return replace(
         chunk, text="", token_ids=[], logprobs=None if chunk.logprobs is None else [], is_drafted=(), parts=(),
@@ -100,13 +99,13 @@ def seconds_since_1970() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What all parts of one answer share.
+    """The fields that all parts of one answer share.
 
     Attributes:
-        request: What was asked.
+        request: The request.
         model: The name under which the model is served.
-        has_draft_metrics: Whether it says how drafting went.
-        name: Unique; the answer's id ends with it.
+        has_draft_metrics: Whether the answer has draft metrics.
+        name: A unique name, the end of the answer's id.
         created: Seconds since 1970.
         readers: The reader of each message of a stream, by the message's index.
     """
@@ -119,7 +118,6 @@ class Envelope:
     readers: dict[int, MessageReader] = field(default_factory=dict)
 
     def _body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A body with these choices."""
         prefix = "chatcmpl" if self.request.is_chat else "cmpl"
         return {
             "id": f"{prefix}-{self.name}", "object": kind, "created": self.created, "model": self.model,
@@ -127,12 +125,14 @@ class Envelope:
         }  # fmt: skip
 
     def whole(self, outputs: Sequence[RequestOutput], echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
-        """The answer of a request that was not streamed; outputs, echoes: of each prompt, none where none is echoed."""
+        """Returns the body of an answer that is not streamed; echoes: empty unless completions echo their prompt."""
         n = self.request.params.n
         choices = []
         for at, output in enumerate(outputs):
             more: dict[str, Any] = {}
-            if output.prompt_logprobs is not None and self.request.has_prompt_logprobs:  # made once, told n times
+            if (
+                output.prompt_logprobs is not None and self.request.has_prompt_logprobs
+            ):  # built once for all n completions
                 more["prompt_logprobs"] = [entry and _by_id(entry) for entry in output.prompt_logprobs]
             if self.request.has_token_ids and not self.request.is_chat:
                 more["prompt_token_ids"] = output.prompt_token_ids
@@ -147,7 +147,6 @@ class Envelope:
         return self._body(kind, choices, **more)
 
     def _choice(self, index: int, completion: CompletionOutput, echo: EchoedPrompt | None) -> dict[str, Any]:
-        """One whole completion; echo: what stands before it."""
         choice: dict[str, Any] = {
             "index": index, "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason,
             "logprobs": self._logprobs(completion.logprobs, 0 if echo is None else len(echo.text), echo),
@@ -166,13 +165,7 @@ class Envelope:
     def _logprobs(
         self, entries: Sequence[dict[int, Logprob]] | None, offset: int, echo: EchoedPrompt | None
     ) -> dict[str, Any] | None:
-        """Log-probabilities of tokens, one entry each; None where they were not asked for.
-
-        Args:
-            entries: Of a completion.
-            offset: Characters before its first token.
-            echo: A prompt whose tokens come first.
-        """
+        """Returns one entry for each token; `offset` counts the characters before a completion, `echo` comes first."""
         num_top = self.request.num_top_logprobs
         if entries is None or num_top is None:
             return None
@@ -183,12 +176,11 @@ class Envelope:
         return {name: [*before.get(name, ()), *values] for name, values in told.items()}
 
     def _said(self, text: str) -> dict[str, Any]:
-        """Returns the parts of a message's text."""
         form = self.request.message_form
         return {"content": text} if form is None else whole_message(form, text).message()
 
     def _finish_reason(self, reason: str | None) -> str | None:
-        """Returns the finish_reason of a message with calls; a call of a named tool ends like text, as with OpenAI."""
+        """Returns "tool_calls" for a message with calls; a call of a named tool ends like text, as with OpenAI."""
         form = self.request.message_form
         return "tool_calls" if reason == "stop" and form is not None and form.forced is None else reason
 
@@ -207,7 +199,7 @@ class Envelope:
         return delta
 
     def first(self) -> list[dict[str, Any]]:
-        """The first chunk of every message; none of completions."""
+        """Returns the first chunk of every message; an empty list for completions."""
         if not self.request.is_chat:
             return []
         delta = {"role": "assistant", "content": ""}
@@ -221,14 +213,16 @@ class Envelope:
     def part(
         self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
     ) -> list[dict[str, Any]]:
-        """Returns the chunks for a part of a stream: two if the end comes with a call, which some clients expect first.
+        """Returns the chunks for one part of a stream.
+
+        If a call and the end come together, there are two chunks: some clients expect the call first.
 
         Args:
-            index: Of the choice.
-            chunk: What came.
-            echo: The prompt where it stands before that, in the first chunk of a choice.
-            offset: Characters of the choice's tokens that came before, those of the prompt included, for `text_offset`.
-            more: Further parts of the body.
+            index: The index of the choice.
+            chunk: The new tokens.
+            echo: The prompt, in the first chunk of a choice that echoes it.
+            offset: Characters of the choice before this chunk, prompt included; for `text_offset`.
+            more: Further fields of the body.
         """
         choice: dict[str, Any] = {
             "index": index, "finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason,
@@ -250,7 +244,7 @@ class Envelope:
         return [self._body(kind, [each], **more) for each in choices]
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """The last chunk of a stream, without choices; none where nothing is left to say."""
+        """Returns the last chunk of a stream, with usage and metrics; an empty list if neither is sent."""
         more: dict[str, Any] = {}
         if self.request.has_usage:
             more["usage"] = usage(outputs, self.request.message_form)
@@ -260,7 +254,7 @@ class Envelope:
         return [self._body(kind, [], **more)] if more else []
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last chunk of a stream that came to no end."""
+        """Returns the last chunk of a stream that failed."""
         return error.body
 
 
@@ -288,7 +282,7 @@ def num_thoughts(form: MessageForm | None, completion: CompletionOutput) -> int:
 
 
 def token_origins(chunk: StreamChunk) -> list[dict[str, Any]]:
-    """The text of a chunk by the tokens that it came from, and who proposed them."""
+    """Returns the text of every token of a chunk and which drafter proposed it."""
     return [
         {"text": part.text, "is_drafted": bool(part.accepted_from), "drafters": list(part.accepted_from)}
         for part in chunk.parts
@@ -296,13 +290,13 @@ def token_origins(chunk: StreamChunk) -> list[dict[str, Any]]:
 
 
 def running_usage(num_prompt: int, num_completion: int) -> dict[str, int]:
-    """Tokens used so far."""
+    """Returns `usage` with the tokens so far."""
     total = num_prompt + num_completion
     return {"prompt_tokens": num_prompt, "completion_tokens": num_completion, "total_tokens": total}
 
 
 def draft_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
-    """What vLLM tells about speculative decoding; None for several completions, as there.
+    """Returns vLLM's figures of speculative decoding; None for several completions, as in vLLM.
 
     Draft tokens are nodes of trees. Entry k of the histogram counts the passes that accepted k drafted tokens.
     """
@@ -323,7 +317,7 @@ def draft_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
 
 
 def token_entries(entries: Sequence[dict[int, Logprob]], num_top: int) -> list[dict[str, Any]]:
-    """Tokens of a message, each with its most probable alternatives."""
+    """Returns the log-probability of every token of a message, with its `num_top` most probable alternatives."""
     return [
         {**_named(next(iter(entry.values()))), "top_logprobs": [_named(each) for each in _best(entry, num_top)]}
         for entry in entries
@@ -331,18 +325,17 @@ def token_entries(entries: Sequence[dict[int, Logprob]], num_top: int) -> list[d
 
 
 def _named(logprob: Logprob) -> dict[str, Any]:
-    """A token as text and bytes with its log-probability."""
     text = logprob.decoded_token or ""
     return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
 
 
 def completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offset: int) -> dict[str, Any]:
-    """Tokens of a completion with their log-probabilities, in lists of equal length.
+    """Returns the tokens of a completion and their log-probabilities, in lists of equal length.
 
     Args:
-        entries: Of each token, itself first.
-        num_top: Alternatives of each token.
-        offset: Characters before the first one.
+        entries: For each token, its own log-probability first.
+        num_top: The number of alternatives for each token.
+        offset: Characters before the first token.
     """
     tokens, offsets = [], []
     for entry in entries:
@@ -363,13 +356,13 @@ def completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offs
 
 
 def _best(entry: dict[int, Logprob], num_top: int) -> list[Logprob]:
-    """The most probable tokens of an entry, which begins with the one that was taken."""
+    """Returns the most probable tokens of an entry, which begins with the generated token."""
     ranked = sorted(entry.values(), key=lambda each: each.rank)
     return ranked[:num_top]
 
 
 def _by_id(entry: dict[int, Logprob]) -> dict[str, Any]:
-    """Log-probabilities of a prompt token in vLLM's form."""
+    """Returns the log-probabilities of a prompt token in vLLM's form."""
     return {
         str(token): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
         for token, each in entry.items()
@@ -377,5 +370,4 @@ def _by_id(entry: dict[int, Logprob]) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
     return max(logprob, _LOWEST)

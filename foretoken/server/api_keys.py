@@ -15,13 +15,13 @@ KEY_VARIABLE = "FORETOKEN_API_KEY"
 
 
 def api_keys(path: Path | None) -> list[str]:
-    """The key in `KEY_VARIABLE`, where it is set, and those of a file.
+    """Returns the key in `KEY_VARIABLE`, if set, and the keys of a file.
 
     Args:
-        path: Of a file with one key a line; None for no file.
+        path: A file with one key a line; None for no file.
 
     Raises:
-        ConfigError: When a key is empty or no plain ASCII, or the file cannot be read or has none.
+        ConfigError: When a key is empty or not plain ASCII, or the file cannot be read or has no key.
     """
     given = [os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else []
     if path is not None:
@@ -35,11 +35,10 @@ def api_keys(path: Path | None) -> list[str]:
 
 
 def _keys_of(path: Path) -> list[str]:
-    """The lines of a file that are not empty."""
     try:
-        text = read_named(path, error=ConfigError).decode("utf-8", "replace")  # what is no ASCII is refused later
+        text = read_named(path, error=ConfigError).decode("utf-8", "replace")  # no ASCII: refused later
     except OSError as err:
-        raise ConfigError(f"'{path}' cannot be read: {err.strerror}. Expected a file with an API key a line.") from err
+        raise ConfigError(f"'{path}' cannot be read: {err.strerror}. Expected a file with one API key a line.") from err
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"'{path}' has no API key. Expected one a line.")

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from foretoken.server.guards import App
     from foretoken.server.request_fields import ServedRequest
 
-_LARGE_BODY = 256 * 1024  # bytes from which on a body is read in a thread: it would hold up other requests' parts
+_LARGE_BODY = 256 * 1024  # bytes; a larger body is read in a thread, so that other requests' chunks are not delayed
 _NO_TEMPLATE = "Start the server with --chat-template FILE, or send the text to /v1/completions."
-_LONGEST_ITERATION_S = 300.0  # after which a supervisor may start the server again
+_LONGEST_ITERATION_S = 300.0  # after which /health fails, so that a supervisor may restart the server
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -45,18 +45,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How a server behaves.
+    """The configuration of a server.
 
     Attributes:
-        names: Under which the model is served; answers carry the first.
-        api_keys: Any of them is asked for; none for an open server.
+        names: The names of the model; answers carry the first.
+        api_keys: Requests need one of these keys; empty for an open server.
         allowed_origins: Origins whose pages may read answers, "*" for all; empty for the server's own page alone.
-        has_vllm_metrics: Whether /metrics shows figures under vLLM's names too.
-        has_draft_metrics: Whether answers say how drafting went, unless a request says otherwise.
-        chat_template: How conversations are rendered, in Jinja; None for the tokenizer's own way.
+        has_vllm_metrics: Whether /metrics also shows figures under vLLM's names.
+        has_draft_metrics: Whether answers have draft metrics, unless a request says otherwise.
+        chat_template: The chat template in Jinja; None for the tokenizer's own.
         tool_call_parser: The format of tool calls: vLLM's name, "auto" to tell it by the chat template, or "none".
         reasoning_parser: The format of thoughts: vLLM's name, "auto" or "none".
-        engine_name: The label `engine` of figures, where several servers' stand on one page.
+        engine_name: The label `engine` of figures, which tells servers on one page apart.
     """
 
     names: Sequence[str]
@@ -75,11 +75,11 @@ class ServerConfig:
 
 
 def make_app(engine: AsyncLLM, config: ServerConfig) -> App:
-    """The application; closing it, as uvicorn does at the end, closes the engine's thread.
+    """Makes the ASGI application; when uvicorn closes the application, the engine's thread ends.
 
     Args:
         engine: Serves requests.
-        config: How the server behaves.
+        config: The configuration of the server.
     """
     server = _Server(engine, config)
 
@@ -100,7 +100,7 @@ def make_app(engine: AsyncLLM, config: ServerConfig) -> App:
 
 
 class _Server:
-    """What the routes share."""
+    """The handlers of all routes."""
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._engine, self._config, self._unknown = engine, config, UnknownFields()
@@ -109,13 +109,12 @@ class _Server:
             engine.llm, config.chat_template, tool_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )  # fmt: skip
-        _log.info("parsers, by the chat template or as told: %s", self._formats)
+        _log.info("parsers, by the chat template or the options: %s", self._formats)
         self.metrics = ServerMetrics(
             engine, config.names[0], has_vllm_names=config.has_vllm_metrics, name=config.engine_name
         )
 
     def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
-        """Path, method and handler of each."""
         return [
             ("/", "GET", self._answering(self.page)),
             ("/v1/completions", "POST", self._answering(self.completions)),
@@ -133,14 +132,14 @@ class _Server:
         ]
 
     def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """A handler whose exceptions become answers."""
+        """Wraps a handler: exceptions become answers."""
 
         async def answer(request: Request) -> Response:
             try:
                 return await handler(request)
             except (ApiError, ForetokenError) as err:
                 return self._error(api_error(err))
-            except Exception as err:  # noqa: BLE001 - whatever it is, others are served on
+            except Exception as err:  # noqa: BLE001 - any failure: other requests go on
                 _log.exception("a request to %s failed", request.scope["path"])
                 return self._error(api_error(err))
 
@@ -148,7 +147,7 @@ class _Server:
         return answer
 
     async def not_routed(self, request: Request, error: Exception) -> Response:
-        """What is said where there is no route, or none with that method."""
+        """Answers an unknown path or method."""
         status = getattr(error, "status_code", 404)
         paths = sorted({path for path, *_ in self.routes()})
         message = (
@@ -159,36 +158,29 @@ class _Server:
         return self._error(ApiError(message, status=status, headers=getattr(error, "headers", None)))
 
     def _error(self, error: ApiError) -> Response:
-        """An error as an answer."""
         self.metrics.refused(error.status)
         return JsonResponse(error.body, error.status, error.headers)
 
     async def page(self, _: Request) -> Response:
-        """GET /."""
         return page_response()
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
         body = await self._body(request)
         return await self._served(request, await _read(completion_request, body, self._unknown, self._defaults))
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
         body = await self._body(request)
         prompt = await self._conversation(body)
         return await self._served(request, await self._asked(body, prompt))
 
     async def _asked(self, chat: dict[str, Any], prompt: dict[str, Any]) -> ServedRequest:
-        """Reads the body of a chat."""
         return await _read(chat_request, chat, self._unknown, self._defaults, prompt, self._formats)
 
     async def _conversation(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The prompt that a conversation is rendered to."""
         messages, form = await _read(chat_form, body)
         return await rendered(self._engine.llm, messages, form, self._config.chat_template, _NO_TEMPLATE)
 
     async def responses(self, request: Request) -> Response:
-        """POST /v1/responses."""
         body = await self._body(request)
         chat = await _read(as_chat, body)
         prompt = await self._conversation(chat)
@@ -203,7 +195,6 @@ class _Server:
         return await self._whole(request, live)
 
     async def _served(self, request: Request, asked: ServedRequest) -> Response:
-        """The answer to a request for completions or a chat."""
         envelope = Envelope(request=asked, model=self._config.names[0], has_draft_metrics=self._has_metrics(asked))
         live = await LiveRequest.submit(self._engine, envelope, self.metrics)
         if asked.is_streamed:
@@ -211,11 +202,10 @@ class _Server:
         return await self._whole(request, live)
 
     def _has_metrics(self, asked: ServedRequest) -> bool:
-        """Whether the answer says how drafting went."""
         return self._config.has_draft_metrics if asked.has_draft_metrics is None else asked.has_draft_metrics
 
     async def _whole(self, request: Request, live: LiveRequest) -> Response:
-        """The answer in one piece; a client that goes away ends it."""
+        """Answers in one piece; aborts the request if the client disconnects."""
         answer = asyncio.ensure_future(live.whole(dumped_in_pieces))
         gone = asyncio.ensure_future(disconnect(request.receive))
         try:
@@ -223,23 +213,21 @@ class _Server:
             if answer.done():
                 return JsonResponse(answer.result())
             self.metrics.disconnected()
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         finally:
             answer.cancel()
             gone.cancel()
             live.abort()
 
     async def models(self, _: Request) -> Response:
-        """GET /v1/models."""
         return JsonResponse({"object": "list", "data": [self._card(name) for name in self._config.names]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
         self._check_model(request.path_params["name"])
         return JsonResponse(self._card(request.path_params["name"]))
 
     def _card(self, name: str) -> dict[str, Any]:
-        """What is told about the model."""
+        """Returns the entry of /v1/models."""
         llm = self._engine.llm
         return {
             "id": name, "object": "model", "created": self._created, "owned_by": "foretoken",
@@ -249,7 +237,7 @@ class _Server:
         }  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: of `prompt`, or of `messages`."""
+        """POST /tokenize, of `prompt` or of `messages`."""
         body = await self._body(request)
         llm = self._engine.llm
         if body.get("messages") is not None:
@@ -262,12 +250,11 @@ class _Server:
         return JsonResponse({"count": len(tokens), "max_model_len": llm.target.context_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
         tokens = await _read(token_request, await self._body(request))
         return JsonResponse({"prompt": await in_thread(self._engine.llm.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
-        """GET /health: 200 as long as requests are served, and no iteration takes minutes."""
+        """GET /health: status 200 unless the engine has stopped or an iteration takes minutes."""
         if not self._engine.is_alive:
             raise ApiError("The engine serves no requests any more.", status=503)
         seconds = self._engine.iteration_seconds
@@ -276,16 +263,13 @@ class _Server:
         return JsonResponse({"status": "ok"})
 
     async def show_metrics(self, _: Request) -> Response:
-        """GET /metrics."""
         page = await in_thread(self.metrics.page)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self, _: Request) -> Response:
-        """GET /version."""
         return JsonResponse({"version": foretoken.__version__})
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The object in a request's body, for the model that is served."""
         is_large.set(len(await request.body()) > _LARGE_BODY)
         body = await _read(parse_object, await request.body())
         if body.get("model") is not None:
@@ -293,7 +277,6 @@ class _Server:
         return body
 
     def _check_model(self, name: Any) -> None:
-        """Raises `ApiError` for a name that no model is served under."""
         if name not in self._config.names:
             shown = ascii(str(name)[:80])
             known = ", ".join(self._config.names)
@@ -304,5 +287,5 @@ class _Server:
 
 
 async def _read(call: Callable[_Given, _Result], *given: _Given.args, **more: _Given.kwargs) -> _Result:
-    """Returns the result of a call on a request's body, or a part of it; a large body is handled in a thread."""
+    """Runs a call that reads a body; in a thread if the body is large."""
     return await in_thread(call, *given, **more) if is_large.get() else call(*given, **more)

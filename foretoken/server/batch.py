@@ -1,4 +1,4 @@
-"""Answers a file of requests in OpenAI's batch format, some at a time, each line exactly once."""
+"""Answers a file of requests in OpenAI's batch format, some lines at a time, each line exactly once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BatchCounts:
-    """How far a batch is.
+    """The progress of a batch.
 
     Attributes:
         kept: Lines that an earlier run answered.
-        answered: Lines of this run, those with errors included.
-        failed: Of these, the ones with errors.
-        tokens: Generated in this run.
+        answered: Lines of this run, including lines with errors.
+        failed: Lines of this run with errors.
+        tokens: Tokens generated in this run.
     """
 
     kept: int = 0
@@ -35,7 +35,7 @@ class BatchCounts:
     tokens: int = 0
 
     def add(self, answer: dict[str, Any], *, kept: int) -> None:
-        """Counts a line that was answered; kept: lines passed so far that an earlier run answered."""
+        """Counts an answered line; kept: lines passed so far that an earlier run answered."""
         response = answer["response"]
         self.kept, self.answered = kept, self.answered + 1
         if response["status_code"] == 200:
@@ -55,22 +55,22 @@ async def run_batch(
     chat_template: str | None = None,
     on_answer: Callable[[BatchCounts], None],
 ) -> BatchCounts:
-    """Answers all lines that have no answer yet, in the order in which they are ready.
+    """Answers all lines that have no answer yet, and writes answers as they are ready.
 
     Args:
-        engine: Serves requests; as many may wait as lines in flight have.
+        engine: Serves requests; its queue must have room for all lines in flight.
         source: Lines of requests.
         answers: Takes the answers.
-        model: Its name in requests and answers.
+        model: The name of the model in requests and answers.
         max_in_flight: Lines that are served at once.
-        chat_template: How conversations are rendered, in Jinja; None for the tokenizer's own way.
-        on_answer: Told how far it is after every line.
+        chat_template: The chat template in Jinja; None for the tokenizer's own.
+        on_answer: Called with the counts after every line.
 
     Returns:
-        What became of the lines.
+        The final counts.
 
     Raises:
-        ForetokenError: When a file cannot be read or written, or the engine failed; what was answered is kept.
+        ForetokenError: When a file cannot be read or written, or the engine fails; finished answers are kept.
     """
     lines, todo, counts = LineAnswers(engine, model, chat_template), OpenLines(source, answers), BatchCounts()
     still_open = iter(todo)

@@ -1,4 +1,4 @@
-"""The two files of a batch: requests, and answers that gather beside their place until all are there."""
+"""Reads the requests of a batch, and writes the answers to a partial file until all are there."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Line:
     """One line of a batch.
 
     Attributes:
-        number: From 1.
-        data: Its bytes; None where there are more than a request may have.
+        number: Counted from 1.
+        data: The bytes of the line; None if the line is longer than a request may be.
     """
 
     number: int
@@ -35,19 +35,19 @@ class Line:
 
 
 def count_lines(path: Path) -> int:
-    """Lines that are not empty, for a progress line.
+    """Returns the number of lines that are not empty.
 
     Raises:
-        RequestError: When the file is missing or no regular file.
+        RequestError: When the file is missing or not a regular file.
     """
     return sum(1 for _ in read_lines(path))
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Lines that are not empty, one in memory at a time.
+    """Yields the lines that are not empty, with one in memory at a time.
 
     Raises:
-        RequestError: When the file is missing or no regular file.
+        RequestError: When the file is missing or not a regular file.
     """
     try:
         check_regular(path, error=RequestError)
@@ -67,53 +67,53 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 class AnswerFile:
-    """Answers on their way to a file, which gets its name once all are there; until then it is `OUT.part`.
+    """Collects answers in `OUT.part`, which is renamed to `OUT` when all answers are there.
 
     Attributes:
-        answered: Names of the lines that have an answer: their custom_id, or else their id.
+        answered: Names of the answered lines: the custom_id, or the id of a line without one.
     """
 
     def __init__(self, out: Path, model: str) -> None:
-        """Opens what an earlier run left, or begins. A last line that was cut off is removed.
+        """Opens the file of an earlier run, or starts one. Removes a last line that was cut off.
 
         Args:
-            out: Place of the file.
-            model: Whose answers it holds.
+            out: The path of the finished file.
+            model: The model that answers.
 
         Raises:
-            ConfigError: When the file holds something else, or answers of another model.
+            ConfigError: When the file holds other data, or answers of another model.
         """
         self._out, self._part, self._model = out, partial_file(out), model
         self.answered: set[str] = set()
-        with told_as(ConfigError, f"'{self._part}'", "Choose another OUT, or remove it to begin anew."):
+        with told_as(ConfigError, f"'{self._part}'", "Choose another OUT, or remove it to start again."):
             length = self._read() if self._part.exists() else 0
-            self._file = self._part.open("ab", buffering=0)  # a buffer would be written again when it is closed
+            self._file = self._part.open("ab", buffering=0)  # a buffer would be written again at close
             self._file.truncate(length)
 
     def add(self, answer: dict[str, Any]) -> None:
-        """Appends an answer; it survives the end of the process.
+        """Appends an answer, which then survives the end of the process.
 
         Raises:
-            ConfigError: When it cannot be written, as on a full disk.
+            ConfigError: When the answer cannot be written, as on a full disk.
         """
-        with told_as(ConfigError, f"'{self._part}'", "Make room, and run the command again: it goes on."):
+        with told_as(ConfigError, f"'{self._part}'", "Make room, and run the command again: it continues."):
             left = memoryview(dumped(answer) + b"\n")
-            while left:  # a disk that is nearly full takes a part
+            while left:  # a nearly full disk takes a part
                 left = left[self._file.write(left) :]
         self.answered.add(name_of(answer))
 
     def finish(self) -> None:
-        """Brings all to disk and gives the file its name."""
-        with told_as(ConfigError, f"'{self._out}'", "Run the command again: it goes on."):
+        """Writes all data to disk and renames the file."""
+        with told_as(ConfigError, f"'{self._out}'", "Run the command again: it continues."):
             self._file.close()
             put_file(self._part, self._out)
 
     def close(self) -> None:
-        """Leaves the file as it is, for a later run."""
+        """Keeps the partial file for a later run."""
         self._file.close()
 
     def _read(self) -> int:
-        """Notes what has an answer; gives the length of the whole lines."""
+        """Collects the names of answered lines; returns the length in bytes of all complete lines."""
         length = 0
         with self._part.open("rb") as file:
             for data in file:
@@ -124,36 +124,36 @@ class AnswerFile:
         return length
 
     def _checked(self, data: bytes) -> str:
-        """The name of an answered line."""
+        """Returns the name of an answered line."""
         try:
             answer = json.loads(data)
             name, theirs = name_of(answer), answer["response"]["body"].get("model", self._model)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as err:
-            raise ConfigError(f"'{self._part}' holds something else than answers. Choose another OUT.") from err
+            raise ConfigError(f"'{self._part}' holds data other than answers. Choose another OUT.") from err
         if theirs != self._model:
             raise ConfigError(
-                f"'{self._part}' was begun with the model '{theirs}', and it is '{self._model}' now. Choose another "
-                "OUT, or remove the file to begin anew."
+                f"'{self._part}' holds answers of the model '{theirs}', but this run uses '{self._model}'. Choose "
+                "another OUT, or remove the file to start again."
             )
         return name
 
 
 def partial_file(out: Path) -> Path:
-    """Where answers are until all are there."""
+    """Returns the path of the partial file."""
     return out.with_name(f"{out.name}.part")
 
 
 def name_of(answer: dict[str, Any]) -> str:
-    """What tells a line from others: its custom_id, which is kept apart from ids, or its id."""
+    """Returns the name of a line: its custom_id, or the id of a line without one; the two never collide."""
     return str(answer["id"]) if answer["custom_id"] is None else f"={answer['custom_id']}"
 
 
 @contextmanager
 def held(out: Path) -> Iterator[None]:
-    """The file for this run alone while the block lasts.
+    """Locks the file for this run until the block ends.
 
     Raises:
-        ConfigError: When another run writes it.
+        ConfigError: When another run writes the file.
     """
     with told_as(ConfigError, f"'{out}'", "Choose another OUT."):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Lines of a batch: which of them have no answer yet, and what one is answered."""
+"""Finds the lines of a batch that have no answer yet, and answers one line."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class OpenLines:
     """
 
     def __init__(self, source: Path, answers: AnswerFile) -> None:
-        """Reads nothing yet; answers: those of an earlier run."""
+        """Keeps both files; answers: of an earlier run."""
         self._source, self._answered, self._seen, self.kept = source, frozenset(answers.answered), set[str](), 0
 
     def __iter__(self) -> Iterator[tuple[Line, dict[str, Any] | ApiError]]:
-        """Each line with what it asks for, or with why that cannot be told."""
+        """Yields each line with its request, or with the error of a line that holds no valid request."""
         for line in read_lines(self._source):
             try:
                 asked: dict[str, Any] | ApiError = self._parsed(line)
@@ -55,7 +55,7 @@ class OpenLines:
                 yield line, asked
 
     def _parsed(self, line: Line) -> dict[str, Any]:
-        """A line that has a custom_id of its own."""
+        """Parses a line; raises `ApiError` unless its custom_id is unique."""
         if line.data is None:
             raise ApiError(f"line {line.number} is too long. Send less in one request.", status=413)
         asked = parse_object(line.data)
@@ -69,7 +69,7 @@ class OpenLines:
 
 
 class LineAnswers:
-    """Answers of one engine to lines."""
+    """Answers lines with one engine."""
 
     def __init__(self, engine: AsyncLLM, model: str, chat_template: str | None) -> None:
         """See `foretoken.server.batch.run_batch`."""
@@ -78,31 +78,30 @@ class LineAnswers:
         self._defaults = engine.llm.sampling_defaults
 
     async def answer(self, line: Line, asked: dict[str, Any]) -> dict[str, Any]:
-        """The line of an answer.
+        """Returns the output line for a request.
 
         Args:
-            line: Where it stands.
-            asked: What it asks for.
+            line: The line of the request.
+            asked: The request.
 
         Raises:
-            ForetokenError: When the engine serves no requests any more.
+            ForetokenError: When the engine has stopped.
         """
         status = 200
         try:
             body = await self._served(asked)
-        except Exception as err:  # whatever it is, other lines are served on
+        except Exception as err:  # any failure: other lines go on
             if not isinstance(err, ApiError | ForetokenError):
                 _log.exception("line %d failed", line.number)
             error = api_error(err)
             if error.status == 503:
                 raise ForetokenError(
-                    "the engine serves no requests any more. Run the command again: it goes on."
+                    "the engine serves no requests any more. Run the command again: it continues."
                 ) from err
             status, body = error.status, error.body
         return _answer(line, asked, status, body)
 
     async def _served(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The body of an answer."""
         if asked.get("method", "POST") != "POST":
             raise ApiError(f"method is {asked['method']!a}. Expected POST.", param="method")
         body, url = asked.get("body"), asked.get("url")
@@ -122,7 +121,7 @@ class LineAnswers:
         return await live.whole(lambda body: body)
 
     async def _shape(self, url: str, body: dict[str, Any]) -> AnswerShape:
-        """What a body asks for, and what its answer looks like."""
+        """Checks a body and returns the shape of its answer."""
         if url == _COMPLETIONS:
             request = completion_request(body, self._unknown, self._defaults)
         else:
@@ -136,23 +135,21 @@ class LineAnswers:
         return Envelope(request=request, model=self._model, has_draft_metrics=has_metrics)
 
     async def _conversation(self, chat: dict[str, Any]) -> dict[str, Any]:
-        """The prompt that a conversation is rendered to."""
         messages, form = chat_form(chat)
         return await rendered(self._engine.llm, messages, form, self._template, _NO_TEMPLATE)
 
 
 def refused_line(line: Line, error: ApiError) -> dict[str, Any]:
-    """The answer to a line of which cannot be told what it asks for."""
+    """Returns the output line for a line without a valid request."""
     return _answer(line, error, error.status, error.body)
 
 
 def _answer(line: Line, asked: dict[str, Any] | ApiError, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """The line of an answer."""
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
     return {**_identity(line, asked), "response": response, "error": None}
 
 
 def _identity(line: Line, asked: dict[str, Any] | ApiError) -> dict[str, Any]:
-    """What names a line: its custom_id, None where it has none of its own, and an id by its number."""
+    """Returns the fields that name a line: its custom_id, or None, and an id from its number."""
     custom = None if isinstance(asked, ApiError) else asked["custom_id"]
     return {"id": f"batch_req_{line.number}", "custom_id": custom}

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status, and a body with message, type, parameter and code."""
+"""Errors in the form of OpenAI's API: a status, and a body with message, type, parameter and code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error answer.
 
     Attributes:
         status: HTTP status.
         message: One or two sentences.
-        param: The field of the request that does not fit, where it is one.
-        code: A name for programs, where there is one.
+        param: The field of the request with the error, if any.
+        code: A name for programs, if any.
         headers: Further headers of the answer.
     """
 
@@ -43,13 +43,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent."""
+        """Returns the body of the answer."""
         kind = _TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of an exception; of one that nobody foresaw, nothing but that it happened."""
+    """Returns the answer for an exception; an unforeseen exception reveals no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):

@@ -69,7 +69,6 @@ class Guards:
         await self._app(scope, receive_again, send)
 
     def _check(self, scope: MutableMapping[str, Any]) -> None:
-        """Raises `ApiError` for headers that are refused."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if len(headers) > _MOST_HEADERS:
             raise ApiError(f"The request has {len(headers)} headers. Expected at most {_MOST_HEADERS}.", status=431)
@@ -129,11 +128,7 @@ class _Body:
         self._receive, self._is_over = receive, False
 
     async def whole(self) -> bytes | None:
-        """Returns the whole body; None if the client disconnects first.
-
-        Raises:
-            ApiError: When the body is too large or too slow.
-        """
+        """Returns the body; None if the client disconnects; raises `ApiError` if the body is too large or slow."""
         parts: list[bytes] = []
         size = 0
         try:

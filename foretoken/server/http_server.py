@@ -77,7 +77,7 @@ class GuardedProtocol(_HTTPProtocol):
             self._watch()
 
     def eof_received(self) -> bool:
-        """The client ended its sending. Keeps the connection (returns True) if a complete request is being answered."""
+        """Returns True, which keeps the connection, if a complete request is being answered."""
         if not self._is_answering() or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
@@ -85,7 +85,7 @@ class GuardedProtocol(_HTTPProtocol):
         return True
 
     def pause_writing(self) -> None:
-        """Too many bytes are unread: starts to watch the reader, and drops connections beyond the common bound."""
+        """Watches whether the client reads, and drops connections beyond the common bound on unread bytes."""
         super().pause_writing()
         if self._reader is None:
             self._look_again()
@@ -96,31 +96,27 @@ class GuardedProtocol(_HTTPProtocol):
             most.transport.abort()
 
     def resume_writing(self) -> None:
-        """The client has read most of the unread bytes."""
+        """Stops watching: the client has read most of the unread bytes."""
         self._has_read = True
         super().resume_writing()
 
     @property
     def num_unread(self) -> int:
-        """Bytes of answers that the client has not read."""
+        """Returns the bytes of answers that the client has not read."""
         return int(self.transport.get_write_buffer_size())
 
     def _is_answering(self) -> bool:
-        """Whether an answer is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Starts the time limit on headers."""
         self._timer = asyncio.get_running_loop().call_later(_HEADER_SECONDS, self.transport.close)
 
     def _stop_watching(self) -> None:
-        """Ends the time limit on headers."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look_again(self) -> None:
-        """Starts the time limit on reading."""
         self._has_read = False
         self._reader = asyncio.get_running_loop().call_later(_READ_SECONDS, self._check_reader, self.num_unread)
 

@@ -1,4 +1,4 @@
-"""Reads the JSON object of a request's body, refusing what is no plain JSON before anything looks into it."""
+"""Reads the JSON object of a request's body, and refuses bodies that are not plain JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from foretoken.core.checks import lone_surrogate
 from foretoken.server.errors import ApiError
 
-DEEPEST = 64  # containers within each other
+DEEPEST = 64  # nesting of containers
 # Parsing more values would delay other requests. Each kind is counted by its character in the body.
 _MOST = {"values": (b",", 1 << 21), "lists": (b"[", 1 << 17), "objects": (b"{", 1 << 17)}
 _MOST_TEXTS = 1 << 18
@@ -18,14 +18,14 @@ _SMALL = 1 << 18  # bytes; a smaller body cannot reach these counts
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The object that a body holds.
+    """Returns the JSON object of a body.
 
     Args:
         body: UTF-8, without a byte order mark.
 
     Raises:
-        ApiError: With status 400, when it is not one JSON object, nested at most `DEEPEST` deep, with no key twice, no
-            number that JSON does not have, no text that is not Unicode, and not millions of values.
+        ApiError: With status 400, unless the body is one JSON object of Unicode text and finite numbers, at most
+            `DEEPEST` deep, without repeated keys, and with a bounded number of values.
     """
     if len(body) > _SMALL:
         _check_counts(body)
@@ -43,7 +43,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as err:  # an integer of thousands of digits
         raise ApiError("The body holds a number that is too long. Expected a JSON object.") from err
     if not isinstance(value, dict):
-        raise ApiError("The body is no JSON object. Expected {...} with the fields of the request.")
+        raise ApiError("The body is not a JSON object. Expected {...} with the fields of the request.")
     _check(value)
     return value
 
@@ -74,7 +74,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; of two values for one key nobody could say which is meant."""
+    """Returns an object; refuses a repeated key."""
     made = dict(pairs)
     if len(made) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -84,13 +84,13 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
-    """Raises `ApiError` where containers are nested too deeply, or a text holds half a character."""
+    """Raises `ApiError` for containers nested too deeply and for text with a lone surrogate."""
     level = [value]
     for _ in range(DEEPEST):
         inner: list[Any] = []
         for item in level:
             if isinstance(item, str) and lone_surrogate(item) is not None:
-                raise ApiError("The body holds text with a lone surrogate, which is no character. Expected Unicode.")
+                raise ApiError("The body holds text with a lone surrogate, which is not a character. Expected Unicode.")
             if isinstance(item, dict):
                 inner += [*item, *item.values()]
             elif isinstance(item, list):
@@ -102,5 +102,4 @@ def _check(value: Any) -> None:
 
 
 def _too_deep() -> ApiError:
-    """What is said of a body that is nested too deeply."""
     return ApiError(f"The body is nested too deeply. Expected at most {DEEPEST} objects or lists within each other.")

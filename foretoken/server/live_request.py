@@ -1,4 +1,4 @@
-"""A request while it is served: all its prompts submitted at once, and read as a whole or as parts."""
+"""Submits all prompts of a request at once and reads their results, as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 _MOST_LOGPROBS = 1 << 18  # of one answer: some 20 MB of JSON
-# Requests with a form of output wait for each other while it is compiled, and keep no thread from other requests.
+# Compiling structured output takes long: these requests wait for each other and leave threads to other requests.
 _compiling = ThreadPoolExecutor(4, thread_name_prefix="foretoken-grammars")
 
 
 class AnswerShape(Protocol):
-    """What the bodies of one answer look like."""
+    """Builds the bodies of one answer."""
 
     @property
     def request(self) -> ServedRequest:
-        """What was asked."""
+        """The request."""
 
     def whole(self, outputs: Sequence[RequestOutput], echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
-        """The answer of a request that was not streamed; see `Envelope.whole`."""
+        """Returns the body of an answer that is not streamed; see `Envelope.whole`."""
 
     def first(self) -> list[dict[str, Any]]:
-        """Parts of a stream before any token."""
+        """Returns the bodies before any token."""
 
     def part(
         self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
     ) -> list[dict[str, Any]]:
-        """Parts with tokens; see `Envelope.part`."""
+        """Returns the bodies with new tokens; see `Envelope.part`."""
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Parts after all tokens; outputs: of each prompt."""
+        """Returns the bodies after all tokens; outputs: one result for each prompt."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last part of a stream that came to no end."""
+        """Returns the last body of a stream that failed."""
 
 
 class LiveRequest:
     """The streams of a request's prompts.
 
     Attributes:
-        envelope: What all parts of the answer share.
+        envelope: Builds the bodies of the answer.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LiveRequest:
         echoes: list[EchoedPrompt],
         metrics: ServerMetrics | None,
     ) -> None:
-        """See `submit`; echoes: of each stream's prompt, none where none is echoed."""
+        """See `submit`; echoes: one for each stream, empty unless completions echo their prompt."""
         self.envelope, self._streams, self._echoes, self._metrics = envelope, streams, echoes, metrics
         self._begin = time.monotonic()
 
@@ -80,8 +80,8 @@ class LiveRequest:
         """Submits every prompt, or none.
 
         Raises:
-            ForetokenError: What `AsyncLLM.submit` and `EchoedPrompt.read` raise; what was submitted before is ended.
-            ApiError: When the context has no room for as many tokens as are wanted.
+            ForetokenError: From `AsyncLLM.submit` and `EchoedPrompt.read`; prompts submitted before are aborted.
+            ApiError: When the context has no room for the requested number of tokens.
         """
         streams: list[RequestStream] = []
         echoes: list[EchoedPrompt] = []
@@ -97,7 +97,7 @@ class LiveRequest:
 
         _check_entries(request, [len(prompt.get("prompt_token_ids", ())) for prompt in request.prompts])
         with undone_on_error(lambda: _abort(streams)):
-            for prompt in request.prompts:  # reading a long prompt would hold up other requests' parts
+            for prompt in request.prompts:  # reading a long prompt would delay other requests' chunks
                 streams.append(await submit(partial(call, prompt, check=check)))
                 if request.is_echoed:
                     given = prompt.get("prompt"), streams[-1].prompt_token_ids
@@ -105,17 +105,14 @@ class LiveRequest:
         return cls(envelope, streams, echoes, metrics)
 
     def abort(self) -> None:
-        """Ends what is left of it within one iteration."""
+        """Aborts all unfinished prompts within one iteration."""
         _abort(self._streams)
 
     async def whole(self, make: Callable[[dict[str, Any]], _Answer]) -> _Answer:
-        """The answer, made of its body in a thread: log-probabilities of thousands of tokens take long.
-
-        Args:
-            make: Makes it, as JSON or as it is.
+        """Returns the whole answer; `make` builds it from the body, in a thread since log-probabilities take long.
 
         Raises:
-            ApiError: When a completion could not be brought to an end.
+            ApiError: When a completion failed.
         """
         try:
             outputs = [await stream.output() for stream in self._streams]
@@ -128,13 +125,12 @@ class LiveRequest:
         return await in_thread(lambda: make(self._body(outputs)))
 
     def _body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The body of the answer."""
         for at, output in enumerate(outputs):
             self._score(at, output.prompt_logprobs)
         return self.envelope.whole(self._told(outputs), self._echoes)
 
     async def parts(self) -> AsyncGenerator[Any]:
-        """Bodies of a stream's chunks, those with log-probabilities of a prompt as JSON; the last may be an error's."""
+        """Yields the bodies of a stream; bodies with log-probabilities of a prompt are JSON bytes."""
         try:
             async for body in self._parts():
                 yield body
@@ -144,7 +140,6 @@ class LiveRequest:
             self.abort()
 
     async def _parts(self) -> AsyncIterator[Any]:
-        """The chunks of all prompts as they come."""
         request, n = self.envelope.request, self.envelope.request.params.n
         for body in self.envelope.first():
             yield body
@@ -173,9 +168,10 @@ class LiveRequest:
             yield body
 
     async def _chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
-        """Chunks of all prompts as they come, each with its prompt's place.
+        """Yields the chunks of all prompts as they come, each with its prompt's position.
 
-        Where log-probabilities of a prompt are echoed, the first completion brings them: the others' wait for that.
+        The first completion brings the log-probabilities of an echoed prompt: chunks of other completions wait for
+        them.
         """
         held: list[list[StreamChunk]] = [[] for _ in self._streams]
         are_scored = bool(self._echoes) and self.envelope.request.num_top_logprobs is not None
@@ -192,25 +188,24 @@ class LiveRequest:
                 yield at, held[at].pop(0)
 
     def _score(self, at: int, logprobs: Sequence[dict[int, Logprob] | None] | None) -> None:
-        """Takes in the log-probabilities of a prompt, where it is echoed with them."""
+        """Stores the log-probabilities of an echoed prompt."""
         num_top = self.envelope.request.num_top_logprobs
         if self._echoes and num_top is not None and logprobs is not None:
             self._echoes[at] = self._echoes[at].scored(logprobs, num_top)
 
     def _told(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """What the answer tells of the results."""
+        """Removes the generated token from results if the request asks for the prompt alone."""
         return [prompt_alone(each) for each in outputs] if self.envelope.request.is_prompt_alone else outputs
 
     def _count(self, outputs: list[RequestOutput]) -> None:
-        """Counts a request that is over."""
         if self._metrics is not None:
             self._metrics.ended(outputs, time.monotonic() - self._begin)
 
 
 def _check_entries(request: ServedRequest, num_prompt: Sequence[int]) -> None:
-    """Raises `ApiError` where an answer would have more log-probabilities than it may; num_prompt: tokens of prompts.
+    """Raises `ApiError` for an answer with too many log-probabilities.
 
-    Those of its prompts count, and of several completions that are answered as a whole those of most tokens.
+    Counts the log-probabilities of prompts, and of all completions at their largest; num_prompt: tokens of each prompt.
     """
     params, n = request.params, request.params.n
     is_several = n * len(request.prompts) > 1 and not request.is_streamed
@@ -225,7 +220,7 @@ def _check_entries(request: ServedRequest, num_prompt: Sequence[int]) -> None:
 
 
 def _check_room(num_prompt: int, max_tokens: int | None, context_len: int) -> None:
-    """Raises `ApiError` unless as many tokens as are wanted fit behind a prompt."""
+    """Raises `ApiError` unless `max_tokens` tokens fit behind the prompt."""
     if max_tokens is not None and num_prompt + max_tokens > context_len:
         raise ApiError(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, more together than the context of "
@@ -235,7 +230,7 @@ def _check_room(num_prompt: int, max_tokens: int | None, context_len: int) -> No
 
 
 async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, StreamChunk]]:
-    """Chunks of several streams in the order in which they come, each with the stream's place."""
+    """Yields the chunks of several streams as they come, each with the stream's position."""
     if len(streams) == 1:
         async for chunk in streams[0]:
             yield 0, chunk
@@ -255,13 +250,12 @@ async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, Stre
 
 
 def _abort(streams: Sequence[RequestStream]) -> None:
-    """Ends what is left of some requests within one iteration."""
     for stream in streams:
         stream.abort()
 
 
 async def _next(stream: RequestStream) -> StreamChunk | None:
-    """The next chunk of a stream; None after the last one."""
+    """Returns the next chunk of a stream; None after the last one."""
     try:
         return await stream.__anext__()
     except StopAsyncIteration:
@@ -269,7 +263,7 @@ async def _next(stream: RequestStream) -> StreamChunk | None:
 
 
 def _check(params: SamplingParams, finish_reason: str | None, error: str | None) -> None:
-    """Raises `ApiError` where a completion was not brought to an end; the client's where its parameters may be why."""
+    """Raises `ApiError` if a completion failed; with status 400 if its parameters may be the cause."""
     if error == NO_TOKEN and not params.is_plain:
         raise ApiError(
             "The completion failed: the request's parameters leave no token that is possible. Allow more.",

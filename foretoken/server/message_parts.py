@@ -196,7 +196,6 @@ class MessageReader:
         return parts
 
     def _behind_thoughts(self) -> Any:
-        """Returns the step that reads the text after thoughts."""
         return self._edge if self._form.forced is None else self._argue
 
     def _enter(self, _: MessageParts) -> bool:
@@ -213,7 +212,6 @@ class MessageReader:
         return True
 
     def _think(self, parts: MessageParts) -> bool:
-        """Reads thoughts."""
         assert self._form.tags is not None, "there are thoughts"
         thoughts, end, rest = self._rest.partition(self._form.tags.end)
         if not end:
@@ -240,7 +238,6 @@ class MessageReader:
         return True
 
     def _write(self, parts: MessageParts) -> bool:
-        """Reads content up to the next marker."""
         found = self._marker.search(self._rest)
         if found is None:
             text, self._rest = _cut(self._rest, self._markers)
@@ -256,12 +253,10 @@ class MessageReader:
         return True
 
     def _begin_call(self, mark: str) -> None:
-        """Starts to hold back a call, after its marker."""
         assert self._form.calls is not None, "there are calls"
         self._mark, self._held, self._end, self._step = mark, [], CallEnd(self._form.calls), self._hold
 
     def _hold(self, parts: MessageParts) -> bool:
-        """Holds a call back until it is complete."""
         end = self._end.feed(self._rest)
         self._held.append(self._rest[:end])
         self._rest = "" if end is None else self._rest[end:]
@@ -282,7 +277,6 @@ class MessageReader:
         self._step = self._edge if calls else self._write
 
     def _calls(self, text: str) -> Sequence[Call]:
-        """Returns the calls in a text; an empty list if the text does not parse as calls."""
         form = self._form.calls
         assert form is not None, "there are calls"
         try:
@@ -302,7 +296,6 @@ class MessageReader:
         return False
 
     def _add(self, parts: MessageParts, name: str, arguments: str) -> None:
-        """Adds a call; without parallel calls only the first one."""
         if self.num_calls and not self._form.is_parallel:
             return
         made = (self._form.calls or FORCED).new_id()
@@ -341,11 +334,9 @@ class _Spaced:
         return shown
 
     def drop(self) -> None:
-        """Drops the white space before a call."""
         self._spaces = []
 
     def flush(self) -> str:
-        """Returns the white space at the end of the text."""
         shown = "".join(self._spaces) if self._is_begun else ""
         self._spaces = []
         return shown

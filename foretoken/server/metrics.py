@@ -1,4 +1,4 @@
-"""Figures of a running server for Prometheus, under our names and, where they are asked for, under vLLM's as well."""
+"""Exports figures of a running server to Prometheus, under our names and, on request, under vLLM's as well."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _HELP = {
 
 
 class ServerMetrics:
-    """Counts requests, and asks the engine for what it counts itself."""
+    """Counts requests, and exports the engine's own counts."""
 
     def __init__(self, engine: AsyncLLM, model: str, *, has_vllm_names: bool = False, name: str = "0") -> None:
-        """Nothing has happened.
+        """Starts all counts at zero.
 
         Args:
-            engine: What serves requests.
+            engine: Serves the requests.
             model: The name under which the model is served.
-            has_vllm_names: Whether figures that vLLM has too come under its names as well.
-            name: Of the engine among others.
+            has_vllm_names: Whether figures that vLLM has too also appear under its names.
+            name: The label of the engine.
         """
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": name}
@@ -85,7 +85,7 @@ class ServerMetrics:
         ).labels(**self._labels)  # fmt: skip
 
     def _histograms(self, name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
-        """A histogram under each of its names."""
+        """Makes a histogram under each of its names."""
         return [
             Histogram(prefix + name, text, self._labels, buckets=buckets, registry=self._registry).labels(
                 **self._labels
@@ -102,7 +102,7 @@ class ServerMetrics:
                 histogram.observe(seconds / count)
 
     def ended(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
-        """Counts a request that is over; outputs: of all its prompts."""
+        """Counts a finished request; outputs: one for each of its prompts."""
         counts = (
             (self._latency, seconds),
             (self._prompt, sum(len(output.prompt_token_ids) for output in outputs)),
@@ -120,15 +120,15 @@ class ServerMetrics:
                 self._accepted.labels(**self._labels, drafter=name).inc(share.num_accepted)
 
     def refused(self, status: int) -> None:
-        """Counts an answer that is an error."""
+        """Counts an error answer."""
         self._refused.labels(**self._labels, status=str(status)).inc()
 
     def disconnected(self) -> None:
-        """Counts a client that went away before its answer was complete."""
+        """Counts a client that disconnected before the end of its answer."""
         self._disconnects.inc()
 
     def page(self) -> bytes:
-        """All figures as text; waits for the end of an iteration."""
+        """Returns all figures as text; waits for the end of an iteration."""
         page: bytes = generate_latest(self._registry)
         return page
 
@@ -137,23 +137,22 @@ _Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
 
 
 class _EngineFigures:
-    """What the engine counts, asked for whenever somebody looks."""
+    """A collector that asks the engine for its counts at every export."""
 
     def __init__(self, engine: AsyncLLM, labels: dict[str, str], prefixes: tuple[str, ...]) -> None:
         self._engine, self._labels, self._prefixes = engine, labels, prefixes
 
     def describe(self) -> Iterator[Metric]:
-        """Names are not known before the first look."""
+        """Returns nothing: the names are known only at the first export."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each name, under each prefix."""
         families: _Families = {}
         for figure in self._engine.llm.get_metrics():
             origin, name = figure.name.split(":", 1)
             for prefix in self._prefixes if origin == "vllm" else ("foretoken:",):
                 self._add(families, prefix + name, figure)
-        waiting = self._engine.num_waiting  # instead of the engine's own: requests wait here, before it has them
+        waiting = self._engine.num_waiting  # the server's queue replaces the engine's, which is empty here
         for prefix in self._prefixes:
             families[f"{prefix}num_requests_waiting"] = GaugeMetricFamily(
                 f"{prefix}num_requests_waiting", _HELP["num_requests_waiting"], labels=list(self._labels)
@@ -162,7 +161,6 @@ class _EngineFigures:
         yield from families.values()
 
     def _add(self, families: _Families, name: str, figure: engine_metrics.Metric) -> None:
-        """Adds a figure to the family of its name."""
         more = {key: value for key, value in figure.labels.items() if key not in self._labels}
         text = _HELP.get(name.split(":", 1)[1], name)
         if isinstance(figure, engine_metrics.Vector):
@@ -176,7 +174,6 @@ class _EngineFigures:
             families[name] = gauge
 
     def _counter(self, families: _Families, name: str, text: str, more: dict[str, str], value: float) -> None:
-        """Adds one value of a counter."""
         if name not in families:
             families[name] = CounterMetricFamily(name, text, labels=[*self._labels, *more])
         families[name].add_metric([*self._labels.values(), *more.values()], value)

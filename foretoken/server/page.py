@@ -1,4 +1,4 @@
-"""The page at `/`, and what `/openapi.json` says of each route."""
+"""The page at `/`, and the description of each route in `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ _ERROR = {
 }
 _ERRORS = {
     status: {"description": description, "content": {"application/json": {"schema": _ERROR}}}
-    for status, description in (("4XX", "Refused: `error` says why."), ("5XX", "Failed, or not ready: likewise."))
+    for status, description in (
+        ("4XX", "Refused: `error` says why."),
+        ("5XX", "Failed, or not ready: `error` says why."),
+    )
 }
 
 
 def documentation_of(path: str) -> dict[str, Any]:
-    """Keyword arguments of `FastAPI.add_api_route` for a path such as "/v1/models/{name}"."""
+    """Returns the keyword arguments of `FastAPI.add_api_route` for a path such as "/v1/models/{name}"."""
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)(?::path)?}", path)
@@ -46,12 +49,12 @@ def documentation_of(path: str) -> dict[str, Any]:
     }
 
 
-# Requests go to this server alone, no other page may frame it, and text can never be parsed as markup.
+# The page sends requests to this server alone, cannot be framed, and never parses text as markup.
 _POLICY = "connect-src 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 
 
 def page_response() -> Response:
-    """The page; it learns from /v1/models what is served."""
+    """Returns the page, which reads the name of the model from /v1/models."""
     content, policy = _page()
     headers = {
         "Content-Security-Policy": f"{policy}; {_POLICY}", "X-Content-Type-Options": "nosniff",
@@ -62,5 +65,5 @@ def page_response() -> Response:
 
 @cache
 def _page() -> tuple[str, str]:
-    """The page and its content security policy."""
+    """Returns the page and its content security policy."""
     return render_inlined("foretoken.server", "page")

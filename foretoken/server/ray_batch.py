@@ -1,7 +1,7 @@
-"""Answers a file of requests over Ray: each worker holds an engine, one process reads and writes the files.
+"""Answers a file of requests over Ray: every worker holds an engine, one process reads and writes the files.
 
-Ray starts workers, sends them lines, restarts those that end, and sends their lines again. The order of lines and the
-guarantee of one answer each stay with the process that holds the files.
+Ray starts workers, sends them lines, restarts workers that end, and sends their lines again. The process with the
+files keeps the order of lines and writes exactly one answer for each.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.batch_files import AnswerFile
 
-_OBJECT_STORE_BYTES = 100 << 20  # for a cluster on this machine alone
-_MOST_RETRIES = 4  # of a line, or of loading, after a worker ended; a line that ends every worker must not run for ever
+_OBJECT_STORE_BYTES = 100 << 20  # for a cluster of this machine alone
+_MOST_RETRIES = (
+    4  # of a line, or of loading, after a worker ended; a line that crashes every worker must not run for ever
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +40,10 @@ class RayWorkers:
 
     Attributes:
         number: The most workers; there are never more workers than lines.
-        make_engine: Called in each of them; as many requests may wait as `max_in_flight` lines have.
-        max_in_flight: Lines that a worker has at once.
-        num_cpus: Processors of each.
-        uses_gpu: Whether each has a GPU of its own; None where the cluster has any.
+        make_engine: Makes the engine of a worker; its queue must have room for `max_in_flight` lines.
+        max_in_flight: Lines that a worker answers at once.
+        num_cpus: Processors of each worker.
+        uses_gpu: Whether each worker has its own GPU; None to decide by whether the cluster has GPUs.
         on_start: Called with the number of ready workers and of all workers, while they start.
     """
 
@@ -64,25 +66,24 @@ def run_ray_batch(
 ) -> BatchCounts:
     """Answers all lines that have no answer yet, as `run_batch` does, on Ray workers.
 
-    The cluster is the one that this process is connected to, else the one that `RAY_ADDRESS` names, else one on this
+    Uses the cluster that this process is connected to, else the one that `RAY_ADDRESS` names, else a new one on this
     machine for this call alone. Workers start once and together; each gets lines as soon as it is ready. Only this
     process reads and writes the two files. A worker that ends is started again and gets its lines again.
 
     Args:
-        workers: Who answers.
+        workers: The workers.
         source: Lines of requests.
         answers: Takes the answers.
-        model: Its name in requests and answers.
-        chat_template: How conversations are rendered, in Jinja; None for the tokenizer's own way.
-        on_answer: Told how far it is after every line.
+        model: The name of the model in requests and answers.
+        chat_template: The chat template in Jinja; None for the tokenizer's own.
+        on_answer: Called with the counts after every line.
 
     Returns:
-        What became of the lines.
+        The final counts.
 
     Raises:
         ConfigError: When Ray is not installed.
-        ForetokenError: When a file cannot be read or written, or a worker cannot do its work; what was answered is
-            kept.
+        ForetokenError: When a file cannot be read or written, or a worker fails; finished answers are kept.
     """
     counts, todo = BatchCounts(), OpenLines(source, answers)
 
@@ -92,7 +93,7 @@ def run_ray_batch(
         on_answer(counts)
 
     lines = _asked(todo, add)
-    first = list(islice(lines, workers.number))  # a worker for each; more workers than lines would idle
+    first = list(islice(lines, workers.number))  # a worker for each line; more workers would idle
     if first:
         workers.on_start(0, len(first))
         with _cluster(workers) as ray:
@@ -108,12 +109,7 @@ def run_ray_batch(
 
 
 def _asked(todo: OpenLines, add: Callable[[dict[str, Any]], None]) -> Iterator[Line]:
-    """Yields the lines for the workers; answers invalid lines at once.
-
-    Args:
-        todo: All lines.
-        add: Takes answers.
-    """
+    """Yields the lines for the workers; answers invalid lines at once."""
     for line, asked in todo:
         if isinstance(asked, ApiError):
             add(refused_line(line, asked))
@@ -122,21 +118,13 @@ def _asked(todo: OpenLines, add: Callable[[dict[str, Any]], None]) -> Iterator[L
 
 
 def _has_gpus(ray: Any, workers: RayWorkers) -> bool:
-    """Whether each worker gets a GPU."""
     return ray.cluster_resources().get("GPU", 0) > 0 if workers.uses_gpu is None else workers.uses_gpu
 
 
 def _answered(ray: Any, workers: RayWorkers, actors: list[Any], lines: Iterator[Line]) -> Iterator[dict[str, Any]]:
-    """Yields answers in the order in which they come; ends all workers at the end, also those that are still loading.
+    """Yields answers as they come; `actors` are the workers, some of which may still load.
 
-    Args:
-        ray: The package, connected.
-        workers: Who answers.
-        actors: The workers; some may still load.
-        lines: The requests.
-
-    Raises:
-        ForetokenError: When a worker cannot be started, or cannot answer.
+    Ends all workers at the end. Raises `ForetokenError` when a worker cannot start or fails.
     """
     starting = {actor.__ray_ready__.remote(): actor for actor in actors}
     asked: dict[Any, Any] = {}  # the worker of each line, by the reference of its answer
@@ -155,14 +143,14 @@ def _answered(ray: Any, workers: RayWorkers, actors: list[Any], lines: Iterator[
             is_read = len(more) < room
             asked |= {actor.answer.remote(line.number, line.data): actor for line in more}
     except ray.exceptions.RayError as err:
-        raise ForetokenError(f"the workers failed: {_reason(err)} Run the command again: it goes on.") from err
+        raise ForetokenError(f"the workers failed: {_reason(err)} Run the command again: it continues.") from err
     finally:
         for actor in actors:
             ray.kill(actor)
 
 
 def _reason(error: BaseException) -> str:
-    """The last line of an error that came from another process, as a sentence."""
+    """Returns the last line of an error from another process, as a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{lines[-1].rstrip('.')}." if lines else f"{type(error).__name__}."
 
@@ -174,19 +162,14 @@ class _Worker:
         self._lines = LineAnswers(make_engine(), model, chat_template)
 
     async def answer(self, number: int, data: bytes) -> bytes:
-        """Returns the answer to a line as JSON."""
         answer = await self._lines.answer(Line(number, data), parse_object(data))
         return json.dumps(answer, ensure_ascii=False).encode()
 
 
 @contextmanager
 def _cluster(workers: RayWorkers) -> Iterator[Any]:
-    """The package `ray`, connected to a cluster.
-
-    Raises:
-        ConfigError: When Ray is not installed.
-    """
-    # Read at the first import: nothing is sent to anybody, and what ends workers is told below, not by Ray's core.
+    """Yields the package `ray`, connected to a cluster; raises `ConfigError` if Ray is not installed."""
+    # Ray reads these at its first import. They turn off usage reports and Ray's own messages about ended workers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
@@ -194,7 +177,7 @@ def _cluster(workers: RayWorkers) -> Iterator[Any]:
         import ray.exceptions
     except ImportError as err:
         raise ConfigError("Ray is not installed. Run in foretoken's repository: pip install '.[ray]'.") from err
-    if ray.is_initialized():  # by who calls this, and who ends it
+    if ray.is_initialized():  # the caller connected, and disconnects
         yield ray
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -1,11 +1,11 @@
-"""The HTTP server as a Ray Serve application: any number of replicas of one model behind one address.
+"""The HTTP server as a Ray Serve application: replicas of one model behind one address.
 
 `serve run foretoken.server.ray_deployment:app model=MODEL num_replicas=2`, the same fields in a file for `serve
-run FILE`, or `ray.serve.run(app(RayArguments(model=MODEL)))`. Ray starts, watches, scales and replaces the replicas;
-each of them is the server of `foretoken serve`, and what stands before them holds no model.
+run FILE`, or `ray.serve.run(app(RayArguments(model=MODEL)))`. Ray starts, watches, scales and replaces the replicas.
+Every replica runs the server of `foretoken serve`. The fronts before the replicas hold no model.
 """
 
-# Annotations are read by Ray Serve and pydantic at run time.
+# Ray Serve and pydantic read annotations at run time.
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Literal
@@ -15,18 +15,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from foretoken.core.errors import ConfigError, ModelError
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_ROUTING = {"num_fallback_replicas": 1 << 16}  # any replica with room, where that of the prefix has none
-_ONGOING = 2  # times the sequences that a replica decodes at once; then others get the requests of its prefixes too
+_ROUTING = {"num_fallback_replicas": 1 << 16}  # any replica with room, if the replica of the prefix has none
+_ONGOING = (
+    2  # times the sequences that a replica decodes at once; further requests of its prefixes go to other replicas
+)
 
 
 class RayArguments(BaseModel):
-    """What is served, and how; the options of `foretoken serve` under their names, and those of Ray Serve.
+    """The options of `foretoken serve`, under their names, and of Ray Serve.
 
     Attributes:
         model: Target: a model directory on every machine, or a hub id.
-        speculative_config: As `-s` takes it, or its JSON as a mapping; None for no drafts.
+        speculative_config: The text that `-s` takes, or its JSON as a mapping; None for no drafts.
         served_model_name: Name of the model in requests, or several; None for `model`.
-        chat_template: Path of a Jinja template where the application is built; None for the tokenizer's own.
+        chat_template: Path of a Jinja template on the machine that builds the application; None for the tokenizer's
+            own.
         tool_call_parser: See `--tool-call-parser`.
         reasoning_parser: See `--reasoning-parser`.
         api_key_file: Path of a file with API keys, one a line, on every machine; `FORETOKEN_API_KEY` may hold one too.
@@ -34,24 +37,24 @@ class RayArguments(BaseModel):
         max_num_seqs: Sequences that a replica decodes at once.
         max_model_len: Most tokens of a sequence.
         max_num_batched_tokens: Most tokens of a pass.
-        enable_prefix_caching: Read no beginning of a prompt again that a slot holds.
-        kv_cache_memory_bytes: Memory for KV rows, which sequences share; half of what is free.
-        gpu_memory_utilization: Most of the free memory, as a share, that KV rows take.
-        max_waiting_requests: Requests that may wait in each front until a replica has room; more are answered with 429.
-        max_waiting_tokens: Prompt tokens that may wait in a replica; more are answered with 429.
+        enable_prefix_caching: Reuse KV rows of a prompt's prefix that a slot holds.
+        kv_cache_memory_bytes: Memory for the KV rows of all sequences; None for half of the free memory.
+        gpu_memory_utilization: Largest share of the free memory for KV rows.
+        max_waiting_requests: Requests that may wait in each front for a replica; further ones are answered with 429.
+        max_waiting_tokens: Prompt tokens that may wait in a replica; further requests are answered with 429.
         generation_config: The source of sampling defaults; see `--generation-config`.
         override_generation_config: Sampling defaults that replace those of `generation_config`.
-        metrics_compat: Shows figures at /metrics under vLLM's names too.
-        per_request_spec_decode_metrics: Whether answers say how drafting went.
-        dtype: As `--dtype`.
-        device: As `--device`.
-        runner: As `--runner`.
-        threads: CPU threads of a replica; Ray gives it as many as its `num_cpus`.
+        metrics_compat: Show figures at /metrics under vLLM's names too.
+        per_request_spec_decode_metrics: Whether answers have draft metrics.
+        dtype: See `--dtype`.
+        device: See `--device`.
+        runner: See `--runner`.
+        threads: CPU threads of a replica; also its `num_cpus` for Ray.
         num_replicas: Replicas, or "auto" for Ray Serve's autoscaling.
-        autoscaling_config: Ray Serve's.
-        ray_actor_options: Ray Serve's, of every replica, as `{"num_gpus": 1}`.
-        num_fronts: Processes that take requests and send them on.
-        prefix_characters: So many first characters of a prompt decide which replica it goes to.
+        autoscaling_config: Options of Ray Serve's autoscaling.
+        ray_actor_options: Options of Ray for every replica, such as `{"num_gpus": 1}`.
+        num_fronts: Processes that receive requests and forward them.
+        prefix_characters: The number of first characters of a prompt that choose its replica.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -88,7 +91,7 @@ class RayArguments(BaseModel):
 
 
 class Replica:
-    """One engine with its server, in a process of its own."""
+    """One engine with its server, in its own process."""
 
     def __init__(
         self, arguments: RayArguments, speculative_config: dict[str, Any] | None, template: str | None
@@ -96,12 +99,12 @@ class Replica:
         """Loads the model.
 
         Args:
-            arguments: What is served.
+            arguments: The options.
             speculative_config: The drafter, as `LLM` takes it.
-            template: How conversations are rendered.
+            template: The chat template in Jinja; None for the tokenizer's own.
 
         Raises:
-            ConfigError: When the configuration does not fit.
+            ConfigError: When an option is invalid.
             ModelError: When the model cannot be loaded, or has no tokenizer.
         """
         from ray import serve
@@ -140,14 +143,14 @@ class Replica:
         )  # fmt: skip
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[dict[str, Any]]:
-        """The server's answer as ASGI messages; see `asgi_messages`."""
+        """Yields the server's answer as ASGI messages; see `answer_messages`."""
         from foretoken.server.ray_forwarding import answer_messages
 
         async for message in answer_messages(self._app, scope, body):
             yield dict(message)
 
     async def metrics_page(self) -> str:
-        """The figures of this replica."""
+        """Returns the figures of this replica."""
         from foretoken.server.ray_forwarding import answer_messages
 
         scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [], "query_string": b""}
@@ -155,23 +158,23 @@ class Replica:
         return b"".join(message.get("body", b"") for message in messages).decode()
 
     def check_health(self) -> None:
-        """Raises `ModelError` when the engine serves no requests any more; Ray then starts another replica."""
+        """Raises `ModelError` if the engine has stopped; Ray then starts another replica."""
         if not self._engine.is_alive:
             raise ModelError("the engine serves no requests any more.")
 
 
 class Front:
-    """Takes requests and has them answered by replicas; see `ray_forwarding`."""
+    """Receives requests and forwards them to replicas; see `ray_forwarding`."""
 
     def __init__(self, replicas: Any, arguments: RayArguments) -> None:
-        """Reads the keys.
+        """Reads the API keys.
 
         Args:
-            replicas: Handle of `Replica`.
-            arguments: What is served.
+            replicas: Handle of the deployment of `Replica`.
+            arguments: The options.
 
         Raises:
-            ConfigError: When there is something wrong with an API key or an allowed origin.
+            ConfigError: When an API key or an allowed origin is invalid.
         """
         from foretoken.server.api_keys import api_keys
         from foretoken.server.guards import check_origins
@@ -181,7 +184,7 @@ class Front:
         self._keys = api_keys(None if arguments.api_key_file is None else Path(arguments.api_key_file))
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The application that Ray Serve puts behind its address."""
+        """Returns the application that Ray Serve puts behind its address."""
         from starlette.applications import Starlette
         from starlette.routing import Mount
 
@@ -194,16 +197,10 @@ class Front:
 
 
 def app(arguments: RayArguments) -> Any:
-    """The application for `serve run`, `serve deploy` and `ray.serve.run`.
-
-    Args:
-        arguments: What is served, and how.
-
-    Returns:
-        A Ray Serve application.
+    """Returns the Ray Serve application for `serve run`, `serve deploy` and `ray.serve.run`.
 
     Raises:
-        ConfigError: When Ray Serve is not installed, the drafter is none, or the template cannot be read.
+        ConfigError: When Ray Serve is not installed, the drafter is invalid, or the template cannot be read.
     """
     try:
         from ray import serve
@@ -212,7 +209,7 @@ def app(arguments: RayArguments) -> Any:
         raise ConfigError(
             "Ray Serve is not installed. Run in foretoken's repository: pip install '.[serve,ray]'."
         ) from err
-    deployment: Any = serve.deployment  # Ray's annotations leave out options that are passed on
+    deployment: Any = serve.deployment  # Ray's annotations leave out options that it accepts
     router_config: Any = RequestRouterConfig  # and classes by name
     scaling = {"num_replicas": arguments.num_replicas, "autoscaling_config": arguments.autoscaling_config}
     replicas = deployment(
@@ -228,19 +225,17 @@ def app(arguments: RayArguments) -> Any:
 
 
 def _drafter(arguments: RayArguments) -> dict[str, Any] | None:
-    """The drafter, as `LLM` takes it."""
     from foretoken.entrypoints.config import checked_setup
 
     if not isinstance(arguments.speculative_config, str):
         return arguments.speculative_config
     setup = checked_setup(arguments.speculative_config, target=arguments.model)
     if setup.needs_references:
-        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+        raise ConfigError("the drafter 'oracle' must know the text beforehand. Use it with `foretoken bench`.")
     return None if setup.config is None else dict(setup.config)
 
 
 def _template(arguments: RayArguments) -> str | None:
-    """How conversations are rendered."""
     if arguments.chat_template is None:
         return None
     try:

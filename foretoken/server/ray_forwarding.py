@@ -1,7 +1,7 @@
-"""The front of a Ray Serve deployment: an ASGI application that has replicas answer, another one where one ends.
+"""The front of a Ray Serve deployment: an ASGI application that forwards requests to replicas.
 
-A request goes where requests with the same beginning go. When its replica ends before anything was sent to the client,
-another one gets the whole request; a stream that has begun ends with an error. So no text is put together from two.
+Requests with the same beginning go to the same replica. If the replica ends before the client received anything,
+another replica gets the whole request. A stream that has begun ends with an error: no text comes from two replicas.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 def prefix_key(body: bytes, length: int) -> str | None:
-    """The same for requests whose prompts share their first characters, and whose `cache_salt` is the same.
+    """Returns a key that prompts with the same first characters and the same `cache_salt` share.
 
-    Of a conversation counts what comes up to the first message of the user, so that all its turns have one key.
+    Only the beginning of a conversation counts, up to the first user message: all its turns have one key.
 
     Args:
-        body: Of a request to one of the paths that generate.
-        length: Characters that count; of prompts of token ids, tokens.
+        body: The body of a request to a path that generates.
+        length: The number of characters that count; for prompts of token ids, of tokens.
 
     Returns:
-        Hexadecimal digits that tell nothing of the prompt; None where there is no prompt.
+        A hash as hexadecimal digits, which reveals nothing of the prompt; None for a body without a prompt.
     """
     try:
         asked = json.loads(body)
-    except (ValueError, RecursionError):  # the engine's server says what is wrong
+    except (ValueError, RecursionError):  # the engine's server reports the error
         return None
     beginning = _beginning(asked, length) if isinstance(asked, dict) else None
     if not beginning:
@@ -50,7 +50,7 @@ def prefix_key(body: bytes, length: int) -> str | None:
 
 
 def _beginning(asked: dict[str, Any], length: int) -> Any:
-    """What counts of the prompt."""
+    """Returns the part of the prompt that counts."""
     messages = asked.get("messages", asked.get("input"))
     if isinstance(messages, list) and messages and isinstance(messages[0], dict):
         at = next((at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"), 0)
@@ -58,7 +58,7 @@ def _beginning(asked: dict[str, Any], length: int) -> Any:
         return json.dumps(opening, ensure_ascii=False)[:length]
     prompt = asked.get("prompt", messages)
     while isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
-        prompt = prompt[0]  # several prompts go together
+        prompt = prompt[0]  # all prompts of a request go to one replica
     if isinstance(prompt, str) and isinstance(asked.get("instructions"), str):
         prompt = asked["instructions"] + prompt
     return prompt[:length] if isinstance(prompt, str | list) else None
@@ -68,17 +68,17 @@ _PASSED_ON = ("http_version", "method", "scheme", "path", "raw_path", "root_path
 
 
 def portable_scope(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request says of itself, without what belongs to the process that received it."""
+    """Returns the parts of an ASGI scope that another process can use."""
     return {"type": "http", **{key: scope[key] for key in _PASSED_ON if key in scope}}
 
 
 async def answer_messages(app: App, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
-    """Messages that the application sends. Closing the iterator tells it that the client went away.
+    """Yields the messages of an application; closing the iterator tells the application that the client disconnected.
 
     Args:
-        app: Answers.
+        app: An ASGI application.
         scope: See `portable_scope`.
-        body: All of it.
+        body: The whole body of the request.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -102,10 +102,10 @@ async def answer_messages(app: App, scope: dict[str, Any], body: bytes) -> Async
 
 
 def merged_pages(pages: Iterable[str]) -> str:
-    """One page in Prometheus' text format, each family once with the samples of all pages.
+    """Merges pages in Prometheus' text format: each family appears once, with the samples of all pages.
 
     Args:
-        pages: In that format; their samples differ in a label.
+        pages: The pages. Their samples differ in a label.
     """
     families: dict[str, tuple[list[str], list[str]]] = {}
     for page in pages:
@@ -122,33 +122,33 @@ def merged_pages(pages: Iterable[str]) -> str:
 
 
 _log = logging.getLogger(__name__)
-_MOST_ATTEMPTS = 4  # a request that ends every replica may not end all of them
+_MOST_ATTEMPTS = 4  # so that a request that crashes replicas cannot crash all of them
 _METRICS_SECONDS = 10.0
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.WorkerCrashedError)
 
 
 class _Stopped(Exception):
-    """The replica serves no requests any more."""
+    """The replica has stopped and serves no requests."""
 
 
 class _Begun(Exception):
-    """The replica ended when the client had a part of the answer already."""
+    """The replica ended after the client received a part of the answer."""
 
 
 class Forwarding:
-    """Has every request answered by one of the replicas."""
+    """Forwards every request to one of the replicas."""
 
     def __init__(self, replicas: Any, *, prefix_characters: int) -> None:
-        """Asks nobody yet.
+        """Makes a forwarder.
 
         Args:
             replicas: Handle of the deployment of `foretoken.server.ray_deployment.Replica`.
-            prefix_characters: So many first characters of a prompt decide where it goes.
+            prefix_characters: The number of first characters of a prompt that choose its replica.
         """
         self._replicas, self._length = replicas, prefix_characters
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answers one request, whose body comes in one message."""
+        """Answers one request; its body comes in one message."""
         body = (await receive()).get("body", b"")
         is_page = scope["path"] == "/metrics"
         answer = self._page(send) if is_page else self._answered(portable_scope(scope), body, send)
@@ -163,7 +163,7 @@ class Forwarding:
             await asyncio.wait((answering,))
 
     async def _page(self, send: Send) -> None:
-        """The figures of all replicas."""
+        """Sends the figures of all replicas."""
         response = self._replicas.broadcast("metrics_page")
         pages = await response.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         page = merged_pages(page for page in pages if isinstance(page, str)).encode()
@@ -172,7 +172,7 @@ class Forwarding:
         await send({"type": "http.response.body", "body": page})
 
     async def _answered(self, scope: dict[str, Any], body: bytes, send: Send) -> None:
-        """Has one replica after another try."""
+        """Tries one replica after another."""
         key = prefix_key(body, self._length) or uuid.uuid4().hex
         for attempt in range(_MOST_ATTEMPTS):
             try:
@@ -180,7 +180,7 @@ class Forwarding:
                     await self._forward(messages, send)
             except (*_LOST, _Stopped) as err:
                 _log.warning("a replica ended while it served a request (%s)", type(err).__name__)
-                key = uuid.uuid4().hex  # not where it would come again
+                key = uuid.uuid4().hex  # another replica
                 await asyncio.sleep(0.2 * (attempt + 1))
             except _Begun:
                 await self._break_off(scope["path"], send)
@@ -198,7 +198,7 @@ class Forwarding:
         await send_json(send, error.body, error.status, error.headers)
 
     async def _messages(self, key: str, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
-        """What the replica for this key sends; it is told when nobody reads on."""
+        """Yields the messages of the replica for this key; tells the replica if the reader stops."""
         handle = self._replicas.options(stream=True, method_name="answer", session_id=key)
         response = handle.remote(scope, body)
         try:
@@ -208,11 +208,9 @@ class Forwarding:
             response.cancel()
 
     async def _forward(self, messages: AsyncGenerator[Message], send: Send) -> None:
-        """Sends on what comes; the status only with the first part of the body, until when all can be tried again.
+        """Forwards messages; holds the status until the first part of the body: until then another replica can answer.
 
-        Raises:
-            _Begun: When the replica ended after that.
-            _Stopped: When it says that it serves no requests.
+        Raises `_Begun` if the replica ends after that, and `_Stopped` if the replica reports that it has stopped.
         """
         held: list[Message] = []
         has_begun = False
@@ -231,8 +229,8 @@ class Forwarding:
             raise
 
     async def _break_off(self, path: str, send: Send) -> None:
-        """Ends a stream with an error, in the form in which the engine's server does."""
-        error = ApiError("The server that wrote this ended. Send the request again.", status=503)
+        """Ends a stream with an error, as the engine's server does."""
+        error = ApiError("The server that wrote this answer ended. Send the request again.", status=503)
         told, name = error.body, ""
         if path.endswith("/responses"):
             told, name = {"type": "error", "code": "server_error", "message": error.message, "param": None}, "error"

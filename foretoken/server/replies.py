@@ -107,7 +107,6 @@ class EventStream(Response):
                 await sender
 
     async def _send(self, send: Send) -> None:
-        """Sends every body as it comes."""
         async with aclosing(self._bodies) as bodies:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for body in bodies:

@@ -1,4 +1,4 @@
-"""From the fields of an OpenAI request to prompts and `SamplingParams`: known ones checked, others named once."""
+"""Reads the fields of OpenAI requests into prompts and `SamplingParams`; logs unknown fields once."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SHARED = frozenset({
     "model", "stream", "stream_options", "n", "logprobs", "response_format", "best_of", "return_token_ids",
     "return_token_origins", "add_special_tokens", "spec_decode_metrics", *_OF_THE_PROMPT,
 })  # fmt: skip
-# What asks for nothing that would change an answer.
+# Fields that OpenAI's clients send and that cannot change an answer.
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "request_id",
     "reasoning_effort", "verbosity", "return_tokens_as_token_ids",
 })  # fmt: skip
-# Values, besides null, with which a field asks for nothing, and what to do instead of the others.
+# For each unsupported field: the neutral values, besides null, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "Text is only continued at its end. Leave it out."),
     "functions": (([],), "Pass tools."),
@@ -59,7 +59,7 @@ _CHOICE, _JSON, _REGEX, _GRAMMAR = (
 _ADAPTER, _MAX = "Adapters are merged into the model before it is served. Leave it out.", "Pass max_tokens."
 _SAMPLER = "There is no such sampler. Use temperature, top_p, top_k, min_p and penalties."
 _THINKING = 'Pass chat_template_kwargs: {"enable_thinking": true or false}, where the template knows it.'
-# Names of other servers (earlier vLLM, llama.cpp, TGI, SGLang, Ollama): ignoring them would change the text.
+# Fields of other servers (earlier vLLM, llama.cpp, TGI, SGLang, Ollama). Ignoring them would change the text.
 _REFUSED |= {
     "guided_choice": (([],), _CHOICE), "choice": (([],), _CHOICE),
     "guided_json": (("", {}), _JSON), "json_schema": (("", {}), _JSON), "json": ((), _JSON),
@@ -98,24 +98,24 @@ _REFUSED |= {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRequest:
-    """What a request asks for, checked as far as that goes without the model.
+    """The checked fields of a request; the engine checks the rest.
 
     Attributes:
-        prompts: In the forms that the engine takes; one of a chat.
-        params: For each of them.
-        has_max_tokens: Whether it says how many tokens are wanted, for which there has to be room then.
-        is_chat: Whether it asks for a message.
-        is_streamed: Whether parts are sent as they come.
-        has_usage: Whether a stream ends with a chunk that tells the tokens used.
-        has_running_usage: Whether every chunk of a stream tells them.
-        num_top_logprobs: Alternatives of each token whose log-probabilities are sent; None for no log-probabilities.
+        prompts: The prompts, in the forms that the engine takes; a chat has one.
+        params: The sampling parameters of every prompt.
+        has_max_tokens: Whether the request gives the number of tokens; the context must then have room for all of them.
+        is_chat: Whether the answer is a message.
+        is_streamed: Whether the answer is sent as a stream.
+        has_usage: Whether the stream ends with a chunk of token counts.
+        has_running_usage: Whether every chunk of the stream has token counts.
+        num_top_logprobs: The number of alternatives for each token; None for no log-probabilities.
         is_echoed: Whether completions begin with the prompt.
-        is_prompt_alone: Whether they also end with it: the one token that is generated is not told.
-        has_prompt_logprobs: Whether log-probabilities of the prompt are sent beside each completion.
-        has_token_ids: Whether token ids are sent beside the text.
-        has_origins: Whether parts of a stream say which of their text was drafted.
-        has_draft_metrics: Whether the answer says how drafting went; None leaves that to the server.
-        message_form: How to read the text of a message; None if all of it is content.
+        is_prompt_alone: Whether the answer is the echoed prompt alone; the single generated token is left out.
+        has_prompt_logprobs: Whether each completion has log-probabilities of the prompt.
+        has_token_ids: Whether token ids are sent with the text.
+        has_origins: Whether chunks of a stream say which text was drafted.
+        has_draft_metrics: Whether the answer has draft metrics; None for the server's default.
+        message_form: How to read the text of a message; None if all of the text is content.
     """
 
     prompts: list[Any]
@@ -136,31 +136,31 @@ class ServedRequest:
 
 
 class UnknownFields:
-    """Fields that nobody knows, each logged when it first comes."""
+    """Logs each unknown field once."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """Logs each unknown name once, cut to 80 characters; at most 1,000 names."""
+        """Logs each new name, cut to 80 characters; remembers at most 1,000 names."""
         for name in names:
             if len(self._seen) >= 1000:
                 return
             if (name := name[:80]) not in self._seen:
                 self._seen.add(name)
-                _log.warning("requests have a field %s, which is not known and ignored", ascii(name))
+                _log.warning("requests have the unknown field %s, which is ignored", ascii(name))
 
 
 def completion_request(body: Mapping[str, Any], unknown: UnknownFields, defaults: Mapping[str, Any]) -> ServedRequest:
-    """What a body of /v1/completions asks for.
+    """Reads a body of /v1/completions.
 
     Args:
-        body: Its fields.
-        unknown: Takes those that are not known.
-        defaults: See `LLM.sampling_defaults`; a field of the body comes before one of these.
+        body: The fields of the request.
+        unknown: Logs unknown fields.
+        defaults: See `LLM.sampling_defaults`; fields of the body replace them.
 
     Raises:
-        ApiError: When a field does not fit.
+        ApiError: When a field is invalid.
     """
     given = _known(body, unknown, own={"prompt", "echo"}, refused=_REFUSED.keys() - {"echo"})
     is_echoed = checked_boolean(given, "echo")
@@ -169,7 +169,7 @@ def completion_request(body: Mapping[str, Any], unknown: UnknownFields, defaults
     more = {"is_echoed": is_echoed, "has_prompt_logprobs": "prompt_logprobs" in given}
     if is_echoed:
         if checked_integer(given, "max_tokens", 0, MOST_TOKENS) == 0:
-            given["max_tokens"], more["is_prompt_alone"] = 1, True  # the fewest that the engine generates
+            given["max_tokens"], more["is_prompt_alone"] = 1, True  # the engine generates at least one token
         if num_logprobs is not None:
             given.setdefault("prompt_logprobs", num_logprobs)
     return _request(given, prompts, defaults, is_chat=False, num_top_logprobs=num_logprobs, **more)
@@ -182,17 +182,17 @@ def chat_request(
     prompt: Mapping[str, Any],
     formats: AnswerFormats,
 ) -> ServedRequest:
-    """What a body of /v1/chat/completions asks for.
+    """Reads a body of /v1/chat/completions.
 
     Args:
-        body: Its fields.
-        unknown: Takes those that are not known.
-        defaults: See `LLM.sampling_defaults`; a field of the body comes before one of these.
-        prompt: The conversation, rendered; see `chat_form`.
-        formats: The model's formats of calls and thoughts.
+        body: The fields of the request.
+        unknown: Logs unknown fields.
+        defaults: See `LLM.sampling_defaults`; fields of the body replace them.
+        prompt: The rendered conversation; see `chat_form`.
+        formats: The model's formats of tool calls and thoughts.
 
     Raises:
-        ApiError: When a field does not fit.
+        ApiError: When a field is invalid.
     """
     own = {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM}
     given = _known(body, unknown, own=own, refused=_REFUSED.keys())
@@ -202,7 +202,7 @@ def chat_request(
         given["skip_special_tokens"] = False  # the parsers need the markers
     if tools is not None and tools.choice == "required":
         if "structured_outputs" in given:
-            raise ApiError("structured_outputs and a call that has to come exclude each other. Pass one of them.")
+            raise ApiError("structured_outputs and a required tool call exclude each other. Pass one of them.")
         given.pop("response_format", None)  # a forced call has no content
         given["structured_outputs"] = tools.forced_form()
     num_top = checked_integer(given, "top_logprobs", 0, _MOST_LOGPROBS)
@@ -229,15 +229,15 @@ _FORM = ("add_generation_prompt", "continue_final_message", "chat_template_kwarg
 
 
 def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The messages of a chat request and how they are rendered, as `LLM.chat_prompts` takes them.
+    """Returns the messages of a chat request and the keyword arguments of `LLM.chat_prompts` that render them.
 
     Raises:
-        ApiError: When there are no messages, or too many, or a variable of the template is none.
+        ApiError: When messages are missing or too many, or a template variable is invalid.
     """
     if body.get("messages") is None:
         raise ApiError("messages is missing. Expected a list of messages with role and content.", param="messages")
     if not isinstance(body["messages"], list) or not all(isinstance(each, Mapping) for each in body["messages"]):
-        raise ApiError("messages are no list of objects. Expected messages with role and content.", param="messages")
+        raise ApiError("messages is not a list of objects. Expected messages with role and content.", param="messages")
     _check_size("messages", body["messages"])
     form = {name: body[name] for name in _FORM if body.get(name) is not None}
     tools = tool_use(body)
@@ -246,7 +246,7 @@ def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     if form.get("continue_final_message") is True:
         form.setdefault("add_generation_prompt", False)
     variables = form.get("chat_template_kwargs", {})
-    # Values that templates test, never arguments of the function that renders, nor anything to loop over.
+    # Values that templates test. Names of the renderer's own arguments and values to loop over are refused.
     if not isinstance(variables, Mapping) or any(
         name in _RENDERING or not (value is None or isinstance(value, str | bool | int | float))
         for name, value in variables.items()
@@ -268,7 +268,7 @@ _RENDERING = frozenset({
 
 
 def _known(body: Mapping[str, Any], unknown: UnknownFields, *, own: set[str], refused: Any) -> dict[str, Any]:
-    """The fields that mean something here and are not null; raises `ApiError` where one asks for what is missing."""
+    """Returns the known fields that are not null; raises `ApiError` for unsupported ones."""
     given = {name: value for name, value in body.items() if value is not None}
     for name in refused & given.keys():
         neutral, instead = _REFUSED[name]
@@ -282,7 +282,6 @@ def _known(body: Mapping[str, Any], unknown: UnknownFields, *, own: set[str], re
 def _request(
     given: Mapping[str, Any], prompts: list[Any], defaults: Mapping[str, Any], *, is_chat: bool, **more: Any
 ) -> ServedRequest:
-    """A checked request."""
     options = given.get("stream_options", {})
     if not isinstance(options, Mapping):
         raise ApiError(f"stream_options is {shown(options)}. Expected an object.", param="stream_options")
@@ -327,13 +326,9 @@ def _params(
 ) -> SamplingParams:  # fmt: skip
     """Returns the sampling parameters of a request; the engine checks their values.
 
-    Args:
-        given: Fields of the request.
-        defaults: Values of missing fields; their `max_tokens` also bounds every request, as in vLLM's server.
-        n: The number of completions.
-        num_logprobs: The number of alternatives for each token; None for no log-probabilities.
-        max_tokens: The value if the request has none.
-        thoughts: The tags of thoughts before structured output; see `StructuredOutputsParams.reasoning`.
+    `defaults` fill missing fields, and their `max_tokens` bounds every request, as in vLLM's server. `max_tokens`
+    applies
+    if the request has none. `thoughts` are the tags before structured output; see `StructuredOutputsParams.reasoning`.
     """
     for name in _MOST_ITEMS:
         _check_size(name, given.get(name))
@@ -361,7 +356,7 @@ def _params(
 
 
 def _response_format(form: Any) -> dict[str, Any] | None:
-    """What OpenAI's `response_format` asks for, as `structured_outputs`; None for any text."""
+    """Returns OpenAI's `response_format` as `structured_outputs`; None for free text."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     if form is None or kind == "text":
         return None
@@ -380,7 +375,6 @@ def _response_format(form: Any) -> dict[str, Any] | None:
 
 
 def _prompts(prompt: Any) -> list[Any]:
-    """The prompts of a completion request: text, token ids, or a list of either."""
     if prompt is None:
         raise ApiError("prompt is missing. Expected text, token ids, or a list of these.", param="prompt")
     if isinstance(prompt, str):
@@ -395,7 +389,7 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 def _with_extras(prompt: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt with what changes speed and no text."""
+    """Adds the fields that change speed but no text."""
     made = dict(prompt) if isinstance(prompt, Mapping) else {
         "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt
     }  # fmt: skip
@@ -406,7 +400,7 @@ def _with_extras(prompt: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _predicted(prediction: Any) -> Any:
-    """OpenAI's predicted output as text; other forms are the engine's."""
+    """Returns OpenAI's predicted output as text; the engine reads other forms."""
     if not isinstance(prediction, Mapping):
         return prediction
     content = prediction.get("content")
@@ -419,20 +413,18 @@ def _predicted(prediction: Any) -> Any:
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Raises `ApiError` where a list has more items than anybody needs."""
     if isinstance(value, list | dict) and len(value) > _MOST_ITEMS[name]:
         raise ApiError(f"{name} has {len(value)} items. Expected at most {_MOST_ITEMS[name]}.", param=name)
 
 
 def _token_id(key: str) -> int:
-    """A token id that is a key of an object, and so text."""
     if not (key.isascii() and key.isdigit() and len(key) < 10):
         raise ApiError(f"logit_bias has the key {shown(key)}. Expected token ids.", param="logit_bias")
     return int(key)
 
 
 def token_request(body: Mapping[str, Any]) -> list[int]:
-    """The token ids of a body of /detokenize; raises `ApiError` where there are none."""
+    """Returns the token ids of a body of /detokenize; raises `ApiError` if there are none."""
     try:
         check_sequence("tokens", body.get("tokens"), "a list of token ids")
     except RequestError as err:
@@ -442,7 +434,7 @@ def token_request(body: Mapping[str, Any]) -> list[int]:
 
 
 def checked_boolean(given: Mapping[str, Any], name: str) -> bool:
-    """A switch, off unless it is given; raises `ApiError` where it is none."""
+    """Returns a switch of the body, False if missing; raises `ApiError` if the value is no boolean."""
     value = given.get(name)
     try:
         check_boolean(name, False if value is None else value)
@@ -452,7 +444,7 @@ def checked_boolean(given: Mapping[str, Any], name: str) -> bool:
 
 
 def checked_integer(given: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    """A number from `low` to `high`, None unless it is given; raises `ApiError` where it is none."""
+    """Returns an integer of the body, None if missing; raises `ApiError` unless the integer is in `low`..`high`."""
     value = given.get(name)
     try:
         if value is not None:

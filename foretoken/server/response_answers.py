@@ -1,4 +1,4 @@
-"""Bodies of answers of /v1/responses, whole or as numbered events."""
+"""Builds answers of /v1/responses, whole or as numbered events."""
 
 from __future__ import annotations
 
@@ -100,12 +100,11 @@ class OutputItems:
         return events
 
     def _taken(self) -> list[Any]:
-        """Returns the log-probabilities that wait for a message, and forgets them."""
+        """Returns and forgets the log-probabilities that wait for a message."""
         taken, self._waiting = self._waiting, []
         return taken
 
     def _item(self, status: str) -> dict[str, Any]:
-        """Returns the open item with a status."""
         item = {**self._fields, "status": status}
         if item["type"] == "function_call":
             return {**item, "arguments": "".join(self._texts)}
@@ -114,25 +113,23 @@ class OutputItems:
         ]}  # fmt: skip
 
     def _part(self) -> dict[str, Any]:
-        """Returns the single content part of the open item."""
         text = {"type": _TYPES[self._fields["type"]][1], "text": "".join(self._texts)}
         return text if self._fields["type"] == "reasoning" else {**text, "annotations": [], "logprobs": self._logprobs}
 
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
-        """Returns an event about the open item's text."""
         content = {} if self._fields["type"] == "function_call" else {"content_index": 0}
         return {"type": kind, "item_id": self._fields["id"], "output_index": len(self.done), **content, **more}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseEnvelope:
-    """What all parts of one response share.
+    """The fields that all parts of one response share.
 
     Attributes:
-        request: What was asked.
+        request: The request.
         told: Fields of the request that every body of the response repeats.
         model: The name under which the model is served.
-        has_draft_metrics: Whether it says how drafting went.
+        has_draft_metrics: Whether the response has draft metrics.
         name: A unique name, part of the response's id.
         created: Seconds since 1970.
         items: The items of the response's output.
@@ -149,7 +146,7 @@ class ResponseEnvelope:
     readers: dict[int, MessageReader] = field(default_factory=dict)
 
     def whole(self, outputs: Sequence[RequestOutput], _echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
-        """The response of a request that was not streamed, which echoes nothing; outputs: of its prompt."""
+        """Returns the body of a response that is not streamed; outputs: the result of its prompt."""
         completion: CompletionOutput = outputs[0].outputs[0]
         form = self.request.message_form
         logprobs = self._logprobs(completion.logprobs)
@@ -158,7 +155,7 @@ class ResponseEnvelope:
         else:
             reader = MessageReader(form)
             self.items.add_parts(reader.push(completion.text), logprobs)
-            self.items.add_parts(reader.finish(), [])  # a call that is cut off is content behind the others
+            self.items.add_parts(reader.finish(), [])  # a call that was cut off is content
         self._end(outputs)
         return self._ended(outputs)
 
@@ -188,17 +185,17 @@ class ResponseEnvelope:
         return [*events, {"type": f"response.{ended['status']}", "response": ended}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last event of a response that came to no end."""
+        """Returns the last event of a response that failed."""
         told = {"code": "server_error", "message": error.message}
         return {"type": "response.failed", "response": {**self._response("failed", []), "error": told}}
 
     def _end(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Closes the last item and returns the events; an answer without text has an empty message."""
+        """Closes the last item and returns the events; a response without text gets an empty message."""
         begun = self.items.add("message", "") if self.items.is_empty else []
         return [*begun, *self.items.close(_status(outputs))]
 
     def _ended(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Returns the ended response; `incomplete` if it reached the most tokens."""
+        """Returns the ended response; `incomplete` if it reached the token limit."""
         status = _status(outputs)
         response = {
             **self._response(status, self.items.done),
@@ -210,7 +207,6 @@ class ResponseEnvelope:
         return response
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        """A response in some state."""
         params = self.request.params
         return {
             "id": f"resp_{self.name}", "object": "response", "created_at": self.created, "status": status,
@@ -221,13 +217,12 @@ class ResponseEnvelope:
         }  # fmt: skip
 
     def _logprobs(self, entries: Sequence[dict[int, Logprob]] | None) -> list[dict[str, Any]]:
-        """Log-probabilities of tokens, one entry each; none where they were not asked for."""
         num_top = self.request.num_top_logprobs
         return [] if entries is None or num_top is None else token_entries(entries, num_top)
 
 
 async def numbered(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any]]:
-    """Events with their place in the stream, from 0; events: closed at the end, however that comes."""
+    """Adds `sequence_number` to events, from 0; always closes `events`."""
     number = 0
     async with aclosing(events) as each:
         async for event in each:
@@ -236,12 +231,10 @@ async def numbered(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[dic
 
 
 def _status(outputs: Sequence[RequestOutput]) -> str:
-    """Returns the status of an ended response."""
     return "incomplete" if outputs[0].outputs[0].finish_reason == "length" else "completed"
 
 
 def _usage(output: RequestOutput, num_thoughts: int) -> dict[str, Any]:
-    """Returns `usage`; num_thoughts: tokens of the answer's thoughts."""
     num_input, num_output = len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs)
     return {
         "input_tokens": num_input,

@@ -12,14 +12,14 @@ from foretoken.server.request_fields import checked_integer
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
-# What becomes something else in a chat, and what changes no answer here.
+# Fields that are translated, and fields that change no answer here.
 _OWN = frozenset({"input", "instructions", "max_output_tokens", "text", "include", "metadata", "tools", "tool_choice"})
 _IGNORED = frozenset(
     {"reasoning", "max_tool_calls", "prompt_cache_retention", "prompt_cache_options", "stream_options"}
 )
 _MOST_TEXT_BYTES = 1 << 18  # a schema of 65,536 characters, 4 bytes each in UTF-8
 _NOTHING_STORED = "Responses are not stored. Send the whole conversation as input."
-# Values, besides null, with which a field asks for nothing, and what to do instead of the others.
+# For each unsupported field: the neutral values, besides null, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((), _NOTHING_STORED),
     "conversation": ((), _NOTHING_STORED),
@@ -42,13 +42,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a chat that asks for the same; what sampling and speculation know besides is kept.
+    """Returns the fields of an equivalent chat request, with all sampling and speculation fields.
 
     Args:
         body: The fields of the request.
 
     Raises:
-        ApiError: When a field does not fit, or asks for what there is only in chats, or nowhere here.
+        ApiError: When a field is invalid or not supported.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name in _REFUSED.keys() & given.keys():
@@ -65,13 +65,13 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request that its answer repeats.
+    """Returns the fields of a request that its answer repeats.
 
     Args:
         body: The fields, checked by `as_chat`.
 
     Raises:
-        ApiError: When the metadata are none, or what would be told back is too large.
+        ApiError: When the metadata are invalid, or the repeated fields are too large.
     """
     metadata, text = body.get("metadata"), body.get("text") or {}
     metadata = {} if metadata is None else metadata
@@ -90,13 +90,12 @@ def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_pair(pair: tuple[str, Any]) -> bool:
-    """Whether a key and its value are valid metadata, by OpenAI's bounds."""
+    """Decides whether a key and its value are valid metadata, by OpenAI's bounds."""
     key, value = pair
     return len(key) <= 64 and isinstance(value, str) and len(value) <= 512
 
 
 def _instructions(text: Any) -> list[dict[str, Any]]:
-    """What stands before the conversation."""
     if text is None:
         return []
     if not isinstance(text, str):
@@ -105,7 +104,7 @@ def _instructions(text: Any) -> list[dict[str, Any]]:
 
 
 def _messages(asked: Any) -> list[dict[str, Any]]:
-    """The conversation: a text that the user says, or messages, also those of earlier answers."""
+    """Returns the conversation as a chat's messages; thoughts and calls join the assistant's message."""
     if isinstance(asked, str):
         return [{"role": "user", "content": asked}]
     if not isinstance(asked, list) or not asked:
@@ -129,7 +128,6 @@ def _messages(asked: Any) -> list[dict[str, Any]]:
 
 
 def _result(item: Mapping[str, Any]) -> Any:
-    """Returns the result of a call as the content of a message."""
     output = item.get("output")
     if isinstance(output, str):
         return output
@@ -139,7 +137,6 @@ def _result(item: Mapping[str, Any]) -> Any:
 
 
 def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
-    """Adds thoughts or a call to a message of the assistant."""
     if item["type"] == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -152,7 +149,6 @@ def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: Any) -> Any:
-    """Returns the tools in a chat's form."""
     if not isinstance(tools, list):
         return tools
     for tool in tools:
@@ -165,14 +161,12 @@ def _tools(tools: Any) -> Any:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """Returns `tool_choice` in a chat's form."""
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
 def _message(item: Any) -> dict[str, Any]:
-    """One item of a conversation as a message."""
     if not isinstance(item, Mapping) or item.get("type", "message") != "message":
         raise ApiError(f"input has the item {shown(item)}. Expected messages with role and content.", param="input")
     content = item.get("content")
@@ -185,7 +179,6 @@ def _message(item: Any) -> dict[str, Any]:
 
 
 def _part(part: Any) -> dict[str, Any]:
-    """A part of a message's content."""
     if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
         expected = "Expected type 'input_text' or 'output_text', and text."
         raise ApiError(f"input has a message with the part {shown(part)}. {expected}", param="input")
@@ -193,7 +186,6 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 def _format(text: Any) -> dict[str, Any]:
-    """What `text` asks for as a chat's `response_format`."""
     form = (text.get("format") or {"type": "text"}) if isinstance(text, Mapping) else None
     if isinstance(form, Mapping):
         if form.get("type") in ("text", "json_object"):
@@ -205,7 +197,7 @@ def _format(text: Any) -> dict[str, Any]:
 
 
 def _has_logprobs(given: Mapping[str, Any]) -> bool:
-    """Whether `include` asks for log-probabilities; other names in `include` have no effect."""
+    """Decides whether `include` asks for log-probabilities; other names in `include` have no effect."""
     include = given.get("include", [])
     if not isinstance(include, list) or not all(isinstance(each, str) for each in include):
         raise ApiError(f"include is {shown(include)}. Expected a list of names.", param="include")

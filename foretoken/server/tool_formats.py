@@ -151,7 +151,6 @@ def _loaded(text: str) -> Any:
 
 
 def _called(name: Any, arguments: Any) -> Call:
-    """Returns a call; raises `ValueError` if the name is not text."""
     if not isinstance(name, str) or not name.strip() or lone_surrogate(name) is not None:
         raise ValueError("no name")
     return Call(name.strip(), _arguments({} if arguments is None else arguments))
@@ -201,7 +200,6 @@ def _python_calls(text: str, _: Schemas) -> list[Call]:
 
 
 def _python_call(node: ast.expr) -> Call:
-    """Returns one call of the list."""
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("no call with keywords")
     return _called(ast.unparse(node.func), {each.arg: ast.literal_eval(each.value) for each in node.keywords})
@@ -227,7 +225,7 @@ def _xml_calls(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _xml_value(value: str, known: Any, key: str) -> Any:
-    """Returns the value of a parameter: the text itself if the schema allows text, else the text parsed as JSON."""
+    """Returns the text itself if the schema allows text, else the text parsed as JSON."""
     text = value.rstrip().removesuffix("</parameter>").removeprefix("\n").removesuffix("\n")
     schema = known.get(key) if isinstance(known, dict) else None
     kinds = _kinds(schema) if isinstance(schema, dict) else ["string"]
@@ -314,6 +312,5 @@ def thinking_tags(name: str, template: str) -> Tags | None:
 
 
 def _check_name(option: str, name: str, known: list[str]) -> None:
-    """Raises `ConfigError` for an unknown name."""
     if name not in ("auto", "none", *known):
         raise ConfigError(f"--{option} is '{name[:80]}'. {nearest_name_hint(name, ['auto', 'none', *known])}")

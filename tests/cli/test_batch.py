@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert 3 <= len(kept) < len(names)
     part.write_bytes(whole + kept[0][: len(kept[0]) // 2])  # in the middle of a line
     other = run("batch", str(source), str(out), "--model", MODEL, "--served-model-name", "other")
-    assert (other.returncode, "was begun with the model" in other.stderr) == (2, True)
+    assert (other.returncode, "holds answers of the model" in other.stderr) == (2, True)
     finished = run("batch", str(source), str(out), "--model", MODEL)
     assert finished.returncode == 0, finished.stderr
     assert (
@@ -146,7 +146,7 @@ def test_a_full_disk_says_what_to_do_and_loses_nothing(tmp_path: Path) -> None:
     answers = AnswerFile(tmp_path / "out.jsonl", "m")
     answers.add(answer)
     with full_disk(400):
-        with pytest.raises(ConfigError, match="run the command again: it goes on"):
+        with pytest.raises(ConfigError, match="run the command again: it continues"):
             answers.add({**answer, "custom_id": "b", "more": "x" * 1000})
         answers.close()  # raises nothing that would replace the sentence
     again = AnswerFile(tmp_path / "out.jsonl", "m")
@@ -165,8 +165,8 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         ((str(tmp_path), out), "a directory"),
         ((str(empty), out), "has no lines"),
         ((str(source), str(tmp_path)), "a directory"),
-        ((str(source), str(tmp_path / "foreign.jsonl")), "something else than answers"),
-        ((str(source), out, "-s", "oracle"), "has to know the text"),
+        ((str(source), str(tmp_path / "foreign.jsonl")), "data other than answers"),
+        ((str(source), out, "-s", "oracle"), "must know the text"),
     ):
         finished = run("batch", *arguments, "--model", MODEL)
         assert finished.returncode == 2, arguments

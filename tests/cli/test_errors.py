@@ -42,7 +42,7 @@ def test_missing_model_names_the_nearest() -> None:
     [
         ("ngrm", ("'ngrm' does not exist", "Did you mean 'ngram'?")),
         ("dflash", ("'dflash' is not there yet. Available: draft_model, eagle, eagle3,",)),
-        ("oracle", ("has to know the text beforehand",)),
+        ("oracle", ("must know the text beforehand",)),
         ("[1, 2]", ("speculative_config is [1, 2]",)),
         ('"ngram"', ("speculative_config is 'ngram'",)),
         ("[" * 100_000, ("not valid JSON",)),

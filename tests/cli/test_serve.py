@@ -63,7 +63,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_the_log_tells_how_the_model_writes(server: tuple[subprocess.Popen[str], str]) -> None:
     assert server[0].stderr is not None
     told = server[0].stderr.readline()
-    assert told == "parsers, by the chat template or as told: tool calls none, thoughts none\n"
+    assert told == "parsers, by the chat template or the options: tool calls none, thoughts none\n"
 
 
 def test_sigterm_lets_running_requests_end(server: tuple[subprocess.Popen[str], str]) -> None:
@@ -135,7 +135,7 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
     ("more", "message"),
     [
         (["-s", "ngram", "-s", "hydra"], "serve takes one --speculative-config"),
-        (["-s", "oracle"], "has to know the text beforehand"),
+        (["-s", "oracle"], "must know the text beforehand"),
         (["--metrics-compat", "tgi"], "--metrics-compat is 'tgi'. Expected vllm."),
         (["--tool-call-parser", "herms"], "--tool-call-parser is 'herms'. Did you mean 'hermes'?"),
         (["--reasoning-parser", "qwen"], "--reasoning-parser is 'qwen'. Did you mean 'qwen3'?"),

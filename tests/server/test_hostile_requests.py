@@ -55,9 +55,9 @@ def assert_error(answer: Any, status: int, part: str) -> dict[str, Any]:
     [
         (b"", "is not JSON"),
         (b"{", "is not JSON"),
-        (b"[]", "is no JSON object"),
-        (b"null", "is no JSON object"),
-        (b'"text"', "is no JSON object"),
+        (b"[]", "is not a JSON object"),
+        (b"null", "is not a JSON object"),
+        (b'"text"', "is not a JSON object"),
         (b'{"prompt": "\xff"}', "is not UTF-8"),
         (b'\xef\xbb\xbf{"prompt": "a"}', "is not JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
@@ -334,7 +334,7 @@ def test_unknown_fields_are_accepted_and_named_once(speculative: LiveServer, cap
         answer = speculative.post("/v1/completions", {**COMPLETION, "novelty\n\x1b[31m": 1, "user": "me"})
         assert answer.status_code == 200
     assert [record.getMessage() for record in caplog.records if "novelty" in record.getMessage()] == [
-        "requests have a field 'novelty\\n\\x1b[31m', which is not known and ignored"
+        "requests have the unknown field 'novelty\\n\\x1b[31m', which is ignored"
     ]
     assert "main" not in caplog.text, "prompts are never logged"
 
