@@ -1,8 +1,8 @@
-"""Heads that draft with a decoder block over pairs of a feature and the token after it: the EAGLE family.
+"""Heads that draft with a decoder block over pairs of a feature and the next token: the EAGLE family.
 
-The pair of position t is (feature of x_0 … x_t, x_{t+1}); what comes out of the block at it says x_{t+2}, and stands in
-the place of the next feature, which a draft does not have: step i reads what step i - 1 gave, with x_{t+1+i}. Committed
-positions are always read with the target's own features.
+The pair of position t is (feature of x_0 … x_t, x_{t+1}). The block's output at t predicts x_{t+2}. A draft has no
+further features of the target: step i reads the output of step i - 1 in place of the feature, with x_{t+1+i}. Committed
+positions are always read with the target's features.
 
 Letters as in `base`; W width of the block.
 """
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class AutoregressiveConfig(HeadConfig):
-    """Sizes of such a head.
+    """Sizes of an autoregressive head.
 
     Attributes:
-        num_steps: K, steps that acceptance is measured for, and that training unrolls at most; drafts may be deeper.
+        num_steps: K, steps that training unrolls and measures; drafts may be deeper.
         layer: Sizes of the decoder block.
     """
 
@@ -43,12 +43,12 @@ class AutoregressiveConfig(HeadConfig):
 
     @property
     def steps(self) -> int:
-        """See `HeadConfig`."""
+        """K."""
         return self.num_steps
 
     @property
     def max_depth(self) -> int | None:
-        """Any number."""
+        """None: drafts may have any depth."""
         return None
 
     @property
@@ -58,18 +58,18 @@ class AutoregressiveConfig(HeadConfig):
 
 
 class BlockInputs(NamedTuple):
-    """What the decoder block reads; both (..., W), the second one None for blocks without it."""
+    """The inputs of the decoder block, (..., W) each; `side` is None for blocks with one input."""
 
     inputs: Tensor
     side: Tensor | None
 
 
 class BlockOutputs(NamedTuple):
-    """What comes of the block's outputs; both (..., W).
+    """Values computed from the block's output, (..., W) each.
 
     Attributes:
-        state: Stands in the place of the next feature.
-        hidden: What `Head.draft_logits` reads.
+        state: Replaces the next feature.
+        hidden: The input of `Head.draft_logits`.
     """
 
     state: Tensor
@@ -77,34 +77,30 @@ class BlockOutputs(NamedTuple):
 
 
 class AutoregressiveHead(Head):
-    """See the module.
-
-    Attributes:
-        layer: The decoder block.
-    """
+    """A head with one decoder block, `layer`."""
 
     config: AutoregressiveConfig
     layer: DecoderLayer
 
     def begin(self, features: Tensor) -> Tensor:
-        """(..., W), the state that the features of a position give, of (..., F E)."""
+        """Returns (..., W), the state of positions with features (..., F E)."""
         return features
 
     def embed(self, tokens: Tensor, parts: TargetParts) -> Tensor:
-        """(..., W), the embeddings of tokens: the target's own, unless the head brings some."""
+        """Returns (..., W), embeddings of tokens: the target's, unless the head has its own."""
         return parts.embed(tokens)
 
     @abstractmethod
     def paired(self, state: Tensor, embedded: Tensor) -> BlockInputs:
-        """What the block reads of pairs: (..., W) states and (..., W) embeddings of the tokens after them."""
+        """Returns the block's inputs for pairs of (..., W) states and (..., W) embeddings of the next tokens."""
 
     def outputs(self, x: Tensor) -> BlockOutputs:
-        """What comes of (..., W) outputs of the block."""
+        """Returns the state and hidden values for the block's (..., W) output."""
         return BlockOutputs(x, x)
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
-        """Packs the linear layers around the block, which runs as a whole, see `as_blocks`."""
+        """Packs the linear layers around the block; `as_blocks` runs the block as a whole."""
         if compacts:
             self.layer.compact()
         for name, child in list(self.named_children()):
@@ -113,15 +109,11 @@ class AutoregressiveHead(Head):
 
     @abstractmethod
     def as_blocks(self, num_positions: int) -> Blocks:
-        """The block as a `BlockStack` takes it, giving what `outputs` reads; num_positions: how many may be fed."""
+        """Returns the block for `BlockStack`, for up to `num_positions` positions; its output goes to `outputs`."""
 
     @abstractmethod
     def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:
-        """What the native kernels draft from, after `optimize_for_inference`; None where they cannot.
-
-        Args:
-            parts: What is shared with the target.
-        """
+        """Returns the head for the native kernels, after `optimize_for_inference`; None if they cannot run it."""
 
     @override
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
@@ -136,15 +128,17 @@ class AutoregressiveHead(Head):
         starts: slice = slice(None),
         is_detached: bool = False,
     ) -> Iterator[Tensor]:
-        """`teacher_forced`, all drafts of a text side by side: step i of the draft that begins at position t, at t.
+        """Computes `teacher_forced` for all drafts of a text at once.
+
+        Step i of the draft that begins at position t stands at index t.
 
         Args:
             features: (B, S, F E).
             tokens: (B, S) int64.
-            parts: What is shared with the target.
-            starts: The positions whose drafts are followed beyond the first step: later tensors are (B, Q, …).
-            is_detached: Whether no gradient goes from a step into those before it, as in HASS; else through all of
-                them, as in EAGLE-3's training-time test.
+            parts: The modules shared with the target.
+            starts: Q positions of the drafts that go on after the first step: later tensors are (B, Q, …).
+            is_detached: Whether gradients stop between steps, as in HASS; else they flow through all steps, as in
+                EAGLE-3's training-time test.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         state = self.begin(features)

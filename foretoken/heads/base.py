@@ -1,8 +1,8 @@
-"""What all draft heads share: which of the target's features they read, and what they say when the text itself is fed.
+"""The interface of all draft heads: the features that a head reads, and its outputs for a given text.
 
-Position t has the feature h_t of the tokens x_0 … x_t. The target's own head gives x_{t+1}, the root of the next tree;
-step i of a draft, counted from 0, takes the token x_{t+1+i} and gives x_{t+2+i}. Training goes through the same
-functions as drafting.
+Position t has the feature h_t of the tokens x_0 … x_t. The target's LM head gives x_{t+1}, the root of the next tree.
+Step i of a draft, counted from 0, takes the token x_{t+1+i} and predicts x_{t+2+i}. Training and drafting call the same
+functions.
 
 Letters: E hidden size of the target, F features that a head reads, K steps, V vocabulary, Vd vocabulary of the drafts.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class HeadConfig(BaseModel):
-    """Sizes of a head; a method's own configuration derives from it.
+    """Sizes of a head; each method derives its own configuration.
 
     Attributes:
         hidden_size: E, of the target.
@@ -46,16 +46,16 @@ class HeadConfig(BaseModel):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """K, steps that are measured, and trained at most."""
+        """K, the number of steps that training unrolls and measures."""
 
     @property
     def max_depth(self) -> int | None:
-        """Most tokens that can be drafted one after another; None for any number."""
+        """Largest depth of a draft; None for any depth."""
         return self.steps
 
     @property
     def taps(self) -> tuple[Tap, ...]:
-        """The features that are read, see `foretoken.core.passes`."""
+        """The features that the head reads, see `foretoken.core.passes`."""
         return ("final",)
 
 
@@ -63,8 +63,8 @@ class Head(nn.Module, ABC):
     """A network that drafts from the target's features.
 
     Attributes:
-        config: Its sizes.
-        token_map: (Vd,) int64 buffer, the token of each logit where drafts cover a part of the vocabulary; else None.
+        config: Sizes.
+        token_map: (Vd,) int64 buffer, the token of each logit, if drafts cover a part of the vocabulary; else None.
     """
 
     config: HeadConfig
@@ -80,27 +80,27 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
-        """What the logits of each step are read from when the text itself is fed.
+        """Computes the inputs of each step's LM head when the text itself is fed.
 
         Args:
             features: (B, S, F E), the taps of a position side by side.
             tokens: (B, S) int64.
-            parts: What is shared with the target.
+            parts: The modules shared with the target.
 
         Yields:
-            K tensors (B, S, …); those of step i are meaningful at positions t <= S - 2 - i, where x_{t+1+i} exists.
+            K tensors (B, S, …); step i is valid at positions t <= S - 2 - i, where x_{t+1+i} exists.
         """
 
     @abstractmethod
     def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """(..., Vd) logits of step i over x_{t+2+i}; hidden: as `teacher_forced` gave it."""
+        """Returns (..., Vd) logits of step i for x_{t+2+i}; hidden: from `teacher_forced`."""
 
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """(..., V), `draft_logits` with -inf for tokens that cannot be drafted."""
+        """Returns (..., V), `draft_logits` with -inf for tokens that cannot be drafted."""
         return self.whole_vocabulary(self.draft_logits(index, hidden, parts))
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """(..., V) of (..., Vd) logits: the rest cannot be drafted."""
+        """Scatters (..., Vd) logits into (..., V), with -inf for tokens that cannot be drafted."""
         if self.token_map is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
@@ -109,25 +109,25 @@ class Head(nn.Module, ABC):
 
     @property
     def has_target_lm_head(self) -> bool:
-        """Whether the logits are read by the target's LM head, `parts.lm_head`."""
+        """Whether the target's LM head, `parts.lm_head`, computes the logits."""
         return False
 
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
-        """Packs the large float32 weights for small-batch GEMMs on a CPU; for drafting alone, not for training.
+        """Packs the large float32 weights for small-batch GEMMs on a CPU. The head can draft but not train afterwards.
 
         Args:
-            quantization: "int8" to keep matrices in int8, a byte a weight in the place of what was loaded.
-            compacts: Whether float32 weights become bfloat16 where that holds them exactly; their inputs are rounded to
-                bfloat16 then.
+            quantization: "int8" replaces matrices by int8 ones, one byte a weight.
+            compacts: Whether float32 weights become bfloat16 if that is exact; their inputs are then rounded to
+                bfloat16.
 
         Raises:
-            UnsuitableError: When a matrix cannot be quantised; the head cannot be used any more.
+            UnsuitableError: If a matrix cannot be quantised; the head is then unusable.
         """
         optimize_for_inference(self, quantization=quantization, compacts=compacts)
 
 
 def build_head(config: HeadConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Head:
-    """The head that a configuration describes, weights not set."""
+    """Builds the head that a configuration describes, with uninitialized weights."""
     from importlib import import_module
 
     module = import_module(f"foretoken.heads.{config.method}")
@@ -136,34 +136,27 @@ def build_head(config: HeadConfig, *, device: torch.device | None = None, dtype:
 
 
 class StepHeadConfig(HeadConfig):
-    """Sizes of a head with a network for every step.
+    """Sizes of a head with one network for each step.
 
     Attributes:
-        num_heads: K, tokens drafted at most.
+        num_heads: K, the largest depth of a draft.
     """
 
     num_heads: int = Field(ge=1, le=64)
 
     @property
     def steps(self) -> int:
-        """See `HeadConfig`."""
+        """K."""
         return self.num_heads
 
 
 class StepHead(Head):
-    """A state that starts from the feature `final`, behind the target's last norm, and takes one token a step."""
+    """A head with a state: the first is the feature `final`, after the target's last norm; each step takes one token."""
 
     config: StepHeadConfig
 
     def encode(self, features: Tensor) -> Tensor:
-        """What steps start from, at every position of whole texts.
-
-        Args:
-            features: (B, S, E), positions 0 … S - 1.
-
-        Returns:
-            (B, S, W).
-        """
+        """Returns the first states (B, S, W) for features (B, S, E) of positions 0 … S - 1."""
         return features
 
     @abstractmethod
@@ -171,22 +164,19 @@ class StepHead(Head):
         """Takes one token.
 
         Args:
-            index: i, which step.
-            state: (..., W), as `encode` or the step before gave it.
+            index: The step i.
+            state: (..., W), from `encode` or the step before.
             tokens: (...) int64, x_{t+1+i}.
-            parts: What is shared with the target.
+            parts: The modules shared with the target.
 
         Returns:
-            The state after the token and what `draft_logits` reads, both (..., some width).
+            The state after the token and the input of `draft_logits`, (..., any width) each.
         """
 
     def native_steps(self, parts: TargetParts) -> HeadSteps | None:
-        """What the native kernels draft from, after `optimize_for_inference`; None where they do not know the network.
+        """Returns the head for the native kernels, after `optimize_for_inference`; None if they cannot run it.
 
-        Steps and logits are then those of `encode`, `step` and `draft_logits`, but for rounding.
-
-        Args:
-            parts: What is shared with the target.
+        The kernels' steps and logits equal `encode`, `step` and `draft_logits` up to rounding.
         """
         del parts
         return None

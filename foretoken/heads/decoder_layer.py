@@ -1,10 +1,10 @@
-"""A decoder block of a draft head: the block of a Llama, fed with features instead of embeddings, with a KV cache.
+"""A decoder block of a draft head: a Llama block that reads features instead of embeddings, with a KV cache.
 
     x = inputs + output(attention(q, k, v))
     outputs = x + down(silu(gate(norm(x))) * up(norm(x)))
 
-Queries, keys and values are read from norm(inputs), from the inputs themselves in blocks without that norm (EAGLE-1),
-or from [norm(side); norm(inputs)], twice as wide, in blocks that read a second input beside the first (EAGLE-3).
+Queries, keys and values are projections of norm(inputs), of the inputs in blocks without that norm (EAGLE-1), or of
+[norm(side); norm(inputs)], twice as wide, in blocks with a second input (EAGLE-3).
 
 Letters: B sequences, T positions, E width of the inputs, H heads, Hk key and value heads, Dh head size, I inner width.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LayerConfig(BaseModel):
-    """Sizes of the block; as a rule those of the target's blocks.
+    """Sizes of the block, usually those of the target's blocks.
 
     Attributes:
         num_attention_heads: H.
@@ -36,10 +36,10 @@ class LayerConfig(BaseModel):
         head_dim: Dh.
         intermediate_size: I.
         attention_bias: Whether queries, keys and values have a bias.
-        rms_norm_eps: Of all norms.
-        rope_theta: Base of the rotary frequencies. Released heads mostly have 10000, whatever the target's is.
-        rope_scaling: How they are scaled, in transformers' words without the base, as {"rope_type": "linear", "factor":
-            4.0}; "llama3" and "yarn" as well. None for plain ones.
+        rms_norm_eps: Epsilon of all norms.
+        rope_theta: Base of the rotary frequencies. Most released heads have 10000, whatever the target has.
+        rope_scaling: Scaling of the frequencies, in transformers' words without the base, such as {"rope_type":
+            "linear", "factor": 4.0}; also "llama3" and "yarn". None for no scaling.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,13 +65,13 @@ class LayerConfig(BaseModel):
         return self
 
     def scaled_frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        """(Dh / 2,) float32 angles of one step in position, and a factor of cosines and sines; with scaling only."""
+        """Returns (Dh / 2,) float32 angles per position and the factor of cosines and sines, for `rope_scaling`."""
         assert self.rope_scaling is not None, "the caller looks"
         return scaled_frequencies(self.rope_scaling, theta=self.rope_theta, head_dim=self.head_dim, device=device)
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values, rotated: (B, T, H or Hk, Dh)."""
+    """Rotated queries and keys, and values: (B, T, H or Hk, Dh)."""
 
     query: Tensor
     key: Tensor
@@ -79,11 +79,11 @@ class Heads(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """See the module. Parameter names are those of a transformers Llama block, norms in short.
+    """The block. Parameter names are those of a Llama block of transformers, with short names of norms.
 
     Attributes:
-        input_norm: (E,) before attention, of the first input; None in blocks without it.
-        side_norm: (E,) of the second input; None in blocks without one.
+        input_norm: (E,) before attention, of the first input; None without this norm.
+        side_norm: (E,) of the second input; None in blocks with one input.
         post_attention_norm: (E,) before the feed-forward layer.
     """
 
@@ -97,16 +97,7 @@ class DecoderLayer(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Weights are not set.
-
-        Args:
-            config: Sizes.
-            width: E.
-            has_input_norm: Whether the first input is normed before attention.
-            has_side: Whether there is a second input.
-            device: Of the weights.
-            dtype: Likewise.
-        """
+        """Creates the block with uninitialized weights; width: E."""
         super().__init__()
         self.config = config
         queries = config.num_attention_heads * config.head_dim
@@ -129,10 +120,10 @@ class DecoderLayer(nn.Module):
         self.input_norm = norm() if has_input_norm else None
         self.side_norm = norm() if has_side else None
         self.post_attention_norm = norm()
-        self._scaled: dict[torch.device, tuple[Tensor, float]] = {}  # frequencies by device, made when first needed
+        self._scaled: dict[torch.device, tuple[Tensor, float]] = {}  # frequencies by device, computed on first use
 
     def initialize(self) -> None:
-        """Normal with standard deviation 0.02, no contribution of either branch at first, norms neutral."""
+        """Draws weights with standard deviation 0.02; output projections start at zero, norms at one."""
         with torch.no_grad():
             for part in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
                 part.weight.normal_(std=0.02)
@@ -145,7 +136,7 @@ class DecoderLayer(nn.Module):
                     weight.fill_(1.0)
 
     def forward(self, inputs: Tensor, positions: Tensor | None = None, side: Tensor | None = None) -> Tensor:
-        """Whole texts: every position sees itself and what came before.
+        """Computes whole texts with causal attention.
 
         Args:
             inputs: (B, T, E).
@@ -164,7 +155,7 @@ class DecoderLayer(nn.Module):
         return self.finished(inputs, mixed.transpose(1, 2))
 
     def projected(self, inputs: Tensor, positions: Tensor, side: Tensor | None = None) -> Heads:
-        """What attention reads of some positions; see `forward`."""
+        """Returns the inputs of attention for some positions; arguments as in `forward`."""
         x = inputs if self.input_norm is None else self.normed(inputs, self.input_norm)
         if self.side_norm is not None:
             assert side is not None, "the block has a second input"
@@ -175,23 +166,23 @@ class DecoderLayer(nn.Module):
         return Heads(_rotated(query, cos, sin), _rotated(key, cos, sin), value)
 
     def finished(self, inputs: Tensor, mixed: Tensor) -> Tensor:
-        """What follows attention: (B, T, E) of (B, T, E) inputs and (B, T, H, Dh) mixed values."""
+        """Returns (B, T, E), the block after attention, of (B, T, E) inputs and (B, T, H, Dh) mixed values."""
         x = inputs + self.o_proj(mixed.flatten(2))
         inner = self.normed(x, self.post_attention_norm)
         result: Tensor = x + self.down_proj(silu(self.gate_proj(inner)) * self.up_proj(inner))
         return result
 
     def normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm over the last dimension, in the weight's dtype: autocast hands bfloat16 to float32 norms."""
+        """Computes an RMS norm over the last dimension, in the weight's dtype even under autocast."""
         return rms_norm(x.to(weight.dtype), weight.shape, weight, self.config.rms_norm_eps).to(x.dtype)
 
     def compact(self) -> None:
-        """Keeps the weights in bfloat16 where that holds all of them exactly: half the bytes to read."""
+        """Converts the weights to bfloat16 if that is exact for all of them: half the bytes to read."""
         if all(fits_bfloat16(parameter) for parameter in self.parameters()):
             self.to(torch.bfloat16)
 
     def as_block(self, num_positions: int) -> Block:
-        """The block as a `BlockStack` takes it; num_positions: how many may be fed."""
+        """Returns the block for `BlockStack`, for up to `num_positions` positions."""
         config, dtype = self.config, self.exact_dtype
         positions = torch.arange(num_positions, device=self.post_attention_norm.device).unsqueeze(0)
         cos, sin = (table[0, :, 0].contiguous() for table in self._rotation(positions, dtype))
@@ -220,14 +211,14 @@ class DecoderLayer(nn.Module):
         )
 
     def as_norm(self, weight: Tensor | None) -> Norm | None:
-        """A norm of the block, or behind it, as a `BlockStack` takes it."""
+        """Returns a norm of the block, or after it, for `BlockStack`."""
         if weight is None:
             return None
         return Norm(weight=weight.detach().to(self.exact_dtype).contiguous(), epsilon=self.config.rms_norm_eps)
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """What norms and rotations are computed in."""
+        """The dtype of norms and rotations."""
         return torch.promote_types(self.post_attention_norm.dtype, torch.float32)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -246,14 +237,14 @@ class DecoderLayer(nn.Module):
 
 
 def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Sequence[Heads]) -> Tensor:
-    """Attention of step j of drafts that begin at some positions of a text, fed with the text itself.
+    """Computes attention of step j of drafts that begin at some positions of a text and are fed with the text.
 
-    The draft that begins at position t sees the text's own keys 0 … t, and of each of its j steps so far its own key
-    alone. Scores are in float32 at least.
+    The draft that begins at position t sees the text's keys 0 … t, and its own key at each of its j steps. Scores are
+    at least float32.
 
     Args:
         query: (B, Q, H, Dh), of step j of Q drafts.
-        starts: (Q,) int64, where they begin.
+        starts: (Q,) int64, the first positions.
         first: Of the text, (B, T, …).
         later: Of steps 1 … j, (B, Q, …) each.
 
@@ -267,7 +258,7 @@ def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Seque
     keys, values = (part.permute(0, 2, 3, 1).unsqueeze(2) for part in (first.key, first.value))  # (B, Hk, 1, Dh, T)
     is_future = torch.arange(length, device=query.device) > starts.unsqueeze(1)
     scores = [(grouped @ keys).to(exact).masked_fill(is_future, float("-inf"))]
-    own_keys = [own.key.transpose(1, 2).unsqueeze(2) for own in later]  # (B, Hk, 1, Q, Dh), as the values
+    own_keys = [own.key.transpose(1, 2).unsqueeze(2) for own in later]  # (B, Hk, 1, Q, Dh), like the values
     own_values = [own.value.transpose(1, 2).unsqueeze(2) for own in later]
     scores += [(grouped * key).sum(-1, keepdim=True, dtype=exact) for key in own_keys]
     weights = torch.cat(scores, dim=-1).softmax(-1).to(query.dtype)

@@ -1,11 +1,10 @@
-"""EAGLE's head: embedding and feature fused by a linear layer, one decoder block without a norm before attention.
+"""EAGLE's head: a linear layer fuses embedding and feature, then one decoder block without a norm before attention.
 
-The block's output is an estimate of the next feature, which the target's own LM head reads. EAGLE-2 drafts with the
-same weights in another tree, HASS trains them otherwise.
+The block's output estimates the next feature; the target's LM head reads the estimate. EAGLE-2 uses the same weights
+with another tree, HASS another training.
 
-Source: Li et al. 2024 (arXiv 2401.15077); the feature is that after the target's last norm, as the released code has
-it and not the paper.
-
+Source: Li et al. 2024 (arXiv 2401.15077). The feature is the one after the target's last norm, as in the released code,
+which differs from the paper.
 Letters as in `autoregressive`.
 """
 
@@ -30,7 +29,7 @@ class EagleConfig(AutoregressiveConfig):
     """Sizes of an EAGLE head.
 
     Attributes:
-        has_bias: Whether the layer that fuses has one; those of vLLM have none.
+        has_bias: Whether the fusing layer has a bias; heads of vLLM have none.
     """
 
     method: ClassVar[str] = "eagle"
@@ -39,11 +38,7 @@ class EagleConfig(AutoregressiveConfig):
 
 
 class EagleHead(AutoregressiveHead):
-    """See the module.
-
-    Attributes:
-        fc: (W, 2 W), embedding first.
-    """
+    """The network; `fc` is (W, 2 W), embedding first."""
 
     config: EagleConfig
 
@@ -58,7 +53,7 @@ class EagleHead(AutoregressiveHead):
 
     @override
     def initialize(self, parts: TargetParts) -> None:
-        """Hands the feature on, so that training starts at the target's own next-token prediction."""
+        """Passes the feature on, so that training starts at the target's own next-token prediction."""
         with torch.no_grad():
             width = self.config.width
             self.fc.weight.zero_()

@@ -1,11 +1,10 @@
-"""EAGLE-3's head: three features of the target fused, a decoder block that reads the embedding beside them, an LM head.
+"""EAGLE-3's head: three fused features of the target, a decoder block that also reads the embedding, an LM head.
 
-The block's attention reads [norm(embedding); norm(state)]; its output stands in the place of the fused features, and
-after a norm is read by an LM head of the head's own, which may cover a part of the vocabulary.
+The block's attention reads [norm(embedding); norm(state)]. Its output replaces the fused features in the next step.
+After a norm, the head's own LM head reads the output; this LM head may cover a part of the vocabulary.
 
 Source: Li et al. 2025 (arXiv 2503.01840), with the variants of later releases: `norm_before_residual` (speculators),
 `norm_before_fc` (gpt-oss heads), `fc_norms` and `feeds_normed` (EAGLE-3.1, arXiv 2605.09992).
-
 Letters as in `autoregressive`.
 """
 
@@ -35,14 +34,14 @@ class Eagle3Config(AutoregressiveConfig):
     """Sizes of an EAGLE-3 head.
 
     Attributes:
-        boundaries: The taps, see `foretoken.core.passes`; of L blocks 2, L // 2 and L - 3 as published.
+        boundaries: The taps, see `foretoken.core.passes`; the paper takes 2, L // 2 and L - 3 of L blocks.
         draft_hidden_size: W; None for E.
-        draft_vocab_size: Vd, where drafts cover a part of the vocabulary; None for all of it.
-        own_embedding: Whether tokens are embedded by the head; needed where W is not E.
-        norm_before_residual: Whether the block's residual is the normed state instead of the state.
-        norm_before_fc: Whether the features are normed together before they are fused.
-        fc_norms: Whether each of them is normed before.
-        feeds_normed: Whether the next step reads what the LM head reads, after the norm, instead of what is before it.
+        draft_vocab_size: Vd, if drafts cover a part of the vocabulary; None for all of it.
+        own_embedding: Whether the head embeds tokens itself; needed if W differs from E.
+        norm_before_residual: Whether the block's residual is the normed state.
+        norm_before_fc: Whether one norm over all features comes before the fusion.
+        fc_norms: Whether each feature has a norm of its own before the fusion.
+        feeds_normed: Whether the next step reads the output after the norm, like the LM head, instead of before it.
     """
 
     method: ClassVar[str] = "eagle3"
@@ -71,7 +70,7 @@ class Eagle3Config(AutoregressiveConfig):
 
     @property
     def taps(self) -> tuple[Tap, ...]:
-        """See `HeadConfig`."""
+        """`boundaries`."""
         return self.boundaries
 
     @property
@@ -81,16 +80,16 @@ class Eagle3Config(AutoregressiveConfig):
 
 
 class Eagle3Head(AutoregressiveHead):
-    """See the module.
+    """The network.
 
     Attributes:
         fc: (W, F E), fuses the features.
-        feature_norm: (F E,), of all of them before, or None.
-        feature_norms: (F, E), of each, or None.
-        state_norm: (W,), of the state, where the normed one is the block's residual; else None.
+        feature_norm: (F E,), of all features together, or None.
+        feature_norms: (F, E), of each feature, or None.
+        state_norm: (W,), of the state, if the normed state is the block's residual; else None.
         norm: (W,), before the LM head.
         lm_head: (Vd, W).
-        embedding: (V, W), or None where the target's is shared.
+        embedding: (V, W), or None for the target's.
     """
 
     config: Eagle3Config
@@ -122,7 +121,7 @@ class Eagle3Head(AutoregressiveHead):
 
     @override
     def initialize(self, parts: TargetParts) -> None:
-        """Hands the last of the features on to a copy of the target's LM head; `token_map` is left as it is."""
+        """Passes the last feature on to a copy of the target's LM head; keeps `token_map`."""
         config = self.config
         with torch.no_grad():
             self.fc.weight.normal_(std=0.02)

@@ -1,17 +1,15 @@
-"""Falcon's head: a block of K tokens a pass, drafted semi-autoregressively.
+"""Falcon's head: drafts a block of K tokens a pass, semi-autoregressively.
 
-K pairs of a feature and the token after it give K further features at once: LSTM layers over the pairs, then a decoder
-block without a norm before attention in which the positions of a block see each other, the later ones as well. The
-target's own LM head reads the block's outputs. The tokens of a block are drafted independently of each other.
+K pairs of a feature and the next token give K further features at once: LSTM layers over the pairs, then a decoder
+block without a norm before attention. In the decoder block all positions of a block of K see each other, also later
+ones. The target's LM head reads the outputs. The tokens of a block are drafted independently of each other.
 
-Pair j is (feature j, x_{j+1}); the output at it estimates feature j + K. A draft that begins at position t has the
-pairs t - K + 1 … t as its first block and, K tokens on, those of the features that it estimated and the tokens it
-chose. Keys and values depend on what a position reads, not on what it sees, as there is one decoder block: positions
-that were part of a draft block and those of whole texts have the same ones.
+Pair j is (feature j, x_{j+1}); the output at j estimates feature j + K. The first block of a draft at position t has
+the pairs t - K + 1 … t. The next block has the estimated features and the chosen tokens. As there is one decoder block,
+keys and values do not depend on attention: positions of draft blocks and of whole texts have the same ones.
 
 Source: Gao et al. 2024 (arXiv 2412.12639). The released code runs its LSTM in mode "per_position".
-
-Letters as in `base`, but K is the size of a block; W width of the block, E here.
+Letters as in `base`, but K is the size of a block; W width of the block, here E.
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ NUM_LAYERS = 2
 
 
 class PairLstm(nn.Module):
-    """See the module.
+    """LSTM layers over pairs of embedding and feature.
 
     Attributes:
-        weights: Torch's own layers, with dropout between them while training; None after `split`.
-        cells: After `split`: of each layer the linear layer of its input, and that of h in mode "recurrent"; else none.
+        weights: Torch's layers, with dropout between them while training; None after `split`.
+        cells: After `split`: for each layer the linear layer of its input, and that of h in mode "recurrent".
     """
 
     weights: nn.LSTM | None
@@ -62,15 +60,15 @@ class PairLstm(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Weights are not set.
+        """Creates the layers with uninitialized weights.
 
         Args:
             width: W.
-            mode: See the module.
-            has_bias: Whether there are b_ih and b_hh.
+            mode: "recurrent", or "per_position": every position starts from a zero state.
+            has_bias: Whether the layers have b_ih and b_hh.
             dropout: Between the layers while training.
-            device: Of the weights.
-            dtype: Likewise.
+            device: Device of the weights.
+            dtype: Dtype of the weights.
         """
         super().__init__()
         self._width, self._mode = width, mode
@@ -81,7 +79,7 @@ class PairLstm(nn.Module):
         self.cells = nn.ModuleList()
 
     def forward(self, pairs: Tensor) -> Tensor:
-        """(B, T, W) of whole texts, (B, T, 2 W); before `split`."""
+        """Returns (B, T, W) for whole texts, (B, T, 2 W); only before `split`."""
         if self._mode == "recurrent":
             return self._layers(pairs)
         return self._layers(pairs.flatten(0, 1).unsqueeze(1)).view(*pairs.shape[:2], self._width)
@@ -96,14 +94,14 @@ class PairLstm(nn.Module):
         return result
 
     def run(self, pairs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Goes on over some positions from a state; without dropout.
+        """Continues over some positions from a state, without dropout.
 
         Args:
             pairs: (..., T, 2 W).
             state: (..., L, 2, W), h and c of each layer after the position before; None for zeros.
 
         Returns:
-            (..., T, W), and (..., T, L, 2, W), the state after each position; of no content in mode "per_position".
+            (..., T, W), and (..., T, L, 2, W), the state after each position; meaningless in mode "per_position".
         """
         x = pairs
         if state is None:
@@ -125,7 +123,7 @@ class PairLstm(nn.Module):
         return x, torch.stack(states, dim=-3)
 
     def split(self) -> None:
-        """Puts linear layers, which native kernels can replace, in the place of torch's LSTM; for drafting alone."""
+        """Replaces torch's LSTM by linear layers, which native kernels can replace; training ends with it."""
         for layer in range(NUM_LAYERS):
             of_input, of_hidden = self._weights(layer)
             biases = self._biases(layer)
@@ -175,8 +173,8 @@ class FalconConfig(AutoregressiveConfig):
 
     Attributes:
         block: K, tokens of a pass; 2 in the released heads.
-        num_steps: Tokens for which acceptance is measured, a multiple of K; drafts may be deeper.
-        lstm_mode: "recurrent" as in the paper, or "per_position" as the released heads were trained, see `pair_lstm`.
+        num_steps: Steps that training measures, a multiple of K; drafts may be deeper.
+        lstm_mode: "recurrent" as in the paper, or "per_position" like the released heads, see `PairLstm`.
         has_bias: Whether the LSTM layers have biases.
         dropout: Between the LSTM layers, while training.
     """
@@ -197,12 +195,7 @@ class FalconConfig(AutoregressiveConfig):
 
 
 class FalconHead(Head):
-    """See the module.
-
-    Attributes:
-        lstm: Over the pairs, embedding first.
-        layer: The decoder block.
-    """
+    """The network: `lstm` over the pairs, embedding first, then the decoder block `layer`."""
 
     config: FalconConfig
 
@@ -219,14 +212,14 @@ class FalconHead(Head):
 
     @override
     def initialize(self, parts: TargetParts) -> None:
-        """Random: the LSTM as torch has it, uniform within 1 / sqrt(W); the decoder block hands its output on."""
+        """Draws the LSTM's weights from torch's default, uniform within 1 / sqrt(W); the block passes its input on."""
         del parts
         assert self.lstm.weights is not None, "only what drafts is split"
         self.lstm.weights.reset_parameters()
         self.layer.initialize()
 
     def block_outputs(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """A whole text as blocks 0 … K - 1, K … 2 K - 1 and so on, all at once: what training runs.
+        """Computes a whole text as blocks 0 … K - 1, K … 2 K - 1, …, all at once, for training.
 
         Args:
             features: (B, S, E).
@@ -245,7 +238,7 @@ class FalconHead(Head):
 
     @override
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
-        """See `Head`. Positions before K - 1 have no block: the first pair stands for those that are not there."""
+        """Computes `Head.teacher_forced`. Positions before K - 1 have no full block; the first pair fills the gap."""
         block = self.config.block
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         rows = parts.embed(tokens).to(features.dtype)
@@ -256,7 +249,7 @@ class FalconHead(Head):
             mixed = unrolled_attention(text.query[:, own], positions[0], text, drafted)
             outputs.append(self.layer.finished(x[:, own], mixed))
             yield outputs[-1]
-        for begin in range(1, self.config.steps - block, block):  # of a block, ahead of the draft's position
+        for begin in range(1, self.config.steps - block, block):  # offset of a block from the draft's position
             pairs = [paired(of_slot, rows.roll(-(begin + 1 + o), dims=1)) for o, of_slot in enumerate(outputs)]
             x, after = self.lstm.run(torch.stack(pairs, dim=2), states)
             states = after[:, :, -1]
@@ -279,24 +272,24 @@ class FalconHead(Head):
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
-        """Packs the weights of the LSTM; the decoder block runs as a whole, see `as_blocks`."""
+        """Packs the weights of the LSTM; `as_blocks` runs the decoder block as a whole."""
         self.lstm.split()
         optimize_for_inference(self.lstm, quantization=quantization, compacts=compacts)
         if compacts:
             self.layer.compact()
 
     def as_blocks(self, num_positions: int) -> Blocks:
-        """The decoder block as a `BlockStack` takes it; num_positions: how many may be fed."""
+        """Returns the decoder block for `BlockStack`, for up to `num_positions` positions."""
         return Blocks(blocks=[self.layer.as_block(num_positions)])
 
 
 def paired(features: Tensor, embedded: Tensor) -> Tensor:
-    """(..., 2 W), what the LSTM reads of features and of the embeddings of the tokens after them, (..., W) both."""
+    """Returns (..., 2 W), the LSTM's input, of features and embeddings of the next tokens, (..., W) each."""
     return torch.cat([embedded, features], dim=-1)
 
 
 def relaxed_mask(length: int, block: int, device: torch.device) -> Tensor:
-    """(S, S) bool, who sees whom: everything before, and the whole of one's own block.
+    """Returns (S, S) bool: each position sees all earlier positions and the whole of its block.
 
     With S = 5 and K = 2:
 

@@ -1,11 +1,10 @@
-"""Hydra heads: Medusa heads that also read the tokens drafted before theirs, and so are computed for each tree node.
+"""Hydra heads: Medusa heads that also read the drafted tokens before theirs, so each tree node has its own pass.
 
-Head i reads u = [f_t; e(x_{t+1}); …; e(x_{t+1+i})] with the target's embedding e. Its first block is
-y = R u + c + silu(W u + b), the further ones y <- y + silu(W y + b). In plain Hydra f_t is the target's feature; in
-Hydra++ it is what a decoder block over all features gives (`prefix_layer`).
+Head i reads u = [f_t; e(x_{t+1}); …; e(x_{t+1+i})] with the target's embedding e. Its first block is y = R u + c +
+silu(W u + b), the further ones y <- y + silu(W y + b). In plain Hydra f_t is the target's feature. In Hydra++ f_t is
+the output of a decoder block over all features (`prefix_layer`).
 
 Source: Ankner et al. 2024 (arXiv 2402.05109), sections 3 and 4; biases as in the released code.
-
 Letters as in `base`; L blocks of a head.
 """
 
@@ -32,11 +31,7 @@ if TYPE_CHECKING:
 
 
 class PrefixLayer(DecoderLayer):
-    """See the module.
-
-    Attributes:
-        norm: (E,), behind the block.
-    """
+    """The decoder block of Hydra++, with a final `norm` (E,)."""
 
     def __init__(
         self,
@@ -57,11 +52,11 @@ class PrefixLayer(DecoderLayer):
 
     @override
     def forward(self, inputs: Tensor, positions: Tensor | None = None, side: Tensor | None = None) -> Tensor:
-        """(B, T, E), features in the light of all that came before; see `DecoderLayer`."""
+        """Returns (B, T, E), features that depend on all positions before; see `DecoderLayer`."""
         return self.normed(super().forward(inputs, positions, side), self.norm)
 
     def as_blocks(self, num_positions: int) -> Blocks:
-        """Block and norm as a `BlockStack` takes them; num_positions: how many may be fed."""
+        """Returns block and norm for `BlockStack`, for up to `num_positions` positions."""
         norm: Norm | None = self.as_norm(self.norm)
         return Blocks(blocks=[self.as_block(num_positions)], final_norm=norm)
 
@@ -71,8 +66,8 @@ class HydraConfig(StepHeadConfig):
 
     Attributes:
         num_layers: L, blocks of each head.
-        tied_blocks: Whether the blocks after the first are one, as in the released checkpoints.
-        own_lm_head: Whether each head has an LM head of its own, with a bias; else they share the target's.
+        tied_blocks: Whether the blocks after the first share weights, as in the released checkpoints.
+        own_lm_head: Whether each head has its own LM head, with a bias; else all share the target's.
         prefix: The decoder block of Hydra++, or None for plain Hydra.
         dropout: Before every block and LM head while training, in [0, 1).
     """
@@ -88,14 +83,14 @@ class HydraConfig(StepHeadConfig):
 
 
 class HydraHeads(StepHead):
-    """See the module.
+    """The network.
 
     Attributes:
         prefix: The block of Hydra++, or None.
-        first: K modules, first blocks, each with a wider input than the one before.
+        first: K first blocks, each with a wider input than the one before.
         weight: (K, L - 1 or 1 when tied, E, E), the further blocks.
         bias: (K, L - 1 or 1, E).
-        lm_heads: K linear layers with bias, none where the target's is shared.
+        lm_heads: K linear layers with bias; empty if the target's LM head is shared.
     """
 
     config: HydraConfig
@@ -111,7 +106,7 @@ class HydraHeads(StepHead):
         self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, device=device, dtype=dtype) for i in range(heads))
         self.weight = nn.Parameter(torch.empty(heads, stored, width, width, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(heads, stored, width, device=device, dtype=dtype))
-        self._further: list[list[nn.Module]] = []  # the same as layers, after `optimize_for_inference`
+        self._further: list[list[nn.Module]] = []  # the further blocks as layers, after `optimize_for_inference`
         own = heads if config.own_lm_head else 0
         self.lm_heads = nn.ModuleList(
             nn.Linear(width, config.vocab_size, device=device, dtype=dtype) for _ in range(own)
@@ -119,7 +114,7 @@ class HydraHeads(StepHead):
 
     @override
     def initialize(self, parts: TargetParts) -> None:
-        """Heads that hand the feature on, so that they start at the target's own next-token prediction."""
+        """Makes all heads pass the feature on: training starts at the target's own next-token prediction."""
         with torch.no_grad():
             if self.prefix is not None:
                 self.prefix.initialize()
@@ -163,7 +158,7 @@ class HydraHeads(StepHead):
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
-        """Packs the weights; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
+        """Packs the weights; `PrefixLayer.as_blocks` runs the decoder block of Hydra++ as a whole."""
         if self.prefix is not None and compacts:
             self.prefix.compact()
         for block in self._first_blocks():
@@ -211,12 +206,12 @@ class HydraHeads(StepHead):
 
 
 class FirstBlock(nn.Module):
-    """R u + c + silu(W u + b), R because the width changes.
+    """Computes R u + c + silu(W u + b); R is there because the width changes.
 
     Attributes:
         linear: W and b.
         residual: R and c.
-        both: R above W and c above b, in the place of the two others; or None.
+        both: R above W and c above b, in place of the two others; None before `stack`.
     """
 
     def __init__(
@@ -228,7 +223,7 @@ class FirstBlock(nn.Module):
         self.both: nn.Module | None = None
 
     def initialize(self) -> None:
-        """W is zero and R hands on the feature."""
+        """Sets W to zero and makes R pass the feature on."""
         outputs = self.residual.weight.shape[0]
         for part in (self.linear, self.residual):
             part.bias.zero_()
@@ -237,13 +232,13 @@ class FirstBlock(nn.Module):
         self.residual.weight[:, :outputs].copy_(torch.eye(outputs))
 
     def stack(self) -> None:
-        """Joins the two into one linear layer, for drafting."""
+        """Joins both layers into one linear layer, for drafting."""
         weight = torch.cat([self.residual.weight, self.linear.weight])
         self.both = linear_layer(weight, torch.cat([self.residual.bias, self.linear.bias]))
         del self.residual, self.linear
 
     def forward(self, u: Tensor) -> Tensor:
-        """(..., inputs) to (..., outputs)."""
+        """Turns (..., inputs) into (..., outputs)."""
         residual, gated = (self.residual(u), self.linear(u)) if self.both is None else self.both(u).chunk(2, dim=-1)
         result: Tensor = residual + silu(gated)
         return result

@@ -1,7 +1,6 @@
 """Medusa heads: independent residual blocks on the target's feature, one stack for each token ahead.
 
-Source: Cai et al. 2024 (arXiv 2401.10774), section 2.1; the bias of the block is the released code's, not the paper's.
-
+Source: Cai et al. 2024 (arXiv 2401.10774), section 2.1; the block's bias is from the released code, not the paper.
 Letters as in `base`; L blocks of a head, Vd drafted vocabulary.
 """
 
@@ -27,14 +26,10 @@ if TYPE_CHECKING:
 
 
 def part_of(stack: nn.Parameter, index: int) -> Tensor:
-    """`stack[index]`, whose gradient a backward pass adds to `stack.grad[index]` and to nothing else.
+    """Returns `stack[index]` of a (K, ...) stack; the backward pass adds its gradient to `stack.grad[index]` alone.
 
-    Autograd's own indexing makes a whole stack of zeros around the gradient of a part and adds that, for every part and
-    every portion of a batch. In return `torch.autograd.grad` finds no gradient for the stack: only `backward` does.
-
-    Args:
-        stack: (K, ...).
-        index: Which part.
+    Autograd's indexing would add a whole stack of zeros around the gradient, for every part and every portion of a
+    batch. `torch.autograd.grad` finds no gradient for the stack: only `backward` does.
     """
     result: Tensor = _Part.apply(stack, index)
     return result
@@ -63,9 +58,9 @@ class MedusaConfig(StepHeadConfig):
     Attributes:
         num_layers: L, residual blocks of each head; 0 leaves the LM head alone.
         has_bias: Whether blocks have a bias.
-        tied_blocks: Whether the L blocks of a head are one, as in checkpoints whose code repeated a module.
-        own_lm_head: Whether each head has an LM head of its own; else they share the target's.
-        draft_vocab_size: Vd, where the LM heads cover only part of the vocabulary; None for all of it.
+        tied_blocks: Whether the L blocks of a head share weights, as in checkpoints of code that repeated a module.
+        own_lm_head: Whether each head has its own LM head; else all share the target's.
+        draft_vocab_size: Vd, if the LM heads cover only part of the vocabulary; None for all of it.
     """
 
     method: ClassVar[str] = "medusa"
@@ -90,15 +85,15 @@ class MedusaConfig(StepHeadConfig):
 
 
 class MedusaHeads(StepHead):
-    """x <- x + silu(W x + b), L times, then an LM head; all heads side by side in stacked weights.
+    """Computes x <- x + silu(W x + b), L times, then an LM head; stacked weights hold all heads.
 
-    The feature is the output of the target's last norm. A head that starts with a frozen copy of that norm on the raw
-    residual stream computes the same from the same place, so it needs no variant here: `has_bias=False` is its network.
+    The feature is the output of the target's last norm. Some checkpoints start each head with a frozen copy of that
+    norm on the residual stream; their network is the same as this one with `has_bias=False`.
 
     Attributes:
         weight: (K, L or 1 when tied, E, E).
         bias: (K, L or 1, E), or None.
-        lm_head: (K, Vd, E), or None where the target's is shared.
+        lm_head: (K, Vd, E), or None if the target's is shared.
         token_map: (Vd,) int64 buffer, the token of each row of `lm_head`, or None.
     """
 
@@ -119,14 +114,14 @@ class MedusaHeads(StepHead):
         self.bias = empty(heads, stored, width) if config.has_bias else None
         rows = config.draft_vocab_size or config.vocab_size
         self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
-        self._quick_blocks: list[list[nn.Module]] = []  # by head, after `optimize_for_inference`, as the next
+        self._quick_blocks: list[list[nn.Module]] = []  # by head, after `optimize_for_inference`; so is the next
         self._quick_lm_heads: list[nn.Module] = []
         if config.draft_vocab_size is not None:
             self.token_map = torch.arange(rows, device=device)
 
     @override
     def initialize(self, parts: TargetParts) -> None:
-        """Blocks that do nothing, and copies of the target's LM head: the target's own next-token prediction."""
+        """Zeroes the blocks and copies the target's LM head: training starts at its next-token prediction."""
         with torch.no_grad():
             self.weight.zero_()
             if self.bias is not None:
@@ -164,7 +159,7 @@ class MedusaHeads(StepHead):
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
-        """Packs the weights; stacked blocks and LM heads become single ones."""
+        """Packs the weights; splits stacked blocks and LM heads into single layers."""
         biases = [[None] * len(self.weight[0])] * len(self.weight) if self.bias is None else self.bias.detach()
         self._quick_blocks = [
             [
@@ -201,16 +196,7 @@ class MedusaHeads(StepHead):
         )
 
     def all_logits(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
-        """Logits of the first heads after one position: as that many steps, in a few batched GEMMs.
-
-        Args:
-            features: (B, E), at the last committed position.
-            parts: What is shared with the target.
-            count: C, how many heads.
-
-        Returns:
-            (B, C, V).
-        """
+        """Returns (B, C, V) logits of the first C = `count` heads for (B, E) features, in a few batched GEMMs."""
         hidden = self._all_hidden(features, parts, count)
         if self._quick_lm_heads:
             quick = zip(self._quick_lm_heads, hidden, strict=False)

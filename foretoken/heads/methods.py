@@ -1,4 +1,4 @@
-"""The methods that have a network of their own, told without importing torch."""
+"""The methods that have a network of their own; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ _NOT_METHODS = {
 
 
 def head_methods() -> list[str]:
-    """Methods whose head is a module of this package, such as "medusa"."""
+    """Returns the methods with a head in this package, such as "medusa"."""
     return sorted(module.name for module in iter_modules(foretoken.heads.__path__) if module.name not in _NOT_METHODS)

@@ -31,13 +31,13 @@ class MlpSpeculatorConfig(StepHeadConfig):
     """Sizes of an MLP speculator.
 
     Attributes:
-        num_heads: K stages; alpha depends on it, however many are used.
+        num_heads: K stages; alpha depends on K, not on the stages that a draft uses.
         inner_dim: D.
         tie_weights: Whether stages share embedding, LM head and norm, and stages after the first their projection.
-        scale_input: Whether the feature is scaled to a root mean square of 1 / sqrt(2) first.
-        top_k: Candidates kept at each depth in the published tree; None for a tree chosen here.
-        num_candidates: Leaves kept in the published tree.
-        rms_norm_eps: Of the scaled feature and of the norms. The released code knows 1e-6 alone.
+        scale_input: Whether the feature is first scaled to a root mean square of 1 / sqrt(2).
+        top_k: Candidates at each depth of the published tree; None for a tree chosen by this program.
+        num_candidates: Leaves of the published tree.
+        rms_norm_eps: Of the scaled feature and of the norms; always 1e-6 in the released code.
     """
 
     method: ClassVar[str] = "mlp_speculator"
@@ -58,22 +58,22 @@ class MlpSpeculatorConfig(StepHeadConfig):
 
     @property
     def state_weight(self) -> float:
-        """Weight of the old state against the new token: half of it is left after K stages."""
+        """Weight of the old state against the new token; half of the state is left after K stages."""
         return math.pow(0.5, 0.5 / self.num_heads)
 
     @property
     def alpha(self) -> float:
-        """Factor of a token's embedding beside a projected state."""
+        """Factor of a token's embedding, relative to the projected state."""
         return math.sqrt((1 - self.state_weight**2) * self.inner_dim / 2) / self.state_weight
 
 
 class MlpSpeculatorHead(StepHead):
-    """See the module.
+    """The network.
 
     Attributes:
-        embeddings: K modules (V, D), one module K times when tied.
-        projections: K modules, (D, E) and then (D, D), the latter one module when tied.
-        lm_heads: K modules (V, D), one module when tied.
+        embeddings: K modules (V, D), one when tied.
+        projections: K modules, (D, E) and then (D, D); the latter are one module when tied.
+        lm_heads: K modules (V, D), one when tied.
         norms: K modules, one when tied.
     """
 
@@ -95,7 +95,7 @@ class MlpSpeculatorHead(StepHead):
 
     @override
     def initialize(self, parts: TargetParts) -> None:
-        """Normal with standard deviation 1 / sqrt(D), norms neutral."""
+        """Draws weights with standard deviation 1 / sqrt(D); norms start neutral."""
         deviation = 1 / math.sqrt(self.config.inner_dim)
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
@@ -112,7 +112,7 @@ class MlpSpeculatorHead(StepHead):
 
     @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Takes the token into the state, which is also what `logits` reads."""
+        """Takes the token into the state; `logits` also reads the state."""
         projected = _of(self.projections, index)(state)
         token = _of(self.embeddings, index)(tokens)
         state = gelu(_of(self.norms, index)(projected + self.config.alpha * token))
@@ -149,7 +149,7 @@ class MlpSpeculatorHead(StepHead):
 
 
 class RmsNormWithBias(nn.Module):
-    """x / rms(x) * weight + bias: no mean is subtracted."""
+    """Computes x / rms(x) * weight + bias; no mean is subtracted."""
 
     def __init__(
         self, width: int, epsilon: float, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -160,12 +160,12 @@ class RmsNormWithBias(nn.Module):
         self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) to (..., D)."""
+        """Turns (..., D) into (..., D)."""
         return rms_scaled(x, self.epsilon) * self.weight + self.bias
 
 
 def rms_scaled(x: Tensor, epsilon: float) -> Tensor:
-    """The input over the root mean square of its last dimension."""
+    """Divides by the root mean square over the last dimension."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
 

@@ -1,10 +1,9 @@
-"""Which decoder is used: of those that may, the one whose passes cost least, measured at the widths that will be run.
+"""Chooses the decoder: the fastest at the widths of the engine's passes, by measured times.
 
-"auto" promises that a token gets the same bits in every pass wherever an exact decoder fits the model (see `Decoder`):
-it chooses among the exact ones, and among the others only where there is none. "fastest" gives that promise up and
-chooses among all: where two tokens score nearly the same, plain and speculative decoding may then take different ones,
-which `foretoken verify` shows and explains. "lean" is "auto" without the transformers model. Where one decoder alone is
-left, nothing is measured.
+"auto" promises that a token's logits have the same bits in every pass if an exact decoder fits the model (see
+`Decoder`). It then compares exact decoders only. "fastest" compares all decoders. Where two tokens score nearly the
+same, plain and speculative decoding may then choose differently; `foretoken verify` shows such cases. "lean" is "auto"
+without the transformers model. Nothing is measured if only one decoder is left.
 """
 
 from __future__ import annotations
@@ -26,19 +25,17 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
 
-_TIE = 1.05  # costs nearer to each other are the same but for noise
-_TREE_TOKENS = (
-    2  # that a verification generates: published acceptance lengths are 2 to 4, and not every tree is drafted
-)
+_TIE = 1.05  # larger ratios of costs are more than noise
+_TREE_TOKENS = 2  # of a verification: published acceptance lengths are 2 to 4, but not every tree is drafted
 
 
 class PassWidths(NamedTuple):
-    """Passes that a runner is made for.
+    """The widths of a runner's passes.
 
     Attributes:
         num_slots: Sequences decoded at once.
         max_nodes: Nodes of the widest tree of a sequence, root included; 1 for plain decoding.
-        prompt_chunk: Prompt tokens fed in one pass.
+        prompt_chunk: Prompt tokens of one pass.
     """
 
     num_slots: int
@@ -46,24 +43,17 @@ class PassWidths(NamedTuple):
     prompt_chunk: int = 512
 
     def passes(self, costs: PassCosts) -> list[tuple[int, float]]:
-        """Tokens and seconds of a step of plain decoding, of a verification of the widest trees, of a prompt's chunk.
-
-        Args:
-            costs: Of one decoder. There is no verification without trees.
-        """
+        """Returns tokens and seconds of a plain step, of the widest verification (if any), and of a prompt chunk."""
         num_tokens = self.num_slots * self.max_nodes
         step, prompt = costs.step(self.num_slots), costs.prompt(self.prompt_chunk)
         trees = [(num_tokens, costs.verification(self.num_slots, num_tokens))] if self.max_nodes > 1 else []
         return [(self.num_slots, step), *trees, (self.prompt_chunk, prompt)]
 
     def seconds(self, costs: PassCosts) -> float:
-        """What a decoder is judged by: one step, one verification, and the prompt tokens that belong to both.
+        """Returns the cost by which decoders are compared: one step, one verification, and prompt tokens for both.
 
-        The step generates one token a sequence, the verification about two, and a prompt is taken to be as long as
-        what is generated from it. Without trees: one step, and one prompt token a sequence.
-
-        Args:
-            costs: Of the decoder.
+        The step generates one token a sequence and the verification about two. The prompt is assumed as long as the
+        generated text. Without trees: one step, and one prompt token a sequence.
         """
         *decoding, (_, chunk_seconds) = self.passes(costs)
         generated = self.num_slots * (1 if self.max_nodes == 1 else 1 + _TREE_TOKENS)
@@ -71,11 +61,9 @@ class PassWidths(NamedTuple):
 
 
 def ranked(costs: Mapping[str, PassCosts], widths: PassWidths) -> list[tuple[str, str]]:
-    """Decoders, the cheapest first, each with a sentence that says what its passes cost and those of the others.
+    """Returns decoders, the fastest first, each with a sentence that compares pass times.
 
-    Args:
-        costs: By decoder; of those that cost the same but for noise the first one comes first.
-        widths: See `PassWidths.seconds`.
+    Of costs that differ by noise alone, the earlier key comes first.
     """
     seconds = {name: widths.seconds(costs[name]) for name in costs}
     first = next((name for name in costs if seconds[name] <= _TIE * min(seconds.values())), None)
@@ -101,7 +89,7 @@ _said: set[str] = set()
 
 
 class Choice(NamedTuple):
-    """The decoder that is used, and why in a sentence."""
+    """The chosen decoder, and the reason as a sentence."""
 
     decoder: Decoder
     reason: str
@@ -117,20 +105,20 @@ def choose_decoder(
     context_len: int,
     costs: Callable[[str], PassCosts],
 ) -> Choice:
-    """Makes the decoder that is used and proves it on the model; says why others did not fit.
+    """Makes the fastest decoder that fits, and proves it on the model; says why others do not fit.
 
     Args:
         model: A loaded causal LM.
-        cache: For the decoder; no sequence is in it. Candidates that are measured have a cache of their own.
+        cache: For the decoder; no sequence is in it. Measured candidates have caches of their own.
         taps: Features to read.
         runner: One of `RUNNERS`.
-        widths: Of the passes that it is to be fast at.
+        widths: Widths of the engine's passes.
         context_len: Most tokens a sequence may reach.
-        costs: Gives what passes of a decoder cost, see `pass_costs`; asked only where there is a choice.
+        costs: Returns pass costs by decoder, see `pass_costs`; called only if there is a choice.
 
     Raises:
-        ConfigError: When there is no such runner.
-        ModelError: When no decoder of those asked for fits the model.
+        ConfigError: If `runner` does not exist.
+        ModelError: If no requested decoder fits the model.
     """
     candidates = _Candidates(model, runner, widths, costs)
     for name, reason in candidates.in_order():
@@ -148,17 +136,7 @@ def choose_decoder(
 
 
 def likely_decoder(model: LoadedModel, runner: str, widths: PassWidths, *, costs: Callable[[str], PassCosts]) -> str:
-    """The decoder that will probably be used, before there is a cache for it; its costs can be had.
-
-    Args:
-        model: A loaded causal LM.
-        runner: One of `RUNNERS`.
-        widths: As far as it is known.
-        costs: See `choose_decoder`.
-
-    Raises:
-        ConfigError, ModelError: See `choose_decoder`.
-    """
+    """Returns what `choose_decoder` will probably choose, before a cache exists; arguments and errors are the same."""
     candidates = _Candidates(model, runner, widths, costs)
     for name, _ in candidates.in_order():
         try:
@@ -200,7 +178,7 @@ class _Candidates:
     def refuse(self, name: str, err: ModelError) -> None:
         self.reasons.setdefault(str(err), []).append(name)
         if name == "generic":
-            self._generic_error = err.with_traceback(None)  # whose frames hold the decoder and its cache
+            self._generic_error = err.with_traceback(None)  # the frames hold the decoder and its cache
 
     def refusals(self) -> str:
         return " ".join(f"{', '.join(names)}: {reason}" for reason, names in self.reasons.items())

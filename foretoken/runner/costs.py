@@ -1,8 +1,8 @@
-"""What passes of a decoder cost: measured once a machine and model, kept for a month.
+"""Costs of a decoder's passes: measured once for a machine and model, stored for a month.
 
-The costs decide which decoder is used, how deep chains are drafted and how many nodes a tree has by default. They
-differ by machine and dtype: with matrix units or plenty of memory-bound weights 16 tokens cost what one does, in
-float32 on a small cache they do not.
+The costs decide which decoder runs, how deep chains are, and how many nodes a tree has by default. They differ by
+machine and dtype: with matrix units or memory-bound weights, 16 tokens cost as much as one; in float32 with a small
+cache they cost more.
 """
 
 from __future__ import annotations
@@ -38,24 +38,18 @@ if TYPE_CHECKING:
 LIMIT_S = 1.5
 _BURST_S = 0.005
 _LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
-_LARGEST_RATIO = 2.0  # of a pass to what it was known to cost: one that was interrupted says little
-_DRIFT_RATE = 0.05  # and in that of the other widths: machines slow down and speed up as a whole
+_LARGEST_RATIO = 2.0  # cap on a pass relative to its known cost: interrupted passes say little
+_DRIFT_RATE = 0.05  # weight of one pass in the cost of other widths: machines speed up and slow down as a whole
 
 
 class CostCurve:
-    """Seconds of a pass by its width, piecewise linear between measured widths.
+    """Seconds of a pass by width: piecewise linear between measured widths, linear past the last one.
 
-    Never more than for a wider one, as whatever disturbs a measurement only adds to it; linear past the last measured
-    width.
+    A pass never costs more than a wider pass, because disturbances only add to measured times.
     """
 
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
-        """A curve through measured points.
-
-        Args:
-            widths: Ascending.
-            seconds: One entry a width.
-        """
+        """Creates a curve through measured points; widths ascend."""
         self._widths, self._seconds = list(widths), [float(each) for each in seconds]
 
     @property
@@ -73,15 +67,15 @@ class CostCurve:
         limit_s: float = LIMIT_S,
         longest_s: float = math.inf,
     ) -> CostCurve:
-        """Times passes of growing width, round after round, until `limit_s` is spent.
+        """Times passes of growing width, in rounds, until `limit_s` is spent.
 
         Args:
-            run: Runs one pass of that width and waits for its end.
+            run: Runs one pass of a width and waits for its end.
             widths: Ascending.
-            repeats: Rounds after the first, which warms up; a width's fastest pass counts, as the least disturbed one.
-                A width that no later round came to keeps what the first one said.
-            limit_s: Seconds after which no further width is begun, once every width has run and two are timed.
-            longest_s: Seconds of a pass after which wider ones are left out; two are timed at least.
+            repeats: Rounds after the first, which warms up. The fastest pass of a width counts. A width that no later
+                round reaches keeps its first time.
+            limit_s: Seconds after which no further width begins, once every width has run and two are timed.
+            longest_s: Seconds of a pass after which wider passes are left out; at least two widths are timed.
         """
         begin = time.perf_counter()
         warm_up: dict[int, float] = {}
@@ -98,13 +92,13 @@ class CostCurve:
         return cls(list(warm_up), [best.get(width, seconds) for width, seconds in warm_up.items()])
 
     def seconds(self, widths: Any) -> Any:
-        """Seconds of passes; widths: an array of numbers of tokens, gives an array of the same shape."""
+        """Returns seconds for an array of widths, in the array's shape."""
         rising = self._rising()
         inside = np.interp(widths, self._widths, rising)
         return inside + self._slope(rising) * np.maximum(np.asarray(widths) - self._widths[-1], 0.0)
 
     def __call__(self, width: float) -> float:
-        """Seconds of a pass of one width: as `seconds`, without an array, as controllers ask several times a pass."""
+        """Returns the seconds of one pass without numpy: controllers ask several times a pass."""
         rising, widths = self._rising(), self._widths
         if width >= widths[-1]:
             return rising[-1] + self._slope(rising) * (width - widths[-1])
@@ -115,7 +109,7 @@ class CostCurve:
         return rising[after - 1] + share * (rising[after] - rising[after - 1])
 
     def learn(self, width: int, seconds: float) -> None:
-        """Moves the measured point of a width, if there is one, towards a pass that was just made, others a little."""
+        """Moves the measured point of a width towards a new pass, and other points a little."""
         index = bisect_left(self._widths, width)
         if index < len(self._widths) and self._widths[index] == width:
             known = self._seconds[index]
@@ -146,19 +140,15 @@ def _fastest(run: Callable[[int], None], width: int) -> float:
 
 _KEPT = KeptEntries(file="foretoken-costs.json", mark="foretoken_costs", holder="curves", what="measured costs")
 FILE = _KEPT.file
-_LIKELY_S = (1e-7, 3600.0)  # no pass is faster or slower
+_LIKELY_S = (1e-7, 3600.0)  # bounds of a plausible pass
 
 
 def read_points(key: str, widths: Mapping[str, Sequence[int]]) -> dict[str, list[tuple[int, float]]] | None:
-    """What was measured in the last month under a key, or None.
+    """Returns (width, seconds) pairs of each curve that was measured in the last month, or None.
 
     Args:
         key: Names what was measured.
-        widths: The curves that have to be there, and the widths that each may have, ascending, the first of which it
-            must have.
-
-    Returns:
-        (width, seconds) pairs of each curve.
+        widths: The required curves, with the widths that each may have, ascending; the first width is required.
     """
     entry = _KEPT.read(key)
     if entry is None or not all(_is_likely(entry.get(name), allowed) for name, allowed in widths.items()):
@@ -167,7 +157,7 @@ def read_points(key: str, widths: Mapping[str, Sequence[int]]) -> dict[str, list
 
 
 def keep_points(key: str, points: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-    """Keeps curves as (width, seconds) pairs under a key, beside what the file holds of the last month."""
+    """Stores curves as (width, seconds) pairs under a key, beside other entries of the last month."""
     curves: dict[str, Any] = {}
     for name, pairs in points.items():
         curves[name] = {"widths": [width for width, _ in pairs], "seconds": [seconds for _, seconds in pairs]}
@@ -187,26 +177,26 @@ def _is_likely(curve: Any, allowed: Sequence[int]) -> bool:
     low, high = _LIKELY_S
     if widths[:1] != [*allowed[:1]] or not all(is_number(value) and low <= value <= high for value in seconds):
         return False
-    return bool(10 * min(seconds) >= seconds[0])  # a wider pass that is faster is noise, but not so much
+    return bool(10 * min(seconds) >= seconds[0])  # a faster wide pass is noise, but not by a factor of ten
 
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)  # nodes of a tree
-_PROMPT_WIDTHS = (1, 32, 128, 512)  # tokens of a chunk of a prompt
+_PROMPT_WIDTHS = (1, 32, 128, 512)  # tokens of a prompt chunk
 _STEP_WIDTHS = (1, 4)  # sequences
 _CURVES = {"tree": WIDTHS, "step": _STEP_WIDTHS, "prompt": _PROMPT_WIDTHS}
 _PREFIX = 128  # committed rows while trees and steps are timed
-_LONGEST_PROMPT_S = 0.5  # wider chunks are not timed after one that took longer
+_LONGEST_PROMPT_S = 0.5  # no wider chunk is timed after a longer one
 _FORMAT = 4
 _log = logging.getLogger(__name__)
 
 
 class PassCosts(NamedTuple):
-    """Costs of the passes that a runner makes.
+    """Costs of a runner's passes.
 
     Attributes:
-        tree: By the nodes of one sequence's tree, with the logits of all of them.
-        step: Of one token of each sequence, by the number of sequences.
-        prompt: By the tokens of a chunk of one sequence's prompt, without logits.
+        tree: By nodes of one sequence's tree, with all logits.
+        step: Of one token of each sequence, by number of sequences.
+        prompt: By tokens of a prompt chunk, without logits.
     """
 
     tree: CostCurve
@@ -214,25 +204,25 @@ class PassCosts(NamedTuple):
     prompt: CostCurve
 
     def verification(self, num_sequences: int, num_tokens: int) -> float:
-        """Seconds of a verification of trees that have so many nodes together."""
+        """Returns the seconds of a verification of trees with `num_tokens` nodes in total."""
         further_sequences = max(self.step(num_sequences) - self.tree(num_sequences), 0.0)  # beyond their tokens
         return self.tree(num_tokens) + further_sequences
 
 
 def pass_costs(model: LoadedModel, decoder: str, *, is_refreshed: bool = False) -> PassCosts:
-    """What passes of a model cost on this machine, with torch's present number of threads.
+    """Returns what passes of a model cost on this machine, with torch's present number of threads.
 
-    Measured the first time, which is logged; later read from `foretoken-costs.json` in the cache directory, for a
+    The first call measures and logs a line. Later calls read `foretoken-costs.json` in the cache directory, for a
     month.
 
     Args:
         model: A loaded causal LM.
         decoder: One of `DECODERS`.
-        is_refreshed: Whether to measure anew, whatever is known.
+        is_refreshed: Whether to measure again.
 
     Raises:
-        ModelError: When the decoder has to be measured and does not fit the model.
-        PassError: When there is no memory for the passes; torch.OutOfMemoryError likewise.
+        ModelError: If the decoder is measured and does not fit the model.
+        PassError: If there is no memory for the passes; also torch.OutOfMemoryError.
     """
     key = _key(model, decoder)
     known = None if is_refreshed else read_points(key, _CURVES)
@@ -245,15 +235,15 @@ def pass_costs(model: LoadedModel, decoder: str, *, is_refreshed: bool = False) 
 
 
 def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S) -> PassCosts:
-    """Times passes of a decoder that is made for it, on KV slots of its own; both are freed at the end.
+    """Times passes of a new decoder on its own KV slots, and frees both.
 
     Args:
         model: A loaded causal LM.
         decoder: One of `DECODERS`.
-        limit_s: See `CostCurve.measure`; of trees; steps and prompts get a sixth of it each.
+        limit_s: Seconds for trees, see `CostCurve.measure`; steps and prompts get a sixth each.
 
     Raises:
-        ModelError, PassError: See `pass_costs`.
+        ModelError, PassError: As `pass_costs`.
     """
     shapes = probe_layer_shapes(model.module)
     num_slots = _STEP_WIDTHS[-1]

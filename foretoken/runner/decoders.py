@@ -1,4 +1,4 @@
-"""The decoders by name, and one of them made for a model and proven on it: a model must attend as a tree demands."""
+"""The decoders by name, and the self-test: a decoder's tree logits must equal those of ordinary forwards."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 _PROMPT_LENS = (2, 5)
 _PARENTS = ((-1, 0, 0, 1, 2, 2), (-1, 0, 1, 1))  # two branches, one of which forks; one branch that forks late
-_PATHS = (((0, 1, 3), (0, 2, 4), (0, 2, 5)), ((0, 1, 2), (0, 1, 3)))  # from the root to every leaf: all three long
+_PATHS = (((0, 1, 3), (0, 2, 4), (0, 2, 5)), ((0, 1, 2), (0, 1, 3)))  # from the root to every leaf, all three long
 _PATH_LEN = 3
-NUM_ROWS = max(_PROMPT_LENS) + max(map(len, _PARENTS))  # cache rows that the self-test needs
+NUM_ROWS = max(_PROMPT_LENS) + max(map(len, _PARENTS))  # cache rows of the self-test
 
 
 def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
-    """Sizes of every layer's keys and values, read off the cache that an ordinary forward makes.
+    """Returns the sizes of each layer's keys and values, from the cache of an ordinary forward.
 
     Raises:
-        ModelError: When the model cannot run, or some layer keeps anything else than keys and values.
+        ModelError: If the model cannot run, or a layer keeps anything but keys and values.
     """
     with _refusing(model, "cannot run two tokens", "Check its config.json."):
         output = run_plain(model, torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
@@ -69,13 +69,13 @@ def check_tree_attention(model: LoadedModel, decoder: Decoder, cache: SlotCache,
     """Compares a batch of small trees with their paths; writes the first rows of the first and the last slot.
 
     Args:
-        model: What the decoder runs.
+        model: The decoder's model.
         decoder: Made for the cache.
-        cache: No sequence is in the two slots; `NUM_ROWS` rows or more.
+        cache: The two slots are free; `NUM_ROWS` rows or more.
         context_len: Most tokens that a sequence will reach.
 
     Raises:
-        ModelError: When the logits differ by more than rounding, or sliding windows are lost on the way.
+        ModelError: If the logits differ by more than rounding, or sliding windows are lost.
     """
     if model.context_len <= _PATH_LEN:
         raise ModelError(
@@ -91,11 +91,12 @@ def check_tree_attention(model: LoadedModel, decoder: Decoder, cache: SlotCache,
 
 def _check(tested: _Tested) -> None:
     model, decoder = tested.model, tested.decoder
-    if decoder.name == "generic":  # the others read windows from the configuration themselves
+    if decoder.name == "generic":  # other decoders read windows from the configuration
         _check_windows(tested)
-    # Measured on tiny random models: float32 reaches 4e-6, bfloat16 5e-2; a lost mask gives 1e-3 at the very least in
-    # float32 (weights of scale 0.02) and 0.2 on the trained models here. In the narrow dtypes rounding may also send
-    # one token of a mixture of experts to another expert (errors up to 0.7), but hardly with three sets of tokens.
+    # Measured on tiny random models: float32 reaches 4e-6, bfloat16 5e-2. A lost mask gives at least 1e-3 in float32
+    # (weights of scale 0.02), and 0.2 on the trained models here.
+    # In narrow dtypes rounding may also send a token to another expert (errors up to 0.7), but hardly with three sets
+    # of tokens.
     is_wide = model.dtype in (torch.float32, torch.float64)
     tolerance, attempts = (2e-4, 1) if is_wide else (5e-2, 3)
     least = [math.inf] * len(tested.slots)
@@ -199,7 +200,7 @@ def _check_windows(tested: _Tested) -> None:
     if layer_types is not None:
         lost = [i for i, kind in enumerate(layer_types) if kind == "sliding_attention" and seen.get(i) is None]
     else:
-        # Without layer types a window is meant for every layer, or is switched off by `use_sliding_window`.
+        # Without layer types a window is for every layer, unless `use_sliding_window` is false.
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         is_lost = window is not None and window < tested.context_len and not any(seen.values())
         lost = list(seen) if is_lost else []
@@ -222,7 +223,7 @@ EXACT = frozenset(
 
 
 def decoders_for(model: LoadedModel) -> list[str]:
-    """Decoders made for a model's device and dtype, the one that is preferred where costs are equal first."""
+    """Returns the decoders for a model's device and dtype; at equal costs an earlier one is preferred."""
     if has_cuda_graphs(model.device):
         return ["lean-graphs", "lean-stock", "generic"]
     native = ["lean-native"] if NativeDecoder.runs(model.device, model.dtype) else []
@@ -230,15 +231,7 @@ def decoders_for(model: LoadedModel) -> list[str]:
 
 
 def check_architecture(name: str, model: LoadedModel) -> None:
-    """Refuses a model that a decoder does not know, before anything is copied or compiled for it.
-
-    Args:
-        name: One of `DECODERS`.
-        model: A loaded causal LM.
-
-    Raises:
-        UnsuitableError: Naming what is foreign.
-    """
+    """Raises `UnsuitableError` for a model that a decoder does not know, before anything is copied or compiled."""
     if name != "generic":
         read_weights(model, 1)
 
@@ -246,7 +239,7 @@ def check_architecture(name: str, model: LoadedModel) -> None:
 def proven_decoder(
     name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, context_len: int
 ) -> Decoder:
-    """Makes a decoder and proves on the model itself that it attends to trees correctly.
+    """Makes a decoder and proves on the model that it computes trees correctly.
 
     Args:
         name: One of `DECODERS`.
@@ -256,7 +249,7 @@ def proven_decoder(
         context_len: Most tokens a sequence may reach.
 
     Raises:
-        ModelError: When the decoder does not know the model or cannot run here, a tap cannot be read, or the model
+        ModelError: If the decoder does not know the model or cannot run here, a tap cannot be read, or the model
             ignores the attention plug-in.
     """
     decoder = DECODERS[name](model, cache, taps)
@@ -267,19 +260,19 @@ def proven_decoder(
 def quantized_decoder(
     name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization
 ) -> Decoder:
-    """A decoder of a draft model whose matrices are copied: a byte a weight beside the model's own.
+    """Returns a decoder of a draft model with quantised copies of its matrices, one byte a weight.
 
-    It is not proven on the model again: its logits are those of other weights.
+    The self-test does not run: the logits are those of other weights.
 
     Args:
-        name: The decoder that runs the model as it is stored, and was proven.
+        name: The decoder that passed the self-test with the original weights.
         model: A loaded causal LM that drafts.
-        cache: See `proven_decoder`.
-        taps: Likewise.
-        quantization: Of the copies.
+        cache: For the decoder, see `proven_decoder`.
+        taps: Features to read.
+        quantization: Format of the copies.
 
     Raises:
-        UnsuitableError: When that decoder has no kernels for it, or the weights cannot be quantised.
+        UnsuitableError: If the decoder has no kernels for the format, or the weights cannot be quantised.
     """
     if name != NativeDecoder.name:
         raise UnsuitableError(f"the {name} runner has no kernels for {quantization}, only {NativeDecoder.name} has.")

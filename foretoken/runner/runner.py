@@ -1,8 +1,7 @@
 """The runner: a model over preallocated KV slots, as a target or as a draft model.
 
-It offers what the engine needs (prefill, verify a tree, commit a path) and the general pass below them, which draft
-models use to expand a tree level by level. Cache lengths belong to the caller. How a pass is computed is the decoder's
-matter; which one is used is chosen when the runner is made (`foretoken.runner.choice`).
+The engine calls prefill, verify and commit; draft models call `run` to expand a tree level by level. The caller keeps
+the cache lengths. A decoder computes the passes; `foretoken.runner.choice` chooses the decoder when the runner is made.
 
 Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F taps.
 """
@@ -49,12 +48,12 @@ class Runner:
     """Runs a model over preallocated KV slots.
 
     Attributes:
-        model: What was loaded, with its configuration facts.
+        model: The loaded model.
         cache: KV rows by slot.
         context_len: Most tokens a sequence may reach.
-        max_nodes: Widest tree, root included.
-        prefill_chunk: Prompt tokens fed per pass.
-        choice: Which decoder is used and why, in a sentence.
+        max_nodes: Nodes of the widest tree, root included.
+        prefill_chunk: Prompt tokens of a pass.
+        choice: The chosen decoder and the reason, as a sentence.
     """
 
     def __init__(  # noqa: PLR0913 - what there is to choose, each by its name
@@ -72,27 +71,27 @@ class Runner:
         shares_rows: bool = False,
         kv_cache_memory_bytes: int | None = None,
     ) -> None:
-        """Allocates the cache and proves on the model itself that trees are attended to correctly.
+        """Allocates the cache and proves on the model that tree attention is correct.
 
         Args:
             model: A loaded causal LM.
             num_slots: Sequences held at once.
-            context_len: Most tokens a sequence may reach; the model's own limit when None. Cut, with a warning, to what
-                there is memory for.
-            max_nodes: Widest tree, root included.
-            usual_nodes: Widest tree that is made often, for which a decoder is chosen; None for `max_nodes`.
+            context_len: Most tokens a sequence may reach; None for the model's limit. Cut, with a warning, to fit into
+                memory.
+            max_nodes: Nodes of the widest tree, root included.
+            usual_nodes: Nodes of a frequent wide tree, for the choice of the decoder; None for `max_nodes`.
             taps: Features to read, see `foretoken.models.taps`.
-            prefill_chunk: Prompt tokens fed per pass.
-            runner: A decoder, or how to choose one; see `foretoken.runner.choice`.
-            costs: Gives what passes of a decoder cost; None reads or measures it, see `pass_costs`.
-            shares_rows: Whether slots share KV rows where there is no memory for the longest sequence in every slot.
-                The caller reserves rows then, `cache.reserve`, before a pass writes them.
-            kv_cache_memory_bytes: Memory for KV rows; None for half of what is free.
+            prefill_chunk: Prompt tokens of a pass.
+            runner: A decoder, or a way to choose one; see `foretoken.runner.choice`.
+            costs: Returns pass costs by decoder; None reads or measures them, see `pass_costs`.
+            shares_rows: Whether slots share KV rows if memory is too small for the longest sequence in every slot. The
+                caller then calls `cache.reserve` before a pass writes rows.
+            kv_cache_memory_bytes: Memory for KV rows; None for half of the free memory.
 
         Raises:
-            ConfigError: When there is no such runner.
-            ModelError: When the model ignores the attention plug-in, a tap cannot be read, there is no memory, or the
-                runner that was asked for does not fit.
+            ConfigError: If `runner` does not exist.
+            ModelError: If the model ignores the attention plug-in, a tap cannot be read, memory is too small, or the
+                requested decoder does not fit.
         """
         self.model = model
         self.max_nodes = min(max_nodes, MAX_NODES)
@@ -142,26 +141,26 @@ class Runner:
         self._writes.leave_out_written()
 
     def quantize(self, quantization: Quantization) -> None:
-        """Multiplies by copies of all matrices from now on; for draft models, as it changes the distribution.
+        """Uses quantised copies of all matrices from now on; for draft models only, as it changes the distribution.
 
         Args:
-            quantization: "int8": a byte a weight beside the model's own.
+            quantization: "int8": one byte a weight, beside the original.
 
         Raises:
-            UnsuitableError: When the decoder has no kernels for it, or the weights cannot be quantised; the runner is
-                as it was.
+            UnsuitableError: If the decoder has no kernels for it, or the weights cannot be quantised; the runner is
+                unchanged.
         """
         self._use(quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization))
         self._quantization = quantization
 
     def follow_weights(self) -> bool:
-        """Renews the joined, packed and copied weights of the decoder after writes to the model's weights.
+        """Renews the decoder's joined, packed and copied weights after writes to the model's weights.
 
         Returns:
-            Whether there were any since the last call. All KV rows are those of other weights then.
+            Whether the weights changed since the last call. All KV rows are then invalid.
 
         Raises:
-            ModelError: When the decoder cannot run on them; the next call tries again.
+            ModelError: If the decoder cannot run on the new weights; the next call tries again.
         """
         if not self._writes.are_new():
             return False
@@ -174,7 +173,7 @@ class Runner:
 
     @property
     def name(self) -> str:
-        """How passes are computed, named in reports: one of `DECODERS`."""
+        """The decoder's name, one of `DECODERS`; reports show it."""
         return self._decoder.name
 
     @property
@@ -184,7 +183,7 @@ class Runner:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go and outputs come from."""
+        """The device of inputs and outputs."""
         return self.model.device
 
     @property
@@ -194,30 +193,27 @@ class Runner:
 
     @property
     def last_position(self) -> int:
-        """The greatest position that a pass may feed."""
+        """The largest position of a pass."""
         return min(self.model.context_len, self.cache.capacity) - 1
 
     def run(self, work: Pass) -> PassOutput:
-        """One pass over new tokens of several sequences; writes the cache rows of their nodes.
+        """Computes one pass over new tokens of several sequences; writes the cache rows of their nodes.
 
         Raises:
-            PassError: When the rows do not fit the cache, or the pass the model.
+            PassError: If the rows do not fit the cache, or the pass does not fit the model.
         """
         return self._decoder.run(self._placed(work))
 
     def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int) -> bool:
-        """A pass that ends with the roots of trees, and the trees below them, in one call where the decoder can.
+        """Computes a pass that ends with the roots of trees, and the trees below them, in one call if the decoder can.
 
         Args:
             work: See `TreeDrafting.draft_trees`.
-            expansion: Trees of roots; filled.
-            vocab_size: V of the target that verifies them.
+            expansion: Trees of roots, filled in place.
+            vocab_size: V of the target.
 
         Returns:
-            Whether it was done; else nothing has happened.
-
-        Raises:
-            PassError: As `run`.
+            Whether the trees were drafted; if not, nothing has changed.
         """
         decoder = self._tree_drafting
         return decoder is not None and decoder.draft_trees(
@@ -226,18 +222,18 @@ class Runner:
         )  # fmt: skip
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:
-        """Feeds prompt tokens of one sequence, at most `prefill_chunk` of them, without computing logits.
+        """Feeds up to `prefill_chunk` prompt tokens of one sequence, without logits.
 
         Args:
-            slot: Which sequence.
+            slot: Slot of the sequence.
             tokens: Tokens at positions start, start + 1, …
-            start: Rows of the slot already filled.
+            start: Rows of the slot that are filled already.
 
         Returns:
             (T, F, D) tapped features, or None without taps.
 
         Raises:
-            RequestError: When the prompt does not fit.
+            RequestError: If the prompt does not fit.
         """
         end = start + len(tokens)
         if end > self.context_len:
@@ -245,7 +241,7 @@ class Runner:
         return self.run(Pass.of_chains([tokens], slots=[slot], prefix_lens=[start], device=self.device)).features
 
     def verification(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> Pass:
-        """The pass that gives target logits at every node of some trees. Committed rows stay untouched.
+        """Returns the pass that computes target logits at every node of the trees. Committed rows stay unchanged.
 
         Args:
             slots: B slots.
@@ -255,27 +251,21 @@ class Runner:
         return Pass.of_tree(tree, slots=slots, prefix_lens=lengths, last_position=self.last_position)
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> PassOutput:
-        """`verification`, run by itself."""
+        """Runs `verification` as a pass of its own."""
         return self.run(self.verification(slots, lengths, tree))
 
     def commit(self, slots: Sequence[int], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Makes the accepted paths' rows permanent: root and path follow the committed rows.
+        """Moves the KV rows of the accepted paths behind the committed rows.
 
         Args:
             slots: B slots.
             lengths: Committed rows of each before this iteration; the root's row is `lengths[b]`.
-            paths: Of each sequence, accepted nodes in order, without the root.
+            paths: The accepted nodes of each sequence in order, without the root.
         """
         self.cache.move_paths(slots, lengths, paths)
 
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
-        """Copies the first rows of a slot to another one, whose text begins with the same tokens.
-
-        Args:
-            source: Whose rows 0 … `length` - 1 are committed.
-            slot: Which sequence gets them.
-            length: How many.
-        """
+        """Copies the first `length` rows of slot `source` to `slot`, whose text begins with the same tokens."""
         self.cache.copy_rows(source, slot, length)
 
     def _use(self, decoder: Decoder) -> None:
