@@ -1,1 +1,1 @@
-"""Reading and writing checkpoints of draft heads, one file a family; the format is told by the tensors."""
+"""Readers and writers for checkpoints of draft heads, one file a family; the tensors tell the format."""

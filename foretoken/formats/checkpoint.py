@@ -1,4 +1,4 @@
-"""A draft head between formats: configuration, weights, and the target that it was trained for."""
+"""A draft head independent of its file format: configuration, weights, and the target that it was trained for."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _HASHED_ROWS = 64
 
 
 class TargetFingerprint(BaseModel):
-    """What identifies the target of a head.
+    """Identifies the target of a head.
 
     Attributes:
-        name: Where it was loaded from; for people.
-        architecture: Class of the transformers model, or None where a format does not say.
+        name: Directory or hub id of the target, for people.
+        architecture: Class of the transformers model, or None if unknown.
         hidden_size: E.
         vocab_size: V, width of the logits.
-        num_layers: Blocks, or None where a format does not say.
-        weights: Hash of part of its LM head, or None where a format does not say.
+        num_layers: Number of blocks, or None if unknown.
+        weights: Hash of part of the LM head, or None if unknown.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,7 +47,7 @@ class TargetFingerprint(BaseModel):
 
     @classmethod
     def of(cls, model: LoadedModel) -> TargetFingerprint:
-        """The fingerprint of a loaded target; the same in every dtype at least as wide as bfloat16."""
+        """Returns the fingerprint of a loaded target; the same in every dtype at least as wide as bfloat16."""
         lm_head = target_parts(model).lm_head_weight
         return cls(
             name=model.name,
@@ -59,7 +59,7 @@ class TargetFingerprint(BaseModel):
         )
 
     def differences(self, other: TargetFingerprint) -> list[str]:
-        """What both state and state differently, the name left out."""
+        """Returns the fields that both know and that differ, except the name."""
         found = []
         for key in ("architecture", "hidden_size", "vocab_size", "num_layers", "weights"):
             ours, theirs = getattr(self, key), getattr(other, key)
@@ -69,7 +69,7 @@ class TargetFingerprint(BaseModel):
 
 
 def lm_head_hash(weight: Tensor) -> str:
-    """`TargetFingerprint.weights` of an LM head, (V, E)."""
+    """Returns `TargetFingerprint.weights` of an LM head, (V, E)."""
     rows = weight[:_HASHED_ROWS].to("cpu", torch.bfloat16).contiguous()
     return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
@@ -79,7 +79,7 @@ _Rank = Annotated[int, Field(ge=0, strict=True)]
 
 
 class HeadExtras(BaseModel):
-    """What a `config.json` may say of a head besides its sizes; see `HeadCheckpoint`."""
+    """Entries of a `config.json` besides the sizes of a head; see `HeadCheckpoint`."""
 
     target: TargetFingerprint | None = None
     acceptance: Annotated[list[Annotated[list[_Probability], Field(min_length=1)]], Field(min_length=1)] | None = None
@@ -89,16 +89,16 @@ class HeadExtras(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCheckpoint:
-    """A head and where it belongs.
+    """A head with its target.
 
     Attributes:
-        config: Its sizes.
-        weights: State dictionary of the module that `build_head(config)` gives.
-        target: For which target, or None where a format does not say.
+        config: Sizes of the head.
+        weights: State dictionary of `build_head(config)`.
+        target: The target that the head was trained for, or None if unknown.
         acceptance: Measured on held-out text: entry i, r is P(candidate r of head i is the target's token | the heads
-            before were right); None where it is not known.
-        choices: The static tree that the checkpoint recommends in Medusa's notation, or None.
-        notes: Where it comes from, for people.
+            before were right); None if unknown.
+        choices: The static tree that the checkpoint recommends, in Medusa's notation, or None.
+        notes: Origin of the head, for people.
     """
 
     config: HeadConfig
@@ -109,7 +109,7 @@ class HeadCheckpoint:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def check_target(self, target: TargetFingerprint, *, what: str) -> None:
-        """Raises `ConfigError` when the head was trained for another target; what: names the head."""
+        """Raises `ConfigError` if the head, named `what`, was trained for another target."""
         own = self.target or TargetFingerprint(hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size)
         differences = own.differences(target)
         if differences:
@@ -120,7 +120,7 @@ class HeadCheckpoint:
             )
 
     def module(self, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Head:
-        """The head ready to draft with; dtype: of its weights, as stored when None."""
+        """Returns the head, ready to draft; dtype: of its weights, None for the stored one."""
         with torch.device("meta"):
             head = build_head(self.config)
         own_dtype = dtype or next(tensor.dtype for tensor in self.weights.values() if tensor.is_floating_point())
@@ -133,7 +133,7 @@ class HeadCheckpoint:
 
     @classmethod
     def of(cls, head: Head, **more: Any) -> HeadCheckpoint:
-        """The checkpoint of a module; more: further attributes."""
+        """Returns the checkpoint of a module; more: further attributes."""
         weights = {key: tensor.detach().cpu().contiguous() for key, tensor in head.state_dict().items()}
         return cls(config=head.config, weights=weights, **more)
 
@@ -141,16 +141,16 @@ class HeadCheckpoint:
 def check_keys(
     name: str, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, what: str = "head"
 ) -> None:
-    """Compares the tensors of a file with those a configuration asks for.
+    """Compares the tensors of a file with those of its configuration.
 
     Args:
         name: The directory or file, for the message.
         found: Shapes by key.
         wanted: Shapes by key.
-        what: What the file is said to hold.
+        what: Kind of the file's content, for the message.
 
     Raises:
-        ModelError: One that lists missing, unexpected and mis-shaped keys, of many the first.
+        ModelError: With all missing, unexpected and mis-shaped keys; lists only the first of many.
     """
     groups = {
         "missing": wanted.keys() - found.keys(),
@@ -174,11 +174,7 @@ _STACKED = ("weight", "bias", "lm_head")
 
 
 def with_dtype(checkpoint: HeadCheckpoint, dtype: torch.dtype) -> HeadCheckpoint:
-    """The head in another dtype.
-
-    Raises:
-        ConfigError: When numbers become infinite in it.
-    """
+    """Returns the head in another dtype; raises `ConfigError` if numbers become infinite."""
     weights = {key: part.to(dtype) if part.is_floating_point() else part for key, part in checkpoint.weights.items()}
     lost = sorted(key for key, part in weights.items() if not bool(torch.isfinite(part).all()))
     if lost:
@@ -187,10 +183,10 @@ def with_dtype(checkpoint: HeadCheckpoint, dtype: torch.dtype) -> HeadCheckpoint
 
 
 def first_heads(checkpoint: HeadCheckpoint, num_heads: int) -> HeadCheckpoint:
-    """The head with only its first few heads.
+    """Returns a head with only its first few heads.
 
     Raises:
-        ConfigError: When there are not as many, or what they compute depends on their number.
+        ConfigError: If there are fewer, or a head computes something else without the rest.
     """
     config: Any = checkpoint.config
     if num_heads == config.num_heads:

@@ -1,7 +1,7 @@
-"""Describes a head's checkpoint for people, and lists what is suspicious about it.
+"""Describes a head's checkpoint for people, and lists suspicious tensors.
 
-A head of our own format says everything in `config.json` and in the header of its tensors: those are read here without
-torch, whose import takes seconds.
+Our own format states all facts in `config.json` and in the header of its tensors. They are read without torch, since
+torch takes seconds to import.
 """
 
 from __future__ import annotations
@@ -31,16 +31,13 @@ _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "
 
 
 def native_facts(directory: Path) -> dict[str, Any] | None:
-    """Facts about a head of our own format as `describe_head` gives them, from configuration and header alone.
-
-    Args:
-        directory: Anything.
+    """Returns the facts of `describe_head` for a head of our own format, from configuration and header alone.
 
     Returns:
-        None where there is no such head, or where only a full reading tells what is wrong with it.
+        None for other directories, and for damaged heads that only a full reading can describe.
 
     Raises:
-        ModelError: When the file of weights is missing or damaged.
+        ModelError: If the file of weights is missing or damaged.
     """
     try:
         config = read_json_object(directory / "config.json")
@@ -83,7 +80,7 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
 
 
 _SIZES = {"hidden_size": "hidden_size", "vocabulary": "vocab_size"}
-_BLOCK = "num_steps"  # what heads with a decoder block of their own have in place of a number of heads
+_BLOCK = "num_steps"  # heads with a decoder block have steps instead of a number of heads
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norms", "feeds_normed")
 
 
@@ -115,7 +112,7 @@ def _tensors(path: Path) -> list[tuple[str, int, str]]:
 
 
 def describe_head(name: str, checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    """Facts about a head, JSON-ready; name: of its format."""
+    """Returns facts about a head, JSON-ready; name: of its format."""
     config: Any = checkpoint.config
     tensors = checkpoint.weights.values()
     is_own = any(key.startswith("lm_head") for key in checkpoint.weights)
@@ -144,7 +141,7 @@ def describe_head(name: str, checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 
 def describe_tensors(checkpoint: HeadCheckpoint) -> list[dict[str, Any]]:
-    """Every tensor with its shape and size of numbers, JSON-ready."""
+    """Returns shape, dtype and size of numbers of every tensor, JSON-ready."""
     rows = []
     for key, tensor in checkpoint.weights.items():
         numbers = tensor.float()
@@ -161,7 +158,7 @@ def describe_tensors(checkpoint: HeadCheckpoint) -> list[dict[str, Any]]:
 
 
 def suspicious_tensors(rows: list[dict[str, Any]]) -> list[str]:
-    """What a trained head should not look like; rows: as `describe_tensors` gives them."""
+    """Returns sentences about tensors of `describe_tensors` that a trained head should not have."""
     found = []
     for row in rows:
         if 0 in row["shape"] or row["dtype"].startswith("int"):
@@ -175,7 +172,7 @@ def suspicious_tensors(rows: list[dict[str, Any]]) -> list[str]:
 
 @contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """Collects what readers of formats warn about, instead of logging it."""
+    """Collects the warnings of format readers instead of logging them."""
     messages: list[str] = []
 
     class Keeper(logging.Handler):

@@ -1,8 +1,8 @@
 """Reads and writes EAGLE-1, EAGLE-2 and HASS heads as published: `fc`, `layers.0`, and a Llama's `config.json`.
 
-Nothing in their configuration says EAGLE: tensors do. Old files for vLLM, whose configuration lies under `model` and
-which repeat the target's LM head, are read as well. The original code loads leniently: a norm before attention, or one
-behind the block, would be dropped there without a word and is an error here.
+The tensors identify such heads; the configuration does not name EAGLE. Old files for vLLM are read too: their
+configuration lies under `model`, and they repeat the target's LM head. The original code silently drops a norm before
+attention or after the block; such a norm is an error here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _LAYER = re.compile(r"(?:model\.)?layers\.0\..*")
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether a layer stands beside `fc`; heads of EAGLE-3 do as well, and are recognised before."""
+    """Decides whether a layer stands beside `fc`; EAGLE-3 heads match too, and are recognised earlier."""
     shapes = files.weights.shapes
     has_fc = "fc.weight" in shapes or "model.fc.weight" in shapes
     return files.config.get("model_type") == "eagle" or (has_fc and bool(files.weights.matches(_LAYER)))
@@ -68,11 +68,11 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
     Args:
         files: The checkpoint.
-        target: Its embedding and LM head, where they are at hand, are compared with the file's.
+        target: If its embedding and LM head are available, they are compared with the file's.
 
     Raises:
-        ModelError: For variants with further norms, an LM head that is not the target's, keys that do not fit
-            together, numbers that are not finite, or sizes that are not stated.
+        ModelError: For variants with more norms, an LM head that is not the target's, wrong keys, numbers that are not
+            finite, or missing sizes.
     """
     weights, config, name = without_prefix(files), files.config, str(files.path)
     wrapped = config.get("model")
@@ -90,11 +90,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head; the target's embedding, which published files repeat, is added when it is at hand.
-
-    Raises:
-        ConfigError: When the head is of another method.
-    """
+    """Writes a head, and the target's embedding if available; raises `ConfigError` for other methods."""
     expect_method(checkpoint, "eagle", what="format 'eagle'")
     sizes = checkpoint.config
     assert isinstance(sizes, EagleConfig), "the method says so"
@@ -115,7 +111,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     sizes = checkpoint.config
     assert isinstance(sizes, EagleConfig), "the method says so"
     reason = misread_block(sizes.layer, width=sizes.width)
@@ -139,16 +135,16 @@ def read_eagle(
     num_steps: Any = None,
     has_bias: Any = None,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """The network of a file.
+    """Reads the network of a file.
 
     Args:
         weights: The file.
         stated: The configuration of a Llama.
         target: See `read`.
-        fc: What the layer that fuses is called.
-        layer: Likewise the block.
-        num_steps: K where the file says it.
-        has_bias: Whether the layer that fuses has one; None where only its tensors say it.
+        fc: Name of the layer that fuses.
+        layer: Name of the block.
+        num_steps: K if the file states it.
+        has_bias: Whether the layer that fuses has a bias; None if only its tensors tell.
 
     Raises:
         ModelError: See `read`.

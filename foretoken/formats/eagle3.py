@@ -1,8 +1,8 @@
 """Reads and writes EAGLE-3 heads in the layout of their authors, SpecForge and SGLang: `fc`, `midlayer`, `lm_head`.
 
-Files number taps in two ways. Those of SpecForge, `eagle_config.eagle_aux_hidden_state_layer_ids`, name the layer whose
-output is read, one less than the boundary behind it; the same key outside `eagle_config` holds boundaries. The authors'
-own files hold neither: their code reads the boundaries 2, L // 2 and L - 3 of L blocks.
+Files number taps in two ways. `eagle_config.eagle_aux_hidden_state_layer_ids`, from SpecForge, holds layers: the
+boundary is one more than the layer. The same key outside `eagle_config` holds boundaries. The authors' files hold
+neither: their code reads the boundaries 2, L // 2 and L - 3 of L blocks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MARKS = re.compile(r"(?:model\.)?(d2t|layers\.0\.hidden_norm\.weight)")
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether `midlayer`, or a layer with a second norm or a map of drafted tokens, stands beside `fc`."""
+    """Decides whether `fc` stands beside `midlayer`, or beside a layer with a second norm or a token map."""
     weights = files.weights
     if "fc.weight" not in weights.shapes and "model.fc.weight" not in weights.shapes:
         return False
@@ -67,12 +67,12 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
     Args:
         files: The checkpoint.
-        target: Its number of blocks, where the file does not name the taps; its embedding, where it is at hand, tells
-            whether the file's is another one.
+        target: Its number of blocks, if the file does not name the taps; its embedding, if available, tells whether the
+            file repeats it.
 
     Raises:
-        ModelError: When taps or sizes are not known, the map of drafted tokens is none, keys do not fit together, or
-            numbers are not finite.
+        ModelError: If taps or sizes are unknown, the map of drafted tokens is invalid, keys are wrong, or numbers are
+            not finite.
     """
     weights, config, name = without_prefix(files), files.config, str(files.path)
     nested = config.get("eagle_config")
@@ -95,10 +95,10 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head with the words of SpecForge, which name its taps.
+    """Writes a head in SpecForge's words, which name its taps.
 
     Raises:
-        ConfigError: When the head is of another method, or of a variant that these programs compute as another network.
+        ConfigError: If the head is of another method, or of a variant that these programs compute as another network.
     """
     what = "format 'eagle3'"
     expect_method(checkpoint, "eagle3", what=what)
@@ -123,7 +123,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     sizes = checkpoint.config
     assert isinstance(sizes, Eagle3Config), "the method says so"
     layer, layers = sizes.layer, options.target.num_layers or (checkpoint.target and checkpoint.target.num_layers)

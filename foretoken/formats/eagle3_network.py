@@ -1,4 +1,4 @@
-"""The network of EAGLE-3 files, whatever their layout: sizes by tensors and words, taps, the map of drafted tokens."""
+"""Reads the network of EAGLE-3 files of all layouts: sizes, taps, the map of drafted tokens."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def read_eagle3(
     boundaries: list[int] | None,
     **variant: Any,
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """The network of a file.
+    """Reads the network of a file.
 
     Args:
         files: The checkpoint.
-        weights: Its tensors under the authors' names but for the block's.
+        weights: Its tensors under the authors' names, except the block's.
         stated: The configuration of a Llama.
         target: See `eagle3.read`.
-        layer: What the block is called.
-        boundaries: The taps, or None where the file does not name them.
+        layer: Name of the block.
+        boundaries: The taps, or None if the file does not name them.
         variant: Options of `Eagle3Config` that tensors do not tell.
 
     Raises:
@@ -101,7 +101,7 @@ def read_eagle3(
 
 
 def eagle3_tensors(checkpoint: HeadCheckpoint, *, layer: str) -> dict[str, Tensor]:
-    """A head's tensors under the authors' names but for the block's; layer: what it is called."""
+    """Returns a head's tensors under the authors' names; the block is called `layer`."""
     sizes = checkpoint.config
     assert isinstance(sizes, Eagle3Config), "the caller looks"
     tensors = scatter(checkpoint.weights, eagle3_table(sizes, layer=layer))
@@ -111,7 +111,7 @@ def eagle3_tensors(checkpoint: HeadCheckpoint, *, layer: str) -> dict[str, Tenso
 
 
 def with_plain_vocabulary(checkpoint: HeadCheckpoint) -> HeadCheckpoint:
-    """A head whose map holds the whole vocabulary without one: programs pass over maps of that size."""
+    """Removes a map that covers the whole vocabulary, by reordering rows: programs ignore maps of that size."""
     sizes: Any = checkpoint.config
     if sizes.draft_vocab_size != sizes.vocab_size:
         return checkpoint
@@ -122,11 +122,7 @@ def with_plain_vocabulary(checkpoint: HeadCheckpoint) -> HeadCheckpoint:
 
 
 def boundaries_of(name: str, ids: Any, *, shift: int = 0) -> list[int] | None:
-    """Boundaries from a file's layer ids; shift: how far those are below.
-
-    Raises:
-        ModelError: When they are no list of integers.
-    """
+    """Returns layer ids plus `shift`, None without ids; raises `ModelError` unless they are integers."""
     if ids is None or ids == []:
         return None
     if not isinstance(ids, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
@@ -135,16 +131,12 @@ def boundaries_of(name: str, ids: Any, *, shift: int = 0) -> list[int] | None:
 
 
 def default_boundaries(num_layers: int) -> list[int]:
-    """The authors' taps of a target with so many blocks, from below; fewer where it has fewer than seven."""
+    """Returns the authors' taps for a number of blocks, ascending; fewer than three below seven blocks."""
     return sorted({2, num_layers // 2, num_layers - 3})
 
 
 def flag(name: str, config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    """A boolean of a configuration.
-
-    Raises:
-        ModelError: When it is anything else.
-    """
+    """Returns a boolean of a configuration; raises `ModelError` for other types."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise ModelError(f"{key} of '{name}' is {shown(value)}. Expected true or false.")

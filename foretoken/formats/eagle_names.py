@@ -1,8 +1,8 @@
-"""Tensor names and sizes of EAGLE's heads, which their formats share, and the map of drafted tokens.
+"""Tensor names and sizes of EAGLE's heads, shared by their formats, and the map of drafted tokens.
 
-Formats differ in what they call the decoder block (`layers.0`, `midlayer`, `transformer`) and in the words of
-`config.json`. Files store for each drafted token how far it is from the target's, `d2t`, and which of the target's
-tokens are drafted, `t2d`; a head here has the tokens themselves.
+Formats have different names for the decoder block (`layers.0`, `midlayer`, `transformer`) and different keys in
+`config.json`. Files store `d2t`, the offset of each drafted token to the target's, and `t2d`, which of the target's
+tokens are drafted; a head here stores the tokens.
 
 Letters: E hidden size of the target, W width of the block, V vocabulary, Vd vocabulary of the drafts.
 """
@@ -36,22 +36,17 @@ OTHER_NORMS = (
     "embed_layernorm", "hidden_layernorm", "lm_head_layernorm", "embedding_layernorm", "pre_lm_head_layernorm",
 )  # fmt: skip
 _WITH_BIAS = ("q_proj", "k_proj", "v_proj")
-_THETA, _EPSILON = 10000.0, 1e-6  # of files that state none
+_THETA, _EPSILON = 10000.0, 1e-6  # for files that state none
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 def without_prefix(files: HeadFiles) -> Weights:
-    """The tensors without the `model.` that some writers put before their names."""
+    """Removes the prefix `model.` that some writers add to tensor names."""
     return files.weights.renamed(lambda key: key.removeprefix("model."))
 
 
 def layer_table(layer: str, *, has_bias: bool) -> dict[str, Place]:
-    """Places of the block's tensors but its first norms, by key.
-
-    Args:
-        layer: What stands before their names.
-        has_bias: Whether queries, keys and values have a bias.
-    """
+    """Returns places of the block's tensors by key, without its first norms; layer: prefix of their names."""
     places = {f"{layer}.{theirs}.weight": Place(f"layer.{ours}.weight") for ours, theirs in LAYER_PARTS.items()}
     if has_bias:
         places |= {f"{layer}.self_attn.{part}.bias": Place(f"layer.{part}.bias") for part in _WITH_BIAS}
@@ -60,7 +55,7 @@ def layer_table(layer: str, *, has_bias: bool) -> dict[str, Place]:
 
 
 def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0") -> dict[str, Place]:
-    """Places by key of an EAGLE head."""
+    """Returns places by key of an EAGLE head."""
     places = layer_table(layer, has_bias=config.layer.attention_bias)
     places[f"{fc}.weight"] = Place("fc.weight")
     if config.has_bias:
@@ -69,7 +64,7 @@ def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0")
 
 
 def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
-    """Places by key of an EAGLE-3 head, the map of drafted tokens left out."""
+    """Returns places by key of an EAGLE-3 head, without the map of drafted tokens."""
     places = layer_table(layer, has_bias=config.layer.attention_bias)
     places["fc.weight"] = Place("fc.weight")
     places["norm.weight"] = Place("norm")
@@ -87,16 +82,16 @@ def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
 
 
 def layer_config(weights: Weights, layer: str, stated: Mapping[str, Any], *, width: int) -> LayerConfig:
-    """The block's sizes: how its width is cut into attention heads is in the configuration alone.
+    """Returns the block's sizes; only the configuration tells the number of attention heads.
 
     Args:
         weights: The file.
-        layer: What stands before the block's names.
+        layer: Prefix of the block's names.
         stated: The configuration of a Llama with one layer.
         width: W.
 
     Raises:
-        ModelError: When something is not said, or is of another kind than Llama's block.
+        ModelError: If a size is missing, or the block is not a Llama's.
     """
     name, shapes = weights.name, weights.shapes
     _check_kind(weights, layer, stated)
@@ -122,7 +117,7 @@ def layer_config(weights: Weights, layer: str, stated: Mapping[str, Any], *, wid
 
 
 def stated_layer(config: LayerConfig, *, width: int, vocab_size: int, target: TargetInfo) -> dict[str, Any]:
-    """The configuration of a Llama with the block as its one layer, all of it, as `layer_config` reads it."""
+    """Returns the configuration of a Llama with the block as its only layer, for `layer_config`."""
     longest = getattr(target.config, "max_position_embeddings", None)
     return {
         "model_type": "llama",
@@ -145,7 +140,7 @@ def stated_layer(config: LayerConfig, *, width: int, vocab_size: int, target: Ta
 
 
 def misread_block(config: LayerConfig, *, width: int) -> str | None:
-    """Returns why EAGLE's own code does not compute a block that `stated_layer` describes; None if it does."""
+    """Returns why EAGLE's own code computes a block of `stated_layer` wrongly; None if it does not."""
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type", "linear")
     if config.head_dim * config.num_attention_heads != width:
@@ -160,7 +155,7 @@ def misread_block(config: LayerConfig, *, width: int) -> str | None:
 
 
 def warn_of_base(name: str, config: LayerConfig) -> None:
-    """Warns of a head whose authors' code ignores the rotary base, in case it was trained there."""
+    """Warns of a rotary base that the authors' code ignores, in case the head was trained there."""
     if config.rope_scaling is not None and config.rope_theta != _THETA:
         logging.getLogger(__name__).warning(
             "%s: rope_theta is %g here; beside rope_scaling EAGLE's own code takes %g, whatever config.json says",
@@ -169,11 +164,7 @@ def warn_of_base(name: str, config: LayerConfig) -> None:
 
 
 def vocabulary(weights: Weights, stated: Mapping[str, Any], target: TargetInfo, *, keys: tuple[str, ...]) -> int:
-    """V: rows of a tensor over the whole vocabulary, else what is stated, else the target's.
-
-    Raises:
-        ModelError: When nothing tells it.
-    """
+    """Returns V from a tensor, the configuration or the target; raises `ModelError` without any."""
     rows = next((rows for key in keys if (rows := rows_of(weights.shapes, key))), None)
     size = rows or stated.get("vocab_size") or target.vocab_size
     if not isinstance(size, int) or isinstance(size, bool):
@@ -182,11 +173,7 @@ def vocabulary(weights: Weights, stated: Mapping[str, Any], target: TargetInfo, 
 
 
 def width_of(weights: Weights, stated: Mapping[str, Any], fc: str) -> int:
-    """W: what is stated, else rows of the layer that fuses; fc: its weight.
-
-    Raises:
-        ModelError: When neither tells it.
-    """
+    """Returns W from the configuration or the rows of the weight `fc`; raises `ModelError` without either."""
     width = stated.get("hidden_size") or rows_of(weights.shapes, fc)
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise ModelError(f"hidden_size of '{weights.name}' is {shown(width)}. Expected a size, as of a Llama.")
@@ -194,32 +181,32 @@ def width_of(weights: Weights, stated: Mapping[str, Any], fc: str) -> int:
 
 
 def rows_of(shapes: Mapping[str, tuple[int, ...]], key: str) -> int | None:
-    """First dimension of a tensor; None where it is not there, or has none."""
+    """Returns the first dimension of a tensor; None if the tensor is missing, or has no dimensions."""
     return next(iter(shapes.get(key, ())), None)
 
 
 def is_targets(tensor: Tensor, other: Tensor) -> bool:
-    """Whether a file repeats a tensor of the target, in its own dtype."""
+    """Decides whether a tensor equals a tensor of the target, in its own dtype."""
     return tensor.shape == other.shape and torch.equal(tensor, other.to("cpu", tensor.dtype))
 
 
 def tokens_of(name: str, offsets: Tensor, is_drafted: Tensor | None, *, vocab_size: int) -> Tensor:
-    """(Vd,) int64, the target's token of each drafted one.
+    """Returns (Vd,) int64, the target's token of each drafted token.
 
     Args:
         name: Of the file, for messages.
         offsets: (Vd,) integers, `d2t`.
-        is_drafted: (V,), `t2d`, or None where the file lacks it.
+        is_drafted: (V,), `t2d`, or None if the file lacks it.
         vocab_size: V.
 
     Raises:
-        ModelError: When they are no map of different tokens of the vocabulary, or contradict each other.
+        ModelError: If they are not a map of different tokens of the vocabulary, or contradict each other.
     """
     if offsets.dtype not in _INTEGERS:
         raise ModelError(f"{OFFSETS} of '{name}' holds {offsets.dtype}. Expected integers.")
     offsets = offsets.long()
     own = torch.arange(len(offsets))
-    is_far = (offsets < -len(offsets)) | (offsets >= vocab_size)  # their sum could wrap round
+    is_far = (offsets < -len(offsets)) | (offsets >= vocab_size)  # the sum could overflow
     tokens = own + offsets.masked_fill(is_far, vocab_size)
     outside = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
     if len(outside):
@@ -243,7 +230,7 @@ def tokens_of(name: str, offsets: Tensor, is_drafted: Tensor | None, *, vocab_si
 
 
 def map_tensors(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """`d2t` and `t2d` of a head's map."""
+    """Returns `d2t` and `t2d` of a head's map."""
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
     is_drafted[token_map] = True
     return {OFFSETS: token_map - torch.arange(len(token_map)), IS_DRAFTED: is_drafted}

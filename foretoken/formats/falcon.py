@@ -1,6 +1,6 @@
 """Reads and writes Falcon heads as published: `lstm`, `layers.0`, and a Llama's `config.json` with `k_mask`.
 
-Published heads run their LSTM position by position without saying so; what is written here says it under our key.
+Published heads run their LSTM position by position without saying so; files written here state it under our key.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from foretoken.formats.target_info import TargetInfo
 
 _LSTM, _LAYER = "lstm.weight_ih_l0", "layers.0"
-_BLOCKS = 4  # passes of a draft in the published runs
-_OWN_KEYS = ("num_steps", "lstm_mode", "dropout")  # what files of others do not say
+_BLOCKS = 4  # blocks of a draft in the published runs
+_OWN_KEYS = ("num_steps", "lstm_mode", "dropout")  # entries that other programs do not write
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there is an LSTM beside a decoder layer."""
+    """Decides whether there is an LSTM beside a decoder layer."""
     shapes = files.weights.shapes
     return any(
         prefix + _LSTM in shapes and f"{prefix}{_LAYER}.mlp.up_proj.weight" in shapes for prefix in ("", "model.")
@@ -54,14 +54,14 @@ def recognises(files: HeadFiles) -> bool:
 
 
 def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head; the LSTM runs position by position unless the file says otherwise.
+    """Reads a head; the LSTM runs position by position unless the file states otherwise.
 
     Args:
         files: The checkpoint.
-        target: Its embedding, where it is at hand, is compared with the file's.
+        target: If its embedding is available, it is compared with the file's.
 
     Raises:
-        ModelError: When keys do not fit together, numbers are not finite, or sizes are not stated.
+        ModelError: If keys are wrong, numbers are not finite, or sizes are missing.
     """
     weights, config, name = without_prefix(files), files.config, str(files.path)
     block, rows = config.get("k_mask"), weights.shapes[_LSTM]
@@ -94,11 +94,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head; the target's embedding, which published files repeat, is added when it is at hand.
-
-    Raises:
-        ConfigError: When the head is of another method.
-    """
+    """Writes a head, and the target's embedding if available; raises `ConfigError` for other methods."""
     expect_method(checkpoint, "falcon", what="format 'falcon'")
     sizes = checkpoint.config
     assert isinstance(sizes, FalconConfig), "the method says so"
@@ -120,7 +116,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     return [Reader(FALCON_CODE, False, "it hands on its LSTM's output with its state, and stops there")]
 
 

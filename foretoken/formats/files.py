@@ -1,7 +1,7 @@
-"""Opens the files of a foreign checkpoint: its configuration, and tensors that are read only when they are asked for.
+"""Opens the files of a foreign checkpoint: its configuration, and tensors that are read on demand.
 
-Nothing in these files is trusted: pickles are loaded only by torch's restricted reader, which runs no code, and shard
-names must be plain file names.
+Files are not trusted. Only torch's restricted reader, which runs no code, loads pickles. Shard names must be plain file
+names.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PLAIN = ["*.json", "*.safetensors"]
-# Fetched only where a repository has no safetensors; they are opened by torch's restricted reader, which runs no code.
+# Downloaded only if a repository has no safetensors; torch's restricted reader opens them.
 _FETCHED_PICKLES = ["medusa_lm_head.pt", "hydra_lm_head.pt", "medusa_heads*.pt", "pytorch_model*.bin"]
 _ELSEWHERE = ["*/*"]  # parts of training runs
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is meant for the hub: `owner/name`, where no such directory is here."""
+    """Decides whether a name is meant for the hub: `owner/name`, and no such directory exists here."""
     path = Path(name)
-    # A path that is misspelt is one whose directory exists.
+    # If the parent directory exists, the path is misspelt.
     return bool(_HUB_ID.fullmatch(name)) and not path.exists() and not path.parent.is_dir()
 
 
 def local_head(name: str, revision: str | None = None, *, what: str = "head") -> Path:
-    """Where a head lies on this machine, downloaded when it does not yet.
+    """Returns the local path of a head; downloads the head if necessary.
 
     Args:
-        name: A directory, a file of weights, or a hub id `owner/name`. What exists here is never looked for there.
+        name: A directory, a file of weights, or a hub id `owner/name`. A local path always wins.
         revision: Branch, tag or commit of the hub repository; None for its main branch.
-        what: What it is taken for, for messages.
+        what: Kind of the checkpoint, for messages.
 
     Raises:
-        ModelError: When there is no such thing, or it cannot be downloaded; with `HF_HUB_OFFLINE=1` when it is not in
-            the cache.
+        ModelError: If the head does not exist or cannot be downloaded; with `HF_HUB_OFFLINE=1` if it is not in the
+            cache.
     """
     path = Path(name)
     if not is_hub_id(name):
@@ -71,7 +71,7 @@ def local_head(name: str, revision: str | None = None, *, what: str = "head") ->
 
 def _download(name: str, revision: str | None, patterns: list[str], what: str) -> Path:
     at = "" if revision is None else f" at revision '{revision}'"
-    with foreign_errors_as(  # no such repository, no right to read it, no network, no room: each has its own type
+    with foreign_errors_as(  # missing repository, rights, network or space: each has its own type
         ModelError,
         lambda err: (
             f"{what} '{name}'{at} cannot be fetched from the hub: {one_line(err)}. Expected a repository that may be "
@@ -89,12 +89,12 @@ _RANK = re.compile(r"rank(\d{1,4})\.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Tensors by name, of one or several files.
+    """Tensors by name, from one or several files.
 
     Attributes:
         name: The file or directory, for messages.
         shapes: By key.
-        fetch: Reads some of them.
+        fetch: Reads some of the tensors.
     """
 
     name: str
@@ -102,16 +102,12 @@ class Weights:
     fetch: Callable[[Iterable[str]], dict[str, Tensor]]
 
     def matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-        """The keys that match as a whole."""
+        """Returns the keys that match as a whole."""
         found = (pattern.fullmatch(key) for key in self.shapes)
         return [match for match in found if match is not None]
 
     def renamed(self, rename: Callable[[str], str | None]) -> Weights:
-        """The same under other names; None leaves a tensor out.
-
-        Raises:
-            ModelError: When two get the same name.
-        """
+        """Renames tensors; None drops one. Raises `ModelError` if two get the same name."""
         origin: dict[str, str] = {}
         for key in self.shapes:
             new = rename(key)
@@ -131,12 +127,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A checkpoint before anything is known about its format.
+    """A checkpoint of unknown format.
 
     Attributes:
         path: A directory, or one file of weights.
-        config: Its `config.json`; empty where there is none.
-        ranks: Weights of each rank where the checkpoint is split for tensor parallelism, by rank.
+        config: Its `config.json`; empty without this file.
+        ranks: Weights by rank, if the checkpoint is split for tensor parallelism.
     """
 
     path: Path
@@ -146,20 +142,17 @@ class HeadFiles:
 
     @cached_property
     def weights(self) -> Weights:
-        """All tensors; of rank 0 where there are ranks."""
+        """All tensors; those of rank 0 if there are ranks."""
         if self.ranks:
             return self.ranks[min(self.ranks)]
         return _merged(str(self.path), [open_weights(file) for file in self._files])
 
 
 def open_files(path: Path) -> HeadFiles:
-    """Looks at a checkpoint.
-
-    Args:
-        path: A directory with `config.json` and weights, or one file of weights, beside which `config.json` may lie.
+    """Opens a checkpoint: a directory with weights, or one file of weights; each may have a `config.json`.
 
     Raises:
-        ModelError: When there is no such thing, or a file is damaged.
+        ModelError: If the path does not exist, or a file is damaged.
     """
     directory = path if path.is_dir() else path.parent
     if not path.exists():
@@ -175,16 +168,12 @@ def open_files(path: Path) -> HeadFiles:
 
 
 def holds_pickles(directory: Path) -> bool:
-    """Whether there are files that may be pickled weights."""
+    """Decides whether a directory has files that may be pickled weights."""
     return any(file for kind in _PICKLES for file in directory.glob(kind))
 
 
 def open_weights(path: Path) -> Weights:
-    """One file of tensors: safetensors, or a pickle of nothing but tensors.
-
-    Raises:
-        ModelError: When it is damaged, or holds anything else.
-    """
+    """Opens safetensors, or a pickle of tensors alone; raises `ModelError` for damaged files and other content."""
     check_regular(path)
     return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
 
@@ -242,14 +231,14 @@ def _open_pickle(path: Path) -> Weights:
     """Maps the tensors of a state dictionary, which may lie inside a training checkpoint."""
 
     def told(error: Exception) -> str:
-        if isinstance(error, pickle.UnpicklingError):  # torch's own advice is to load it without care
+        if isinstance(error, pickle.UnpicklingError):  # torch's own advice is to load the file without restrictions
             return (
                 f"{path} is damaged, or a pickle of more than tensors, which could run code when it is loaded. "
                 "Expected a state dictionary. Save it as safetensors where you trust its origin."
             )
         return f"{path} is damaged: {one_line(error)}. Copy or download it again."
 
-    # Warnings about old pickle protocols are ignored.
+    # ignores warnings about old pickle protocols
     with foreign_errors_as(ModelError, told), warnings.catch_warnings(action="ignore"):
         value = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Reads heads of Project Gorgon: Medusa heads without bias behind a frozen copy of the target's last norm.
 
-The norm is dropped: on the output of the target's norm the rest computes the same. Its heads are trained to say x_{t+1}
-first, one token earlier than ours, so they draft badly until they are trained on.
+The reader drops the norm: the features here are already normed. The first head is trained to predict x_{t+1}, one token
+earlier than ours, so the heads draft badly until they are trained further.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _NORM = re.compile(r"\d{1,4}\.norm\.weight")
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there are keys of this family."""
+    """Decides whether there are keys of this family."""
     return NAMES.recognises(_compiled_or_not(files))
 
 
 def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads; warns when their norm is not the target's, as far as that is at hand.
+    """Reads heads; warns if their norm differs from the target's, if that is available.
 
     Raises:
-        ModelError: When keys do not fit together, or numbers are not finite.
+        ModelError: If keys are wrong, or numbers are not finite.
     """
     weights = _compiled_or_not(files)
     sizes = NAMES.config(weights, vocab_size=target.vocab_size)

@@ -1,10 +1,10 @@
 """Reads and writes Hydra and Hydra++ heads as published: `hydra_lm_head.pt`, and a `config.json` without sizes.
 
-In Hydra++ a dropout module stands before each block and LM head, so that blocks are numbered 1, 3, 5, … instead of
-0, 1, 2, …; its decoder block is called `prefix_embeding_layer`, misspelt.
+In Hydra++ a dropout module stands before each block and LM head: blocks have the numbers 1, 3, 5, … instead of 0, 1, 2,
+…. Its decoder block is called `prefix_embeding_layer`, misspelt.
 
-The original code opens the pickle alone. It repeats one module for the blocks after a head's first, and its decoder
-block rotates by its own rules: a head that would be another network there is refused as a pickle.
+The original code opens the pickle alone. It repeats one module for all blocks after a head's first, and its decoder
+block rotates by its own rules. A head that would be another network there is not written as a pickle.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PLAIN = HydraNames(
 
 
 def with_prefix(spelling: str) -> HydraNames:
-    """Names of Hydra++."""
+    """Returns the names of Hydra++."""
     return HydraNames(
         first="hydra_mlp.{head}.1",
         further="hydra_mlp.{head}.{index}.linear",
@@ -66,7 +66,7 @@ def with_prefix(spelling: str) -> HydraNames:
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there are keys of this family."""
+    """Decides whether there are keys of this family."""
     return bool(files.weights.matches(_ANY)) or "hydra_head_arch" in files.config
 
 
@@ -75,11 +75,11 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
     Args:
         files: The checkpoint.
-        target: For attention sizes that files leave out; its embedding, where at hand, is compared with the file's.
+        target: For attention sizes that files leave out; its embedding, if available, is compared with the file's.
 
     Raises:
-        ModelError: For other architectures of the original code, when keys do not fit together, numbers are not
-            finite, or sizes are not known.
+        ModelError: For other architectures of the original code, wrong keys, numbers that are not finite, or unknown
+            sizes.
     """
     weights, config, name = files.weights, files.config, str(files.path)
     _check_architecture(name, config, weights)
@@ -96,11 +96,11 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads, each with an LM head; the target's embedding is added when it is at hand.
+    """Writes heads, each with an LM head, and the target's embedding if available.
 
     Raises:
-        ConfigError: When the head is of another method, the original code would load another network, or the target's
-            LM head is needed and not at hand.
+        ConfigError: If the head is of another method, the original code would load another network, or the target's LM
+            head is needed and missing.
     """
     what = "format 'hydra'"
     expect_method(checkpoint, "hydra", what=what)
@@ -129,7 +129,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     config, named = checkpoint.config, needs_target_name(checkpoint)
     assert isinstance(config, HydraConfig), "the method says so"
     scaling = None if options.target.config is None else target_scaling(options.target.config)
@@ -171,7 +171,7 @@ def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, targ
         )
     theirs = prefix.rope_scaling if target.config is None else target_scaling(target.config)
     rope_type = None if prefix.rope_scaling is None else prefix.rope_scaling.get("rope_type")
-    # A type that it does not know makes it stop, which is not silent.
+    # Other types make that code stop, with an error.
     is_known = theirs is None or theirs["rope_type"] in ("linear", "dynamic")
     if rope_type not in (None, "linear") or (is_known and _factor(theirs) != _factor(prefix.rope_scaling)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Tensor names of Hydra heads in the formats that hold them; one reader and one table serve them all."""
+"""Tensor names of Hydra heads in all formats that hold them, with one reader and one table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PREFIX_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
 _SCALING = "prefix_rope_scaling"
-TARGET_SCALING = "target_rope_scaling"  # for formats whose own configuration gives the target's
+TARGET_SCALING = "target_rope_scaling"  # for formats with the target's scaling in their configuration
 UPSTREAM_ROPE_THETA = 10000.0  # the released code never reads the target's
 LAYER_PARTS = {
     "q_proj": "self_attn.q_proj",
@@ -40,15 +40,15 @@ LAYER_PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HydraNames:
-    """Templates of names; {head} and {index} stand for numbers.
+    """Templates of tensor names; {head} and {index} stand for numbers.
 
     Attributes:
         first: Of a head's first block, before `.linear` and `.res_connection`.
         further: Of the other blocks, before `.weight` and `.bias`.
-        start: Index of the first of them.
-        stride: From one to the next.
+        start: Index of the first of the other blocks.
+        stride: Difference of their indices.
         lm_head: Of a head's LM head, before `.weight` and `.bias`.
-        prefix: Of the decoder block's layer and, behind it, of its last norm; None for heads without.
+        prefix: Of the decoder block's layer and of the norm behind it; None for heads without a decoder block.
     """
 
     first: str
@@ -59,7 +59,7 @@ class HydraNames:
     prefix: tuple[str, str] | None = None
 
     def table(self, config: HydraConfig) -> dict[str, Place]:
-        """Places by key; blocks after the first share one where they are tied."""
+        """Returns places by key; tied blocks share a place."""
         places: dict[str, Place] = {}
         for head in range(config.num_heads):
             first = self.first.format(head=head)
@@ -83,15 +83,10 @@ class HydraNames:
         return places
 
     def config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> HydraConfig:
-        """The configuration that a file's tensors tell, with what they cannot tell from elsewhere.
+        """Returns the configuration that a file's tensors show.
 
-        Args:
-            weights: The file.
-            stated: Its `config.json`.
-            target: Next in line.
-
-        Raises:
-            ModelError: When something remains unknown.
+        Other sizes come from `stated`, the file's `config.json`, then from `target`. Raises `ModelError` for unknown
+        sizes.
         """
         name = weights.name
         size = partial(most_common, name=name)
@@ -141,7 +136,7 @@ class HydraNames:
 
 
 def prefix_entries(config: HydraConfig) -> dict[str, Any]:
-    """Keys for `config.json` that say what the tensors do not; other readers pass over them."""
+    """Returns keys for `config.json` with sizes that the tensors do not show; other readers ignore them."""
     if config.prefix is None:
         return {}
     entries = {f"prefix_{key}": getattr(config.prefix, key) for key in _PREFIX_KEYS}
@@ -151,10 +146,10 @@ def prefix_entries(config: HydraConfig) -> dict[str, Any]:
 def with_own_lm_heads(
     config: HydraConfig, weights: Mapping[str, torch.Tensor], options: WriteOptions, *, what: str
 ) -> tuple[HydraConfig, dict[str, torch.Tensor]]:
-    """The same heads with a copy of the target's LM head in each, for formats that know no shared one.
+    """Copies the target's LM head into each head, for formats without a shared one.
 
     Raises:
-        ConfigError: When the target's LM head is not at hand or cannot be copied.
+        ConfigError: If the target's LM head is missing or cannot be copied.
     """
     if config.own_lm_head:
         return config, dict(weights)

@@ -1,8 +1,8 @@
 """Maps another format's tensor names to entries of a head's state dictionary, for reading and for writing.
 
-Reading and writing go through the same table, so what is written reads back as it was. A head stacks tensors that
-formats keep apart, so a `Place` is a name and indices into its first dimensions. Several names may share one: then
-their tensors must be equal.
+The same table serves both directions, so a round trip changes nothing. A head stacks tensors that formats store
+separately: a `Place` is a name and indices into the first dimensions. Several names may share a place; their tensors
+must then be equal.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _MOST_PARTS = 64
 
 
 class Place(NamedTuple):
-    """Where a tensor lives in a head's state dictionary: a name, and indices into its first dimensions."""
+    """Place of a tensor in a head's state dictionary: a name, and indices into the first dimensions."""
 
     name: str
     at: tuple[int, ...] = ()
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a head's state dictionary."""
+    """Returns the shapes of a head's state dictionary."""
     with torch.device("meta"):
         return {name: tuple(part.shape) for name, part in build_head(config).state_dict().items()}
 
 
 def wanted_shapes(table: Mapping[str, Place], config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the file's tensors."""
+    """Returns the shapes of the file's tensors."""
     shapes = head_shapes(config)
     return {key: shapes[place.name][len(place.at) :] for key, place in table.items()}
 
@@ -54,18 +54,18 @@ def read_tensors(
     ignored: Iterable[str] = (),
     extra: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
-    """A head's state dictionary from a file.
+    """Reads a head's state dictionary from a file.
 
     Args:
         weights: The file.
-        table: Places by the file's keys; a key may be absent when another one shares its place.
+        table: Places by the file's keys; a key may be missing if another key shares its place.
         config: The head's sizes.
-        ignored: Keys of the file that a head has no use for.
-        extra: Shapes of further tensors that must be there and finite; the caller fetches them.
+        ignored: Unused keys of the file.
+        extra: Shapes of further tensors that must exist and be finite; the caller fetches them.
 
     Raises:
-        ModelError: One that names all missing, unexpected and mis-shaped keys; or all that are not finite; or those
-            that share a place and differ.
+        ModelError: With all missing, unexpected and mis-shaped keys, or all that are not finite, or those that share a
+            place and differ.
     """
     wanted = {**wanted_shapes(table, config), **(extra or {})}
     unused = set(ignored)
@@ -81,7 +81,7 @@ def read_tensors(
 def assemble(
     name: str, tensors: Mapping[str, Tensor], table: Mapping[str, Place], config: HeadConfig
 ) -> dict[str, Tensor]:
-    """Puts tensors of checked shapes in their places; name: of the file, for messages."""
+    """Builds a state dictionary from tensors of checked shapes; name: of the file, for messages."""
     check_values(name, tensors)
     first: dict[Place, str] = {}
     for key, tensor in tensors.items():
@@ -106,12 +106,12 @@ def assemble(
 
 
 def scatter(weights: Mapping[str, Tensor], table: Mapping[str, Place]) -> dict[str, Tensor]:
-    """The file's tensors from a head's state dictionary, each with memory of its own."""
+    """Returns the file's tensors from a head's state dictionary, as copies."""
     return {key: weights[place.name][place.at].clone().contiguous() for key, place in table.items()}
 
 
 def check_values(name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises `ModelError` naming all tensors that are quantised or hold numbers that are not finite."""
+    """Raises `ModelError` with the names of all tensors that are quantised or not finite."""
     packed = [key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.itemsize < 2]
     if packed:
         raise ModelError(f"'{name}' holds quantised tensors: {listed(packed)}. Expected floats of 16 bits or more.")
@@ -121,7 +121,7 @@ def check_values(name: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_token_map(name: str, token_map: Tensor, vocab_size: int) -> None:
-    """Raises `ModelError` unless these are different tokens of a vocabulary, int64; name: of the file."""
+    """Raises `ModelError` unless the map has different tokens of the vocabulary, int64; name: of the file."""
     is_map = token_map.dtype == torch.int64 and token_map.unique().numel() == token_map.numel()
     if not is_map or bool(((token_map < 0) | (token_map >= vocab_size)).any()):
         raise ModelError(f"the token_map of '{name}' is no map. Expected different tokens in 0..{vocab_size - 1}.")
@@ -130,12 +130,12 @@ def check_token_map(name: str, token_map: Tensor, vocab_size: int) -> None:
 def with_ties(
     config: HeadConfig, weights: dict[str, Tensor], names: Iterable[str] = ("weight", "bias")
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Says that a head's blocks are tied where they are equal; released code repeated one module.
+    """Marks a head's blocks as tied if they are equal; released code repeated one module.
 
     Args:
-        config: With `tied_blocks`.
-        weights: Its state dictionary, blocks along dimension 1 of some tensors.
-        names: Those tensors.
+        config: Has `tied_blocks`.
+        weights: Its state dictionary.
+        names: Tensors with blocks along dimension 1.
     """
     stacked = [name for name in names if name in weights]
     if any(weights[name].shape[1] < 2 for name in stacked) or not stacked:
@@ -147,11 +147,7 @@ def with_ties(
 
 
 def most_common(values: Iterable[int], *, name: str, what: str) -> int:
-    """The size that most tensors agree on, so that one of a wrong shape is the one to be named.
-
-    Raises:
-        ModelError: When there are none.
-    """
+    """Returns the size of most tensors, so that errors name the odd one; raises `ModelError` without any."""
     counted = Counter(values).most_common(1)
     if not counted:
         raise ModelError(f"'{name}' does not tell its {what}. Expected tensors that do. Copy or convert it again.")
@@ -159,7 +155,7 @@ def most_common(values: Iterable[int], *, name: str, what: str) -> int:
 
 
 def count(indices: Iterable[int], *, name: str, what: str) -> int:
-    """How many parts are numbered, from 0 to the largest index."""
+    """Returns the largest index plus one; raises `ModelError` for an implausible number."""
     number = max(indices, default=-1) + 1
     if number > _MOST_PARTS:
         raise ModelError(f"'{name}' numbers {number} {what}. Expected at most {_MOST_PARTS}.")
@@ -167,11 +163,7 @@ def count(indices: Iterable[int], *, name: str, what: str) -> int:
 
 
 def make_config(kind: type[HeadConfig | LayerConfig], name: str, **sizes: Any) -> Any:
-    """A configuration from a file's sizes.
-
-    Raises:
-        ModelError: When they make no sense.
-    """
+    """Builds a configuration from a file's sizes; raises `ModelError` for invalid sizes."""
     for key in ("num_heads", "num_layers"):
         if isinstance(sizes.get(key), int) and sizes[key] > _MOST_PARTS:
             raise ModelError(f"head '{name}' has {key} {sizes[key]}. Expected at most {_MOST_PARTS}.")

@@ -1,12 +1,11 @@
 """Reads and writes Medusa heads as published: `{head}.{layer}.linear.*`, an LM head each, alone or in a whole model.
 
-Three layouts are read: heads alone (`medusa_lm_head.pt` or safetensors), `medusa_head.*` inside a transformers model
-(Medusa-1.0, Medusa-2), and `medusa_heads.*` inside one (ModelOpt). Heads alone are written.
+The reader knows three layouts: heads alone (`medusa_lm_head.pt` or safetensors), `medusa_head.*` inside a transformers
+model (Medusa-1.0, Medusa-2), and `medusa_heads.*` inside one (ModelOpt). The writer writes heads alone. The tensors
+give the counts: released configurations state two heads for files with five.
 
-Counts come from the tensors: released configurations say two heads where files hold five.
-
-The original code repeats one module where a head has several blocks, so a head whose blocks differ is another network
-there: its pickle, the one file that this code opens, is refused.
+The original code opens the pickle alone and repeats one module for all blocks of a head. A head with different blocks
+would be another network there, so it is not written as a pickle.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ if TYPE_CHECKING:
     from foretoken.formats.saving import WriteOptions
     from foretoken.formats.target_info import TargetInfo
 
-_OFFICIAL_HEADS = 5  # the number that the original code builds, whatever a configuration says
+_OFFICIAL_HEADS = 5  # the original code always builds this number
 _PREFIXES = ("", "medusa_head.", "medusa_heads.")
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there are keys of this family."""
+    """Decides whether there are keys of this family."""
     return any(OFFICIAL.prefixed(prefix).recognises(files.weights) for prefix in _PREFIXES)
 
 
@@ -56,10 +55,10 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
     Args:
         files: The checkpoint.
-        target: For the vocabulary's size where there are no LM heads.
+        target: For the vocabulary's size of heads without LM heads.
 
     Raises:
-        ModelError: When keys do not fit together, or numbers are not finite.
+        ModelError: If keys are wrong, or numbers are not finite.
     """
     weights, config = files.weights, files.config
     prefix = next(prefix for prefix in _PREFIXES if OFFICIAL.prefixed(prefix).recognises(weights))
@@ -71,7 +70,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     if isinstance(config.get("medusa"), dict):
         counts = {"num_heads": "num_medusa_heads", "num_layers": "num_medusa_layers"}
         warn_of_counts(str(files.path), config["medusa"], counts, sizes)
-    model = [key for key in weights.shapes if not key.startswith(prefix)]  # of the whole model around the heads
+    model = [key for key in weights.shapes if not key.startswith(prefix)]  # tensors of the model around the heads
     tensors = read_tensors(weights, names.table(sizes), sizes, ignored=model)
     sizes, tensors = without_added_biases(config, sizes, tensors)
     return finished(str(files.path), config, sizes, tensors, target)
@@ -81,8 +80,8 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     """Writes heads alone, each with an LM head.
 
     Raises:
-        ConfigError: When the format has no room for them, the original code would load another network, or the
-            target's LM head is needed and not at hand.
+        ConfigError: If the format cannot hold the head, the original code would load another network, or the target's
+            LM head is needed and missing.
     """
     what = "format 'medusa'"
     expect_method(checkpoint, "medusa", what=what)
@@ -100,7 +99,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     named, heads = needs_target_name(checkpoint), checkpoint.config.steps
     vllm = Reader(
         VLLM, True, f"speculative_config with method 'medusa' named; a chain of the best token of {heads} heads"
@@ -116,7 +115,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 def write_heads(
     checkpoint: HeadCheckpoint, sizes: MedusaConfig, tensors: dict[str, Tensor], directory: Path, options: WriteOptions
 ) -> None:
-    """Writes tensors and `config.json` under the names that the original code looks for."""
+    """Writes tensors and `config.json` under the file names of the original code."""
     config = {
         **target_name(checkpoint),
         "medusa_num_heads": sizes.num_heads,

@@ -1,4 +1,4 @@
-"""Tensor names of Medusa heads in the formats that hold them; one reader and one table serve them all."""
+"""Tensor names of Medusa heads in all formats that hold them, with one reader and one table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaNames:
-    """Templates of names; {head}, {layer} and {layers} stand for numbers.
+    """Templates of tensor names; {head}, {layer} and {layers} stand for numbers.
 
     Attributes:
         block: Of a residual block, without `.weight` or `.bias`.
@@ -35,21 +35,21 @@ class MedusaNames:
     lm_head: str
 
     def match(self, weights: Weights) -> tuple[list[re.Match[str]], list[re.Match[str]]]:
-        """The keys of blocks and of LM heads in a file."""
+        """Returns the keys of blocks and of LM heads in a file."""
         return weights.matches(_pattern(self.block, r"\.(?P<kind>weight|bias)")), weights.matches(
             _pattern(self.lm_head)
         )
 
     def recognises(self, weights: Weights) -> bool:
-        """Whether a file holds any such key."""
+        """Decides whether a file holds any such key."""
         return any(self.match(weights))
 
     def prefixed(self, prefix: str) -> MedusaNames:
-        """The same names behind a prefix."""
+        """Returns the same names with a prefix."""
         return MedusaNames(block=prefix + self.block, lm_head=prefix + self.lm_head)
 
     def table(self, config: MedusaConfig) -> dict[str, Place]:
-        """Places by key; the blocks of a head share one where they are tied."""
+        """Returns places by key; tied blocks of a head share a place."""
         places: dict[str, Place] = {}
         kinds = ("weight", "bias") if config.has_bias else ("weight",)
         for head in range(config.num_heads):
@@ -62,10 +62,10 @@ class MedusaNames:
         return places
 
     def sizes(self, weights: Weights) -> dict[str, Any]:
-        """What a file's tensors say about their head: fields of `MedusaConfig`, and `rows` of the LM heads or None.
+        """Returns fields of `MedusaConfig` from a file's tensors, and `rows` of the LM heads or None.
 
         Raises:
-            ModelError: When they say nothing.
+            ModelError: If the tensors do not tell them.
         """
         blocks, lm_heads = self.match(weights)
         name = weights.name
@@ -87,10 +87,10 @@ class MedusaNames:
         }
 
     def config(self, weights: Weights, *, vocab_size: int | None) -> MedusaConfig:
-        """The configuration that a file's tensors tell; vocab_size: where there are no LM heads to tell it.
+        """Returns the configuration from a file's tensors; vocab_size: for heads without LM heads.
 
         Raises:
-            ModelError: When they do not tell one.
+            ModelError: If the tensors do not tell it.
         """
         sizes = self.sizes(weights)
         rows = sizes.pop("rows")
@@ -104,14 +104,7 @@ OFFICIAL = MedusaNames(block="{head}.{layer}.linear", lm_head="{head}.{layers}.w
 
 
 def warn_of_counts(name: str, config: Mapping[str, Any], stated: Mapping[str, str], found: MedusaConfig) -> None:
-    """Warns where a configuration counts other than the tensors: published ones do.
-
-    Args:
-        name: The directory.
-        config: Its `config.json` or the part that counts.
-        stated: Keys of `config` by attribute of `found`.
-        found: What the tensors say.
-    """
+    """Warns if a configuration's counts differ from the tensors'; stated: keys of `config` by attribute of `found`."""
     for attribute, key in stated.items():
         value = config.get(key)
         if value is not None and value != getattr(found, attribute):
@@ -123,12 +116,12 @@ def warn_of_counts(name: str, config: Mapping[str, Any], stated: Mapping[str, st
 def for_writing(
     config: MedusaConfig, weights: Mapping[str, torch.Tensor], options: WriteOptions, *, what: str
 ) -> tuple[MedusaConfig, dict[str, torch.Tensor]]:
-    """The same network in the terms of formats that know neither a shared LM head nor blocks without bias.
+    """Converts a network for formats that have neither a shared LM head nor blocks without bias.
 
-    Biases of zero compute the same as none; left out, the original loader would leave them at random values.
+    Missing biases become zeros, which compute the same; the original loader would leave missing ones at random values.
 
     Raises:
-        ConfigError: When there is a token map, or the target's LM head is needed and cannot be copied.
+        ConfigError: If there is a token map, or the target's LM head is needed and cannot be copied.
     """
     if config.draft_vocab_size is not None:
         raise ConfigError(f"{what} cannot hold LM heads over part of the vocabulary. Convert to 'vllm_medusa'.")
@@ -142,7 +135,7 @@ def for_writing(
 
 
 def with_biases(config: MedusaConfig, weights: dict[str, torch.Tensor]) -> tuple[MedusaConfig, dict[str, torch.Tensor]]:
-    """The same network, with biases of zero where it has none."""
+    """Adds biases of zero to a network without biases."""
     if config.has_bias:
         return config, weights
     bias = weights["weight"].new_zeros(weights["weight"].shape[:-1])
@@ -152,7 +145,7 @@ def with_biases(config: MedusaConfig, weights: dict[str, torch.Tensor]) -> tuple
 def without_added_biases(
     stated: Mapping[str, Any], config: MedusaConfig, weights: dict[str, torch.Tensor]
 ) -> tuple[MedusaConfig, dict[str, torch.Tensor]]:
-    """Takes away biases of zero that `with_biases` added when it wrote the file; stated: its `config.json`."""
+    """Removes biases of zero that `with_biases` added before the file was written; stated: its `config.json`."""
     if own_entry(stated, "has_bias", default=True) or not config.has_bias or weights["bias"].any():
         return config, weights
     rest = {key: tensor for key, tensor in weights.items() if key != "bias"}

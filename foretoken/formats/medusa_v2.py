@@ -1,6 +1,6 @@
 """Reads and writes Medusa heads that share the target's LM head, as the legacy trainer's `"version": "2"` wrote them.
 
-The same names as in `medusa`, whose reader serves both; only blocks are stored.
+Names are those of `medusa`, whose reader serves both. Only blocks are stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there are blocks without LM heads."""
+    """Decides whether there are blocks without LM heads."""
     blocks, lm_heads = OFFICIAL.match(files.weights)
     return bool(blocks) and not lm_heads
 
@@ -46,7 +46,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     """Writes blocks alone.
 
     Raises:
-        ConfigError: When the heads have LM heads of their own, no blocks, or several that differ.
+        ConfigError: If the heads have their own LM heads, no blocks, or several different blocks.
     """
     expect_method(checkpoint, "medusa", what="format 'medusa_v2'")
     config = checkpoint.config
@@ -64,7 +64,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     config, named = checkpoint.config, needs_target_name(checkpoint)
     assert isinstance(config, MedusaConfig), "the method says so"
     if options.as_safetensors:

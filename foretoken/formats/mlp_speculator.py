@@ -1,8 +1,8 @@
-"""Reads and writes MLP speculators as IBM, vLLM and TGI have them: `speculator.{emb,proj,head,ln}.{stage}`.
+"""Reads and writes MLP speculators of IBM, vLLM and TGI: `speculator.{emb,proj,head,ln}.{stage}`.
 
-Where weights are tied, files hold any of the repeated tensors, at least one of each kind. All are written, so that
-every reader finds those that it looks for. One stage has nothing to tie: it is written as untied, because readers look
-for a second projection where weights are tied.
+Files with tied weights hold any of the repeated tensors, at least one of each kind. The writer writes all of them, so
+that every reader finds its own. One stage is written as untied, because readers look for a second projection if weights
+are tied.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DEFAULT_TREE = (4, 3, 2)  # then 2 for each further stage, as published for lla
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there are embeddings and projections of stages."""
+    """Decides whether there are embeddings and projections of stages."""
     found = {match[2] for match in files.weights.matches(_KEY)}
     return {"emb", "proj"} <= found
 
@@ -51,8 +51,8 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads a speculator.
 
     Raises:
-        ModelError: When the configuration lacks the number of stages, keys do not fit it, tied tensors differ, or
-            numbers are not finite.
+        ModelError: If the configuration lacks the number of stages, keys are wrong, tied tensors differ, or numbers are
+            not finite.
     """
     weights, config, name = files.weights, files.config, str(files.path)
     prefix = _PREFIX if any(key.startswith(_PREFIX) for key in weights.shapes) else ""
@@ -62,10 +62,10 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a speculator with every key that some reader asks for.
+    """Writes a speculator with every key that some reader needs.
 
     Raises:
-        ConfigError: When the head is of another method, or has another epsilon than the one of all readers.
+        ConfigError: If the head is of another method, or has an epsilon that the readers do not know.
     """
     expect_method(checkpoint, "mlp_speculator", what="format 'mlp_speculator'")
     sizes = checkpoint.config
@@ -91,14 +91,14 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         "tie_weights": sizes.tie_weights and sizes.num_heads > 1,
         "scale_input": sizes.scale_input,
         "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
-        # vLLM wants a list of that length in any case; ours knows no tree as well.
+        # vLLM always needs a list of that length; our key tells that there is no tree.
         **own_entries(checkpoint, has_tree=sizes.top_k is not None, tie_weights=sizes.tie_weights),
     }
     save(directory, "model.safetensors", tensors, config)
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     config, named = checkpoint.config, needs_target_name(checkpoint)
     assert isinstance(config, MlpSpeculatorConfig), "the method says so"
     how = f"--model-id of this directory, all {config.num_heads} stages (its factors follow --speculate){named}"
@@ -119,7 +119,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def table(config: MlpSpeculatorConfig, prefix: str) -> dict[str, Place]:
-    """Places by key; stages share them where weights are tied."""
+    """Returns places by key; tied stages share places."""
     places: dict[str, Place] = {}
     for stage in range(config.num_heads):
         own = 0 if config.tie_weights else stage

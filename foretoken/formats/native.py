@@ -1,4 +1,4 @@
-"""Reads and writes our own format: `config.json` with all that is known of a head, and `model.safetensors`."""
+"""Reads and writes our own format: `config.json` with all facts about a head, and `model.safetensors`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,12 @@ _ADVICE = "Copy or train it again."
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is ours."""
+    """Decides whether a `config.json` is ours."""
     return KEY in config
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
-    """Reads a head.
-
-    Args:
-        directory: Holds the weights.
-        config: Its parsed `config.json`.
-
-    Raises:
-        ModelError: When the configuration makes no sense, the file is damaged, or keys do not fit.
-    """
+    """Reads a head; raises `ModelError` for an invalid configuration, damaged files and wrong keys."""
     path = directory / WEIGHTS
     what = f"the configuration of head '{directory}'"
     sizes = validated(config_type(config[KEY], what), config.get("config"), what, error=ModelError, advice=_ADVICE)
@@ -73,18 +65,18 @@ def write(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False
 
     Args:
         checkpoint: The head.
-        directory: Where to; made when it is not there.
-        replaces: Whether everything else in the directory goes.
+        directory: Created if missing.
+        replaces: Whether to delete everything else in the directory.
 
     Raises:
-        ConfigError: When it cannot be written.
+        ConfigError: If it cannot be written.
     """
     with whole_files(directory, replaces=replaces) as new:
         write_files(checkpoint, new)
 
 
 def write_files(checkpoint: HeadCheckpoint, directory: Path) -> None:
-    """The files of a head, one after another; for a new directory. Raises `OSError`."""
+    """Writes the files of a head into a new directory; raises `OSError`."""
     write_weights(directory / WEIGHTS, checkpoint.weights)
     write_config(
         directory,
@@ -100,15 +92,7 @@ def write_files(checkpoint: HeadCheckpoint, directory: Path) -> None:
 
 
 def config_type(method: Any, what: str) -> type[HeadConfig]:
-    """The configuration class of a method's head.
-
-    Args:
-        method: Its name, as a file has it.
-        what: What names it, for the message.
-
-    Raises:
-        ModelError: When no such head exists.
-    """
+    """Returns the configuration class of a method's head; raises `ModelError` for unknown methods, naming `what`."""
     if not isinstance(method, str) or method not in head_methods():
         hint = nearest_name_hint(shown(method), head_methods())
         raise ModelError(f"'{KEY}' of {what} is {shown(method)}. {hint} {_ADVICE}")

@@ -1,7 +1,8 @@
 """Finds the format of a checkpoint by its contents, and reads and writes heads by format name.
 
-A format is a module of this package with `recognises(files)`, `read(files, target)` and, unless it can only be read,
-`write(checkpoint, directory, options)` and `readers(checkpoint, options)`, who reads that. Our own format is `native`.
+A format is a module of this package with `recognises(files)` and `read(files, target)`. A format that can be written
+also has `write(checkpoint, directory, options)`, and `readers(checkpoint, options)`, which programs read the result.
+Our own format is `native`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.formats.target_info import TargetWeights
 
-# What vllm-project/speculators calls its kinds.
+# Names of vllm-project/speculators.
 _SPECULATORS = {"peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "multi-token prediction"}
 
 
 def unserved_head(files: HeadFiles) -> str | None:
-    """What a checkpoint holds that nothing here drafts with, in a few words; None when it is nothing of that kind."""
+    """Returns a short description of a head that no drafter here uses; None for other checkpoints."""
     kind = files.config.get("speculators_model_type")
     if not isinstance(kind, str) or kind in KINDS:
         return None
@@ -42,7 +43,7 @@ def unserved_head(files: HeadFiles) -> str | None:
 
 
 def _vocabularies(files: HeadFiles) -> list[str]:
-    """Returns the sizes of the drafted and of the target's vocabulary, None if the files do not tell."""
+    """Returns a phrase with the sizes of the drafted and the whole vocabulary; empty if the files do not tell."""
     layer: Mapping[str, Any] | Any = files.config.get("transformer_layer_config")
     drafted, whole = files.config.get("draft_vocab_size"), layer.get("vocab_size") if isinstance(layer, dict) else None
     drafted = drafted or whole
@@ -50,7 +51,7 @@ def _vocabularies(files: HeadFiles) -> list[str]:
 
 
 NATIVE = "native"
-# Those that recognise part of what another one recognises come first.
+# A format comes before those that would recognise its files too.
 _FOREIGN = (
     "speculators", "eagle3", "eagle", "falcon", "vllm_medusa", "tensorrt_llm", "hydra", "mlp_speculator", "gorgon",
     "medusa_v2", "medusa",
@@ -61,25 +62,25 @@ _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 
 def known_formats(*, writable: bool = False) -> list[str]:
-    """Names of formats; writable: only of those that can be written."""
+    """Returns the names of formats; writable: only of those that can be written."""
     names = [name for name in _FOREIGN if not writable or hasattr(_module(name), "write")]
     return sorted([NATIVE, *names])
 
 
 def head_format(files: HeadFiles) -> str | None:
-    """The format of a checkpoint, by its tensors and configuration; None when it is no head that is known."""
+    """Returns the format of a checkpoint, by its tensors and configuration; None for unknown checkpoints."""
     if native.recognises(files.config):
         return NATIVE
     return next((name for name in _FOREIGN if _module(name).recognises(files)), None)
 
 
 def holds_head(path: Path) -> bool:
-    """Whether a directory or file is meant to hold a head, as far as its files can be looked at.
+    """Decides whether a directory or file is meant to hold a head.
 
     Heads of families that are not served count as well: `read_head` names them.
 
     Raises:
-        ModelError: When they are damaged in a way that only a head's can be: a target is never read from pickles.
+        ModelError: For damaged files that only a head can have: a target is never read from pickles.
     """
     directory = path if path.is_dir() else path.parent
     if not path.is_file() and not any(directory.glob("*.safetensors")) and not holds_pickles(directory):
@@ -90,15 +91,11 @@ def holds_head(path: Path) -> bool:
     except ModelError:
         if path.is_file() or not any(directory.glob("*.safetensors")):
             raise
-        return False  # what is wrong with a model's files is the target's to say
+        return False  # the loader of models reports it
 
 
 def method_of(path: Path) -> str:
-    """The method that a head is for, such as "medusa".
-
-    Raises:
-        ModelError: As `read_head` does.
-    """
+    """Returns the method of a head, such as "medusa"; raises `ModelError` as `read_head`."""
     return str(read_head(path)[1].config.method)
 
 
@@ -112,17 +109,17 @@ def read_head(
     """Reads a head of any format.
 
     Args:
-        directory: The checkpoint, or its one file of weights.
-        target: For which target the caller takes it to be; the result names it where the file names none.
+        directory: The checkpoint, or its only file of weights.
+        target: The target that the caller assumes; the result has it if the file names none.
         base_config: The target's transformers text configuration, for sizes that files leave out.
-        weights: Gives the target's tensors, where formats may compare theirs with them.
+        weights: Returns the target's tensors, for formats that compare theirs with them.
 
     Returns:
         The format's name and the head.
 
     Raises:
-        ModelError: When it is no head, damaged, incomplete, or holds anything unknown.
-        ConfigError: When it was made for another target.
+        ModelError: If it is no head, damaged, incomplete, or has unknown entries.
+        ConfigError: If it was made for another target.
     """
     files = open_files(directory)
     other = None if native.recognises(files.config) else unserved_head(files)
@@ -137,7 +134,7 @@ def read_head(
         return name, checkpoint
     try:
         return name, _module(name).read(files, TargetInfo(fingerprint=target, config=base_config, load=weights))
-    except _NONSENSE as err:  # a value of the wrong type in a configuration can fail anywhere
+    except _NONSENSE as err:  # a value of a wrong type in a configuration can fail anywhere
         raise ModelError(f"the config.json of '{directory}' makes no sense: {one_line(err)}. Copy it again.") from err
 
 
@@ -157,15 +154,16 @@ def write_head(
     Args:
         name: The format.
         checkpoint: The head.
-        directory: Where to; made when it is not there.
+        directory: Created if missing.
         target: For formats that repeat tensors or sizes of the target.
         dtype: Of the weights; None keeps theirs.
         tp_size: Ranks, for formats that split tensors.
-        as_safetensors: Whether to write safetensors where a format's own file is a pickle.
-        replaces: Whether everything else in the directory goes; otherwise only files of the same names do.
+        as_safetensors: Whether to write safetensors if the format's own file is a pickle.
+        replaces: Whether to delete everything else in the directory; otherwise only files of the same names are
+            replaced.
 
     Raises:
-        ConfigError: For an unknown format, one that has no room for this head, or files that cannot be written.
+        ConfigError: For an unknown format, one that cannot hold this head, or files that cannot be written.
     """
     if name not in known_formats(writable=True):
         hint = nearest_name_hint(name, known_formats(writable=True))
@@ -190,7 +188,7 @@ def head_readers(
     tp_size: int = 1,
     as_safetensors: bool = False,
 ) -> list[Reader]:
-    """Who reads what `write_head` writes with the same arguments; foretoken, which reads it all, comes first."""
+    """Returns the programs that read the result of `write_head` with the same arguments; foretoken comes first."""
     ours = Reader("foretoken", True, f"speculative_config with method '{checkpoint.config.method}' and its directory")
     if name == NATIVE:
         return [ours]

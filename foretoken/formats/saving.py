@@ -1,4 +1,4 @@
-"""What readers and writers of foreign formats share: write options, and our own key in a foreign `config.json`."""
+"""Shared parts of foreign formats: write options, and our own key in a foreign `config.json`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ CONFIG = "config.json"
 
 @contextmanager
 def whole_files(directory: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """A new directory to write into; its files go to `directory` when the block ends without an error.
+    """Yields a new directory to write into; its files move to `directory` when the block ends without an error.
 
     Args:
-        directory: Where the files belong; made where it is not there. See `core.atomic_files` for symbolic links.
-        replaces: Whether they take the place of everything in it. Otherwise each takes the place of the file of its
-            name and the others stay, `config.json` last.
+        directory: Created if missing. See `core.atomic_files` for symbolic links.
+        replaces: Whether the new files replace everything in it. Otherwise each replaces the file of its name,
+            `config.json` last.
 
     Raises:
-        ConfigError: When they cannot be written, whatever the system's reason.
+        ConfigError: If the files cannot be written.
     """
     advice = "Expected a directory with enough room that may be written to. Name another place, or make room."
     existing: Any = "replace" if replaces else "merge"
@@ -52,7 +52,7 @@ def whole_files(directory: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def safetensors_errors() -> Iterator[None]:
-    """Raises what safetensors says of a file that cannot be written as an `OSError`."""
+    """Turns errors of safetensors about files that cannot be written into `OSError`."""
     try:
         yield
     except SafetensorError as err:
@@ -60,14 +60,10 @@ def safetensors_errors() -> Iterator[None]:
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One file of tensors, each with memory of its own: safetensors, or a pickle where the name ends otherwise.
-
-    Raises:
-        OSError: When it cannot be written.
-    """
+    """Writes tensors, each with its own memory: safetensors, or a pickle by the name's ending; raises `OSError`."""
     if path.suffix == ".safetensors":
         path.touch()
-        mode = path.stat().st_mode  # safetensors leaves its files to their owner alone
+        mode = path.stat().st_mode  # safetensors makes its files readable by their owner alone
         with safetensors_errors():
             save_file(dict(tensors), path, metadata={"format": "pt"})
         path.chmod(mode)
@@ -75,13 +71,13 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with path.open("wb") as file:
         try:
             torch.save(dict(tensors), file)
-        except RuntimeError as err:  # torch's writer hides what the file said
+        except RuntimeError as err:  # torch's writer hides the file's error
             cause = err.__context__ if isinstance(err.__context__, OSError) else None
             raise cause or OSError(one_line(err)) from err
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """The `config.json` of a checkpoint."""
+    """Writes the `config.json` of a checkpoint."""
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -101,12 +97,12 @@ OLD_TGI = "TGI 2.0.3 to 2.2"
 
 
 class Reader(NamedTuple):
-    """A program, and what it makes of a checkpoint.
+    """A program that may read a checkpoint.
 
     Attributes:
-        program: Its name, with the version where that matters.
-        reads: Whether it computes what the head computes here.
-        how: What to do; or, where it does not, what happens.
+        program: Its name, with the version if that matters.
+        reads: Whether it computes the same network.
+        how: What to do; or, if it does not read the head, what happens.
     """
 
     program: str
@@ -118,18 +114,13 @@ class Reader(NamedTuple):
 
 
 def has_different_blocks(checkpoint: HeadCheckpoint, *names: str) -> bool:
-    """Whether blocks that others hold to be one differ.
-
-    Args:
-        checkpoint: The head.
-        names: Stacked tensors of its weights with blocks along dimension 1.
-    """
+    """Decides whether blocks that other programs tie differ; names: stacked tensors with blocks along dimension 1."""
     stacked = [checkpoint.weights[name] for name in names if name in checkpoint.weights]
     return any(not torch.equal(part, part[:, :1].expand_as(part)) for part in stacked if part.shape[1] > 1)
 
 
 def needs_target_name(checkpoint: HeadCheckpoint) -> str:
-    """What to add where a reader loads the target that a head names, and this one names none."""
+    """Returns advice for readers that load the target by the head's entry, if this head names no target."""
     is_named = checkpoint.target is not None and checkpoint.target.name
     return (
         "" if is_named else "; set base_model_name_or_path in config.json to the target, which this head does not name"
@@ -137,7 +128,7 @@ def needs_target_name(checkpoint: HeadCheckpoint) -> str:
 
 
 KEY = "foretoken"
-# What numbers alone do not tell: equal blocks may be apart all the same, and biases of zero may be none.
+# Tensors do not tell these: equal blocks may be untied, and zero biases may be absent.
 _NETWORK_KEYS = ("tied_blocks", "has_bias")
 
 
@@ -148,7 +139,7 @@ class WriteOptions:
     Attributes:
         target: What is known of the target.
         tp_size: Ranks to split the tensors over, for formats that do.
-        as_safetensors: Whether to write safetensors where a format's own file is a pickle.
+        as_safetensors: Whether to write safetensors if the format's own file is a pickle.
     """
 
     target: TargetInfo = field(default_factory=TargetInfo)
@@ -157,14 +148,14 @@ class WriteOptions:
 
 
 def expect_method(checkpoint: HeadCheckpoint, *methods: str, what: str) -> None:
-    """Raises `ConfigError` unless a format has room for this kind of head."""
+    """Raises `ConfigError` unless a format can hold heads of this method."""
     method = checkpoint.config.method
     if method not in methods:
         raise ConfigError(f"{what} cannot hold a head of method '{method}'. Expected {' or '.join(methods)}.")
 
 
 def own_entries(checkpoint: HeadCheckpoint, **more: Any) -> dict[str, Any]:
-    """Our key of a foreign `config.json`, which other readers pass over; more: further values in it."""
+    """Returns our key of a foreign `config.json`, which other readers ignore; more: further values in it."""
     target = checkpoint.target
     return {
         KEY: {
@@ -179,13 +170,13 @@ def own_entries(checkpoint: HeadCheckpoint, **more: Any) -> dict[str, Any]:
 
 
 def target_name(checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    """The key by which published heads name their target."""
+    """Returns the key by which published heads name their target."""
     name = None if checkpoint.target is None else checkpoint.target.name
     return {"base_model_name_or_path": name or "N/A"}
 
 
 def own_entry(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """A value under our key of a foreign `config.json`."""
+    """Returns a value under our key of a foreign `config.json`."""
     entries = config.get(KEY)
     return entries.get(key, default) if isinstance(entries, dict) else default
 
@@ -193,17 +184,17 @@ def own_entry(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 def finished(
     name: str, config: Mapping[str, Any], sizes: HeadConfig, weights: Mapping[str, Tensor], target: TargetInfo
 ) -> HeadCheckpoint:
-    """A checkpoint from what a format's reader found.
+    """Returns the checkpoint of a format's reader.
 
     Args:
         name: The file or directory, for messages.
         config: Its `config.json`.
         sizes: The head's configuration.
-        weights: The head's tensors; equal blocks become tied ones unless the file says that they are apart.
-        target: What the caller knows of the target; taken as the head's where the file does not say.
+        weights: The head's tensors; equal blocks become tied unless the file says otherwise.
+        target: The caller's knowledge of the target, used if the file names none.
 
     Raises:
-        ModelError: When our key holds nonsense.
+        ModelError: If our key has invalid entries, or the head does not fit the target.
     """
     if hasattr(sizes, "tied_blocks") and own_entry(config, "tied_blocks") is not False:
         sizes, weights = with_ties(sizes, dict(weights))
@@ -233,12 +224,12 @@ def finished(
 
 
 def save(directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
-    """Writes weights and then a configuration into a directory of `write_head`.
+    """Writes weights and then a configuration into a new directory of `whole_files`.
 
     Args:
-        directory: New and empty, see `whole_files`.
-        name: Of the weights, safetensors or a pickle by its ending.
-        tensors: Each with memory of its own.
+        directory: New and empty.
+        name: Of the weights; the ending decides between safetensors and a pickle.
+        tensors: Each with its own memory.
         config: For `config.json`; None leaves it out.
     """
     write_weights(directory / name, tensors)

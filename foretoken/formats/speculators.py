@@ -1,8 +1,8 @@
-"""Reads and writes EAGLE-3 heads as vllm-project/speculators has them; its former EAGLE-1 heads are read alone.
+"""Reads and writes EAGLE-3 heads of vllm-project/speculators, and reads its former EAGLE-1 heads.
 
-The block is `layers.0`, a Llama's configuration lies under `transformer_layer_config`, and the target's name under
-`speculators_config`. Taps are boundaries, as here. Heads of EAGLE-1 and -2 call the block `transformer` and the layer
-before it `fusion_fc`.
+The block is `layers.0`, `transformer_layer_config` holds a Llama's configuration, and `speculators_config` the target's
+name. Taps are boundaries, as here. Heads of EAGLE-1 and -2 call the block `transformer` and the layer before it
+`fusion_fc`.
 """
 
 from __future__ import annotations
@@ -50,21 +50,17 @@ if TYPE_CHECKING:
 KINDS = ("eagle3", "eagle")
 _LAYER, _LAYER_CONFIG = "layers.0", "transformer_layer_config"
 _OUTPUT_BIAS = f"{_LAYER}.self_attn.o_proj.bias"
-_VERSION = "0.9.0"  # of the package whose files these are like
+_VERSION = "0.9.0"  # version of the package that writes such files
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether the configuration names one of its kinds, or a tensor has the name that only they have."""
+    """Decides by the configuration's kind, or by a tensor name that only these heads have."""
     kind = files.config.get("speculators_model_type")
     return kind in KINDS if isinstance(kind, str) else "fusion_fc.weight" in files.weights.shapes
 
 
 def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head.
-
-    Raises:
-        ModelError: As for formats 'eagle3' and 'eagle'.
-    """
+    """Reads a head; raises `ModelError` as formats 'eagle3' and 'eagle' do."""
     config, name = files.config, str(files.path)
     stated = config.get(_LAYER_CONFIG)
     if not isinstance(stated, dict):
@@ -92,18 +88,18 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head with all that speculators and vLLM ask for; a shared embedding is added when it is at hand.
+    """Writes a head with all entries for speculators and vLLM; adds a shared embedding if available.
 
     Raises:
-        ConfigError: When the head is of another method, its target is not known by name, or it shares an embedding
-            that the target scales.
+        ConfigError: If the head is of another method, its target has no name, or it shares an embedding that the target
+            scales.
     """
     expect_method(checkpoint, "eagle3", what="format 'speculators'")
     checkpoint = with_plain_vocabulary(checkpoint)
     sizes = checkpoint.config
     assert isinstance(sizes, Eagle3Config), "the method says so"
     tensors = eagle3_tensors(checkpoint, layer=_LAYER)
-    if sizes.layer.attention_bias:  # a Llama's covers the output as well
+    if sizes.layer.attention_bias:  # a Llama's bias covers the output as well
         tensors[_OUTPUT_BIAS] = torch.zeros(sizes.width, dtype=tensors["fc.weight"].dtype)
     if not sizes.own_embedding and options.target.weights is not None:
         tensors[EMBEDDING] = _shared_embedding(options.target.weights, tensors["fc.weight"].dtype)
@@ -148,7 +144,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     sizes = checkpoint.config
     assert isinstance(sizes, Eagle3Config), "the method says so"
     if not sizes.own_embedding and options.target.load is None:

@@ -1,4 +1,4 @@
-"""What formats need to know of the target: sizes that head files leave out, tensors that they repeat."""
+"""Facts about the target for formats: sizes that head files leave out, tensors that they repeat."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetWeights:
-    """Tensors of the target that other formats keep a copy of.
+    """Tensors of the target that other formats copy.
 
     Attributes:
         lm_head: (V, E).
         lm_head_bias: (V,), or None.
         embedding: (V, E), rows as stored.
-        norm: (E,), of the final norm, or None where it is not found.
-        is_plain: Whether logits are just LM head times feature plus bias, neither scaled nor capped.
-        is_embedding_plain: Whether tokens are embedded as the rows are stored, not scaled.
+        norm: (E,), of the final norm, or None if it is not found.
+        is_plain: Whether logits are LM head times feature plus bias, neither scaled nor capped.
+        is_embedding_plain: Whether embeddings are the stored rows, not scaled.
     """
 
     lm_head: Tensor
@@ -48,12 +48,12 @@ class TargetWeights:
 
     @classmethod
     def of(cls, model: LoadedModel) -> TargetWeights:
-        """Those of a loaded target, not copied."""
+        """Returns the tensors of a loaded target, not copied."""
         module: Any = model.module
         parts, head = target_parts(model), module.get_output_embeddings()
         norm = next((getattr(model.backbone, name) for name in _FINAL_NORMS if hasattr(model.backbone, name)), None)
         with torch.no_grad():
-            probe = parts.lm_head_weight[:4] * 100  # long enough to bend at any cap
+            probe = parts.lm_head_weight[:4] * 100  # large enough for any cap to show
             plain = linear(probe, parts.lm_head_weight, head.bias)
             is_plain = torch.allclose(parts.lm_head(probe).double(), plain.double(), rtol=1e-2)
             embedding = module.get_input_embeddings().weight.detach()
@@ -71,12 +71,12 @@ class TargetWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetInfo:
-    """All that is known of the target; every part may be missing.
+    """The known facts about the target; every part may be missing.
 
     Attributes:
-        fingerprint: Which target it is.
+        fingerprint: Identifies the target.
         config: Its transformers text configuration.
-        load: Gives its weights; called once, and only by formats that need them.
+        load: Returns its weights; called once, and only by formats that need them.
     """
 
     fingerprint: TargetFingerprint | None = None
@@ -85,11 +85,7 @@ class TargetInfo:
 
     @classmethod
     def of_directory(cls, name: str) -> TargetInfo:
-        """A target that is not loaded yet; name: a model directory.
-
-        Raises:
-            ModelError: When it is no model.
-        """
+        """Returns the facts about a model directory without loading it; raises `ModelError` if it is no model."""
         check_model_files(name)
         config = load_config(name).get_text_config()
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -108,15 +104,11 @@ class TargetInfo:
 
     @cached_property
     def weights(self) -> TargetWeights | None:
-        """The target's weights, or None where they are out of reach."""
+        """The target's weights, or None without `load`."""
         return None if self.load is None else self.load()
 
     def loaded(self) -> TargetWeights:
-        """The target's weights, loaded once for all who ask.
-
-        Raises:
-            ConfigError: When they are out of reach.
-        """
+        """Returns the target's weights, loaded once; raises `ConfigError` without `load`."""
         if self.weights is None:
             raise ConfigError("the target's weights are needed. Pass --target.")
         return self.weights
@@ -131,21 +123,21 @@ class TargetInfo:
 
     @property
     def num_layers(self) -> int | None:
-        """How many blocks the target has, or None."""
+        """Number of the target's blocks, or None."""
         if self.fingerprint is not None and self.fingerprint.num_layers is not None:
             return self.fingerprint.num_layers
         number = getattr(self.config, "num_hidden_layers", None)
         return None if number is None else int(number)
 
     def copy_of_lm_head(self, what: str, *, with_bias: bool) -> tuple[Tensor, Tensor | None]:
-        """The target's LM head, for a format whose heads have one of their own.
+        """Returns the target's LM head and bias, for a format with an LM head in each head.
 
         Args:
             what: The format, for messages.
-            with_bias: Whether the format has room for a bias.
+            with_bias: Whether the format can hold a bias.
 
         Raises:
-            ConfigError: When the target is not at hand, or a copy would not compute the same.
+            ConfigError: If the target is missing, or a copy would compute other logits.
         """
         weights = self.weights
         if weights is None:

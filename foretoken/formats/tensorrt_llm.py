@@ -1,11 +1,11 @@
 """Reads and writes Medusa and Hydra heads in TensorRT-LLM's layout: `config.json` and `rank{r}.safetensors`.
 
-Only the heads' tensors are written and read; those of the target, `transformer.*` and `lm_head.weight`, are its own
-converter's business. Column-parallel layers are split along their outputs with their biases, row-parallel ones along
-their inputs; LM heads are padded with rows of zeros to a multiple of the ranks.
+Only the heads' tensors are handled; TensorRT-LLM's own converter writes those of the target, `transformer.*` and
+`lm_head.weight`. Column-parallel layers are split along their outputs with their biases, row-parallel ones along their
+inputs. LM heads are padded with rows of zeros to a multiple of the ranks.
 
-The public port of Hydra runs the prefix layer without a cache and splits no bias: what is written here is meant for a
-runtime that does it right, and for one rank is the same as the port's.
+The public port of Hydra runs the prefix layer without a cache and splits no bias. Files written here are correct for a
+runtime without these faults, and for one rank equal the port's.
 """
 
 from __future__ import annotations
@@ -47,18 +47,14 @@ _REPLICATED = re.compile(r".*(layernorm|\.norm)\.weight")
 
 
 def split_dim(key: str) -> int | None:
-    """Along which dimension a tensor is split; None for one that every rank holds whole."""
+    """Returns the dimension along which a tensor is split; None if every rank holds the whole tensor."""
     if _REPLICATED.fullmatch(key):
         return None
     return 1 if _ROW_PARALLEL.fullmatch(key) else 0
 
 
 def split(key: str, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
-    """A rank's part of a tensor, with memory of its own.
-
-    Raises:
-        ConfigError: When it cannot be split evenly.
-    """
+    """Returns a rank's part of a tensor as a copy; raises `ConfigError` if it cannot be split evenly."""
     dim = split_dim(key)
     if dim is None or tp_size == 1:
         return tensor.clone()
@@ -72,8 +68,8 @@ class Ranks:
     """All ranks of a checkpoint.
 
     Attributes:
-        parts: By rank, without tensors that are not the heads'.
-        merged: The whole tensors. Shapes are those that the parts add up to, as far as they are there.
+        parts: By rank, the heads' tensors alone.
+        merged: The whole tensors; shapes are the sums of the parts that exist.
     """
 
     parts: Mapping[int, Weights]
@@ -81,11 +77,7 @@ class Ranks:
 
     @classmethod
     def of(cls, files: HeadFiles, *, ignored: re.Pattern[str]) -> Ranks:
-        """The ranks that hold heads: all of them, or the last stage where layers are split as well.
-
-        Raises:
-            ModelError: When some are missing.
-        """
+        """Returns the ranks of the last pipeline stage, which hold heads; raises `ModelError` if any is missing."""
         mapping = files.config.get("mapping") or {}
         tp_size = mapping.get("tp_size", mapping.get("world_size", max(files.ranks, default=0) + 1))
         stages = mapping.get("pp_size", 1)
@@ -108,13 +100,13 @@ class Ranks:
         return cls(parts=parts, merged=_merge(str(files.path), parts))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What the files hold; keys name the rank where there are several."""
+        """Returns the shapes in the files; keys name the rank if there are several."""
         return {
             self._label(rank, key): shape for rank, part in self.parts.items() for key, shape in part.shapes.items()
         }
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """What the files should hold for tensors of these whole shapes."""
+        """Returns the shapes that the files should have for tensors of these whole shapes."""
         return {
             self._label(rank, key): _part_shape(key, shape, len(self.parts))
             for rank in self.parts
@@ -171,7 +163,7 @@ _MAX_DRAFT_LEN = 63  # nodes of the published trees, without the root
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_PADDING = 64
 
-# Its names for what transformers configurations hold.
+# Names of transformers' entries by the format's.
 _BASE_KEYS = {
     "num_hidden_layers": "num_hidden_layers",
     "num_attention_heads": "num_attention_heads",
@@ -186,7 +178,7 @@ _BASE_KEYS = {
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there are keys of this family."""
+    """Decides whether there are keys of this family."""
     return MEDUSA.recognises(files.weights) or bool(files.weights.matches(_HYDRA_KEY))
 
 
@@ -198,7 +190,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         target: For sizes that its configuration leaves out.
 
     Raises:
-        ModelError: When ranks are missing, keys do not fit together, numbers are quantised or not finite.
+        ModelError: If ranks are missing, keys are wrong, or numbers are quantised or not finite.
     """
     config, name = files.config, str(files.path)
     algorithm = (config.get("quantization") or {}).get("quant_algo")
@@ -228,8 +220,8 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     """Writes heads, split over the ranks.
 
     Raises:
-        ConfigError: When the format has no room for the head, its sizes cannot be split, or the target's LM head is
-            needed and not at hand.
+        ConfigError: If the format cannot hold the head, its sizes cannot be split, or the target's LM head is needed
+            and missing.
     """
     what = "format 'tensorrt_llm'"
     expect_method(checkpoint, "medusa", "hydra", what=what)
@@ -255,7 +247,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     config = checkpoint.config
     rest = "once each rank's file also holds the target's transformer.* and lm_head.weight, from its own conversion"
     if isinstance(config, MedusaConfig):

@@ -1,7 +1,7 @@
-"""Reads and writes Medusa heads as vLLM has them: `blocks.{head}.layers.{layer}`, `lm_heads.{head}`, `config.json`.
+"""Reads and writes Medusa heads in vLLM's layout: `blocks.{head}.layers.{layer}`, `lm_heads.{head}`, `config.json`.
 
-vLLM passes over tensors that it does not know and drops biases unless `medusa_fc_bias` is set: it is set here whenever
-there is one.
+vLLM ignores unknown tensors and drops biases unless `medusa_fc_bias` is set; the writer sets it for every head with a
+bias.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DEFAULT_VOCAB_SIZE = 32001
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there are keys of this family, or nothing but an LM head that heads without blocks share."""
+    """Decides whether there are keys of this family, or only an LM head that heads without blocks share."""
     if any(names.recognises(files.weights) for names in (NAMES, NAMES.prefixed(_PREFIX))):
         return True
     is_shared = files.config.get("original_lm_head") is True and files.config.get("model_type") == "medusa"
@@ -49,10 +49,10 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
     Args:
         files: The checkpoint.
-        target: Its LM head, where it is at hand, tells whether a shared one is the target's.
+        target: Its LM head, if available, tells whether a shared LM head is the target's.
 
     Raises:
-        ModelError: When keys do not fit together, numbers are not finite, or the token map is no map.
+        ModelError: If keys are wrong, numbers are not finite, or the token map is invalid.
     """
     weights, config, name = files.weights, files.config, str(files.path)
     if config.get("logit_scale") not in (None, 1):
@@ -73,7 +73,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     if map_key in weights.shapes:
         extra[map_key] = (prod(weights.shapes[map_key]),)
     elif isinstance(stated, int) and stated < _stated_vocab_size(config):
-        extra[map_key] = (stated,)  # it tells which tokens the rows are
+        extra[map_key] = (stated,)  # the map tells which tokens the rows are
     if shared_key is not None:
         extra[shared_key] = (stored.vocab_size, stored.hidden_size)
     tensors = read_tensors(weights, names.table(stored), stored, extra=extra)
@@ -90,10 +90,10 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads; where they share the target's LM head, it is written once beside them.
+    """Writes heads; an LM head that is shared with the target is written once.
 
     Raises:
-        ConfigError: When the format has no room for the head, or the target's LM head is needed and not at hand.
+        ConfigError: If the format cannot hold the head, or the target's LM head is needed and missing.
     """
     what = "format 'vllm_medusa'"
     expect_method(checkpoint, "medusa", what=what)
@@ -124,7 +124,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Who reads what `write` writes."""
+    """Returns the programs that read the result of `write`."""
     config = checkpoint.config
     assert isinstance(config, MedusaConfig), "the method says so"
     if config.draft_vocab_size is not None:
@@ -225,7 +225,7 @@ def _with_shared_lm_head(
 def _warn(name: str, config: Mapping[str, Any], found: MedusaConfig, *, has_map: bool) -> None:
     counts = {"num_heads": "num_heads", "num_layers": "num_hidden_layers"}
     warn_of_counts(name, config, counts, found)
-    # vLLM also takes other names that hold these words.
+    # vLLM also accepts these names.
     warn_of_counts(name, config, {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}, found)
     if not has_map and found.own_lm_head:
         warn_of_counts(name, config, {"vocab_size": "vocab_size"}, found)

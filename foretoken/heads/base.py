@@ -151,7 +151,7 @@ class StepHeadConfig(HeadConfig):
 
 
 class StepHead(Head):
-    """A head with a state: the first is the feature `final`, after the target's last norm; each step takes one token."""
+    """A head with a state that starts from the feature `final`, the target's last norm, and takes one token a step."""
 
     config: StepHeadConfig
 

@@ -1,1 +1,1 @@
-"""What touches transformers: loading and checking models, attention plug-in, features, the generic decoder."""
+"""Code around transformers: loading and checks of models, attention plug-in, features, the generic decoder."""

@@ -1,4 +1,4 @@
-"""Checks the files and the configuration of a model directory before any library reads them, each in one sentence."""
+"""Checks the files and the configuration of a model directory before a library reads them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SIZES = (
     "max_position_embeddings",
     "sliding_window",
 )
-LARGEST_SIZE = 1 << 28  # the largest size published is a vocabulary or context of some ten millions
+LARGEST_SIZE = 1 << 28  # the largest published sizes are vocabularies and contexts of some ten millions
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def is_size(value: object) -> bool:
-    """Whether a value is a whole number that a model may have as a size."""
+    """Decides whether a value is an integer that a model may have as a size."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
 
 
@@ -38,18 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 def check_sizes(config: Any, name: str) -> None:
-    """Refuses sizes that no model has.
-
-    Args:
-        config: The text configuration of a transformers model.
-        name: Of the model, for the message.
-
-    Raises:
-        ModelError: Naming the first field that is no positive integer of a sane order.
-    """
+    """Raises `ModelError` for the first field of a text configuration that is not a plausible positive integer."""
     for field in SIZES:
         value = getattr(config, field, None)
-        for one in value if isinstance(value, list | tuple) and value else [value]:  # some models give one a layer
+        for one in value if isinstance(value, list | tuple) and value else [value]:  # some models have one a layer
             if one is not None and not is_size(one):
                 raise ModelError(
                     f"{field} in the configuration of '{name}' is {shown(value)}. Expected a whole number from 1 to "
@@ -58,15 +50,7 @@ def check_sizes(config: Any, name: str) -> None:
 
 
 def check_quantization(config: Any, name: str) -> None:
-    """Refuses quantised weights that transformers has no code for; it would take them for ordinary ones.
-
-    Args:
-        config: The configuration of a transformers model.
-        name: Of the model, for the message.
-
-    Raises:
-        ModelError: Naming the method.
-    """
+    """Raises `ModelError` for a quantisation method that transformers does not know and would ignore."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # takes seconds to import
 
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
@@ -83,17 +67,16 @@ def check_quantization(config: Any, name: str) -> None:
 
 
 def end_tokens(generation_config: Any, config: Any, *, vocab_size: int, name: str) -> tuple[int, ...]:
-    """The end-of-sequence tokens of a model: of its generation configuration, else of its configuration.
+    """Returns the end-of-sequence tokens of a model: of its generation configuration, else of its configuration.
 
     Args:
         generation_config: Of the transformers model, or None.
         config: Its text configuration.
-        vocab_size: Width of the logits. Tokens past it, which models have whose vocabulary was cut, are left out with
-            a warning: they are never written.
-        name: Of the model, for the message.
+        vocab_size: Width of the logits. Larger tokens are dropped with a warning: the model never writes them.
+        name: The model's name in messages.
 
     Raises:
-        ModelError: When they are anything but token ids.
+        ModelError: If an entry is not a token id.
     """
     given = getattr(generation_config, "eos_token_id", None)
     given = getattr(config, "eos_token_id", None) if given is None else given
@@ -118,21 +101,21 @@ def _is_bitsandbytes(settings: Any) -> bool:
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
-# Kinds of files that libraries read to their end, which a device has not.
+# Files that libraries read to their end; a device has no end.
 _READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
-_TEMPLATES = "additional_chat_templates"  # the one directory that tokenizers read besides
+_TEMPLATES = "additional_chat_templates"  # the only directory that tokenizers read besides
 _MOST_TEXT_BYTES = 256 * MIB  # tokenizers of 260,000 tokens have 40 MiB
 
 
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
-    """Looks at a model directory before any library does, for one clear sentence about what is wrong with it.
+    """Checks a model directory before any library reads it.
 
     Args:
-        name: A directory, or a hub id, whose files are looked at when they are there.
-        may_be_hub_id: Whether a hub id is allowed at all.
+        name: A directory, or a hub id; a hub id without local files passes.
+        may_be_hub_id: Whether a hub id is allowed.
 
     Raises:
-        ModelError: When the directory is missing, holds no configuration or no safetensors, or holds a damaged file.
+        ModelError: If the directory is missing, lacks a configuration or safetensors, or has a damaged file.
     """
     directory = Path(name)
     if not directory.is_dir():
@@ -159,18 +142,14 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
         raise ModelError(f"'{name}' holds no weights. Expected *.safetensors beside config.json.")
     for path in weights:
         try:
-            with safe_open(path, framework="np") as file:  # not "pt", which would import torch
+            with safe_open(path, framework="np") as file:  # "pt" would import torch
                 file.keys()
         except (SafetensorError, OSError) as err:
             raise ModelError(f"{path} is damaged: {one_line(err)}. Copy or download it again.") from err
 
 
 def check_readable(directory: Path) -> None:
-    """Refuses what would keep a library reading: devices and pipes in the place of files, and endless text.
-
-    Raises:
-        ModelError: Naming the first such file.
-    """
+    """Raises `ModelError` for files that would keep a library reading: devices, pipes and endless text."""
     for path in sorted([*directory.iterdir(), *directory.glob(f"{_TEMPLATES}/*")]):
         if path.suffix not in _READ_WHOLE or not path.exists():
             continue
@@ -183,13 +162,10 @@ def check_readable(directory: Path) -> None:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The weight files that an index such as `model.safetensors.index.json` names, sorted.
-
-    Args:
-        index: Its files must lie beside it.
+    """Returns the weight files that an index such as `model.safetensors.index.json` names, sorted.
 
     Raises:
-        ModelError: When it is damaged, has no weight_map, or names a file of another directory or a missing one.
+        ModelError: If the index is damaged, has no weight_map, or names a missing file or one outside its directory.
     """
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -1,7 +1,7 @@
 """Describes a model directory from its configuration and weight headers, without loading weights.
 
-transformers knows every configuration, but takes seconds to import. Models of a few common architectures, with all
-their sizes in `config.json`, are described without it, to the same facts.
+transformers knows every configuration, but takes seconds to import. Common architectures with all sizes in
+`config.json` are described without it, with the same facts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ KEY = "cost_twin"
 
 
 class TwinRecord(BaseModel):
-    """What a cost twin is of.
+    """The trained model behind a cost twin.
 
     Attributes:
-        of: Name of the trained model whose function it has.
-        layers: Layers of the twin that it belongs to; of the target where it is a draft model or a head.
-        hidden_size: Likewise.
+        of: Name of the trained model that computes the same function.
+        layers: Layers of the twin; for a draft model or a head, of the twin that it drafts for.
+        hidden_size: Hidden size of the same model.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,7 +41,7 @@ class TwinRecord(BaseModel):
 
     @property
     def label(self) -> str:
-        """As in "24 x 1024 of tinycode"."""
+        """For example "24 x 1024 of tinycode"."""
         return f"{self.layers} x {self.hidden_size} of {self.of}"
 
     def __str__(self) -> str:
@@ -49,15 +49,7 @@ class TwinRecord(BaseModel):
 
 
 def read_twin_record(values: Mapping[str, Any], name: str) -> TwinRecord | None:
-    """The record of a configuration, or of a head's notes; None where there is none.
-
-    Args:
-        values: With our key or without.
-        name: Of the model, for the message.
-
-    Raises:
-        ModelError: When it makes no sense.
-    """
+    """Returns the record in a configuration or in a head's notes, or None; raises `ModelError` if it is invalid."""
     if values.get(KEY) is None:
         return None
     return validated(
@@ -77,21 +69,18 @@ _YES = "yes, if it loads and the self-test agrees"
 
 
 def describe_plain(directory: Path) -> dict[str, Any] | None:
-    """Facts about a model of a common architecture as `describe_directory` gives them, without transformers or torch.
-
-    Args:
-        directory: Anything.
+    """Returns the facts of `describe_directory` for a common architecture, without transformers or torch.
 
     Returns:
-        None where it is something else, or anything about it is unusual: a draft head may have such a configuration.
+        None for other directories, and for unusual ones: a draft head may have such a configuration.
 
     Raises:
-        ModelError: When a file is damaged.
+        ModelError: If a file is damaged.
     """
     try:
         config = read_json_object(directory / "config.json")
     except ModelError:
-        return None  # the full reading says what is wrong
+        return None  # `describe_directory` says what is wrong
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         return None
@@ -116,14 +105,7 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
 
 
 def describe_directory(directory: Path) -> dict[str, Any]:
-    """Facts about a model directory, JSON-ready.
-
-    Args:
-        directory: In Hugging Face layout.
-
-    Raises:
-        ModelError: When it is not a model, or damaged.
-    """
+    """Returns facts about a model directory, JSON-ready; raises `ModelError` if it is no model, or damaged."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from foretoken.models.loading import check_architecture, load_config

@@ -34,14 +34,10 @@ class _ExitError(Exception):
 
 
 class EarlyExit:
-    """Hooks on the blocks of a model, and what stands behind the last one."""
+    """Hooks on the blocks of a model, with its final norm and LM head."""
 
     def __init__(self, model: LoadedModel) -> None:
-        """Places the hooks.
-
-        Raises:
-            ModelError: When the blocks or the final norm cannot be told.
-        """
+        """Places the hooks; raises `ModelError` if the blocks or the final norm cannot be found."""
         self._model = model
         blocks = find_blocks(model.module, model.num_layers)
         self._norm, self._lm_head = find_final_norm(model.module, blocks), target_parts(model).lm_head
@@ -49,18 +45,18 @@ class EarlyExit:
             block.register_forward_hook(_exit_after(index + 1))
 
     def logits(self, arguments: dict[str, Any], forward_pass: ForwardPass, rows: Tensor | None) -> Tensor | None:
-        """What the model says after the first `ForwardPass.num_layers` blocks, while that pass is the current one.
+        """Computes the logits after the first `ForwardPass.num_layers` blocks.
 
         Args:
             arguments: Of the model's forward.
-            forward_pass: The pass.
-            rows: (R,) int64, the tokens asked for; None for keys and values alone.
+            forward_pass: The current pass.
+            rows: (R,) int64, tokens that need logits; None for keys and values alone.
 
         Returns:
             (R, V), or None without rows.
 
         Raises:
-            PassError: When the model has fewer blocks.
+            PassError: If the model has fewer blocks.
         """
         wanted = forward_pass.num_layers
         if wanted is None or wanted > self._model.num_layers:
@@ -91,20 +87,16 @@ class GenericDecoder:
     is_exact = False
 
     def __init__(self, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> None:
-        """Places hooks for the taps.
-
-        Raises:
-            ModelError: When a tap cannot be read.
-        """
+        """Places hooks for the taps; raises `ModelError` if a tap cannot be read."""
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
         self._takes_rows = "logits_to_keep" in signature(model.module.forward).parameters
         self._weights = plain_tensors(model.module)
-        self._early_exit: EarlyExit | None = None  # made when a pass first asks for it
+        self._early_exit: EarlyExit | None = None  # created on first use
         if taps:
             Taps(model.module, model.num_layers, taps)
 
     def run(self, work: Pass) -> PassOutput:
-        """See `Decoder`. The model sees one sequence of M tokens; attention, which is ours, tells them apart."""
+        """Computes a pass as one sequence of M tokens; our attention separates the sequences."""
         check_memory(self._weights)
         arguments: dict[str, Any] = {
             "input_ids": work.tokens.unsqueeze(0),

@@ -1,6 +1,6 @@
-"""A table of architectures: where their transformers modules have what a lean decoder runs (`decoder.lean.weights`).
+"""Finds the weights for a lean decoder (`decoder.lean.weights`) in transformers modules, by a table of architectures.
 
-Everything that is not in it is refused here, by name, and left to the generic decoder.
+An unknown architecture or part is refused by name and left to the generic decoder.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
-    """Finds the weights of a model; copies nothing but norms.
+    """Finds the weights of a model; copies norms alone.
 
     Args:
         model: A loaded causal LM.
         num_positions: P.
 
     Raises:
-        UnsuitableError: When the model is of another architecture, naming what is foreign.
+        UnsuitableError: If a part of the model is unknown.
     """
     module: Any = model.module
     architecture = _known_architecture(module, model.config)
@@ -136,7 +136,7 @@ def _known_architecture(module: Any, config: Any) -> _Architecture:
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Returns all modules that multiply by a weight, except embedding and LM head."""
+    """Yields all modules that multiply by a weight, except embedding and LM head."""
     for key, part in module.named_modules():
         if key.endswith(("_proj", ".c_fc", ".mlp.gate", ".mlp.experts")):
             yield key, part

@@ -49,19 +49,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A causal LM ready to run, with the facts that the rest needs.
+    """A causal LM that is ready to run.
 
     Attributes:
-        module: The transformers model in evaluation mode, its attention set to the plug-in.
+        module: The transformers model in evaluation mode, with our attention plug-in.
         config: Its text configuration.
-        name: Where it came from.
+        name: Its directory or hub id.
         vocab_size: Width of the logits.
-        context_len: Most positions it can embed, whatever the other sequences of a batch.
+        context_len: Number of positions that it can embed, whatever other sequences of a batch do.
         num_layers: L.
-        dtype: Of weights and cache.
-        device: Of weights and cache.
+        dtype: Dtype of weights and cache.
+        device: Device of weights and cache.
         eos_ids: End-of-sequence tokens of its generation configuration.
-        is_borrowed: Whether the weights lie in the memory of a caller's model, which has to stay as it is.
+        is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
     """
 
     module: nn.Module
@@ -89,28 +89,24 @@ class LoadedModel:
 
     @property
     def cost_twin(self) -> TwinRecord | None:
-        """Of which trained model it is a cost twin; None for any other model.
-
-        Raises:
-            ModelError: When its configuration says so in words that make no sense.
-        """
+        """The trained model behind a cost twin; None for other models. Raises `ModelError` for an invalid record."""
         return read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
 
 
 def load_model(
     name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", revision: str | None = None
 ) -> LoadedModel:
-    """Loads a causal LM. Its files may be changed or removed afterwards: the weights are in memory, not mapped.
+    """Loads a causal LM into memory; its files may then be changed or removed.
 
     Args:
         name: A directory in Hugging Face layout, or a hub id.
         dtype: "auto" (float32 on CPU, else the checkpoint's), or a key of `placement.DTYPES`.
-        device: "auto" (an accelerator where there is one), or a torch device.
+        device: "auto" (an accelerator if there is one), or a torch device.
         revision: Hub revision.
 
     Raises:
-        ModelError: When the model is missing, damaged, incomplete, not safetensors, or of an architecture that cannot
-            be rolled back.
+        ModelError: If the model is missing, damaged, incomplete or not safetensors, or its architecture cannot be
+            rolled back.
     """
     name = os.fspath(name)
     check_model_files(name)
@@ -127,7 +123,7 @@ def load_model(
         disable_progress_bar()
 
     def told(error: Exception) -> str:
-        check_shapes(name, config, headers)  # which names the weights where their shapes are what is wrong
+        check_shapes(name, config, headers)  # names the weights if their shapes are wrong
         return f"model '{name}' cannot be loaded: {one_line(error)}. Check that it is complete."
 
     with foreign_errors_as(ModelError, told):
@@ -136,7 +132,7 @@ def load_model(
             config=config,
             revision=revision,
             dtype=torch_dtype,
-            attn_implementation="eager",  # the one that every architecture has; see `_plug_in`
+            attn_implementation="eager",  # every architecture has this one; see `_plug_in`
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
@@ -147,7 +143,7 @@ def load_model(
     if not is_quantised:
         check_dtypes(headers, module, name)
     if info["unexpected_keys"]:
-        # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
+        # A warning only: published checkpoints carry heads and buffers that a plain causal LM does not use.
         logging.getLogger(__name__).warning("%s: unused weights: %s", name, listed(info["unexpected_keys"]))
     module.to(torch_device)
     gather_weights(module)
@@ -155,16 +151,16 @@ def load_model(
 
 
 def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device: torch.device) -> LoadedModel:
-    """Makes a causal LM of weights in memory, where it will run.
+    """Builds a causal LM from weights in memory.
 
     Args:
-        name: A directory with its `config.json`, which names its dtype too.
-        tensors: Every weight with its name, taken one after the other and copied.
-        device: Where the model goes.
+        name: A directory with `config.json`, which also names the dtype.
+        tensors: Every weight with its name; each is copied.
+        device: Device of the model.
 
     Raises:
-        ModelError: When the configuration cannot be read, the architecture cannot be served, or weights are missing, of
-            another shape or unknown.
+        ModelError: If the configuration cannot be read, the architecture cannot be served, or weights are missing,
+            unknown or of another shape.
     """
     config = load_config(name)
     check_architecture(config, name)
@@ -186,21 +182,21 @@ def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device
 
 
 def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """Makes a target of a transformers causal LM in memory, which stays as it is and may be used meanwhile.
+    """Makes a target of a transformers causal LM in memory; the caller may go on using the LM.
 
-    The target has modules of its own over the same weights, see `shared_copy`. Weights and buffers that the caller
-    writes to in place are the target's too: the engine notices that between passes and computes nothing from rows of
-    the old ones (`Runner.follow_weights`); writes through `.data` are not noticed. Weights may move in memory between
-    passes, as by `share_memory()`; while a pass runs nothing may move or free them.
+    The target has its own modules over the same weights, see `shared_copy`. The engine notices in-place writes to
+    weights and buffers between passes and drops the old KV rows (`Runner.follow_weights`), but not writes through
+    `.data`. Weights may move in memory between passes, as by `share_memory()`; nothing may move or free them during a
+    pass.
 
     Args:
         module: The model. Its mode, attention, hooks and configuration are not changed.
-        name: Of the model, for messages.
-        dtype: "auto", or the name of the dtype that the model has.
-        device: "auto", or the device that the model is on.
+        name: The model's name in messages.
+        dtype: "auto", or the name of the model's dtype.
+        device: "auto", or the model's device.
 
     Raises:
-        ModelError: When it is no causal LM, of an architecture that cannot be served, or has another dtype or device.
+        ModelError: If it is not a causal LM, its architecture cannot be served, or it has another dtype or device.
     """
     model = replace(_ready(shared_copy(module), name), is_borrowed=True)
     check_placement(model, dtype=dtype, device=device)
@@ -243,11 +239,7 @@ def _plug_in(module: Any, name: str) -> None:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
-    """The tokenizer of a model, or None when its directory has none.
-
-    Raises:
-        ModelError: When it is damaged, or what lies there is no directory.
-    """
+    """Returns the tokenizer of a model, None if its directory has none; raises `ModelError` if it is damaged."""
     directory = Path(name)
     if directory.exists() and not directory.is_dir():
         raise ModelError(f"'{name}' is no directory. Expected one with tokenizer files, or a hub id.")
@@ -260,11 +252,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
 
 
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
-    """Refuses what cannot be rolled back after a rejected draft.
-
-    Raises:
-        ModelError: For encoder-decoder models, recurrent state and attention kinds that are not supported.
-    """
+    """Raises `ModelError` for encoder-decoders, recurrent state and other layers that cannot be rolled back."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"'{name}' is an encoder-decoder model. Expected a decoder-only causal LM.")
     text = config.get_text_config()
@@ -279,15 +267,11 @@ def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> 
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
-    """The model's configuration; code named inside it is never run.
-
-    Raises:
-        ModelError: When it cannot be read or makes no sense.
-    """
+    """Returns the model's configuration without running its code; raises `ModelError` if it cannot be read."""
     with foreign_errors_as(ModelError, partial(_refusal, f"the configuration of '{name}'")):
         config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         text = config.get_text_config()
-    if not isinstance(text, PreTrainedConfig):  # transformers keeps unknown keys, whatever they hold
+    if not isinstance(text, PreTrainedConfig):  # transformers keeps unknown keys with any value
         raise ModelError(
             f"the text configuration inside config.json of '{name}' is {shown(text)}, which its architecture does not "
             "have. Expected none. Copy or download config.json again."

@@ -1,4 +1,4 @@
-"""The target's embedding and LM head, which draft heads share, as functions."""
+"""The target's embedding and LM head as functions, which draft heads share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class NativeParts(NamedTuple):
-    """The same for the native kernels.
+    """The shared modules for the native kernels.
 
     Attributes:
         embedding: (V, E) rows.
-        head: The LM head, with what the target does to its logits.
+        head: The LM head, with the target's scale and cap of logits.
     """
 
     embedding: ScaledEmbedding
@@ -32,13 +32,13 @@ class NativeParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetParts:
-    """What heads share with the target. Never trained with them.
+    """The target's modules that heads share and never train.
 
     Attributes:
         embed: (...) int64 to (..., E), the target's input embeddings.
-        lm_head: (..., E), the feature `final`, to (..., V) logits with whatever the target does to them.
-        lm_head_weight: (V, E), for heads that begin with a copy.
-        native: Both for the native kernels; None where they are something else, or gradients may be wanted.
+        lm_head: (..., E), the feature `final`, to (..., V) logits, scaled and capped like the target's.
+        lm_head_weight: (V, E), for heads that start from a copy.
+        native: Both for the native kernels; None for other modules, or if gradients may be needed.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ class TargetParts:
     native: NativeParts | None = None
 
     def follow_weights(self) -> None:
-        """Makes an int8 copy of the LM head anew where the target's weight was written to since."""
+        """Renews an int8 copy of the LM head after writes to the target's weight."""
         if self.native is not None and isinstance(self.native.head.layer, NativeLinear):
             self.native.head.layer.follow(self.lm_head_weight)
 
@@ -59,19 +59,18 @@ def target_parts(
     is_inference: bool = False,
     quantization: Quantization | None = None,
 ) -> TargetParts:
-    """The parts of a loaded target.
+    """Returns the shared modules of a loaded target.
 
     Args:
         model: The target.
-        dtype: What the caller computes in, which then has no gradient for the target's weights; None for the target's
-            modules as they are.
-        is_inference: Whether no gradient is wanted: nothing is copied then, and the LM head may run on native kernels
-            and give float32.
-        quantization: With `is_inference`, "int8" for an LM head that is a copy in int8, a byte a weight; for drafts
-            alone, the target goes on reading its own.
+        dtype: The caller's dtype; the target's weights then get no gradients. None for the target's modules as they
+            are.
+        is_inference: Whether no gradients are needed. Nothing is copied then, and the LM head may run on native kernels
+            and return float32.
+        quantization: With `is_inference`, "int8" for an int8 copy of the LM head, one byte a weight, for drafts alone.
 
     Raises:
-        UnsuitableError: When the LM head cannot be quantised.
+        UnsuitableError: If the LM head cannot be quantised.
     """
     module: Any = model.module
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
@@ -124,7 +123,7 @@ def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.L
     bias = None if head.bias is None else head.bias.to(dtype)
     copy = linear_layer(head.weight.to(dtype), bias)
     rows = copy.weight if is_tied else embedding.weight.detach().to(dtype)
-    # An embedding module may scale what it looks up, as Gemma's does.
+    # Some embedding modules scale their rows, as Gemma's does.
     scale = getattr(embedding, "embed_scale", None)
     factor = 1.0 if scale is None else float(scale)
 

@@ -1,4 +1,4 @@
-"""Where a model's weights lie: dtypes and devices by name, and the memory of each block side by side."""
+"""Dtypes and devices by name, and contiguous memory for the weights of each block."""
 
 from __future__ import annotations
 
@@ -28,16 +28,7 @@ _LONGEST_REASON = 100  # characters
 
 
 def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
-    """Refuses to take a model in memory for one in another dtype or on another device.
-
-    Args:
-        model: What was loaded before.
-        dtype: "auto", or a key of `DTYPES`.
-        device: "auto", or a torch device.
-
-    Raises:
-        ModelError: When they differ from what it has, or do not exist.
-    """
+    """Raises `ModelError` if a model in memory has another dtype or device than asked for."""
     if dtype != "auto" and resolve_dtype(dtype, model.device) != model.dtype:
         own = str(model.dtype).removeprefix("torch.")
         raise ModelError(
@@ -53,7 +44,7 @@ def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """The dtype to load in; float32 on CPU by default, where it is exact and no slower for small models."""
+    """Returns the dtype to load in; float32 on CPU by default, which is exact and no slower for small models."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if dtype not in DTYPES:
@@ -62,11 +53,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device to load on; with "auto" an accelerator where there is one.
-
-    Raises:
-        ModelError: When there is no such device here, or it holds no numbers: why, and what can be asked for.
-    """
+    """Returns the device to load on, with "auto" an accelerator if any; raises `ModelError` if it is unusable."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
         return accelerator or torch.device("cpu")
@@ -88,7 +75,7 @@ def _what_lacks(device: str, err: Exception) -> str:
             return f"this torch ({torch.__version__}) was built without CUDA"
         return "torch finds no NVIDIA GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
     said = one_line(err).rstrip("!")
-    # torch names all its types of devices for one that does not exist, and all its backends for one it lacks.
+    # For an unknown or missing device torch lists all types or backends, which helps nobody.
     return said if len(said) < _LONGEST_REASON else "this torch cannot compute on it"
 
 
@@ -101,14 +88,14 @@ def _usable_devices(accelerator: torch.device | None) -> str:
     )
 
 
-_BLOCK = re.compile(r"(.*?\.\d+)\.")  # the part of a weight's name that names its block
+_BLOCK = re.compile(r"(.*?\.\d+)\.")  # the part of a weight's name up to its block's number
 _ALIGNMENT = 64  # bytes
 
 
 def gather_weights(module: nn.Module) -> None:
-    """Moves the weights of each block into one allocation, one block after another, in place.
+    """Moves the weights of each block into one allocation, block after block, in place.
 
-    What lies on other devices or is no plain tensor, as in quantised layers, stays where it is.
+    Weights on other devices and subclasses of tensors, as in quantised layers, stay where they are.
     """
     plain = set(map(id, plain_tensors(module)))
     blocks: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)

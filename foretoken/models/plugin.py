@@ -1,6 +1,6 @@
 """Connects transformers models to our KV cache and attention through their public plug-in points.
 
-The pass travels through a context variable, not through forward arguments, which some models drop on the way.
+A context variable carries the pass: some models drop unknown forward arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.slot_cache import SlotCache
 
 ATTENTION_NAME = "foretoken_tree"
-_HARMLESS_TENSORS = {"position_ids", "cache_position"}  # forward arguments that some models hand on to attention
+_HARMLESS_TENSORS = {"position_ids", "cache_position"}  # forward arguments that some models pass to attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class ForwardPass:
     """One pass of the model in progress.
 
     Attributes:
-        layout: Who sees what in the slot cache; None where the model runs by itself and features alone are read.
-        num_layers: After which block the pass ends; None where it goes through all of them.
-        features: Filled by taps while the pass runs: tap name to (1, M, D).
-        windows: Filled by attention while the pass runs: layer index to sliding window.
+        layout: Visible rows of the slot cache; None if the model runs by itself and only features are read.
+        num_layers: Number of blocks after which the pass ends; None for all.
+        features: Filled by taps during the pass: tap name to (1, M, D).
+        windows: Filled by attention during the pass: layer index to sliding window.
     """
 
     layout: AttentionLayout | None
@@ -61,18 +61,18 @@ def running(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
 
 
 def current_pass() -> ForwardPass | None:
-    """The pass in progress, or None outside one."""
+    """Returns the pass in progress, or None."""
     return _current.get()
 
 
 def current_layout() -> AttentionLayout | None:
-    """Who sees what in the pass in progress, or None outside a pass over the slot cache."""
+    """Returns the layout of the pass in progress, or None outside a pass over the slot cache."""
     forward_pass = current_pass()
     return None if forward_pass is None else forward_pass.layout
 
 
 class SlotCacheLayer(CacheLayerMixin):
-    """One layer of a `SlotCache` as transformers sees it; `update` returns the whole layer, not a sequence's part."""
+    """One layer of a `SlotCache` for transformers; `update` returns the whole layer, not one sequence's rows."""
 
     is_sliding = False
     is_compileable = False
@@ -83,7 +83,7 @@ class SlotCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: rows are preallocated."""
+        """Does nothing: rows are preallocated."""
 
     def update(
         self,
@@ -92,26 +92,26 @@ class SlotCacheLayer(CacheLayerMixin):
         *args: Any,  # noqa: ARG002 - the base class's signature
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Writes (1, Hk, M, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
+        """Writes (1, Hk, M, D) to the pass' rows; returns (slots, Hk, capacity, D) for `tree_attention`."""
         layout = current_layout()
         assert layout is not None, "the cache is written only inside a pass"
         return self._store.write(self._layer, layout, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the base class's signature
-        """Unused: no mask is built by transformers."""
+        """Returns unused sizes: transformers builds no mask."""
         return self._store.capacity, 0
 
     def get_seq_length(self) -> int:
-        """Unused: positions are explicit."""
+        """Returns 0, unused: positions are explicit."""
         return 0
 
     def get_max_length(self) -> int:
-        """Rows a slot."""
+        """Returns the rows of a slot."""
         return self._store.capacity
 
 
 def as_transformers_cache(store: SlotCache) -> Cache:
-    """The cache object handed to `model(past_key_values=...)`."""
+    """Returns the cache for `model(past_key_values=...)`."""
     return Cache(layers=[SlotCacheLayer(store, layer) for layer in range(len(store.keys))])
 
 
@@ -160,7 +160,7 @@ def _attention(
     ).contiguous(), None  # some models take a view of it, as they may of what transformers' own give
 
 
-# No mask function is registered under the name: transformers then builds no mask at all.
+# No mask function is registered under the name, so transformers builds no mask.
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
@@ -168,14 +168,7 @@ _WITH_SCORES = {"GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention"}  # t
 
 
 def adapt_attention(model: nn.Module) -> bool:
-    """Sends the attention of every layer to `tree_attention`, in place.
-
-    Args:
-        model: A transformers causal LM that is used by us alone.
-
-    Returns:
-        Whether it is of an architecture that is known here; otherwise nothing is changed.
-    """
+    """Replaces the attention of GPT-J, CodeGen, GPT-Neo and rotary Falcon in place; returns whether there is any."""
     layers: list[Any] = []
     for module in model.modules():
         name = type(module).__name__
@@ -198,7 +191,7 @@ def _from_scores(
     if layout is None:
         result: tuple[Tensor, None] = own(query, key, value, attention_mask)
         return result
-    is_local = getattr(layer, "attention_type", "global") == "local"  # GPT-Neo, which does not scale its scores either
+    is_local = getattr(layer, "attention_type", "global") == "local"  # GPT-Neo, which does not scale its scores
     output = tree_attention(
         query[0].transpose(0, 1).to(key.dtype), key, value, layout,
         scale=1.0 / float(getattr(layer, "scale_attn", 1.0)), window=layer.config.window_size if is_local else None,

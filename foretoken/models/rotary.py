@@ -1,6 +1,6 @@
-"""Rotary frequencies with scaling by transformers' own formulas, for blocks outside the target.
+"""Rotary frequencies with scaling by transformers' formulas, for blocks outside the target.
 
-Only kinds whose frequencies are the same at every position and text length: keys that lie in a cache keep their angle.
+Only scalings with the same frequencies at every position and length: cached keys keep their angle.
 """
 
 from __future__ import annotations
@@ -23,19 +23,16 @@ _COMPARES_LENGTHS = ("llama3", "yarn")
 def scaled_frequencies(
     scaling: Mapping[str, Any], *, theta: float, head_dim: int, device: torch.device
 ) -> tuple[Tensor, float]:
-    """Angles of one step in position.
+    """Returns (Dh / 2,) float32 angles per position, and the factor of cosines and sines.
 
     Args:
-        scaling: What transformers calls `rope_parameters`, of one of the kinds above, the base left out.
+        scaling: transformers' `rope_parameters` without the base; one of `STATIC_KINDS`.
         theta: Base.
         head_dim: Dh.
-        device: Where the result lies.
-
-    Returns:
-        (Dh / 2,) float32, and the factor of cosines and sines.
+        device: Device of the result.
 
     Raises:
-        ValueError: When the parameters make no sense.
+        ValueError: If the parameters are invalid.
     """
     kind = scaling.get("rope_type")
     if kind not in STATIC_KINDS:
@@ -60,16 +57,9 @@ def scaled_frequencies(
 
 
 def target_scaling(config: Any) -> dict[str, Any] | None:
-    """A target's rotary scaling without its base; None where there is none.
-
-    Args:
-        config: Its transformers text configuration.
-
-    Returns:
-        `rope_type` and parameters, as the configuration gives them: of any kind.
-    """
+    """Returns `rope_type` and parameters of a text configuration without the base; None without scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if any(isinstance(part, dict) for part in rope.values()):  # one set for each kind of layer
+    if any(isinstance(part, dict) for part in rope.values()):  # one entry for each kind of layer
         rope = next((part for part in rope.values() if part.get("rope_type", "default") != "default"), {})
     if rope.get("rope_type", "default") == "default":
         return None

@@ -1,4 +1,4 @@
-"""A second set of modules over the same weights, so that a caller's model stays as it is."""
+"""Creates a second set of modules over the same weights, so that a caller's model stays as it is."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from foretoken.decoder.held_memory import has_memory, lost_memory, plain_tensors
 def shared_copy(model: Any) -> Any:
     """Copies the structure of a transformers model and shares its weights.
 
-    The copy has modules, configuration, mode and attention of its own, and the original keeps its own. Every parameter
-    and buffer of the copy lies in the original's memory, so a weight that is changed in place changes in both; one that
-    is replaced (`model.to(...)`) is replaced in the original alone. Tied weights stay tied. Hooks are called on both.
+    The copy has its own modules, configuration, mode and attention. Its parameters and buffers lie in the original's
+    memory: a weight that is changed in place changes in both, one that is replaced (`model.to(...)`) changes in the
+    original alone. Tied weights stay tied. Both call the hooks.
 
     Args:
-        model: A transformers causal LM; also one inside `torch.compile`, or with peft adapters.
+        model: A transformers causal LM; also inside `torch.compile`, or with peft adapters.
 
     Raises:
-        ModelError: When it is anything else, or its weights lie nowhere, or on several devices.
+        ModelError: If it is anything else, or its weights are not in memory, or on several devices.
     """
     source = _plain_model(model)
-    with foreign_errors_as(  # an attribute may hold anything: locks, files, generators
+    with foreign_errors_as(  # an attribute may hold locks, files, generators
         ModelError,
         lambda err: (
             f"{type(source).__name__} holds something that cannot be copied ({type(err).__name__}). Expected a "
@@ -82,7 +82,7 @@ def _kept_as_they_are(source: nn.Module) -> dict[int, Any]:
         for parameter in module._parameters.values():
             if parameter is not None:
                 memo.setdefault(id(parameter), _alias(parameter))
-        merged = getattr(module, "merged_adapters", None)  # of peft's layers: which adapters the shared weight holds
+        merged = getattr(module, "merged_adapters", None)  # peft: the adapters that the shared weight contains
         if isinstance(merged, list):
             memo[id(merged)] = merged
         for hooks in (module._forward_hooks, module._forward_pre_hooks):

@@ -1,7 +1,7 @@
 """Reads features of a transformers model by boundary (`foretoken.core.passes`), with hooks.
 
-Positions of the hooks are proven on the actual model at load against `output_hidden_states`, never assumed from a class
-name. The model with transformers' own attention and cache is the reference for all other decoders.
+Each hook is checked at load against `output_hidden_states` of the model. The model with transformers' attention and
+cache is the reference for all other decoders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def own_attention(model: Any, kind: str = "eager") -> Iterator[None]:
-    """Gives a model its own attention back for a while; kind: "eager", which every model has, or "sdpa"."""
+    """Restores a model's own attention inside the context; kind: "eager", which every model has, or "sdpa"."""
     name = model.config._attn_implementation
     try:
         model.set_attn_implementation(kind)
@@ -36,28 +36,13 @@ def own_attention(model: Any, kind: str = "eager") -> Iterator[None]:
 
 
 def run_plain(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-    """One ordinary forward.
-
-    Args:
-        model: A transformers causal LM.
-        input_ids: (B, T) int64.
-        **kwargs: Handed to the model.
-    """
+    """Runs a transformers causal LM on (B, T) int64 ids with its own attention; passes on other arguments."""
     with own_attention(model), torch.inference_mode():
         return model(input_ids.to(next(model.parameters()).device), **kwargs)
 
 
 def generate_plain(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Greedy decoding by `transformers` `generate`, not stopping at the end-of-sequence token.
-
-    Args:
-        model: A transformers causal LM.
-        prompt: Token ids.
-        max_tokens: Output tokens.
-
-    Returns:
-        The output tokens.
-    """
+    """Returns `max_tokens` greedy tokens of transformers' `generate`, without stopping at the end-of-sequence token."""
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     with own_attention(model), torch.inference_mode():
         output = model.generate(
@@ -72,10 +57,10 @@ _PROBE = torch.tensor([[1, 2, 3]])
 
 
 class Taps:
-    """Hooks on a model that leave the wanted features in the current pass."""
+    """Hooks on a model that store the wanted features in the current pass."""
 
     def __init__(self, model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
-        """Places the hooks.
+        """Places and checks the hooks.
 
         Args:
             model: The causal LM.
@@ -83,7 +68,7 @@ class Taps:
             wanted: Boundary indices 0..L and `final`.
 
         Raises:
-            ModelError: When a tap does not exist or the model's blocks cannot be told apart.
+            ModelError: If a tap does not exist, or the blocks cannot be found.
         """
         blocks = find_blocks(model, num_layers)
         for tap in wanted:
@@ -102,11 +87,7 @@ class Taps:
 
 
 def find_blocks(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The decoder blocks in order: the one module list as long as the model is deep.
-
-    Raises:
-        ModelError: When there is none or more than one.
-    """
+    """Returns the blocks in order: the only module list with L entries. Raises `ModelError` without exactly one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
     outermost = [m for m in lists if not any(m in other.modules() for other in lists if other is not m)]
     if len(outermost) != 1:
@@ -118,12 +99,10 @@ def find_blocks(model: nn.Module, num_layers: int) -> list[nn.Module]:
 
 
 def find_final_norm(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-    """The module that runs on the last block's output and gives what the LM head reads.
+    """Returns the module between the last block and the LM head.
 
-    Found by running: of the modules outside the blocks that take the last block's very output, the first.
-
-    Raises:
-        ModelError: When no module does.
+    The function runs the model: the first module outside the blocks that takes the last block's output is the norm.
+    Raises `ModelError` if there is none.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     found: list[nn.Module] = []
@@ -165,7 +144,7 @@ def _prove(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
 
 
 def first_output(output: Any) -> Tensor:
-    """A block's hidden states, whether it returns a tensor or a tuple."""
+    """Returns a block's hidden states, whether the block returns a tensor or a tuple."""
     result: Tensor = output[0] if isinstance(output, tuple) else output
     return result
 

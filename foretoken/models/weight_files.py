@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 _WIDE_DTYPES = {"F64", "F32", "F16", "BF16"}
-_SLACK = 2  # files may leave out what is tied
+_SLACK = 2  # files may leave out tied weights
 _BLOCK = re.compile(r"(.*?)\.(\d+)\.")
-_LISTS = ("layers", "h", "blocks", "layer", "block")  # as transformers and converters name the list of blocks
+_LISTS = ("layers", "h", "blocks", "layer", "block")  # names of the list of blocks in transformers and converters
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # heads behind the blocks
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
-    """The tensors of all safetensors files of a directory, by name; nothing for one that does not exist."""
+    """Returns the tensors of all safetensors files of a directory by name; empty for a missing directory."""
     headers: dict[str, TensorHeader] = {}
     for path in sorted(directory.glob("*.safetensors")):
         headers |= tensor_headers(path)
@@ -34,16 +34,7 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
 
 
 def check_counts(headers: dict[str, TensorHeader], config: Any, name: str) -> None:
-    """Refuses a configuration with more layers or experts than the files have, before they are built one by one.
-
-    Args:
-        headers: Of the model's files; nothing is checked without any.
-        config: Its text configuration.
-        name: Of the model, for the message.
-
-    Raises:
-        ModelError: Naming field, value and what was found.
-    """
+    """Raises `ModelError` for more layers or experts than the files have, before they are built one by one."""
     matches = [match for match in map(_BLOCK.match, headers) if match]
     indices = [int(match[2]) for match in matches]
     wanted = getattr(config, "num_hidden_layers", None)
@@ -63,16 +54,7 @@ def check_counts(headers: dict[str, TensorHeader], config: Any, name: str) -> No
 
 
 def check_unused(unexpected: Iterable[str], config: Any, name: str) -> None:
-    """Refuses files with more blocks than the configuration: the model would be cut in silence.
-
-    Args:
-        unexpected: Names of tensors that the model has no use for.
-        config: Its text configuration.
-        name: Of the model, for the message.
-
-    Raises:
-        ModelError: Naming the first block that would be left out.
-    """
+    """Raises `ModelError` for an unused block beyond the configured ones: the model would be cut silently."""
     count = config.num_hidden_layers
     extra = next((value for field in _EXTRA_LAYERS if (value := getattr(config, field, None))), 0)
     for key in sorted(unexpected):
@@ -85,16 +67,7 @@ def check_unused(unexpected: Iterable[str], config: Any, name: str) -> None:
 
 
 def check_dtypes(headers: dict[str, TensorHeader], module: nn.Module, name: str) -> None:
-    """Refuses integers and 8-bit numbers where the model expects real numbers: quantised without a configuration.
-
-    Args:
-        headers: Of the model's files.
-        module: The loaded model, not quantised.
-        name: Of the model, for the message.
-
-    Raises:
-        ModelError: Naming the first such tensor.
-    """
+    """Raises `ModelError` for weights of integers or 8-bit numbers: quantised weights without a configuration."""
     parameters = {key for key, _ in module.named_parameters()}
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     for key, header in headers.items():
@@ -107,7 +80,7 @@ def check_dtypes(headers: dict[str, TensorHeader], module: nn.Module, name: str)
 
 
 def check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -> None:
-    """Raises `ModelError` naming missing and mis-shaped weights at once, of many the first."""
+    """Raises `ModelError` with the names of missing and mis-shaped weights; lists only the first of many."""
     groups = {"missing": list(missing), "wrong shape": list(misshaped)}
     parts = [f"{kind}: {listed(keys)}" for kind, keys in groups.items() if keys]
     if parts:
@@ -118,10 +91,10 @@ def check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -
 
 
 def check_shapes(name: str, config: Any, headers: dict[str, TensorHeader]) -> None:
-    """Names the weights behind a failed load, where file headers and architecture tell them; else does nothing.
+    """Raises `ModelError` with the names of mis-shaped weights, if headers and architecture show any.
 
-    transformers stops at a wrong shape without naming it, and would allocate whatever a damaged configuration asks
-    for if told to go on. It also renames some weights while loading: a name that only the files know says nothing.
+    transformers stops at a wrong shape without naming the weight, or allocates what a damaged configuration asks for.
+    It also renames some weights while loading: names that only the files have say nothing.
     """
     wanted = _wanted_shapes(config)
     misshaped = [
@@ -134,16 +107,7 @@ def check_shapes(name: str, config: Any, headers: dict[str, TensorHeader]) -> No
 
 
 def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> None:
-    """Refuses a configuration that asks for far more memory than its files could fill, before it is allocated.
-
-    Args:
-        name: Of the model, for the message.
-        config: Of a model that is not quantised.
-        headers: Of the model's files; nothing is checked without any.
-
-    Raises:
-        ModelError: Naming the weights whose shapes differ, as far as they go by the same names in the files.
-    """
+    """Raises `ModelError` for a configuration that needs far more memory than its files fill, before allocation."""
     total = sum(prod(header.shape) for header in headers.values())
     wanted = sum(map(prod, _wanted_shapes(config).values())) if headers else 0
     if wanted > _SLACK * total:
@@ -161,16 +125,16 @@ def _wanted_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def meta_model(config: Any) -> nn.Module | None:
-    """A model without numbers; None where its architecture cannot be built."""
+    """Builds a model on the device "meta"; None if its architecture cannot be built."""
     try:
         with torch.device("meta"):
             module: nn.Module = AutoModelForCausalLM.from_config(config)
-    except Exception:  # noqa: BLE001 - then the architecture is the error, and loading says so
+    except Exception:  # noqa: BLE001 - loading reports the architecture as the error
         return None
     return module
 
 
 def untied_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's weights, tied ones once."""
+    """Returns the shapes of a model's weights, tied ones once."""
     tied = getattr(module, "all_tied_weights_keys", {})
     return {key: tuple(tensor.shape) for key, tensor in module.state_dict().items() if key not in tied}

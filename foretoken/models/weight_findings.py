@@ -1,4 +1,4 @@
-"""What is wrong with a target's weights: names, shapes and numbers, compared without building the model in memory."""
+"""Finds wrong names, shapes and numbers in a target's weights, without building the model in memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class WeightFindings(NamedTuple):
-    """What was found.
+    """The findings in a target's weights.
 
     Attributes:
-        findings: Tensors that are missing, of a wrong shape or dtype, or hold numbers that are not finite.
-        warnings: Tensors that the architecture has no use for; published checkpoints carry some.
+        findings: Tensors that are missing, of a wrong shape or dtype, or not finite.
+        warnings: Tensors that the architecture does not use; published checkpoints carry some.
     """
 
     findings: list[str]
@@ -37,14 +37,11 @@ class WeightFindings(NamedTuple):
 
 
 def weight_findings(directory: Path) -> WeightFindings:
-    """Compares the safetensors of a model with its architecture; reads one tensor at a time.
-
-    Args:
-        directory: In Hugging Face layout.
+    """Compares the safetensors of a model directory with its architecture; reads one tensor at a time.
 
     Raises:
-        ModelError: When there is nothing to compare with: for quantised weights, architectures that cannot be built,
-            and those whose weights are stored under other names.
+        ModelError: If there is nothing to compare with: quantised weights, architectures that cannot be built, and
+            weights stored under other names.
     """
     config, headers = load_config(str(directory)), read_headers(directory)
     check_architecture(config, str(directory))
