@@ -1,5 +1,6 @@
 """What `make lint` refuses in the repository's own files, and the picture of its layers."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -44,3 +45,13 @@ def test_picture_shows_the_layers() -> None:
     layers = [re.findall(r"\w+", layer) for layer in reversed(settings["contracts"][0]["layers"])]
     places = [[drawn.index(name) for name in layer] for layer in layers]
     assert all(max(lower) < min(higher) for lower, higher in pairwise(places))
+
+
+def test_one_verb_ends_a_request_early() -> None:
+    """A request is aborted; nothing is given up, left or disconnected, from the server down to the engine."""
+    rooms = ("engine", "entrypoints", "server")
+    for path in (path for room in rooms for path in (ROOT / "foretoken" / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [getattr(node, field, None) for field in ("name", "attr", "id", "arg")]
+            for name in (name for name in names if isinstance(name, str)):
+                assert not re.search(r"give_up|given_up|disconnected|^leave$", name), f"{path.name}: {name}"

@@ -143,7 +143,7 @@ class Engine:
                 contained(sequence, lambda one: one.abort())  # a tokenizer may fail even then
             else:
                 sequence.fail(error)
-        self._scheduler.leave()
+        self._scheduler.remove_finished()
 
     def step(self) -> None:
         """Runs one iteration: a pass over a tree of each decoding sequence and over chunks of prompts.
@@ -163,7 +163,7 @@ class Engine:
         joining = [s for s in unread if s.finish_reason is None and not is_read(s) and not s.wants_prompt_scores]
         if decoding or joining:
             self._iterate(decoding, joining)
-        self._scheduler.leave()
+        self._scheduler.remove_finished()
 
     def follow_weights(self) -> bool:
         """Drops all KV rows if weights were written to; running sequences are then read again.

@@ -234,7 +234,7 @@ class Scheduler:
         counts = Counter(s.client for s in self.running if s.client is not None)
         return sorted(sequences, key=lambda sequence: counts[sequence.client])
 
-    def leave(self) -> None:
+    def remove_finished(self) -> None:
         """Frees the slots of finished sequences."""
         for sequence in self.running:
             if sequence.finish_reason is not None:

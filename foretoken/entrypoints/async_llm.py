@@ -175,13 +175,13 @@ class AsyncLLM(BuiltPerProcess):
         for sequence in request.sequences:
             sequence.client = client
         served = self._queue.add(request, self._thread.hand_over)
-        return RequestStream(self, request, served.mailbox, partial(self._thread.give_up, served))
+        return RequestStream(self, request, served.mailbox, partial(self._thread.abort, served))
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next iteration, with finish reason "abort"; no error if there is none."""
         served = self._queue.get(request_id)
         if served is not None:
-            self._thread.give_up(served)
+            self._thread.abort(served)
 
     def close(self) -> None:
         """Ends all requests, with finish reason "abort", and the thread. The `LLM` stays usable."""

@@ -84,9 +84,9 @@ class RequestStream:
         prompt_token_ids: Token ids of the prompt.
     """
 
-    def __init__(self, engine: object, request: Request, mailbox: Mailbox, give_up: Callable[[], None]) -> None:
+    def __init__(self, engine: object, request: Request, mailbox: Mailbox, abort: Callable[[], None]) -> None:
         self.request_id, self.prompt_token_ids = request.request_id, request.prompt_token_ids
-        self._engine, self._mailbox, self._give_up = engine, mailbox, give_up
+        self._engine, self._mailbox, self._abort = engine, mailbox, abort
         self._num_completions, self._kind = len(request.sequences), request.sequences[0].params.output_kind
 
     @property
@@ -151,7 +151,7 @@ class RequestStream:
     def abort(self) -> None:
         """Ends the request before the next iteration. Does nothing if it is over."""
         if not self._mailbox.is_complete:
-            self._give_up()
+            self._abort()
 
     def __del__(self) -> None:
         self.abort()

@@ -36,7 +36,7 @@ _alive: weakref.WeakSet[ServingThread] = weakref.WeakSet()
 class _Order(Enum):
     """What a thread may be told besides new requests."""
 
-    LOOK = "look for requests that were given up"
+    ABORT = "move aborted requests out of the queue"
     CLOSE = "end all requests, and yourself"
 
 
@@ -77,10 +77,10 @@ class ServingThread:
         if self.stopped is not None:
             raise EngineStopped(self.stopped)
 
-    def give_up(self, served: ServedRequest) -> None:
-        """Ends a request before the next iteration. Takes no lock."""
-        self._shared.give_up_at_next_turn(served.request.sequences)
-        self._inbox.put(_Order.LOOK)
+    def abort(self, served: ServedRequest) -> None:
+        """Aborts a request before the next iteration. Takes no lock."""
+        self._shared.abort_at_next_turn(served.request.sequences)
+        self._inbox.put(_Order.ABORT)
 
     def close(self) -> None:
         """Orders the thread to end all requests and itself. Takes no lock."""
@@ -113,7 +113,7 @@ class ServingThread:
                             self._shared.engine.add(sequence)
             if self._shared.engine.has_work:
                 self._step()
-            self._queue.move_begun(are_all_looked_at=_Order.LOOK in orders)
+            self._queue.move_begun(are_all_looked_at=_Order.ABORT in orders)
             self._hand_out(list(self._queue.running.values()))
         return True
 

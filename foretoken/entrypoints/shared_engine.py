@@ -37,7 +37,7 @@ class SharedEngine:
     def __init__(self, engine: Engine, requests: RequestReader) -> None:
         self.engine, self.requests = engine, requests
         self._lock = FairLock()
-        self._given_up: deque[Sequence] = deque()  # of calls that ended while another thread held the lock
+        self._to_abort: deque[Sequence] = deque()  # of calls that ended while another thread held the lock
         self._is_inherited = False  # whether this copy, in a forked process, has its parent's requests
         _alive.add(self)
 
@@ -52,7 +52,7 @@ class SharedEngine:
             if self._is_inherited:
                 self._is_inherited = False
                 self.engine.abort()
-            self._end_given_up()
+            self._abort_pending()
             yield
 
     def check_outside(self) -> None:
@@ -89,32 +89,32 @@ class SharedEngine:
                 yield
             yield
         finally:
-            self.give_up(sequences)
+            self.abort(sequences)
 
-    def give_up(self, sequences: list[Sequence], *, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Ends what is left of some sequences: at once, or at the next turn when another thread is at work.
+    def abort(self, sequences: list[Sequence], *, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Aborts unfinished sequences: at once, or at the next turn if another thread is at work.
 
-        Does not wait: the garbage collector closes forgotten streams wherever a thread happens to be.
+        Never waits, because the garbage collector may close a stream at any point of any thread.
         """
         if is_exiting():  # modules may be gone; the default argument is bound early for that reason
             return
-        self.give_up_at_next_turn(sequences)
-        if self._given_up and self._lock.try_enter():
+        self.abort_at_next_turn(sequences)
+        if self._to_abort and self._lock.try_acquire():
             try:
-                self._end_given_up()
+                self._abort_pending()
             finally:
-                self._lock.leave()
+                self._lock.release()
 
-    def give_up_at_next_turn(self, sequences: Iterable[Sequence]) -> None:
-        """Ends what is left of some sequences before the next iteration. Takes no lock."""
-        self._given_up.extend(s for s in sequences if s.finish_reason is None)
+    def abort_at_next_turn(self, sequences: Iterable[Sequence]) -> None:
+        """Aborts unfinished sequences before the next iteration. Takes no lock."""
+        self._to_abort.extend(s for s in sequences if s.finish_reason is None)
 
-    def _end_given_up(self) -> None:
-        given_up = []
-        while self._given_up:
-            given_up.append(self._given_up.popleft())
-        if given_up:
-            self.engine.abort(given_up)
+    def _abort_pending(self) -> None:
+        sequences = []
+        while self._to_abort:
+            sequences.append(self._to_abort.popleft())
+        if sequences:
+            self.engine.abort(sequences)
 
 
 def _after_fork() -> None:

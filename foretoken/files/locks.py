@@ -114,7 +114,7 @@ class FairLock:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._next_ticket = self._serving = 0
-        self._given_up: set[int] = set()
+        self._abandoned: set[int] = set()
         self._owner: int | None = None
 
     @property
@@ -145,24 +145,24 @@ class FairLock:
                 self._owner = threading.get_ident()
             finally:
                 if not self.is_mine:  # interrupted while waiting: nobody may wait for this ticket for ever
-                    self._given_up.add(ticket)
-                    self._skip_given_up()
+                    self._abandoned.add(ticket)
+                    self._skip_abandoned()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Lets the next thread in."""
-        self.leave()
+        self.release()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Gives the lock to the thread that has waited longest."""
         with self._condition:
             self._owner = None
             self._serving += 1
-            self._skip_given_up()
+            self._skip_abandoned()
 
-    def try_enter(self) -> bool:
-        """Takes the lock if nobody holds it or waits for it; `leave` gives it back."""
+    def try_acquire(self) -> bool:
+        """Takes the lock if nobody holds it or waits for it; `release` gives it back."""
         with self._condition:
             if self._serving != self._next_ticket:
                 return False
@@ -170,9 +170,9 @@ class FairLock:
             self._owner = threading.get_ident()
             return True
 
-    def _skip_given_up(self) -> None:
+    def _skip_abandoned(self) -> None:
         """Passes over tickets whose threads stopped waiting, and wakes the others."""
-        while self._serving in self._given_up:
-            self._given_up.remove(self._serving)
+        while self._serving in self._abandoned:
+            self._abandoned.remove(self._serving)
             self._serving += 1
         self._condition.notify_all()

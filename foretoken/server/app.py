@@ -191,14 +191,14 @@ class _Server:
         )  # fmt: skip
         live = await LiveRequest.submit(self._engine, envelope, self.metrics)
         if asked.is_streamed:
-            return EventStream(numbered(live.parts()), self.metrics.disconnected, has_names=True)
+            return EventStream(numbered(live.parts()), self.metrics.count_disconnect, has_names=True)
         return await self._whole(request, live)
 
     async def _served(self, request: Request, asked: ServedRequest) -> Response:
         envelope = Envelope(request=asked, model=self._config.names[0], has_draft_metrics=self._has_metrics(asked))
         live = await LiveRequest.submit(self._engine, envelope, self.metrics)
         if asked.is_streamed:
-            return EventStream(live.parts(), self.metrics.disconnected)
+            return EventStream(live.parts(), self.metrics.count_disconnect)
         return await self._whole(request, live)
 
     def _has_metrics(self, asked: ServedRequest) -> bool:
@@ -212,7 +212,7 @@ class _Server:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return JsonResponse(answer.result())
-            self.metrics.disconnected()
+            self.metrics.count_disconnect()
             return Response(status_code=499)  # the client has disconnected
         finally:
             answer.cancel()

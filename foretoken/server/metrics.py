@@ -123,7 +123,7 @@ class ServerMetrics:
         """Counts an error answer."""
         self._refused.labels(**self._labels, status=str(status)).inc()
 
-    def disconnected(self) -> None:
+    def count_disconnect(self) -> None:
         """Counts a client that disconnected before the end of its answer."""
         self._disconnects.inc()
 

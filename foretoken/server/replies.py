@@ -79,18 +79,18 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, bodies: AsyncGenerator[Any], disconnected: Callable[[], None], *, has_names: bool = False
+        self, bodies: AsyncGenerator[Any], on_disconnect: Callable[[], None], *, has_names: bool = False
     ) -> None:
         """Prepares a stream.
 
         Args:
             bodies: The events' bodies; bytes are JSON already. The stream always closes this generator.
-            disconnected: Called if the reader disconnects before the end.
+            on_disconnect: Called if the reader disconnects before the end.
             has_names: Whether each event carries its body's type as a name. Otherwise `[DONE]` ends the stream.
         """
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._bodies, self._disconnected, self._has_names = bodies, disconnected, has_names
+        self._bodies, self._on_disconnect, self._has_names = bodies, on_disconnect, has_names
 
     async def __call__(self, _: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Sends the whole stream."""
@@ -99,7 +99,7 @@ class EventStream(Response):
         try:
             await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
             if not sender.done():
-                self._disconnected()
+                self._on_disconnect()
         finally:
             for task in (sender, watcher):
                 task.cancel()

@@ -213,7 +213,7 @@ def test_a_lock_is_given_in_the_order_of_asking() -> None:
 
     threads = []
     with lock:
-        assert not lock.try_enter()
+        assert not lock.try_acquire()
         for index in range(8):
             threads.append(threading.Thread(target=take, args=(index,)))
             threads[-1].start()
@@ -222,5 +222,5 @@ def test_a_lock_is_given_in_the_order_of_asking() -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     assert order == list(range(8))
-    assert lock.try_enter()
-    lock.leave()
+    assert lock.try_acquire()
+    lock.release()
