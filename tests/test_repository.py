@@ -55,3 +55,14 @@ def test_one_verb_ends_a_request_early() -> None:
             names = [getattr(node, field, None) for field in ("name", "attr", "id", "arg")]
             for name in (name for name in names if isinstance(name, str)):
                 assert not re.search(r"give_up|given_up|disconnected|^leave$", name), f"{path.name}: {name}"
+
+
+def test_no_public_class_name_stands_for_two_things() -> None:
+    """`Options` is every drafter's own, by its contract."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "foretoken").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert all(path.startswith("foretoken/drafters/") for path in places.pop("Options"))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

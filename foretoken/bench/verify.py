@@ -28,7 +28,7 @@ NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2.0**-9, to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Comparison:
     """One prompt decoded by one setup, compared with plain decoding.
 
     Attributes:
@@ -73,7 +73,7 @@ def verify_setups(
     with_transformers: bool = False,
     runner: str = "auto",
     on_progress: Callable[[int, int], None] = no_progress,
-) -> list[Check]:
+) -> list[Comparison]:
     """Decodes every prompt plainly, one at a time, then by every setup at every batch size, and compares.
 
     Args:
@@ -139,7 +139,9 @@ class Judge:
     batch_size: int
     params: SamplingParams
 
-    def compare(self, prompt: int, prompt_ids: list[int], reference: list[int], ids: list[int], tau: float) -> Check:
+    def compare(
+        self, prompt: int, prompt_ids: list[int], reference: list[int], ids: list[int], tau: float
+    ) -> Comparison:
         """The verdict on one prompt.
 
         Args:
@@ -159,7 +161,7 @@ class Judge:
             gap = None if at == common else self._gap(prompt_ids, reference[:at], (ids[at], reference[at]))
             is_tie = gap is not None and gap <= NEAR_TIE.get(self.model.dtype, NEAR_TIE[torch.float32])
             verdict = "near-tie" if is_tie else "bug"
-        return Check(
+        return Comparison(
             setup=self.setup,
             runner=self.runner,
             runner_choice=self.runner_choice,

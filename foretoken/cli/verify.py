@@ -11,7 +11,7 @@ from foretoken.cli import options, terminal
 from foretoken.cli.progress import progress
 
 if TYPE_CHECKING:
-    from foretoken.bench.verify import Check
+    from foretoken.bench.verify import Comparison
 
 
 def verify(
@@ -69,10 +69,10 @@ def verify(
         raise typer.Exit(1)
 
 
-def _print_table(checks: list[Check]) -> None:
+def _print_table(checks: list[Comparison]) -> None:
     """One line a setup, temperature and batch size, then every difference."""
     rows = []
-    groups: dict[tuple[str, float, int], list[Check]] = {}
+    groups: dict[tuple[str, float, int], list[Comparison]] = {}
     for check in checks:
         groups.setdefault((check.setup, check.temperature, check.batch_size), []).append(check)
     for (setup, temperature, batch_size), group in groups.items():

@@ -23,7 +23,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.lookups.suffix_matches import Draft, DraftLimits, SuffixMatches, best_draft
+from foretoken.drafters.lookups.suffix_matches import DraftLimits, SuffixDraft, SuffixMatches, best_draft
 from foretoken.drafters.lookups.suffix_tree import SuffixTree
 from foretoken.drafters.options import DrafterOptions
 from foretoken.trees.pruning import pruned
@@ -256,7 +256,7 @@ class SuffixDrafter:
         if sequence is not None and sequence.member is not None and self._pool is not None:
             self._pool.close(sequence.member)
 
-    def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> Draft:
+    def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> SuffixDraft:
         """One sequence's draft."""
         sequence = self._known(slot, tokens)
         limits = self._limits(depth, min(max_nodes, self.nodes_by_depth[-1]))

@@ -40,7 +40,7 @@ from foretoken.engine.sampling_state import SamplingState
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import slot_of
 from foretoken.engine.tracing import traced
-from foretoken.engine.verification import Verified, logits_of, token_choice, verification
+from foretoken.engine.verification import VerifiedBatch, logits_of, token_choice, verification
 from foretoken.grammars.drafts import GrammarBounds
 from foretoken.sampling.node_scores import NodeScores
 
@@ -207,7 +207,7 @@ class Engine:
         """
         clock = StageClock(self.target.device)
         draft: Draft | None = None
-        verified: Verified | None = None
+        verified: VerifiedBatch | None = None
         try:
             draft = self._propose(decoding, joining, most_nodes)
             verified = self._verify(decoding, joining, draft, clock)
@@ -251,7 +251,9 @@ class Engine:
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
         return draft
 
-    def _verify(self, decoding: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock) -> Verified:
+    def _verify(
+        self, decoding: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock
+    ) -> VerifiedBatch:
         """Verifies, accepts, and moves accepted KV rows into place. Leaves the sequences unchanged."""
         clock.mark()
         asked, work = verification(self.target, self._prefill, decoding, joining, draft)
@@ -269,7 +271,7 @@ class Engine:
         if asked.trees is not None:
             paths = [outcome.path for outcome in outcomes[: len(decoding)]]
             self.target.commit(asked.trees.slots, asked.trees.prefix_lens, paths)
-        return Verified(asked, draft, output, outcomes, lossy_tv, traces)
+        return VerifiedBatch(asked, draft, output, outcomes, lossy_tv, traces)
 
     def _run(self, work: Pass) -> PassOutput:
         output = self.target.run(work)
@@ -338,7 +340,7 @@ class Engine:
             _log.debug("where the trace failed", exc_info=err)
             return nothing
 
-    def _commit(self, verified: Verified, clock: StageClock) -> None:
+    def _commit(self, verified: VerifiedBatch, clock: StageClock) -> None:
         """Appends tokens to the sequences; tells drafters, controller and caller about the iteration."""
         asked, draft, features = verified.asked, verified.draft, verified.output.features
         sequences, num_decoding = asked.sequences, draft.tree.batch_size
@@ -357,7 +359,7 @@ class Engine:
         if sequences:
             self._record(verified, generated, seconds)
 
-    def _record(self, verified: Verified, generated: list[list[int]], seconds: StageSeconds) -> None:
+    def _record(self, verified: VerifiedBatch, generated: list[list[int]], seconds: StageSeconds) -> None:
         asked, draft = verified.asked, verified.draft
         num_decoding = draft.tree.batch_size
         num_ending = len(asked.sequences) - num_decoding
@@ -385,7 +387,7 @@ class Engine:
             self._drafting.learn(draft, drafted)
         self._call_back(record)
 
-    def _top_ids(self, verified: Verified) -> Tensor | None:
+    def _top_ids(self, verified: VerifiedBatch) -> Tensor | None:
         """Returns (R, k), the most probable tokens after every node of a draft; None if no drafter reads them."""
         count, logits = self._drafting.reads.top_k, verified.output.logits
         if not count or logits is None:

@@ -49,7 +49,7 @@ class Verification(NamedTuple):
         return 0 if self.trees is None else self.trees.num_tokens
 
 
-class Verified(NamedTuple):
+class VerifiedBatch(NamedTuple):
     """One iteration of some sequences after acceptance and before commit.
 
     Attributes:

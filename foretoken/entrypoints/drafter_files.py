@@ -26,7 +26,7 @@ _DRAFT_MODEL = "draft_model"
 _NAME_OF_HEAD = re.compile(r"[\w+-]+")
 
 
-class Found(NamedTuple):
+class FoundWeights(NamedTuple):
     """The content of a directory or file of weights.
 
     Attributes:
@@ -45,7 +45,7 @@ class Found(NamedTuple):
         return self.method == _DRAFT_MODEL
 
 
-def what_lies_at(place: str | Path) -> Found | None:
+def what_lies_at(place: str | Path) -> FoundWeights | None:
     """Returns the kind of model or head at a path; None if there is neither.
 
     Args:
@@ -62,21 +62,21 @@ def what_lies_at(place: str | Path) -> Found | None:
         facts = native_facts(path)
         if facts is not None:
             target = facts.get("target") or {}
-            return Found(facts["method"], _head_of(facts["method"]), target.get("name"))
+            return FoundWeights(facts["method"], _head_of(facts["method"]), target.get("name"))
         if holds_head(path):
             return _foreign(path, method_of)
         check_model_files(str(path), may_be_hub_id=False)
     except ForetokenError:
         return None
-    return Found(_DRAFT_MODEL, "a model")
+    return FoundWeights(_DRAFT_MODEL, "a model")
 
 
-def _foreign(path: Path, method_of: Any) -> Found:
+def _foreign(path: Path, method_of: Any) -> FoundWeights:
     try:
         method = method_of(path)
     except ForetokenError:
-        return Found(None, "a draft head")
-    return Found(method, _head_of(method))
+        return FoundWeights(None, "a draft head")
+    return FoundWeights(method, _head_of(method))
 
 
 def _head_of(method: str) -> str:
@@ -121,7 +121,7 @@ def _stem(target: str | None) -> str:
     return os.path.abspath(path) if path.endswith(".") else path  # noqa: PTH100 - links are not followed
 
 
-def spelled(found: Found, place: str | Path) -> str:
+def spelled(found: FoundWeights, place: str | Path) -> str:
     """Returns the drafter with these files, as text for `-s`."""
     return f"{found.method or 'METHOD'}:model={place}"
 

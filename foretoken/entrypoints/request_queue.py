@@ -21,7 +21,7 @@ _FADE = 0.98  # weight of earlier values in the moving averages
 _LONGEST_RETRY_S = 600.0
 
 
-class ServedRequest:
+class QueuedRequest:
     """A request and the chunks that its reader got.
 
     Attributes:
@@ -106,9 +106,9 @@ class RequestQueue:
             max_tokens: Cap on the prompt tokens of waiting requests; None for no cap.
             num_free_slots: Returns the number of completions that can begin now.
         """
-        self.running: dict[str, ServedRequest] = {}
+        self.running: dict[str, QueuedRequest] = {}
         self.throughput = Throughput()
-        self._waiting: dict[str, ServedRequest] = {}
+        self._waiting: dict[str, QueuedRequest] = {}
         self._max_requests, self._max_tokens, self._num_free_slots = max_requests, max_tokens, num_free_slots
         self._lock = ForkLock()
 
@@ -123,7 +123,7 @@ class RequestQueue:
             begun = sum(served.request.has_begun for served in self._waiting.values())
             return len(self.running) + begun, len(self._waiting) - begun
 
-    def get(self, request_id: str) -> ServedRequest | None:
+    def get(self, request_id: str) -> QueuedRequest | None:
         """Returns a request that is alive, or None."""
         return self._waiting.get(request_id) or self.running.get(request_id)
 
@@ -132,7 +132,7 @@ class RequestQueue:
         with self._lock:
             self._check_room(0)
 
-    def add(self, request: Request, hand_over: Callable[[ServedRequest], None]) -> ServedRequest:
+    def add(self, request: Request, hand_over: Callable[[QueuedRequest], None]) -> QueuedRequest:
         """Adds a request.
 
         Args:
@@ -150,7 +150,7 @@ class RequestQueue:
                     "Leave it out to be given one."
                 )
             self._check_room(request.num_prompt)
-            served = ServedRequest(request)
+            served = QueuedRequest(request)
             hand_over(served)
             self._waiting[request.request_id] = served
         return served
@@ -175,7 +175,7 @@ class RequestQueue:
         with self._lock:
             del self.running[request_id]
 
-    def take_all(self) -> list[ServedRequest]:
+    def take_all(self) -> list[QueuedRequest]:
         """Removes and returns all requests."""
         with self._lock:
             requests = [*self.running.values(), *self._waiting.values()]
@@ -185,7 +185,7 @@ class RequestQueue:
 
     def _check_room(self, num_prompt: int) -> None:
         """Raises `QueueFull` if a prompt of `num_prompt` tokens can neither begin nor wait."""
-        free, queued = self._num_free_slots(), list[ServedRequest]()
+        free, queued = self._num_free_slots(), list[QueuedRequest]()
         for served in self._waiting.values():
             if served.request.has_begun:
                 continue

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from foretoken.core.errors import EngineStopped, ForetokenError, described
-from foretoken.entrypoints.request_queue import ServedRequest
+from foretoken.entrypoints.request_queue import QueuedRequest
 
 if TYPE_CHECKING:
     from foretoken.entrypoints.request_queue import RequestQueue
@@ -50,7 +50,7 @@ class ServingThread:
     def __init__(self, shared: SharedEngine, queue: RequestQueue) -> None:
         self.stopped: str | None = None
         self._shared, self._queue = shared, queue
-        self._inbox: SimpleQueue[ServedRequest | _Order] = SimpleQueue()  # `put` may be called anywhere
+        self._inbox: SimpleQueue[QueuedRequest | _Order] = SimpleQueue()  # `put` may be called anywhere
         self._iteration_began: float | None = None  # monotonic seconds; None between iterations
         self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
         _alive.add(self)
@@ -67,7 +67,7 @@ class ServingThread:
         began = self._iteration_began
         return 0.0 if began is None else time.monotonic() - began
 
-    def hand_over(self, served: ServedRequest) -> None:
+    def hand_over(self, served: QueuedRequest) -> None:
         """Gives a request to the thread; raises `EngineStopped` if the thread has stopped."""
         self.check_alive()
         self._inbox.put(served)
@@ -77,7 +77,7 @@ class ServingThread:
         if self.stopped is not None:
             raise EngineStopped(self.stopped)
 
-    def abort(self, served: ServedRequest) -> None:
+    def abort(self, served: QueuedRequest) -> None:
         """Aborts a request before the next iteration. Takes no lock."""
         self._shared.abort_at_next_turn(served.request.sequences)
         self._inbox.put(_Order.ABORT)
@@ -107,7 +107,7 @@ class ServingThread:
             return False
         with self._shared.turn():
             for served in orders:
-                if isinstance(served, ServedRequest):
+                if isinstance(served, QueuedRequest):
                     for sequence in served.request.sequences:
                         if sequence.finish_reason is None:  # else it was aborted before it arrived
                             self._shared.engine.add(sequence)
@@ -126,7 +126,7 @@ class ServingThread:
         generated = sum(served.num_generated for served in running) - before
         self._queue.throughput.add_iteration(generated, time.perf_counter() - begin)
 
-    def _orders(self) -> list[ServedRequest | _Order]:
+    def _orders(self) -> list[QueuedRequest | _Order]:
         """Returns all new orders; waits for one while no request is alive."""
         orders = []
         if self._queue.is_empty:
@@ -137,7 +137,7 @@ class ServingThread:
         except Empty:
             return orders
 
-    def _hand_out(self, requests: list[ServedRequest]) -> None:
+    def _hand_out(self, requests: list[QueuedRequest]) -> None:
         """Gives readers their new chunks, and removes requests that are over."""
         for served in requests:
             box, request = served.mailbox, served.request
@@ -153,7 +153,7 @@ class ServingThread:
                 box.wake()
 
     @staticmethod
-    def _fill_at_last(served: ServedRequest) -> None:
+    def _fill_at_last(served: QueuedRequest) -> None:
         """Gives a reader the result of a finished request, or the reason why there is none."""
         error = _fill(served)
         if error is not None:
@@ -184,7 +184,7 @@ class ServingThread:
             served.mailbox.wake_after_fork()
 
 
-def _fill(served: ServedRequest) -> str | None:
+def _fill(served: QueuedRequest) -> str | None:
     """Fills a reader's mailbox; returns the description of an error, or None."""
     try:
         served.fill_mailbox()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Taken(NamedTuple):
+class NeutralValues(NamedTuple):
     """The neutral values of an argument, which ask for nothing; None is always neutral.
 
     Attributes:
@@ -31,7 +31,7 @@ class Taken(NamedTuple):
 class OtherArgument(NamedTuple):
     """An argument of vLLM: its neutral values, and advice for all other values."""
 
-    taken: Taken
+    taken: NeutralValues
     instead: str
 
     @property
@@ -46,27 +46,29 @@ class OtherArgument(NamedTuple):
         _log.debug("vLLM's %s has a neutral value and is ignored", told)
 
 
-def _one_of(*values: Any) -> Taken:
+def _one_of(*values: Any) -> NeutralValues:
     """Makes given values neutral; 1 and True differ."""
-    return Taken(
+    return NeutralValues(
         ", ".join(f"`{value!r}`" for value in (*values, None)),
         lambda value: any(type(value) is type(each) and value == each for each in values),
     )
 
 
-def _any(words: str, *kinds: type) -> Taken:
+def _any(words: str, *kinds: type) -> NeutralValues:
     """Makes all values of some types neutral; a boolean is not a number."""
-    return Taken(words, lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)))
+    return NeutralValues(
+        words, lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    )
 
 
 _NOTHING, _OFF, _ONE, _EMPTY = _one_of(), _one_of(False), _one_of(1), _one_of({})
 _EITHER = _one_of(True, False)
 _NUMBER, _MAPPING = _any("any number, as `1`", Real), _any("any mapping, as `{'image': 5}`", dict)
 _TEXT = _any("any text, as `'auto'`", str)
-_UP_TO_1024 = Taken("`0` to `1024`", lambda value: type(value) is int and 0 <= value <= 1024)
+_UP_TO_1024 = NeutralValues("`0` to `1024`", lambda value: type(value) is int and 0 <= value <= 1024)
 
 
-def _group(instead: str, **taken: Taken) -> dict[str, OtherArgument]:
+def _group(instead: str, **taken: NeutralValues) -> dict[str, OtherArgument]:
     return {name: OtherArgument(each, instead) for name, each in taken.items()}
 
 

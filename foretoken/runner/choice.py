@@ -88,7 +88,7 @@ _log = logging.getLogger(__name__)
 _said: set[str] = set()
 
 
-class Choice(NamedTuple):
+class ChosenDecoder(NamedTuple):
     """The chosen decoder, and the reason as a sentence."""
 
     decoder: Decoder
@@ -104,7 +104,7 @@ def choose_decoder(
     widths: PassWidths,
     context_len: int,
     costs: Callable[[str], PassCosts],
-) -> Choice:
+) -> ChosenDecoder:
     """Makes the fastest decoder that fits, and proves it on the model; says why others do not fit.
 
     Args:
@@ -131,7 +131,7 @@ def choose_decoder(
             _say_once(logging.WARNING, f"{model.name} runs on the {name} runner. {candidates.refusals()}")
         if reason:
             _say_once(logging.INFO, f"{model.name}: {reason}")
-        return Choice(decoder, reason or f"{name} is used: {_why_alone(name, runner)}")
+        return ChosenDecoder(decoder, reason or f"{name} is used: {_why_alone(name, runner)}")
     raise candidates.failure()
 
 

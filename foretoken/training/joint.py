@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError
 from foretoken.models.parts import target_parts
-from foretoken.training.losses import TargetRows, Weights, distances, target_rows
+from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 from foretoken.training.objectives.base import Examples, HeadSums, accumulate
 from foretoken.training.trainer import Trainer, parameter_groups
 
@@ -139,9 +139,9 @@ class JointTrainer(Trainer):
         if self._joint.self_distillation:
             with torch.no_grad():
                 target = target_rows(self._original_logits(tokens)[sequence, position])
-            weights = Weights(kl=1.0)
+            weights = LossWeights(kl=1.0)
         else:
-            target, weights = TargetRows(labels), Weights(token=1.0)
+            target, weights = TargetRows(labels), LossWeights(token=1.0)
         found = distances(logits.detach(), target, labels, weights, scale=1 / count)
         logits.backward(found.grad)
         matches = (found.best == labels).sum().double()

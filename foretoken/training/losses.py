@@ -22,7 +22,7 @@ _BLOCK_VALUES = 1 << 18  # logits that a thread of a CPU handles at once: 1 MiB 
 _LEAST_LOG_PROB = -1e4  # in place of -inf, which times a probability of 0 would be NaN
 
 
-class Weights(NamedTuple):
+class LossWeights(NamedTuple):
     """What each distance counts.
 
     Attributes:
@@ -97,7 +97,9 @@ def target_rows(logits: Tensor, *, has_probs: bool = True) -> TargetRows:
 
 
 @torch.no_grad()
-def distances(logits: Tensor, target: TargetRows, labels: Tensor, weights: Weights, *, scale: float = 1.0) -> Distances:
+def distances(
+    logits: Tensor, target: TargetRows, labels: Tensor, weights: LossWeights, *, scale: float = 1.0
+) -> Distances:
     """Weighted distances of a head's distributions, and their gradient.
 
     Args:
@@ -121,7 +123,7 @@ def distances(logits: Tensor, target: TargetRows, labels: Tensor, weights: Weigh
 
 
 def _of_block(
-    logits: Tensor, best: Tensor, target: TargetRows, labels: Tensor, weights: Weights, scale: float
+    logits: Tensor, best: Tensor, target: TargetRows, labels: Tensor, weights: LossWeights, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(N,) losses and (N, V) gradient of a block; best: (N,) argmax of its logits, which are overwritten."""
     own = logits.softmax(1)  # becomes the gradient

@@ -35,7 +35,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.attention.dispatch import reference_attention
 from foretoken.attention.layout import AttentionLayout
 from foretoken.bench.measurement import Measurement
-from foretoken.bench.verify import Check
+from foretoken.bench.verify import Comparison
 from foretoken.bench.workload import Workload
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
@@ -212,11 +212,11 @@ def test_a_drafter_that_stops_the_engine_stops_nothing_else(monkeypatch: pytest.
     """Its neighbours are checked without it."""
     rows: list[tuple[str, Any]] = []
 
-    def verify(model: Any, tokenizer: Any, setups: Any, workload: Any, *, batch_sizes: Any) -> list[Check]:
+    def verify(model: Any, tokenizer: Any, setups: Any, workload: Any, *, batch_sizes: Any) -> list[Comparison]:
         if any(setup.name == "bad" for setup in setups):
             raise RuntimeError("tensors on two devices\nand more")
         return [
-            Check(
+            Comparison(
                 setup=setup.name, runner="lean", runner_choice="lean is used: it was asked for",
                 temperature=temperature, batch_size=batch_sizes[0], prompt=0, num_tokens=6, mean_acceptance_length=1.0,
                 divergence=None, gap=None, verdict="identical",

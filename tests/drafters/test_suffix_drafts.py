@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from suffix_texts import DEPTH, TOKENS, children_by_hand, occurrences, open_matches, pool_matches
 
-from foretoken.drafters.lookups.suffix_matches import Draft, DraftLimits, SuffixMatches, best_draft
+from foretoken.drafters.lookups.suffix_matches import DraftLimits, SuffixDraft, SuffixMatches, best_draft
 from foretoken.drafters.lookups.suffix_tree import SuffixTree
 
 
@@ -52,7 +52,7 @@ LIMITS = st.builds(
 
 
 def check_draft(
-    draft: Draft, texts: list[list[int]], tokens: list[int], limits: DraftLimits, *, is_own: bool = False
+    draft: SuffixDraft, texts: list[list[int]], tokens: list[int], limits: DraftLimits, *, is_own: bool = False
 ) -> None:
     """A draft is a tree within its limits whose probabilities some match gives."""
     assert len(draft.tokens) <= limits.most_nodes

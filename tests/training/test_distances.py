@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.training import losses
-from foretoken.training.losses import Distances, TargetRows, Weights, distances, target_rows
+from foretoken.training.losses import Distances, LossWeights, TargetRows, distances, target_rows
 
 M, V = 4, 7
 
@@ -34,8 +34,13 @@ def softmax(scores: list[float]) -> list[float]:
 
 
 LABELS = torch.tensor([3, 0, 6, 6])
-KINDS = {"token": Weights(token=1.0), "kl": Weights(kl=1.0), "tv": Weights(tv=1.0), "top": Weights(top=1.0, num_top=3)}
-KINDS["all"] = Weights(0.7, 0.9, 0.4, 0.6, 2)
+KINDS = {
+    "token": LossWeights(token=1.0),
+    "kl": LossWeights(kl=1.0),
+    "tv": LossWeights(tv=1.0),
+    "top": LossWeights(top=1.0, num_top=3),
+}
+KINDS["all"] = LossWeights(0.7, 0.9, 0.4, 0.6, 2)
 
 
 def found(kind: str, logits: Tensor, probs: Tensor, entropy: Tensor, scale: float = 1.0) -> Distances:
@@ -44,7 +49,7 @@ def found(kind: str, logits: Tensor, probs: Tensor, entropy: Tensor, scale: floa
     )
 
 
-def summed(weights: Weights, logits: Tensor, probs: Tensor) -> Tensor:
+def summed(weights: LossWeights, logits: Tensor, probs: Tensor) -> Tensor:
     """(M,) the definition, for autograd; logits: (M, V) with a graph."""
     own = logits.exp() / logits.exp().sum(1, keepdim=True)
     token = -own[torch.arange(len(own)), LABELS[: len(own)]].log()
@@ -80,7 +85,7 @@ def test_kl_is_from_the_target_to_the_head() -> None:
     """KL is not symmetric: mass that the head misses costs more than mass that it adds."""
     narrow, wide = torch.tensor([[0.98, 0.01, 0.01]]).double(), torch.full((1, 3), 1 / 3).double()
     entropy = [-(p * p.log()).sum(1) for p in (narrow, wide)]
-    weights, label = Weights(kl=1.0), torch.tensor([0])
+    weights, label = LossWeights(kl=1.0), torch.tensor([0])
     misses = distances(narrow.log(), TargetRows(label, wide, entropy[1]), label, weights).loss
     adds = distances(wide.log(), TargetRows(label, narrow, entropy[0]), label, weights).loss
     assert float(misses) == pytest.approx(math.log(1 / 3) - (math.log(0.98) + 2 * math.log(0.01)) / 3)
@@ -135,6 +140,8 @@ def test_target_rows(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_logits() -> None:
     logits, probs = torch.tensor([[900.0, -900.0, 0.0]]), torch.tensor([[0.5, 0.5, 0.0]])
-    made = distances(logits, TargetRows(LABELS[:1], probs, torch.tensor([math.log(2)])), LABELS[:1], Weights(kl=1.0))
+    made = distances(
+        logits, TargetRows(LABELS[:1], probs, torch.tensor([math.log(2)])), LABELS[:1], LossWeights(kl=1.0)
+    )
     assert float(made.loss) == pytest.approx(900 - math.log(2))
     torch.testing.assert_close(made.grad, torch.tensor([[0.5, -0.5, 0.0]]))

@@ -24,7 +24,7 @@ from foretoken.models.parts import target_parts
 from foretoken.runner.runner import Runner
 from foretoken.training.config import head_config
 from foretoken.training.doctor.checks import Check, check_trained, check_values, fresh_head
-from foretoken.training.doctor.drafting import Drafting
+from foretoken.training.doctor.drafting import DraftingFigures
 from foretoken.training.doctor.examine import Examination, examine
 from foretoken.training.doctor.readings import EARLIER, IN_PLACE, LATER, NORMED_TWICE, PRE_NORM, SHIFTS, Agreement
 from foretoken.training.doctor.trial import examine_training
@@ -386,7 +386,7 @@ def test_differences_within_chance_are_no_faults() -> None:
 
 @pytest.mark.parametrize(("drop", "verdict"), [(0.0, "ok"), (0.1, "warning"), (0.2, "fault")])
 def test_how_much_less_is_accepted(drop: float, verdict: str) -> None:
-    drafting = Drafting(accepted=[0.7, 0.5 - drop], expected=[0.7, 0.5], num_passes=100, num_errors=0)
+    drafting = DraftingFigures(accepted=[0.7, 0.5 - drop], expected=[0.7, 0.5], num_passes=100, num_errors=0)
     assert check_drafting(drafting).verdict == verdict
 
 

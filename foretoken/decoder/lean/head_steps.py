@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from foretoken.decoder.lean.native_head import AutoregressiveHead, HeadParts
+from foretoken.decoder.lean.native_head import AutoregressiveHeadStruct, HeadParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +148,7 @@ class NativeAutoregressiveHead:
         """
         parts, width = HeadParts(), head.width
         rows = head.vocab_size if head.token_map is None else head.token_map.numel()
-        self.structure = AutoregressiveHead(
+        self.structure = AutoregressiveHeadStruct(
             lm_head=parts.layer("the LM head", head.head.layer, rows, width),
             token_map=parts.token_map(head.token_map, head.vocab_size),
             vocab=head.vocab_size,

@@ -10,7 +10,7 @@ import torch
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.held_memory import HeldMemory, has_memory, lost_memory
 from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.decoder.lean.structures import Matrix, Norm
+from foretoken.decoder.lean.structures import MatrixStruct, NormStruct
 from foretoken.decoder.lean.threads import use_huge_pages
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class HeadMatrix(Structure):
     """A matrix in its own dtype."""
 
-    _fields_ = (("matrix", Matrix), ("is_bfloat16", c_int64))
+    _fields_ = (("matrix", MatrixStruct), ("is_bfloat16", c_int64))
 
 
 class Step(Structure):
@@ -31,7 +31,7 @@ class Step(Structure):
     _fields_ = (
         ("first", HeadMatrix),
         ("lm_head", HeadMatrix),
-        ("norm", Norm),
+        ("norm", NormStruct),
         ("blocks", POINTER(HeadMatrix)),
         ("num_blocks", c_int64),
         ("embedding", c_void_p),
@@ -40,7 +40,7 @@ class Step(Structure):
     )
 
 
-class Head(Structure):
+class HeadStruct(Structure):
     """All steps of a head."""
 
     _fields_ = (
@@ -51,7 +51,7 @@ class Head(Structure):
     )
 
 
-class AutoregressiveHead(Structure):
+class AutoregressiveHeadStruct(Structure):
     """A head of one decoder block, whose output is also the state that its next step reads."""
 
     _fields_ = (
@@ -61,7 +61,7 @@ class AutoregressiveHead(Structure):
         ("vocab", c_int64),
         ("embedding", c_void_p),
         *((name, c_int64) for name in ("num_tokens", "embedding_is_bfloat16", "feeds_normed")),
-        *((name, Norm) for name in ("norm", "state_norm")),
+        *((name, NormStruct) for name in ("norm", "state_norm")),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
     )
 
@@ -111,7 +111,7 @@ class HeadParts:
             "embedding_scale": embedding.scale,
         }
 
-    def norm(self, name: str, weight: Tensor, bias: Tensor | None, epsilon: float, size: int) -> Norm:
+    def norm(self, name: str, weight: Tensor, bias: Tensor | None, epsilon: float, size: int) -> NormStruct:
         """An RMS norm over `size` elements."""
         addresses: list[int | None] = []
         for vector in (weight, bias):
@@ -122,7 +122,7 @@ class HeadParts:
             copy = vector.detach().to(torch.float32, copy=True).contiguous()
             self._hold(name, copy, _DTYPES[:1])
             addresses.append(copy.data_ptr())
-        return Norm(weight=addresses[0], bias=addresses[1], epsilon=epsilon)
+        return NormStruct(weight=addresses[0], bias=addresses[1], epsilon=epsilon)
 
     def token_map(self, tokens: Tensor | None, vocab_size: int) -> int | None:
         """The address of a copy of the tokens of an LM head's rows, below `vocab_size`; None for none."""
@@ -176,7 +176,7 @@ class NativeHead:
             for step in head.steps
         ]
         self._steps = (Step * len(head.steps))(*map(self._step, range(len(head.steps))))
-        self.structure = Head(
+        self.structure = HeadStruct(
             kind=_KINDS[head.kind],
             num_steps=len(head.steps),
             hidden=head.hidden_size,

@@ -13,7 +13,7 @@ from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.held_memory import HeldMemory, check_memory, has_memory
 from foretoken.decoder.lean.build import native_library
-from foretoken.decoder.lean.structures import Matrix
+from foretoken.decoder.lean.structures import MatrixStruct
 from foretoken.decoder.lean.threads import kernel_threads
 
 Quantization = Literal["int8"]
@@ -124,7 +124,7 @@ class NativeLinear(nn.Module):
                 raise PassError(f"there is no memory for {count} inputs of {self._cols}. Feed fewer at once.")
         return out.view(*x.shape[:-1], self._rows)
 
-    def described(self) -> tuple[Matrix, bool]:
+    def described(self) -> tuple[MatrixStruct, bool]:
         """What the kernels are told of the layer, as long as its tensors stay where they are; and whether in bfloat16.
 
         Raises:
@@ -148,10 +148,12 @@ class NativeLinear(nn.Module):
         """The tensors whose addresses the kernels get."""
         return [part for part in (self._weight, self._bias, self._scales) if part is not None]
 
-    def _described(self) -> tuple[Matrix, HeldMemory]:
+    def _described(self) -> tuple[MatrixStruct, HeldMemory]:
         """Returns the description of the weights, and the versions for which it holds."""
         bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
-        matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales)
+        matrix = MatrixStruct(
+            weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales
+        )
         return matrix, HeldMemory(self.tensors())
 
 

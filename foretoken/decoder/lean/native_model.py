@@ -16,7 +16,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward
 from foretoken.decoder.held_memory import HeldMemory, has_memory, is_plain, lost_memory
 from foretoken.decoder.lean.native_linear import int8_weight
-from foretoken.decoder.lean.structures import ExpertsArguments, Layer, Matrix, Model, Norm
+from foretoken.decoder.lean.structures import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
 from foretoken.decoder.lean.threads import use_huge_pages
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class NativeModel:
         return self._memory.has_changed()
 
     def _model(self, layers: described.Blocks, ends: LeanWeights | None) -> Model:
-        vocab, embedding, head = 0, None, Matrix()
+        vocab, embedding, head = 0, None, MatrixStruct()
         if ends is not None:
             vocab = ends.embedding.shape[0]
             embedding = self._hold("the embedding", ends.embedding, (vocab, self._hidden), self._dtype)
@@ -141,10 +141,10 @@ class NativeModel:
             softcap=spec.softcap or 0.0,
         )
 
-    def _feed_forward(self, layers: FeedForward) -> dict[str, Matrix]:
+    def _feed_forward(self, layers: FeedForward) -> dict[str, MatrixStruct]:
         hidden, inner = self._hidden, layers.down.weight.shape[1]
         return {
-            "gate": Matrix() if layers.gate is None else self._matrix("gate_proj", layers.gate, inner, hidden),
+            "gate": MatrixStruct() if layers.gate is None else self._matrix("gate_proj", layers.gate, inner, hidden),
             "up": self._matrix("up_proj", layers.up, inner, hidden),
             "down": self._matrix("down_proj", layers.down, hidden, inner),
         }
@@ -181,13 +181,13 @@ class NativeModel:
             "sin": self._hold("the table of sines", rotary.sin, shape),
         }
 
-    def _head(self, head: Any) -> Matrix:
+    def _head(self, head: Any) -> MatrixStruct:
         if type(head) is not torch.nn.Linear:
             raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
         rows = int(head.out_features)
         return self._matrix("lm_head", head, rows, self._hidden)
 
-    def _matrix(self, name: str, matrix: described.Matrix | torch.nn.Linear, rows: int, cols: int) -> Matrix:
+    def _matrix(self, name: str, matrix: described.Matrix | torch.nn.Linear, rows: int, cols: int) -> MatrixStruct:
         """Describes a weight in place or its int8 copy, and its bias in float32."""
         weight, bias, scales = matrix.weight.detach(), self._bias(name, matrix.bias, rows), None
         if self._quantization is None:
@@ -197,17 +197,17 @@ class NativeModel:
             numbers, row_scales = int8_weight(weight)
             address = self._hold(name, numbers, (rows, cols), torch.int8)
             scales = self._hold(f"the scales of {name}", row_scales, (rows,))
-        return Matrix(
+        return MatrixStruct(
             weight=address, bias=bias, rows=rows, cols=cols, scales=scales, pass_bytes=self._pass_bytes
         )  # fmt: skip
 
     def _bias(self, name: str, bias: Tensor | None, rows: int) -> int | None:
         return None if bias is None else self._copied(f"the bias of {name}", bias, rows)
 
-    def _norm(self, name: str, norm: described.Norm | None, size: int) -> Norm:
+    def _norm(self, name: str, norm: described.Norm | None, size: int) -> NormStruct:
         if norm is None:
-            return Norm()
-        return Norm(
+            return NormStruct()
+        return NormStruct(
             weight=self._copied(name, norm.weight, size),
             bias=None if norm.bias is None else self._copied(f"the bias of {name}", norm.bias, size),
             epsilon=norm.epsilon,

@@ -6,7 +6,7 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 
-class Matrix(Structure):
+class MatrixStruct(Structure):
     """A row-major matrix in the model's dtype, or in int8 with scales in float32; its bias in float32 or null."""
 
     _fields_ = (
@@ -15,7 +15,7 @@ class Matrix(Structure):
     )  # fmt: skip
 
 
-class Norm(Structure):
+class NormStruct(Structure):
     """A norm; without a weight there is none."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float), ("kind", c_int32))
@@ -25,7 +25,7 @@ class ExpertsArguments(Structure):
     """A mixture of experts; of no experts where a layer is dense."""
 
     _fields_ = (
-        ("router", Matrix),
+        ("router", MatrixStruct),
         ("gate_up", c_void_p),
         ("down", c_void_p),
         *((name, c_int64) for name in ("count", "top_k", "intermediate", "is_normalised")),
@@ -36,9 +36,9 @@ class Layer(Structure):
     """Weights and options of one layer, and its keys and values in the cache."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        *((name, MatrixStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")),
         ("experts", ExpertsArguments),
-        *((name, Norm) for name in (
+        *((name, NormStruct) for name in (
             "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "side_norm", "query_norm",
             "key_norm",
         )),
@@ -61,8 +61,8 @@ class Model(Structure):
         ("embedding_scale", c_float),
         ("logit_softcap", c_float),
         ("embedding", c_void_p),
-        ("final_norm", Norm),
-        ("head", Matrix),
+        ("final_norm", NormStruct),
+        ("head", MatrixStruct),
         ("layers", POINTER(Layer)),
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ def block_plan(block: int) -> BlockPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class LastBlocks:
     """The last block of each path.
 
     Attributes:
@@ -220,7 +220,7 @@ class FalconBlocks:
         nodes = _Nodes(slots, [self._fed[slot] for slot in slots], self._device)
         places = torch.zeros(len(slots), 1, dtype=torch.int64, device=self._device)  # of nodes among the blocks
         state = rows_at(self._state, slots).unsqueeze(1)
-        blocks = Blocks(outputs=outputs.unsqueeze(1), state=state, ends=places - 1)
+        blocks = LastBlocks(outputs=outputs.unsqueeze(1), state=state, ends=places - 1)
         paths = places.unsqueeze(2)[..., :0]
         logits = self._logits(blocks, expansion.depth)
         for depth in expansion.levels():
@@ -234,7 +234,7 @@ class FalconBlocks:
             of_slot = logits[:, :, slot]
             expansion.grow(depth, of_slot if of_slot.shape[1] == 1 else _rows(of_slot, places))
 
-    def _further(self, before: Blocks, tokens: Tensor, nodes: _Nodes) -> Blocks:
+    def _further(self, before: LastBlocks, tokens: Tensor, nodes: _Nodes) -> LastBlocks:
         """The blocks after some nodes.
 
         Args:
@@ -253,13 +253,13 @@ class FalconBlocks:
         nodes.next_positions = nodes.next_positions + self._block
         work = nodes.add(positions.flatten(1), new_parents.flatten(1))
         outputs = self.stack.run(fused[:, :, own].reshape(batch * width * len(own), -1), work).to(self._dtype)
-        return Blocks(
+        return LastBlocks(
             outputs=outputs.view(batch, width, len(own), -1)[:, :, self._plan.ends],
             state=states[:, :, -1],
             ends=(begin[:, 0] + self._block - 1).expand(batch, -1),
         )
 
-    def _logits(self, blocks: Blocks, num_slots: int) -> Tensor:
+    def _logits(self, blocks: LastBlocks, num_slots: int) -> Tensor:
         """(B, P, K, V) float32 logits at the first slots of some blocks, or as many slots as are named."""
         return self._head.logits(0, blocks.outputs[:, :, : min(num_slots, self._block)], self._parts).float()
 
@@ -346,8 +346,8 @@ def _rows(values: Tensor, places: Tensor) -> Tensor:
     return values[batch, places]
 
 
-def _picked(blocks: Blocks, places: Tensor) -> Blocks:
+def _picked(blocks: LastBlocks, places: Tensor) -> LastBlocks:
     """(B, P, …), the block of each node by (B, P) places."""
-    return Blocks(
+    return LastBlocks(
         outputs=_rows(blocks.outputs, places), state=_rows(blocks.state, places), ends=_rows(blocks.ends, places)
     )

@@ -181,7 +181,7 @@ def _place(branch: Branch) -> int:
 _ROUNDING = 1e-9  # of a product of shares
 
 
-class Draft(NamedTuple):
+class SuffixDraft(NamedTuple):
     """Nodes below a root that is not among them.
 
     Attributes:
@@ -200,7 +200,7 @@ class Draft(NamedTuple):
         return sum(self.probs)
 
 
-NO_DRAFT = Draft([], [], [])
+NO_DRAFT = SuffixDraft([], [], [])
 
 
 class DraftLimits(NamedTuple):
@@ -225,7 +225,7 @@ class DraftLimits(NamedTuple):
         return self.least_prob / prob * followed * (1 - _ROUNDING)
 
 
-def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLimits) -> Draft:
+def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLimits) -> SuffixDraft:
     """The draft with the greatest score; among equals that of the earlier source, then that of the longer match.
 
     Args:
@@ -239,7 +239,7 @@ def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLi
     return best
 
 
-def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, known: Draft) -> Draft:
+def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, known: SuffixDraft) -> SuffixDraft:
     """The best draft of one source, or `known` where none is better."""
     best, best_score, best_length = known, known.score, max_depth
     tried: dict[int, int] = {}  # greatest size by number of occurrences: as many are the same ones
@@ -275,7 +275,7 @@ def _lengths(longest: int, max_depth: int, limits: DraftLimits) -> list[tuple[in
     return sorted(found, key=itemgetter(2), reverse=True)
 
 
-def _likely_path(matches: SuffixMatches, match: Match, room: int, limits: DraftLimits, to_beat: float) -> Draft:
+def _likely_path(matches: SuffixMatches, match: Match, room: int, limits: DraftLimits, to_beat: float) -> SuffixDraft:
     """The most frequent continuation, token by token; given up where its score must stay below `to_beat`."""
     tokens: list[int] = []
     probs: list[float] = []
@@ -302,10 +302,10 @@ def _likely_path(matches: SuffixMatches, match: Match, room: int, limits: DraftL
         probs.append(prob)
         score += prob
         match = longer
-    return Draft(tokens, list(range(len(tokens))), probs)
+    return SuffixDraft(tokens, list(range(len(tokens))), probs)
 
 
-def _likely_tree(matches: SuffixMatches, match: Match, room: int, limits: DraftLimits, to_beat: float) -> Draft:
+def _likely_tree(matches: SuffixMatches, match: Match, room: int, limits: DraftLimits, to_beat: float) -> SuffixDraft:
     """The nodes with the greatest path probabilities; given up where the score must stay below `to_beat`.
 
     Of nodes with equal probabilities those come first that followed every occurrence of their parent.
@@ -328,7 +328,7 @@ def _likely_tree(matches: SuffixMatches, match: Match, room: int, limits: DraftL
                 num_offered += 1
                 heappush(heap, (-value, num_offered, node, token, longer))
         if not heap or len(draft.tokens) >= room:
-            return Draft(draft.tokens, draft.parents, draft.probs)
+            return SuffixDraft(draft.tokens, draft.parents, draft.probs)
         negative, _, parent, token, match = heappop(heap)
         prob = -negative
         if draft.score + prob * (room - len(draft.tokens)) < to_beat * (1 - _ROUNDING):

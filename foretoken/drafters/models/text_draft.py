@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _LOOK_BEHIND = 12  # tokens before what is new that are encoded along with it
 
 
-class Node(NamedTuple):
+class TextNode(NamedTuple):
     """A token of the target that a draft's text gives.
 
     Attributes:
@@ -55,7 +55,7 @@ class Retokenizer:
         self.specials = shared_specials(target, draft)
         self._back = {theirs: ours for ours, theirs in self.specials.items()}
 
-    def chain(self, committed: Sequence[int], drafted: Sequence[int]) -> list[Node]:
+    def chain(self, committed: Sequence[int], drafted: Sequence[int]) -> list[TextNode]:
         """The target's tokens for what a draft model wrote.
 
         The last one is left out where the text may go on inside of it, unless it is the only one.
@@ -73,7 +73,7 @@ class Retokenizer:
                 break
             data += spelling
             ends.append(len(data))
-        nodes: list[Node] = []
+        nodes: list[TextNode] = []
         position = num_drafted = 0
         data = _whole_characters(data) if end is None else data
         for token, part in self._behind(committed, data):
@@ -82,9 +82,9 @@ class Retokenizer:
             position += len(part)
             while ends[num_drafted] < position:
                 num_drafted += 1
-            nodes.append(Node(token, num_drafted + 1))
+            nodes.append(TextNode(token, num_drafted + 1))
         if end is not None and position == len(data):
-            return [*nodes, Node(end, len(ends) + 1)]
+            return [*nodes, TextNode(end, len(ends) + 1)]
         return nodes[:-1] if len(nodes) > 1 and _may_go_on(data) else nodes
 
     def _behind(self, committed: Sequence[int], data: bytes) -> list[Piece]:

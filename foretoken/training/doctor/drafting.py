@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafting:
+class DraftingFigures:
     """What the engine accepted, and what it should have by the head's predictions at the very same positions.
 
     Attributes:
@@ -45,7 +45,7 @@ class Drafting:
 
 def draft(
     target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str
-) -> Drafting:
+) -> DraftingFigures:
     """Lets the engine draft the continuations with chains and compares pass by pass.
 
     Args:
@@ -75,7 +75,7 @@ def draft(
     accepted, expected = _by_depth(records, rows, _followed(outputs, texts), texts, said.tolist())
     passes = sum(not step.ends_prompt for record in records for step in record.sequences)
     errors = sum(record.draft_error is not None for record in records)
-    return Drafting(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
+    return DraftingFigures(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
 
 
 def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:

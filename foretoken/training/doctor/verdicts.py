@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.passes import Tap
-    from foretoken.training.doctor.drafting import Drafting
+    from foretoken.training.doctor.drafting import DraftingFigures
     from foretoken.training.doctor.readings import Agreement
 
 _LABELS = "head i has to learn token t + 2 + i from feature t."
@@ -163,7 +163,7 @@ def check_depth(agreement: Agreement) -> Check:
     )  # fmt: skip
 
 
-def check_drafting(drafting: Drafting) -> Check:
+def check_drafting(drafting: DraftingFigures) -> Check:
     """Whether the engine accepts what the head predicts when it is fed the text."""
     verdict: Verdict = "ok"
     message = "Drafting does what training did."

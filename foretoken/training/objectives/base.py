@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from foretoken.models.rotary import STATIC_KINDS, target_scaling
-from foretoken.training.losses import TargetRows, Weights, distances, target_rows
+from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,9 +103,9 @@ class Objective(BaseModel):
         return self
 
     @property
-    def distance_weights(self) -> Weights:
+    def distance_weights(self) -> LossWeights:
         """What the distances between distributions count."""
-        return Weights(token=self.ce_weight, kl=self.kl_weight, tv=self.tv_weight)
+        return LossWeights(token=self.ce_weight, kl=self.kl_weight, tv=self.tv_weight)
 
     def steps(self, config: HeadConfig) -> int:
         """K, how many steps of a head are trained."""

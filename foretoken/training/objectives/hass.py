@@ -17,7 +17,7 @@ from foretoken.heads.eagle import EagleConfig
 from foretoken.training.objectives.eagle import EagleObjective, default_sizes
 
 if TYPE_CHECKING:
-    from foretoken.training.losses import Weights
+    from foretoken.training.losses import LossWeights
 
 __all__ = ["CONFIG", "OBJECTIVE", "default_sizes"]
 
@@ -39,7 +39,7 @@ class HassObjective(EagleObjective):
 
     @property
     @override
-    def distance_weights(self) -> Weights:
+    def distance_weights(self) -> LossWeights:
         """See `Objective`."""
         return super().distance_weights._replace(top=self.top_weight, num_top=self.num_top)
 
