@@ -1,4 +1,4 @@
-"""Acceptance rules: which path of a verified tree survives, as pure functions of tree and target distributions.
+"""Acceptance rules: which path of a verified tree is accepted, as pure functions of tree and target distributions.
 
-Deliberately unknown here: models, KV rows, which drafter made the tree, where random numbers come from.
+The rules do not know models, KV rows, drafters, or the source of random numbers.
 """

@@ -1,7 +1,7 @@
 """Random choices of acceptance rules, behind an interface that tests can enumerate.
 
-Rules ask a `Decisions` object instead of drawing numbers, so that tests can enumerate every outcome with its exact
-probability while the engine answers from position-keyed noise.
+Rules ask a `Decisions` object instead of drawing numbers. Tests can therefore enumerate every outcome with its exact
+probability, while the engine answers from position-keyed noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LogProbs = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """What survived.
+    """The result of an acceptance rule.
 
     Attributes:
         path: (B, D) int64, accepted nodes at depth 1.., -1 past the last.
@@ -38,10 +38,10 @@ class Acceptance:
 
 
 class Decisions(Protocol):
-    """The three kinds of random choice. `lane` tells apart the choices of one kind within one iteration."""
+    """The three kinds of random choice. `lane` tells apart choices of one kind within one iteration."""
 
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
-        """A draw from the target distribution at the position `depth + 1` after the root, the same in every iteration.
+        """Draws from the target distribution at position `depth + 1` after the root; the same in every iteration.
 
         Args:
             log_probs: (B, V).
@@ -52,7 +52,7 @@ class Decisions(Protocol):
         """
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
-        """True with probability min(1, target / draft), never when target_prob is 0.
+        """Returns true with probability min(1, target / draft); never if target_prob is 0.
 
         Args:
             target_prob: (B,).
@@ -64,7 +64,7 @@ class Decisions(Protocol):
         """
 
     def token(self, probs: Tensor, lane: int) -> Tensor:
-        """A draw from a residual or bonus distribution; probs: (B, V) summing to 1; (B,) int64, -1 as above."""
+        """Draws from a residual or bonus distribution, (B, V) summing to 1; (B,) int64, -1 if none is possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ class KeyedDecisions:
     """Decisions from position-keyed noise.
 
     Target tokens are keyed by their absolute position, so they do not depend on drafter or tree. Everything else is
-    keyed by the root's position, which no two iterations of a sequence share: a number is never used twice.
+    keyed
+    by the root's position. No two iterations of a sequence share a root position, so no number is used twice.
 
     Attributes:
         noise: The requests' random numbers.
@@ -83,25 +84,25 @@ class KeyedDecisions:
     root_positions: Tensor
 
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
-        """A draw with the noise of the token's absolute position."""
+        """Draws with the noise of the token's absolute position."""
         positions = self.root_positions + (depth + 1)
         return best_possible(log_probs + self.noise.gumbel(positions, Purpose.TARGET, log_probs.shape[1]))
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
-        """The test u q < p, u of the root's position and the lane; strict, as u <= p/q would accept p = 0 at u = 0."""
+        """Tests u q < p, u keyed by root position and lane. Strict: u <= p/q would accept p = 0 at u = 0."""
         return self.noise.uniform(self.root_positions, Purpose.ACCEPT, lane) * draft_prob < target_prob
 
     def token(self, probs: Tensor, lane: int) -> Tensor:
-        """A draw with the noise of the root's position and the lane."""
+        """Draws with the noise of root position and lane."""
         noise = self.noise.gumbel(self.root_positions, Purpose.RESIDUAL, probs.shape[1], lane)
         return best_possible(probs.log() + noise)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Distribution of the correction token after a rejection.
+    """Returns the distribution of the correction token after a rejection.
 
     Args:
-        target_probs: (B, V), rows sum to 1, or to less where the caller has scaled them.
+        target_probs: (B, V), rows sum to 1, or to less if the caller has scaled them.
         draft_probs: (B, V), rows sum to 1.
 
     Returns:

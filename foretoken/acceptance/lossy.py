@@ -1,4 +1,4 @@
-"""Lossy rules, which trade the target's distribution for speed: lenient and typical acceptance. Off by default."""
+"""Lossy rules: lenient and typical acceptance trade the target's distribution for speed. Off by default."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def accept_lenient(
 ) -> Acceptance:
     """Speculative sampling on a chain with a lenience factor l: accepts a token with probability min(1, p / (l q)).
 
-    The correction token comes from norm(max(p - q, 0)), which only fills deficits, so the total-variation distance of
-    one position is exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request accepts the most
-    probable token, and any whose probability at temperature 1 is above l times the largest.
+    The correction token comes from norm(max(p - q, 0)), which only fills deficits. The total-variation distance of one
+    position is therefore exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request accepts
+    the
+    most probable token, and any token whose probability at temperature 1 is above l times the largest.
 
     Args:
         tree: Chains (node i's parent is i - 1), sampled or one-hot.
@@ -47,7 +48,7 @@ def accept_lenient(
         draft_probs = _draft_probs(tree, i, probs)
         p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
         raw = unwarped_log_probs(node).exp()
-        # Strictly above, or the argmax itself: at l = 1 a tie that plain decoding decides otherwise is not accepted.
+        # Strictly above, or the argmax itself: at l = 1 a tie that plain decoding breaks differently is not accepted.
         is_near_best = (p > 0) | (raw.gather(1, token)[:, 0] > lenience * raw.amax(1))
         survives = torch.where(greedy, is_near_best, decisions.accept(p, lenience * q, i - 1))
         tv = (torch.minimum(probs / lenience, draft_probs) - torch.minimum(probs, draft_probs)).sum(1)
@@ -78,11 +79,13 @@ def accept_typical(
     delta: float,
     is_end_drawn: bool = True,
 ) -> Acceptance:
-    """Accepts the longest path of tokens that are typical: p(x) > min(epsilon, delta exp(-H(p))).
+    """Accepts the longest path of typical tokens: p(x) > min(epsilon, delta exp(-H(p))).
 
-    Equal lengths are decided by the sum of log p. The token after the path is drawn here, so a text whose drafts are
-    all refused has the target's distribution. Medusa's code takes the argmax: nothing is drawn at all there, and such a
-    text is the greedy one at any temperature.
+    The sum of log p decides among equal lengths. The token after the path is drawn, so a text whose drafts are all
+    refused
+    has the target's distribution. Medusa's code takes the argmax instead: it draws nothing, and such a text is greedy
+    at
+    any temperature.
 
     Args:
         tree: Candidates drawn in any way.
@@ -90,9 +93,9 @@ def accept_typical(
         decisions: Source of the draw.
         epsilon: Posterior threshold, published 0.09.
         delta: Posterior alpha, published 0.3 (the square root of epsilon).
-        is_end_drawn: Whether the token after the path is drawn from the target's distribution; its argmax otherwise.
+        is_end_drawn: Whether the token after the path is drawn from the target's distribution; otherwise its argmax.
 
-    `lossy_tv` is not known for this rule and reported as NaN.
+    Returns `lossy_tv` = NaN: the distance is unknown for this rule.
 
     Source: Cai et al. 2024 (arXiv 2401.10774), section 2.3.1.
     """
@@ -124,7 +127,7 @@ def accept_typical(
 
 
 def _draft_probs(tree: TokenTree, node: int, like: Tensor) -> Tensor:
-    """(B, V), the draft distribution that a chain's node was drawn from; one-hot where it was chosen otherwise."""
+    """(B, V), the draft distribution of a chain's node; one-hot for chosen nodes."""
     one_hot = torch.zeros_like(like).scatter_(1, tree.tokens[:, node : node + 1], 1.0)
     if tree.distributions is None:
         return one_hot

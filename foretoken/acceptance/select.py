@@ -36,8 +36,9 @@ class AcceptancePolicy:
         lenience: Factor l of the lenient rule, in (0, 1].
         posterior_threshold: Epsilon of the typical rule, in (0, 1].
         posterior_alpha: Delta of the typical rule, in (0, 1].
-        typical_end: The token after a path of the typical rule: "draw" from the target's distribution, or its
-            "argmax" as in Medusa's code.
+        typical_end: The token after a path of the typical rule: "draw" from the target's distribution, or its "argmax"
+            as
+            in Medusa's code.
 
     Raises:
         ConfigError: When the rule does not exist or a value is outside its range.
@@ -50,7 +51,6 @@ class AcceptancePolicy:
     typical_end: str = "draw"
 
     def __post_init__(self) -> None:
-        """Checks the rule's name and the ranges."""
         if not isinstance(self.rule, str) or self.rule not in _SELECTABLE:
             hint = nearest_name_hint(shown(self.rule), _SELECTABLE)
             raise ConfigError(f"acceptance rule {shown(self.rule)} does not exist. {hint}")
@@ -61,35 +61,38 @@ class AcceptancePolicy:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the rule may change what the target would have written."""
+        """Whether the rule may change the target's output distribution."""
         return self.rule in LOSSY_RULES
 
     def is_coupled(self, *, is_seeded: bool) -> bool:
-        """Whether drafts for a request may share the target's noise: exactly when its rule is `coupled`."""
+        """Returns whether drafts for a request share the target's noise: only if its rule is `coupled`."""
         return self.rule == "coupled" or (self.rule == "auto" and is_seeded)
 
     def rule_for(
         self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool, row: int | None = None, is_plain: bool = False,
         is_mixed: bool = False,
     ) -> str:  # fmt: skip
-        """The rule for one request.
+        """Returns the rule for one request.
+
+        Seeded requests are coupled, so that their text depends on the seed alone. Without a seed, a chain with draft
+        distributions is verified as a block, a tree with draft distributions by the sequential test, and one-hot drafts
+        by
+        coupling, which for them is sample and match. The block and lenient rules exist for chains only; a tree that is
+        no chain
+        is verified by the sequential test. Synchronises with the host.
 
         Args:
             tree: The batch's trees.
             is_greedy: Whether the request is decoded greedily.
             is_seeded: Whether it has a seed.
             row: Its index in the batch, so that the rule cannot depend on other sequences; None asks for one rule that
-                fits all rows.
-            is_plain: Whether temperature is all that changes its distribution, on a device with kernels for that: what
-                would be "coupled" is then "drawn", the same with the tokens after all nodes drawn at once.
-            is_mixed: Whether tokens that nobody drew may join those that were drawn, of other drafters or of a grammar.
-                Whether such a tree is a chain depends on what was drawn, which the choice of a rule must not: it is
-                never verified as a block.
-
-        Seeded requests are coupled, so that their text depends on nothing but the seed. Without a seed, a chain with
-        draft distributions is verified as a block, a tree with them by the sequential test, and one-hot drafts by
-        coupling, which for them is sample and match. The block and lenient rules exist for chains only: a tree that is
-        none is verified by the sequential test. Synchronises with the host.
+                fits all
+                rows.
+            is_plain: Whether only temperature changes its distribution, on a device with kernels for that. "coupled"
+                then
+                becomes "drawn": the same rule with the tokens after all nodes drawn at once.
+            is_mixed: Whether chosen tokens, of other drafters or a grammar, may join drawn tokens. Such a tree is never
+                verified as a block: whether it is a chain depends on what was drawn, and the rule must not.
         """
         rows = slice(None) if row is None else slice(row, row + 1)
         if self.rule == "typical" or (self.rule == "lenient" and _is_chain(tree, rows)):
@@ -128,7 +131,6 @@ def accept(scores: NodeScores, rules: Sequence[str], policy: AcceptancePolicy, r
 
 
 def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
-    """One rule over all sequences given."""
     tree, decisions = scores.tree, KeyedDecisions(scores.batch.noise, root_positions)
     match rule:
         case "greedy" | "drawn":
@@ -162,14 +164,14 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
 
 
 def _is_chain(tree: TokenTree, rows: slice) -> bool:
-    """Whether every node of some rows follows the one before it. Synchronises with the host."""
+    """Synchronises with the host."""
     node = torch.arange(tree.width, device=tree.tokens.device)
     is_padding = node >= tree.num_nodes[rows].unsqueeze(1)
     return bool(((tree.parents[rows] == node - 1) | is_padding).all())
 
 
 def _is_sampled_chain(tree: TokenTree, rows: slice) -> bool:
-    """Whether the nodes of some rows were drawn independently and are chains. Synchronises with the host."""
+    """Whether all nodes of some rows were drawn independently and form chains. Synchronises with the host."""
     if tree.distributions is None or not _is_chain(tree, rows):
         return False
     is_drafted = tree.parents[rows] >= 0

@@ -11,10 +11,10 @@ from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
 
 
 def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
-    """Tests each child in draw order, sampled ones first.
+    """Tests each child in draw order, sampled children first.
 
     Args:
-        tree: Candidates; `tree.distributions` says how sampled ones were drawn, all are one-hot when it is None.
+        tree: Candidates; `tree.distributions` holds how sampled ones were drawn; None if all are one-hot.
         log_probs: The target distribution after each node.
         decisions: Source of the tests and draws.
 
@@ -46,10 +46,10 @@ def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions
 
 
 def sampled_children(tree: TokenTree) -> Tensor:
-    """The sampled children of every node in draw order.
+    """Returns the sampled children of every node in draw order.
 
     Returns:
-        (B, N, C) int64, node indices, -1 past the last; C is `max_siblings`, or 0 where nothing was sampled.
+        (B, N, C) int64, node indices, -1 past the last; C is `max_siblings`, or 0 without sampled nodes.
     """
     batch, width = tree.tokens.shape
     if tree.distributions is None:
@@ -59,7 +59,7 @@ def sampled_children(tree: TokenTree) -> Tensor:
     earlier = torch.ones(width, width, dtype=torch.bool, device=tree.tokens.device).tril(-1)
     rank = (same_parent & earlier & is_sampled.unsqueeze(1)).sum(2)
     siblings = tree.distributions.max_siblings
-    # One spare entry takes the writes of nodes that are not sampled.
+    # Nodes that are not sampled write to one spare entry.
     flat = tree.parents.new_full((batch, width * siblings + 1), -1)
     target = torch.where(is_sampled, tree.parents * siblings + rank, width * siblings)
     flat.scatter_(1, target, torch.arange(width, device=flat.device).expand(batch, width))
@@ -67,7 +67,7 @@ def sampled_children(tree: TokenTree) -> Tensor:
 
 
 def conditional_draft_probs(tree: TokenTree, table: Tensor, node: Tensor, slot: int, like: Tensor) -> Tensor:
-    """The exact distribution that the `slot`-th sampled child of each node was drawn from, given its earlier siblings.
+    """Returns the draft distribution of the `slot`-th sampled child of each node, given its earlier siblings.
 
     Args:
         tree: Candidates with draft distributions.
@@ -128,7 +128,8 @@ def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> 
         next_draft = drafts.rows[index, following].to(prefix.dtype)
         scaled = prefix.unsqueeze(1) * target_probs
         surplus = (scaled - next_draft).clamp_min(0).sum(1)
-        # P_i = 1 and S_i = 0 means p = q: position i then never passes, which changes nothing, as i + 1 surely does.
+        # P_i = 1 and S_i = 0 means p = q: position i then never passes. This changes nothing, because i + 1 surely
+        # passes.
         passing = torch.where(is_last, prefix, surplus)
         total = torch.where(is_last, 1.0, surplus + (1 - prefix))
         survives = decisions.accept(passing, total, i) if i else torch.ones_like(exists)

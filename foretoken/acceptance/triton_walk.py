@@ -1,6 +1,6 @@
-"""Acceptance in one Triton launch where the target's token after every node is known: `accept_chosen` for kernels.
+"""`accept_chosen` as one Triton launch, if the target's token after every node is known.
 
-It serves greedy requests, coupled ones and all whose drafts are one-hot.
+Serves greedy requests, coupled requests and all requests with one-hot drafts.
 
 Letters: B sequences, N nodes, D greatest depth.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Walk(NamedTuple):
-    """What survived.
+    """The result of the walk.
 
     Attributes:
         path: (B, D) int64, accepted nodes at depth 1.., -1 past the last.
@@ -30,7 +30,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, max_depth: int, *, device: torch.device | str) -> Walk:
-        """Buffers to be filled."""
+        """Allocates buffers to be filled."""
         return cls(
             path=torch.empty(batch, max_depth, dtype=torch.int64, device=device),
             num_accepted=torch.empty(batch, dtype=torch.int64, device=device),
@@ -45,13 +45,13 @@ def walk_chosen(tokens: Tensor, parents: Tensor, chosen: Tensor, max_depth: int,
 
     Args:
         tokens: (B, N) int64, contiguous.
-        parents: (B, N) int64, contiguous, of valid trees: -1 at the root and at padding, else below the node.
+        parents: (B, N) int64, contiguous, of valid trees: -1 at the root and at padding, else below the node's index.
         chosen: (B, N) int64, contiguous, the target's token after each node.
         max_depth: D, upper bound of the depths; 0 accepts nothing.
-        out: Contiguous buffers to fill, as `Walk.empty` makes them; None allocates them.
+        out: Contiguous buffers to fill, from `Walk.empty`; None allocates them.
 
     Returns:
-        `out`, or what was allocated.
+        `out`, or the allocated buffers.
     """
     batch, nodes = tokens.shape
     walk = out or Walk.empty(batch, max_depth, device=tokens.device)
@@ -75,17 +75,18 @@ def _walk_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One sequence, in one warp: a step is a minimum over registers and a few exchanges within the warp.
+    """Walks one sequence in one warp: a step is a minimum over registers and a few exchanges within the warp.
 
-    All edges are matched beforehand. The path is kept in registers and stored once, so that no store follows another
-    to the same place.
+    All edges are matched beforehand. The path stays in registers and is stored once, so that no store follows another
+    to
+    the same address.
     """
     sequence = tl.program_id(0)
     node = tl.arange(0, BLOCK_N)
     first = sequence.to(tl.int64) * nodes
     is_node = node < nodes
     parent = tl.load(parents + first + node, mask=is_node, other=-1)
-    is_drafted = is_node & (parent >= 0)  # neither a root nor padding
+    is_drafted = is_node & (parent >= 0)  # neither root nor padding
     token = tl.load(tokens + first + node, mask=is_drafted, other=0)
     wanted = tl.load(chosen + first + parent, mask=is_drafted, other=0)
     leads_from = tl.where(is_drafted & (token == wanted), parent, -1).to(tl.int32)

@@ -1,7 +1,7 @@
 """Greedy and coupled acceptance: descends a tree along the tokens that the target chooses.
 
-Both rules take the token that the target generates after a node and descend if a child holds it; they differ in how it
-is chosen. The generated text is by construction that of plain decoding, whatever the tree.
+Both rules take the target's token after a node and descend if a child holds it. They differ in how that token is
+chosen. By construction the generated text is that of plain decoding, for any tree.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class HostPath(NamedTuple):
 
 
 def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Acceptance:
-    """Goes down from the root until a step finds no child.
+    """Descends from the root until a step finds no child.
 
     Args:
         tree: (B, N) candidates.
-        step: (nodes (B,) int64, depth) -> the child to go to (B,) int64, -1 for none, and the target's token where
-            there is none (B,) int64.
+        step: Maps (nodes (B,) int64, depth) to the child to descend to, (B,) int64, -1 for none, and the target's token
+            where there is no child, (B,) int64.
 
     Returns:
-        The path walked and the token that ended it.
+        The path and the token that ended it.
     """
     batch, device = tree.batch_size, tree.tokens.device
     node = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -51,7 +51,7 @@ def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]
         walking = walking & (child >= 0)
         node = torch.where(walking, child, node)
         path[:, depth] = torch.where(walking, child, -1)
-        if reads_are_free(device) and not walking.any():  # elsewhere reading it would cost a synchronisation
+        if reads_are_free(device) and not walking.any():  # elsewhere the read would cost a synchronisation
             break
     return Acceptance(
         path=path,
@@ -62,7 +62,7 @@ def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]
 
 
 def child_with_token(tree: TokenTree, node: Tensor, token: Tensor) -> Tensor:
-    """The first child of a node that holds a token.
+    """Returns the first child of a node that holds a token.
 
     Args:
         tree: (B, N) candidates.
@@ -70,7 +70,7 @@ def child_with_token(tree: TokenTree, node: Tensor, token: Tensor) -> Tensor:
         token: (B,) int64.
 
     Returns:
-        (B,) int64, -1 where there is none.
+        (B,) int64, -1 if there is none.
     """
     is_match = (tree.parents == node.unsqueeze(1)) & (tree.tokens == token.unsqueeze(1))
     return torch.where(is_match.any(1), is_match.to(torch.uint8).argmax(1), -1)
@@ -84,19 +84,19 @@ def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance
 
 
 def walk_chosen(tree: TokenTree, chosen: Sequence[Sequence[int]]) -> list[HostPath]:
-    """`walk` where reading a tensor is free and the host knows the token after every node.
+    """Does `walk` on the host, if the host knows the token after every node and reads tensors freely.
 
     Args:
         tree: (B, N) candidates.
-        chosen: Of B sequences, the token after each node of theirs, padding left out.
+        chosen: Of B sequences, the token after each node, without padding.
     """
-    if tree.max_depth == 0:  # plain decoding needs none of what follows
+    if tree.max_depth == 0:  # plain decoding needs nothing below
         return [HostPath([], row[0]) for row in chosen]
     return _walk_on_host(tree, lambda nodes, _: [row[node] for row, node in zip(chosen, nodes, strict=True)])
 
 
 def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
-    """`walk` without reading any tensor on the host."""
+    """Does `walk` without reading any tensor on the host."""
 
     def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         chosen = choose(node, depth)
@@ -106,7 +106,7 @@ def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) ->
 
 
 def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]) -> list[HostPath]:
-    """`walk` in plain Python: on a CPU reading a tensor is cheaper than an operation on it."""
+    """Does `walk` in plain Python: on a CPU reading a tensor is cheaper than an operation on it."""
     rows = list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
     nodes, next_token = [0] * len(rows), [0] * len(rows)
     paths: list[list[int]] = [[] for _ in rows]
@@ -127,7 +127,6 @@ def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]
 
 
 def _as_tensors(tree: TokenTree, paths: list[HostPath]) -> Acceptance:
-    """What the host found, in the form in which devices find it."""
     packed = torch.tensor([
         [len(nodes), token, *nodes, *[-1] * (tree.max_depth - len(nodes))] for nodes, token in paths
     ])  # fmt: skip
@@ -140,7 +139,6 @@ def _as_tensors(tree: TokenTree, paths: list[HostPath]) -> Acceptance:
 
 
 def _child_of(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
-    """The first child of a node that holds a token."""
     later = range(node + 1, len(tokens))  # parents come before their children
     return next((child for child in later if parents[child] == node and tokens[child] == token), None)
 
@@ -156,7 +154,7 @@ def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Accept
 
 
 def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
-    """`walk` where the chosen token is known after every node: all nodes are matched at once.
+    """Does `walk` if the chosen token is known after every node: matches all nodes at once.
 
     Args:
         tree: (B, N) candidates drawn in any way.
@@ -180,8 +178,10 @@ def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -
     """Draws the target's token after each node and accepts the path of drawn tokens.
 
     With position-keyed decisions the text is that of plain Gumbel-max sampling with the same seed, for every drafter,
-    tree and batch (Daliri et al. 2024, arXiv 2408.07978). Lossless for trees drawn in any way that does not depend on
-    the target's decisions other than through the shared noise.
+    tree
+    and batch (Daliri et al. 2024, arXiv 2408.07978). Lossless if the tree depends on the target's decisions only
+    through
+    the shared noise.
 
     Args:
         tree: Candidates drawn in any way.

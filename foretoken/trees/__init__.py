@@ -1,1 +1,1 @@
-"""Which candidates go into the tree: shapes over candidate tables, and merging of trees."""
+"""Draft trees: shapes, expansion, merging and pruning."""

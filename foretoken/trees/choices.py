@@ -1,7 +1,7 @@
-"""Tree shapes as choices: which candidate ranks follow each other at each depth, independent of tokens.
+"""Tree shapes: which candidate ranks follow each other at each depth, independent of tokens.
 
 A choice is a tuple of ranks in Medusa's notation: (0,) is the best candidate after the root, (0, 1) the second best
-after it. A shape is a prefix-closed set of choices. Chains, static trees and Cartesian products are all shapes.
+after that candidate. A shape is a prefix-closed set of choices. Chains, static trees and Cartesian products are shapes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class TreeShape:
     """A prefix-closed set of choices in level order, siblings by rank; node 0 is the root.
 
     Attributes:
-        choices: One choice a drafted node, without the root.
+        choices: One choice per drafted node, without the root.
     """
 
     choices: tuple[Choice, ...]
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeShape:
-        """A static tree in Medusa's notation.
+        """Returns a static tree from choices in Medusa's notation.
 
         Raises:
             ConfigError: When a choice is empty, out of range, repeated or lacks its prefix, or there are too many.
@@ -61,22 +61,22 @@ class TreeShape:
 
     @classmethod
     def chain(cls, depth: int) -> TreeShape:
-        """The best candidate at every depth."""
+        """Returns a chain of the best candidates."""
         return cls.from_choices((0,) * d for d in range(1, depth + 1))
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> TreeShape:
-        """Every combination of the best `widths[d]` candidates at depth d + 1.
+        """Returns all combinations of the best `widths[d]` candidates at depth d + 1.
 
         Raises:
-            ConfigError: When a width is below 1, or they give too many nodes.
+            ConfigError: When a width is below 1, or the widths give too many nodes.
         """
         if not widths or min(widths) < 1:
             raise ConfigError(f"tree widths {shown(widths)} are not valid. Expected at least one, each of at least 1.")
         num_nodes = 0
         for level in accumulate(widths, mul):
             num_nodes += level
-            if num_nodes >= MAX_NODES:  # before any of them is made: there may be billions
+            if num_nodes >= MAX_NODES:  # before the nodes are made: there may be billions
                 raise ConfigError(f"tree widths {shown(widths)} give too many nodes. Expected fewer than {MAX_NODES}.")
         return cls.from_choices(
             choice for d in range(1, len(widths) + 1) for choice in product(*(range(w) for w in widths[:d]))
@@ -84,13 +84,13 @@ class TreeShape:
 
     @classmethod
     def parse(cls, value: Any) -> TreeShape:
-        """A static tree as users write it.
+        """Returns a static tree from a user's value.
 
         Args:
             value: Choices such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}.
 
         Raises:
-            ConfigError: When it is neither, a number is no integer, or the tree is none; see the functions above.
+            ConfigError: When the value is neither, a number is no integer, or the choices are no tree.
         """
         if isinstance(value, Mapping):
             if value.keys() != {"widths"}:
@@ -129,25 +129,24 @@ class TreeShape:
         return [0] + [len(choice) for choice in self.choices]
 
     def truncated(self, max_depth: int) -> TreeShape:
-        """The shape without nodes deeper than `max_depth`."""
+        """Returns the shape without nodes deeper than `max_depth`."""
         return TreeShape(tuple(choice for choice in self.choices if len(choice) <= max_depth))
 
 
 def _integers(value: Any, *, what: str) -> tuple[int, ...]:
-    """A list of integers, nothing that could pass for one."""
+    """Returns a list of integers as a tuple; refuses bools and floats."""
     if isinstance(value, str) or not isinstance(value, Sequence) or any(type(number) is not int for number in value):
         raise ConfigError(f"{what} {shown(value)} is not valid. Expected a list of integers.")
     return tuple(value)
 
 
 def _choices(digits: str) -> tuple[Choice, ...]:
-    """Choices written without brackets: 021 is (0, 2, 1)."""
+    """Parses choices without brackets: 021 is (0, 2, 1)."""
     return tuple(tuple(int(rank) for rank in choice) for choice in digits.split())
 
 
-# `mc_sim_7b_63` is what Medusa falls back to, and what Hydra and the examples of TensorRT-LLM use; those of stage 2 are
-# what Medusa takes for targets of these names; those of stage 1 belong to heads that were trained alone, on a target
-# that stayed as it was.
+# `mc_sim_7b_63` is Medusa's default, also used by Hydra and the examples of TensorRT-LLM. Medusa takes the stage 2
+# trees for targets of these names. The stage 1 trees belong to heads that were trained alone, on a frozen target.
 PUBLISHED: Mapping[str, tuple[Choice, ...]] = MappingProxyType(
     {
         "mc_sim_7b_63": _choices(

@@ -1,9 +1,8 @@
-"""Dynamic draft trees: each is expanded where its own paths are most probable, and cut to its best nodes.
+"""Dynamic draft trees: expanded along the most probable paths, and cut to their best nodes.
 
-Expansion: at each level the `top_k` best nodes so far get `top_k` candidates each; a path's score is the sum of the
-draft log-probabilities on it. Reranking: of all candidates of all levels, the best `max_nodes` - 1 become the tree. The
-candidates of a child never score above its parent, and among equals the shallower and earlier candidate comes first: so
-the best candidates are connected.
+Expansion: at each level the `top_k` best nodes get `top_k` candidates each. The score of a path is the sum of its draft
+log-probabilities. Reranking: the best `max_nodes` - 1 candidates of all levels become the tree. A child never scores
+above its parent. Among equals the shallower and earlier candidate comes first. The best candidates are thus connected.
 
 The parameters of other programs, for trees of N nodes (root included) and D levels:
 
@@ -15,18 +14,18 @@ here                   EAGLE's code                SGLang                usual
 `top_k`                `top_k`                     `eagle_topk`          10
 =====================  ==========================  ====================  =========
 
-The candidates are chosen by their scores, not drawn, so no node states a draft distribution. That is lossless whatever
-is chosen: a request without a seed draws the target's own token after each node and goes on where a child holds it. Its
-candidates are the most probable tokens of its warped distribution, where EAGLE takes the one of temperature 1. Coupled
-requests know the noise that the target will choose with: there a candidate's score is the log-probability that it is
-the target's choice given that noise, by the draft distribution (`log_softmax` of log-probabilities plus noise).
+Candidates are chosen by score, not drawn, so no node has a draft distribution. This is lossless for any choice. A
+request without a seed draws the target's own token after each node, and continues where a child holds that token. Its
+candidates are the most probable tokens of its warped distribution; EAGLE uses the distribution of temperature 1. The
+noise of a coupled request is known. Its candidates are scored by the log-probability that they are the target's choice
+given that noise, by the draft distribution: `log_softmax` of log-probabilities plus noise.
 
 Drafters that know all levels at once get the most probable of all paths through their candidates (`grow_levels`, see
-`foretoken.trees.lattice`), not those alone that begin with the `top_k` best of each level.
+`foretoken.trees.lattice`), not only paths that begin with the `top_k` best of each level.
 
-Pruned nodes (`foretoken.trees.pruning`) count as impossible, by the distribution that their scores are from: that given
-the noise for coupled requests. They are never expanded. On GPUs all levels are expanded for `top_k` nodes all the same,
-since how many are left is known on the device alone; `finish` synchronises once to cut them off.
+Pruned nodes (`foretoken.trees.pruning`) count as impossible, by the distribution of their scores. They are never
+expanded. GPUs still expand `top_k` nodes per level, because only the device knows how many are left; `finish`
+synchronises once to cut the pruned nodes off.
 
 Source: Li et al. 2024 (arXiv 2406.16858), section 4.
 
@@ -61,7 +60,7 @@ class DynamicShape:
     """The bounds of dynamic trees.
 
     Attributes:
-        top_k: Candidates of a node, and nodes expanded a level; at least 1.
+        top_k: Candidates of a node, and nodes expanded per level; at least 1.
         depth: Levels; 0 for the root alone.
         max_nodes: Most nodes of a tree, root included.
     """
@@ -72,18 +71,18 @@ class DynamicShape:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, root included, of trees of a vocabulary with as many tokens as candidates are asked for."""
+        """Nodes, root included, if the vocabulary has at least `top_k` tokens."""
         if not self.depth:
             return 1
         return min(self.max_nodes, 1 + self.top_k + (self.depth - 1) * self.top_k**2)
 
     @property
     def num_expanded(self) -> int:
-        """Most nodes whose children are chosen, the root included."""
+        """Most nodes with children, the root included."""
         return 1 + max(self.depth - 1, 0) * self.top_k
 
     def truncated(self, max_depth: int) -> DynamicShape:
-        """The shape with no more than `max_depth` levels."""
+        """Returns the shape with at most `max_depth` levels."""
         return DynamicShape(top_k=self.top_k, depth=min(self.depth, max_depth), max_nodes=self.max_nodes)
 
 
@@ -91,7 +90,7 @@ AnyShape = TreeShape | DynamicShape
 
 
 def begin_expansion(shape: AnyShape, roots: Tensor, draws: DraftDraws) -> ShapedExpansion:
-    """Trees of roots, to be filled.
+    """Returns an expansion that holds the roots alone.
 
     Args:
         shape: Static or dynamic.
@@ -104,7 +103,7 @@ def begin_expansion(shape: AnyShape, roots: Tensor, draws: DraftDraws) -> Shaped
 
 
 class _Candidates(NamedTuple):
-    """Nodes that the tree is chosen from; numbered through all levels, the root is 0.
+    """Nodes that the tree is chosen from, numbered through all levels; the root is 0.
 
     Attributes:
         tokens: (B, C) int64.
@@ -124,7 +123,7 @@ class _Chosen(NamedTuple):
 
     Attributes:
         tokens: (B, N) int64, 0 at padding.
-        scores: (B, N) float32, likewise.
+        scores: (B, N) float32, 0 at padding.
         parents: (B, N) int64, -1 at padding.
         depths: (B, N) int64, 0 at padding.
         num_nodes: (B,) int64.
@@ -138,10 +137,10 @@ class _Chosen(NamedTuple):
 
 
 class DynamicExpansion:
-    """Dynamic trees under construction; nothing waits for the device before `finish`, and on GPUs nothing does there.
+    """Dynamic trees under construction. Only `finish` may synchronise; on GPUs without pruning nothing does.
 
-    Nodes stand in level order, siblings by rank. A tree has N nodes where there are as many candidates. On devices
-    whose tensors the host reads freely, candidates that the draft distribution excludes are left out.
+    Nodes stand in level order, siblings by rank. A tree has N nodes if there are enough candidates. On devices whose
+    tensors the host reads freely, candidates that the draft distribution excludes are left out.
 
     Attributes:
         roots: (B,) int64.
@@ -150,13 +149,6 @@ class DynamicExpansion:
     """
 
     def __init__(self, shape: DynamicShape, roots: Tensor, draws: DraftDraws) -> None:
-        """Trees of roots.
-
-        Args:
-            shape: Bounds of the trees.
-            roots: (B,) int64.
-            draws: How tokens are chosen.
-        """
         self.shape, self.draws, self.roots = shape, draws, roots
         device, start = roots.device, torch.zeros(len(roots), 1, dtype=torch.int64, device=roots.device)
         self._frontiers = [Frontier(roots.unsqueeze(1), None)]
@@ -172,8 +164,8 @@ class DynamicExpansion:
         self._scores = self._candidates[0].scores  # (B, P), of the last frontier's nodes
         self._ends = [1]  # candidates down to each depth, the root included
         self._num_tokens = 0
-        self._best: _Chosen | None = None  # of trees as deep as the shape, for graphs captured of this expansion
-        # Whether impossible candidates are left out, so that only the device knows how many nodes there are.
+        self._best: _Chosen | None = None  # trees of the full depth, for captured graphs of this expansion
+        # Whether impossible candidates are left out: only the device then knows the number of nodes.
         self._is_exact = reads_are_free(device) or draws.pruning is not None
 
     @property
@@ -183,7 +175,7 @@ class DynamicExpansion:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates after a node that have to be known."""
+        """Candidates needed after a node."""
         return self.shape.top_k
 
     @property
@@ -197,20 +189,20 @@ class DynamicExpansion:
 
     @property
     def num_fed(self) -> int:
-        """See `TreeExpansion`: those that are expanded, which may be more than the nodes of the tree."""
+        """See `TreeExpansion`: all expanded nodes, possibly more than the nodes of the tree."""
         return self.shape.num_expanded - 1
 
     def fed_nodes(self) -> tuple[Tensor, Tensor]:
-        """See `TreeExpansion`, once a kernel has filled `tensors`: (B, W) both."""
+        """See `TreeExpansion`; (B, W) both, after a kernel has filled `tensors`."""
         nodes = slice(1, self.shape.num_expanded)
         return self._expanded[0][:, nodes], self._expanded[1][:, nodes] - 1
 
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
-        """What a kernel fills in the place of `grow`, all levels at once, with every level as wide as `top_k`.
+        """Returns the tensors that a kernel fills instead of `grow`: all levels at once, each `top_k` wide.
 
         Args:
-            vocab_size: One past the greatest token that it may choose, which leaves at least `top_k` tokens.
-            is_shared: False: see `grow_levels`.
+            vocab_size: One past the greatest token that the kernel may choose; at least `top_k` tokens must remain.
+            is_shared: Must be False, see `grow_levels`.
         """
         assert not is_shared, "each node has a row of its own"
         parents, ranks, depths = _whole_levels(self.shape.top_k, self.depth, self.roots.device)
@@ -251,10 +243,7 @@ class DynamicExpansion:
             yield depth
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        """See `Expansion`: candidates of all nodes of the frontier, and the best of them as the next one.
-
-        Which tokens of equal keys become candidates is left to `torch.topk`.
-        """
+        """See `Expansion`; the best candidates become the next frontier. `torch.topk` decides among equal keys."""
         tokens, gains = self._best_children(depth, logits)
         scores = self._scores.unsqueeze(2) + gains
         level = _Candidates(
@@ -268,7 +257,7 @@ class DynamicExpansion:
         self._add(level, is_last=depth + 1 == self.depth)
 
     def grow_levels(self, logits: Tensor) -> None:
-        """See `Expansion`: of all paths through the candidates of the levels the most probable ones."""
+        """See `Expansion`; takes the most probable of all paths through the candidates."""
         each = [self._best_children(depth, logits[:, depth : depth + 1]) for depth in range(self.depth)]
         lattice = DraftLattice(
             ids=torch.cat([tokens for tokens, _ in each], dim=1),
@@ -287,7 +276,7 @@ class DynamicExpansion:
             begin = end
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
-        """See `Expansion`; a sequence with less room gets the best nodes of the levels that it has room for."""
+        """See `Expansion`; a sequence with less room gets the best nodes of the levels within its room."""
         total = len(room)
         deepest = [min(max(depth, 0), self.depth) for depth in room]
         chosen, limits = self._best, [self._ends[min(deepest[row], len(self._ends) - 1)] for row in rows]
@@ -320,24 +309,20 @@ class DynamicExpansion:
         )
 
     def _best_children(self, depth: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The best candidates after each node of a depth, and what they add to the scores of paths.
+        """Returns the best candidates after each node of a depth, and what they add to the scores of paths.
 
-        Args:
-            depth: Of the nodes.
-            logits: (B, P, V) float32, or (B, 1, V).
-
-        Returns:
-            (B, P, K) int64 tokens and (B, P, K) float32, at most 0 and never NaN, -inf where they are impossible or
-            pruned for more than their paths; or both (B, 1, K).
+        logits: (B, P, V) or (B, 1, V) float32. Returns (B, P, K) int64 tokens and (B, P, K) float32 gains, or both (B,
+        1, K).
+        Gains are at most 0 and never NaN; -inf for impossible and pruned candidates.
         """
         self._num_tokens = logits.shape[2]
         _, keys = self.draws.guesses(logits, depth)
         best = keys.topk(min(self.shape.top_k, logits.shape[2]), dim=2)
         gains = best.values
-        if self.draws.has_coupled:  # the keys of others are log-probabilities
+        if self.draws.has_coupled:  # the keys of other requests are log-probabilities
             is_coupled = self.draws.is_coupled.view(-1, 1, 1)
             gains = torch.where(is_coupled, gains - keys.logsumexp(2, keepdim=True), gains)
-        # Rounding must not lift a child above its parent; logits that are no numbers make impossible candidates.
+        # Rounding must not lift a child above its parent; candidates with NaN logits are impossible.
         gains = gains.nan_to_num(nan=float("-inf"), posinf=0.0, neginf=float("-inf")).clamp_max(0.0)
         pruning = self.draws.pruning
         if pruning is not None and pruning.looks_at_tokens:
@@ -348,14 +333,13 @@ class DynamicExpansion:
         return best.indices, gains
 
     def _above_path_threshold(self, scores: Tensor) -> Tensor:
-        """Scores of paths with -inf for those that are pruned."""
         pruning = self.draws.pruning
         if pruning is None or pruning.path_probability is None:
             return scores
         return torch.where(pruning.path_passes(scores), scores, float("-inf"))
 
     def _add(self, level: _Candidates, *, is_last: bool) -> None:
-        """Takes in the candidates of a level, and chooses the tree after the last one."""
+        """Adds the candidates of a level, and chooses the tree after the last level."""
         self._candidates.append(level)
         self._ends.append(self._ends[-1] + len(level.depths))
         if is_last:
@@ -370,18 +354,14 @@ class DynamicExpansion:
         self._scores, self._numbers = level.scores.gather(1, order), order + self._ends[-1]
 
     def _chosen(self, limits: Tensor | None) -> _Chosen:
-        """The best nodes.
-
-        Args:
-            limits: (B,) int64, candidates of each sequence that count: those with smaller numbers; None for all.
-        """
+        """Returns the best nodes; limits: (B,) int64, how many candidates of each sequence count; None for all."""
         *parts, depth_parts = zip(*self._candidates, strict=True)
         tokens, scores, parents = (torch.cat(part, dim=1) for part in parts)
         depths = torch.cat(depth_parts)
         number = torch.arange(len(depths), device=depths.device)
         if limits is not None:
             scores = torch.where(number < limits.unsqueeze(1), scores, float("-inf"))
-        # Impossible candidates come last, those past the limit after all others: equals stand in order.
+        # Impossible candidates come last, candidates past the limit after all others; the order among equals stays.
         values, order = (part[:, : self.shape.max_nodes] for part in _best_first(scores))
         if self._is_exact:
             is_node = values > float("-inf")
@@ -407,7 +387,7 @@ ShapedExpansion = TreeExpansion | DynamicExpansion
 
 @lru_cache(maxsize=64)
 def _whole_levels(top_k: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents and ranks of expanded nodes as in `TreeTensors`, and depths of candidates, where no level is narrower."""
+    """Returns parents and ranks of expanded nodes as in `TreeTensors`, and depths of candidates; all levels full."""
     nodes = torch.arange(1 + depth * top_k, device=device)
     parents, ranks = (nodes - top_k).clamp_min(0), (nodes - 1) * (nodes <= top_k)
     parents[0], ranks[0] = -1, 0
@@ -416,13 +396,13 @@ def _whole_levels(top_k: int, depth: int, device: torch.device) -> tuple[Tensor,
 
 
 def _best_first(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, C) scores in descending order, equal ones as they stand, and where they stood."""
+    """Returns (B, C) scores in descending order and their indices; the sort is stable."""
     values, order = scores.sort(dim=1, descending=True, stable=True)
     return values, order
 
 
 def _among_roots(chosen: _Chosen, rows: Sequence[int], roots: Sequence[int]) -> _Chosen:
-    """Trees of some sequences of a batch among the roots of the others."""
+    """Puts the trees of some sequences among the roots of the other sequences of the batch."""
     device = chosen.tokens.device
     index = integers_on(rows, device)
 

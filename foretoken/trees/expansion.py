@@ -1,11 +1,10 @@
 """Expands draft trees level by level, for drafters that look at each node before they choose its children.
 
-Static trees (`TreeExpansion`) and dynamic ones (`foretoken.trees.dynamic`) are expanded by one loop: for each depth of
-`levels()`, a drafter evaluates the nodes of `frontier(depth)` and hands their logits to `grow(depth, logits)`. Drafters
-whose logits do not depend on the nodes hand over those of all levels at once, `grow_levels(logits)`.
+One loop expands static trees (`TreeExpansion`) and dynamic trees (`foretoken.trees.dynamic`): for each depth of
+`levels()`, a drafter evaluates the nodes of `frontier(depth)` and passes their logits to `grow(depth, logits)`. A
+drafter whose logits do not depend on the nodes passes the logits of all levels at once to `grow_levels(logits)`.
 
-Where trees are pruned (`foretoken.trees.pruning`), nodes that fall short are in no later frontier, and the loop ends
-when none is left.
+Pruned nodes (`foretoken.trees.pruning`) are in no later frontier. The loop ends when no node is left.
 
 The children of a whole level are chosen in a fixed number of tensor operations; only the noise of sampled requests is
 made node by node, see `DraftDraws.keys`.
@@ -35,19 +34,20 @@ if TYPE_CHECKING:
 
 
 class Frontier(NamedTuple):
-    """The nodes of one level whose children are to be chosen.
+    """The nodes of one level whose children are chosen next.
 
     Attributes:
         tokens: (B, P) int64.
-        origins: (B, P) or (1, P) int64, where the parent of each stands in the frontier of the level above; None at the
-            root, and where that has P nodes too and node i descends from node i there.
+        origins: (B, P) or (1, P) int64, index of each node's parent in the frontier above. None at the root, and if
+            node i
+            descends from node i of a frontier above that also has P nodes.
     """
 
     tokens: Tensor
     origins: Tensor | None
 
     def inherited(self, values: Tensor) -> Tensor:
-        """What each node takes over from its parent.
+        """Returns each node's value from its parent.
 
         Args:
             values: (B, P', ...), of the nodes of the frontier above.
@@ -64,22 +64,23 @@ class Frontier(NamedTuple):
 
 
 class Expansion(Protocol):
-    """Draft trees under construction: what a drafter that drafts level by level sees of them."""
+    """Draft trees under construction, as a drafter that drafts level by level sees them."""
 
     @property
     def depth(self) -> int:
-        """Number of levels that are expanded; the deepest node may lie as deep as that."""
+        """Number of levels that are expanded; upper bound of the depth of a node."""
 
     def levels(self) -> Iterator[int]:
-        """Depths to choose children at, each once `grow` was called for those above.
+        """Yields the depths to choose children at; `grow` must be called for each depth before the next.
 
-        All below `depth`; fewer where pruning leaves nothing to expand and the host reads the device freely.
+        Yields all depths below `depth`, or fewer if pruning leaves nothing to expand and the host reads the device
+        freely.
         """
 
     def frontier(self, depth: int) -> Frontier:
-        """The nodes of one depth whose children `grow` chooses; the roots at depth 0.
+        """Returns the nodes of one depth whose children `grow` chooses; the roots at depth 0.
 
-        Valid once `grow` was called for all depths above.
+        Valid after `grow` was called for all depths above.
         """
 
     def grow(self, depth: int, logits: Tensor) -> None:
@@ -87,46 +88,47 @@ class Expansion(Protocol):
 
         Args:
             depth: Of the frontier.
-            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
+            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
         """
 
     def grow_levels(self, logits: Tensor) -> None:
         """Chooses all nodes at once; changes this object.
 
         Args:
-            logits: (B, D, V) float32 with D = `depth`, those of each depth after all nodes of it.
+            logits: (B, D, V) float32 with D = `depth`; row d serves all nodes of depth d.
         """
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
-        """The trees of a whole batch of which only some sequences were drafted for.
+        """Returns the trees of a whole batch in which only some sequences were drafted for.
 
         Args:
-            rows: Where each of the B sequences stands in the whole batch.
-            room: Deepest node allowed in every sequence of the whole batch; 0 or less leaves the root alone.
+            rows: Index of each of the B sequences in the whole batch.
+            room: Deepest node allowed in every sequence of the whole batch; 0 or less for the root alone.
             roots: Root tokens of the whole batch.
         """
 
 
 class TreeTensors(NamedTuple):
-    """Trees of one shape as kernels read and fill them, all levels of them; what the roots have is there.
+    """Tensors of trees of one shape that kernels read and fill, all levels at once; the roots are filled.
 
-    Of dynamic trees the nodes are those that are expanded, see `Draft` in `kernels/interface.h`.
+    For dynamic trees the nodes are the expanded nodes, see `Draft` in `kernels/interface.h`.
 
     Attributes:
         parents: (N,) int64, of the shape.
         ranks: (N,) int64, of every node among the candidates after its parent.
-        num_candidates: Candidates after a node that have to be known: the largest rank and one.
+        num_candidates: Candidates needed after a node: the largest rank plus 1.
         tokens: (B, N) int64.
         scores: (B, N) float32.
-        kinds: (B, N) int64, of sampled drafts; else None.
-        row_of: (B, N) int64, likewise.
-        rows: (B, R, V) float32, likewise, of no content: a row for each node that has children, in order, or for each
-            level.
-        node_parents: (B, N) int64, of dynamic trees; else None.
-        node_numbers: (B, N) int64, likewise: which of the candidates each node is.
-        candidates: (B, C) int64, likewise: the tokens of all candidates, the root first.
-        path_scores: (B, C) float32, likewise.
-        candidate_parents: (B, C) int64, likewise, among the candidates.
+        kinds: (B, N) int64, for sampled drafts; else None.
+        row_of: (B, N) int64, for sampled drafts; else None.
+        rows: (B, R, V) float32, uninitialised, for sampled drafts; else None. One row per node with children, in order,
+            or
+            one per level.
+        node_parents: (B, N) int64, for dynamic trees; else None, as are the fields below.
+        node_numbers: (B, N) int64, index of each node among the candidates.
+        candidates: (B, C) int64, tokens of all candidates, the root first.
+        path_scores: (B, C) float32.
+        candidate_parents: (B, C) int64, among the candidates.
     """
 
     parents: Tensor
@@ -149,18 +151,11 @@ class TreeExpansion:
 
     Attributes:
         tokens: (B, N) int64; levels above the one that was expanded last are final.
-        shape: What is filled.
+        shape: Of the tree.
         draws: How tokens are chosen.
     """
 
     def __init__(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
-        """A tree of roots.
-
-        Args:
-            shape: What to fill.
-            roots: (B,) int64.
-            draws: How tokens are chosen.
-        """
         self.shape, self.draws = shape, draws
         self._relations = relations_of(shape, roots.device)
         batch = roots.shape[0]
@@ -177,7 +172,7 @@ class TreeExpansion:
             is_root = torch.arange(shape.num_nodes, device=roots.device) == 0
             self._is_kept, self._goes_on = is_root.repeat(batch, 1), is_root.repeat(batch, 1)
             self._paths = torch.zeros_like(self._scores)  # sums of `DraftDraws.likelihoods`
-            self._narrowed: list[tuple[Tensor, Level]] = []  # of each depth, which nodes of the level go on, and these
+            self._narrowed: list[tuple[Tensor, Level]] = []  # by depth: indices of expanded nodes, their level
 
     @property
     def roots(self) -> Tensor:
@@ -191,7 +186,7 @@ class TreeExpansion:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates after a node that have to be known: the largest rank and one."""
+        """Candidates needed after a node: the largest rank plus 1."""
         return self._relations.num_candidates
 
     @property
@@ -213,11 +208,11 @@ class TreeExpansion:
 
     @property
     def num_fed(self) -> int:
-        """Nodes below the root that a kernel which drafts the whole tree feeds at most: all whose rows may be kept."""
+        """Most nodes below the root that a kernel feeds if it drafts the whole tree: all that may keep KV rows."""
         return self.shape.num_nodes - 1
 
     def fed_nodes(self) -> tuple[Tensor, Tensor]:
-        """What whoever feeds every level but the last has fed below the roots: W nodes of a tree in order.
+        """Returns the W nodes below the roots that were fed if every level but the last was fed.
 
         Returns:
             (B, W) int64 tokens, and (1, W) int64 parents among these, -1 below the root.
@@ -226,10 +221,10 @@ class TreeExpansion:
         return self.tokens[:, nodes], self._relations.places[:1, nodes] - 1
 
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
-        """What a kernel fills in the place of `grow`, level by level or all at once.
+        """Returns the tensors that a kernel fills instead of `grow`, level by level or all at once.
 
         Args:
-            vocab_size: V, one past the greatest token that it may choose.
+            vocab_size: V, one past the greatest token that the kernel may choose.
             is_shared: Whether one row of logits serves all nodes of a level.
         """
         relations, draws = self._relations, self.draws
@@ -251,17 +246,14 @@ class TreeExpansion:
         )
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        """See `Expansion`.
-
-        Among equal keys, which of them are taken may depend on how many candidates the level's largest rank asks for.
-        """
+        """See `Expansion`. The choice among equal keys may depend on the level's largest rank."""
         level = self._level(depth)
         self._num_tokens = max(self._num_tokens, logits.shape[2])
         log_probs, keys = self.draws.keys(logits, level.indices, depth)
         best = keys.topk(level.num_candidates, dim=2)
         if self.draws.has_sampled:
-            # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have
-            # it, has a distribution that nobody states.
+            # Draws are taken in order, without the gaps in a shape's ranks: a draw after a skipped draw has a
+            # distribution that no row holds.
             candidate = torch.where(self.draws.is_sampled.unsqueeze(1), level.order, level.rank)
         else:
             candidate = level.rank.expand(logits.shape[0], -1)
@@ -273,8 +265,8 @@ class TreeExpansion:
         if self._pruning is not None:
             self._prune(level, self.draws.likelihoods(log_probs, keys), chosen)
         if self.draws.has_sampled:
-            # A token without a chance in the stated distribution is a choice, not a draw: past the support, where a
-            # probability underflows, and where the drafter's logits are no numbers.
+            # A token with probability 0 is a choice, not a draw. That happens past the support, where a probability
+            # underflows, and where logits are NaN.
             probs = log_probs.exp()
             is_drawn = self.draws.is_sampled.unsqueeze(1) & (_entries(probs, level.place, chosen) > 0)
             row = sum(rows.shape[1] for rows in self._rows) + (level.place if log_probs.shape[1] > 1 else 0)
@@ -289,18 +281,18 @@ class TreeExpansion:
             self.grow(depth, logits[:, depth : depth + 1])
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
-        """See `Expansion`; deeper nodes than a sequence has room for are cut off. With pruning, synchronises once."""
+        """See `Expansion`; cuts off nodes deeper than a sequence has room for. With pruning, synchronises once."""
         tree = self._unpruned(rows, room, roots)
         if self._pruning is None:
             return tree
         kept = torch.zeros_like(tree.tokens, dtype=torch.bool)
         kept[integers_on(rows, kept.device)] = self._is_kept
-        kept &= tree.parents >= 0  # neither padding nor what was cut off
+        kept &= tree.parents >= 0  # neither padding nor cut off
         kept[:, 0] = True
         return compacted(tree, kept).narrowed()
 
     def _unpruned(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
-        """The trees with all nodes that there is room for, whatever was pruned."""
+        """Returns the trees with all nodes within the room, pruned nodes included."""
         total, width, device = len(room), self.shape.num_nodes, self.tokens.device
         most = self.depth
         deepest = [min(max(depth, 0), most) for depth in room]
@@ -328,7 +320,7 @@ class TreeExpansion:
                 kinds=spread(self._kinds, 0), rows=probs, row_of=spread(self._row_of, -1),
                 max_siblings=self._relations.max_siblings,
             )  # fmt: skip
-        # The shape is a tree, and what is cut off are whole levels.
+        # The shape is a tree, and whole levels are cut off.
         counts = [bisect_right(self._relations.depths, depth) for depth in deepest]
         return TokenTree(
             tokens=tokens,
@@ -342,7 +334,7 @@ class TreeExpansion:
         )
 
     def _level(self, depth: int) -> Level:
-        """The nodes of one depth whose children are chosen; those above are final."""
+        """Returns the nodes of one depth whose children are chosen next; levels above are final."""
         level = self._relations.levels[depth]
         if self._pruning is None or not reads_are_free(self.tokens.device):
             return level
@@ -353,12 +345,9 @@ class TreeExpansion:
         return self._narrowed[depth][1]
 
     def _prune(self, level: Level, likelihoods: Tensor, chosen: Tensor) -> None:
-        """Tells which children of a level stay, as long as they are chosen, and which of them go on.
+        """Marks which children of a level stay if they are chosen (not drawn), and which of them are expanded.
 
-        Args:
-            level: That was expanded.
-            likelihoods: (B, P, V) or (B, 1, V), see `DraftDraws.likelihoods`.
-            chosen: (B, C) int64, the children's tokens.
+        likelihoods: (B, P, V) or (B, 1, V), see `DraftDraws.likelihoods`; chosen: (B, C) int64, the children's tokens.
         """
         pruning, children = self._pruning, level.children
         assert pruning is not None, "asked before"
@@ -372,16 +361,15 @@ class TreeExpansion:
         self._is_kept[:, children] = self._goes_on[:, children] = self._goes_on[:, level.parents] & passes
 
     def _keep_drawn(self, level: Level, is_drawn: Tensor) -> None:
-        """Keeps the draws of a level, (B, C) bool, whatever their probability: see `foretoken.trees.pruning`."""
+        """Keeps drawn nodes whatever their probability, see `foretoken.trees.pruning`; is_drawn: (B, C) bool."""
         if self._pruning is not None:
             self._is_kept[:, level.children] |= is_drawn & self._goes_on[:, level.parents]
 
     def _stated(self) -> Tensor:
-        """(B, R, V), the distributions of all levels."""
+        """(B, R, V), the draft distributions of all levels."""
         return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, dim=1)
 
     def _whole(self, facts: HostFacts) -> TokenTree:
-        """The trees as they are, where every sequence has one."""
         parents, depths, num_nodes = whole_places(self._relations, len(self.tokens))
         distributions = None
         if self._rows:
@@ -402,15 +390,9 @@ class TreeExpansion:
 
 
 def _entries(table: Tensor, place: Tensor, column: Tensor) -> Tensor:
-    """One entry a child out of the row of its parent.
+    """Returns (B, C), one entry per child from its parent's row of `table`, (B, P, W) or (B, 1, W).
 
-    Args:
-        table: (B, P, W), a row a parent; or (B, 1, W), one row for all of them.
-        place: (C,) int64, the parent.
-        column: (B, C) int64, below W.
-
-    Returns:
-        (B, C).
+    place: (C,) int64, the parents; column: (B, C) int64, below W.
     """
     if table.shape[1] == 1:
         return table[:, 0].gather(1, column)

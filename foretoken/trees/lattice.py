@@ -1,9 +1,9 @@
 """The most probable paths through a lattice of candidates, for drafters that know all depths at once.
 
-With the candidates of every depth given, the probability of a path is a product, and no node is more probable than its
-parent. So the N most probable nodes are connected, and all of them lie among the N most probable of their depth, whose
-parents lie among the N most probable of the depth above: a search that keeps as many nodes a depth as are wanted in
-all is exact (the trees of Ringel and Romano 2026, arXiv 2604.12989, which a heap finds there one node after another).
+The probability of a path is a product, so no node is more probable than its parent. The N most probable nodes of all
+are therefore connected. All of them lie among the N most probable of their depth, and their parents among the N most
+probable of the depth above. A search that keeps N nodes per depth is thus exact. It finds the trees of Ringel and
+Romano 2026 (arXiv 2604.12989), who take nodes from a heap one by one.
 
 Letters: B sequences, D depths, K candidates of each, P nodes of one depth.
 """
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class LatticeLevel(NamedTuple):
-    """The most probable nodes of one depth, the best first.
+    """The most probable nodes of one depth, best first.
 
     Attributes:
         tokens: (B, P) int64.
         scores: (B, P) float32, log-probabilities of paths.
-        parents: (B, P) int64, places among the nodes of the depth above; 0 at the first depth.
+        parents: (B, P) int64, indices among the nodes of the depth above; 0 at the first depth.
     """
 
     tokens: Tensor
@@ -37,10 +37,11 @@ class DraftLattice:
 
     Attributes:
         ids: (B, D, K) int64.
-        log_probs: (B, D, K) float32, at most 0 and never NaN; -inf for candidates that are impossible.
-        pair_log_probs: (B, D, K, K) float32, likewise: entry (b, d, i, j) is the log-probability of candidate j of
-            depth d after candidate i of depth d - 1, instead of `log_probs[b, d, j]`. Those of depth 0 are not read.
-            None where candidates do not depend on each other.
+        log_probs: (B, D, K) float32, at most 0 and never NaN; -inf for impossible candidates.
+        pair_log_probs: (B, D, K, K) float32, at most 0 and never NaN. Entry (b, d, i, j) is the log-probability of
+            candidate j of depth d after candidate i of depth d - 1; it replaces `log_probs[b, d, j]`. Entries of depth
+            0
+            are not read. None if candidates are independent.
     """
 
     ids: Tensor
@@ -48,10 +49,10 @@ class DraftLattice:
     pair_log_probs: Tensor | None = None
 
     def best_nodes(self, count: int) -> list[LatticeLevel]:
-        """The most probable nodes of each depth, among them the `count` most probable of all. No synchronisation.
+        """Returns the most probable nodes of each depth; together they hold the `count` best. No synchronisation.
 
         Args:
-            count: At least 1. A depth has fewer where there are no more paths.
+            count: At least 1. A depth has fewer nodes if there are fewer paths.
         """
         num_candidates = self.ids.shape[2]
         scores, ranks = self.log_probs.new_zeros(len(self.ids), 1), None

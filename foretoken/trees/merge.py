@@ -1,6 +1,6 @@
-"""Merging several drafters' trees into one: the union of their paths, remembering who proposed what.
+"""Merges several drafters' trees into the union of their paths, and records who proposed each node.
 
-Letters: B sequences, N nodes of the tree so far, M nodes of the one that is added.
+Letters: B sequences, N nodes of the tree so far, M nodes of the tree that is added.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ def merge_trees(
 ) -> TokenTree:
     """Unites trees over the same roots; equal tokens under one parent become one node. No synchronisation.
 
-    A node that was drawn from a draft distribution stays a trial of its own: a chosen (one-hot) node with its token
-    joins it, another drawn one does not. Nodes stand tree by tree in their own order, so when `max_nodes` cuts, earlier
-    trees keep their nodes; a tree that was drawn from is left out as a whole where it does not fit, since a cut that
-    looks at drawn tokens would bias the output.
+    A node that was drawn from a draft distribution stays a trial of its own. A chosen (one-hot) node with its token
+    joins
+    it; another drawn node does not. Nodes stand tree by tree in their own order. When `max_nodes` cuts, earlier trees
+    keep
+    their nodes. A tree with drawn nodes that does not fit is left out as a whole, because a cut that looks at drawn
+    tokens
+    would bias the output.
 
     Args:
-        trees: Trees of the same batch, each with at most `max_nodes` nodes; those that were drawn from come first in
-            the result, wherever they stand. A tree that was drawn only because of what others drew stands after them:
-            siblings are tested in this order, and a draw stays one only if nothing tested before depends on it.
-        max_nodes: Most nodes a merged tree may have, root included.
-        drafters: Whose each tree is, places among the engine's drafters; 0, 1, … when None.
-        most_nodes: How many nodes each tree could have had, root included, whatever was drawn: by this it is told
-            whether a tree that was drawn from fits. When None, the trees' own widths, which of pruned trees depend on
-            what was drawn.
+        trees: Trees of the same batch, each with at most `max_nodes` nodes. Trees with drawn nodes come first in the
+            result. If a tree was drawn only because of what others drew, it must stand after those: siblings are tested
+            in this order, and no earlier test may depend on a later draw.
+        max_nodes: Most nodes of a merged tree, root included.
+        drafters: Index of the drafter of each tree; 0, 1, … if None.
+        most_nodes: Most nodes that each tree could have had, root included, whatever was drawn. Decides whether a tree
+            with
+            drawn nodes fits. If None, the trees' own widths, which depend on draws in pruned trees.
 
     Returns:
-        A tree whose `source` holds bit i where drafter i proposed the node, and `PROBE` where all who did meant a
-        probe; the root has every bit. `scores` are the greatest of those who proposed the node, 0 without any.
+        A tree whose `source` holds bit i if drafter i proposed the node, and `PROBE` if all of them meant a probe. The
+        root
+        has every bit. `scores` are the greatest of all proposers, 0 without any.
 
     Raises:
         TreeError: When a tree has more than `max_nodes` nodes or another number of sequences.
@@ -74,7 +78,7 @@ def merge_trees(
 
 
 def _marked(tree: TokenTree, index: int) -> TokenTree:
-    """A tree whose nodes are known to be drafter `index`'s, its guarantees given up; repeated siblings stay."""
+    """Returns a tree whose nodes have drafter `index` as source, without `HostFacts`; repeated siblings stay."""
     is_real = torch.arange(tree.width, device=tree.tokens.device) < tree.num_nodes.unsqueeze(1)
     is_probe = 0 if tree.source is None else tree.source & PROBE
     scores = torch.zeros_like(tree.tokens, dtype=torch.float32) if tree.scores is None else tree.scores
@@ -83,13 +87,13 @@ def _marked(tree: TokenTree, index: int) -> TokenTree:
 
 
 def _united(first: TokenTree, second: TokenTree) -> TokenTree:
-    """The union of two trees, (B, N + M - 1) with padding at the end."""
+    """Returns the union of two trees, (B, N + M - 1) with padding at the end."""
     (batch, width), device = first.tokens.shape, first.tokens.device
     index = torch.arange(width + second.width, device=device).expand(batch, -1)
     is_first = index[:, :width] < first.num_nodes.unsqueeze(1)
-    is_second = second.parents >= 0  # neither the root nor padding nor what was cut off
+    is_second = second.parents >= 0  # neither root, padding nor cut off
     may_join = ~_drawn(second)
-    place = width + index[:, : second.width]  # of each node of the second in the two laid side by side
+    place = width + index[:, : second.width]  # of each node of the second tree when both stand side by side
     place = torch.where(index[:, : second.width] == 0, 0, place)
     joins = torch.zeros_like(may_join)
     for depth in range(1, min(first.max_depth, second.max_depth) + 1):
@@ -105,18 +109,14 @@ def _united(first: TokenTree, second: TokenTree) -> TokenTree:
 
 
 def _side_by_side(first: TokenTree, second: TokenTree, place: Tensor, joins: Tensor) -> TokenTree:
-    """Both trees as one, the second's parents where they are now; nodes that join are padding to be removed.
+    """Joins two trees of N and M nodes into one; nodes of the second that join the first become padding.
 
-    Args:
-        first: Of N nodes.
-        second: Of M nodes.
-        place: (B, M) int64, the node that each of the second's is.
-        joins: (B, M) bool, which of them are nodes of the first.
+    place: (B, M) int64, where each node of the second goes; joins: (B, M) bool, which are nodes of the first too.
     """
     assert first.source is not None and second.source is not None, "marked before"  # noqa: PT018 - one fact
     assert first.scores is not None and second.scores is not None, "marked before"  # noqa: PT018
     width = first.width
-    target = torch.where(joins, place, 0)  # the root takes what does not join
+    target = torch.where(joins, place, 0)  # nodes that do not join write to the root
     proposed = torch.where(joins, second.source, 0)
     bits = (second.source & ~PROBE).amax(1, keepdim=True)  # one drafter's bit
     has_bit = torch.zeros_like(first.source).scatter_reduce_(1, target, (proposed & ~PROBE).ne(0).long(), "amax") > 0
@@ -140,10 +140,10 @@ def _side_by_side(first: TokenTree, second: TokenTree, place: Tensor, joins: Ten
 
 
 def _united_distributions(first: TokenTree, second: TokenTree, width: int) -> DraftDistributions | None:
-    """What the nodes of two trees side by side were drawn from; width: N."""
+    """Returns the draft distributions of two trees side by side; width: N."""
     ours, theirs = first.distributions, second.distributions
     if ours is None:
-        return None  # those that were drawn from come first
+        return None  # trees with drawn nodes come first
     kinds = torch.full_like(second.tokens, DrawKind.ONE_HOT.value) if theirs is None else theirs.kinds
     row_of = torch.full_like(second.tokens, -1)
     rows, siblings = ours.rows, ours.max_siblings
@@ -159,7 +159,7 @@ def _united_distributions(first: TokenTree, second: TokenTree, width: int) -> Dr
 
 
 def compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
-    """A tree without some of its nodes, all of whose descendants are removed or stand under kept ones.
+    """Returns a tree without some of its nodes; their descendants must be removed too or stand under kept nodes.
 
     Args:
         tree: Of N nodes.
@@ -189,13 +189,13 @@ def compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
 
 
 def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
-    """A tree without some of its chosen nodes. No synchronisation.
+    """Returns a tree without some of its chosen nodes. No synchronisation.
 
     Args:
         tree: Any tree.
-        kept: (B, N) bool, which nodes stay where they were chosen. The root, drawn nodes and their ancestors stay
-            whatever it says: it may depend on drawn tokens, and leaving out a draw by its token would bias the output.
-            A node whose parent goes, goes too.
+        kept: (B, N) bool, which chosen nodes stay. The root, drawn nodes and their ancestors always stay: `kept` may
+            depend on drawn tokens, and leaving out a draw by its token would bias the output. Descendants of a removed
+            node are removed too.
     """
     parents = tree.parents.clamp_min(0)
     needed = _drawn(tree)
@@ -228,11 +228,11 @@ class Trie:
         self.tokens, self.parents, self._index = [root], [-1], {}
 
     def child(self, parent: int, token: int) -> int | None:
-        """The child of a node that holds a token, or None."""
+        """Returns the child of a node that holds a token, or None."""
         return self._index.get((parent, token))
 
     def add(self, parent: int, token: int) -> int:
-        """The child of a node that holds a token, made if needed."""
+        """Returns the child of a node that holds a token; makes it if needed."""
         node = self._index.get((parent, token))
         if node is None:
             node = len(self.tokens)
@@ -242,7 +242,7 @@ class Trie:
         return node
 
     def add_path(self, tokens: Sequence[int], max_nodes: int = MAX_NODES) -> list[int]:
-        """Adds a path from the root, as far as `max_nodes` allows; gives its nodes."""
+        """Adds a path from the root while there are fewer than `max_nodes` nodes; returns its nodes."""
         path: list[int] = []
         node = 0
         for token in tokens:
@@ -253,7 +253,7 @@ class Trie:
         return path
 
     def row(self) -> TreeRow:
-        """The trie as plain lists."""
+        """Returns the trie as plain lists."""
         return TreeRow(self.tokens, self.parents)
 
 
@@ -261,10 +261,10 @@ class Graft(NamedTuple):
     """A chain below a node.
 
     Attributes:
-        row: Of the tree in the batch.
-        node: One without a child that holds the chain's first token.
+        row: Index of the tree in the batch.
+        node: A node without a child that holds the chain's first token.
         depth: Of the node.
-        tokens: Of the chain, the one below the node first.
+        tokens: Of the chain, from the top.
         scores: Log-probabilities that the whole path down to each of them is accepted.
         source: Of its nodes, see `TokenTree`.
     """
@@ -278,15 +278,15 @@ class Graft(NamedTuple):
 
 
 def grafted(tree: TokenTree, grafts: Sequence[Graft], *, max_nodes: int) -> TokenTree:
-    """A tree with chains of chosen (one-hot) nodes below some of its nodes. No synchronisation.
+    """Returns a tree with chains of chosen (one-hot) nodes below some of its nodes. No synchronisation.
 
     Args:
         tree: With scores and sources.
-        grafts: The most valuable first; at most one a node.
-        max_nodes: Most nodes of a tree and its chains, root included: what is beyond is left out from the chains' ends.
+        grafts: Most valuable first; at most one per node.
+        max_nodes: Most nodes of a tree and its chains, root included. The ends of chains beyond that are left out.
 
     Returns:
-        Nodes stand where they did, then the chains.
+        The nodes of the tree at their places, then the chains.
     """
     room = [max_nodes - tree.width] * tree.batch_size
     # (tokens, parents, depths, sources) and scores of each sequence's new nodes

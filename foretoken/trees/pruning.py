@@ -1,21 +1,21 @@
-"""Pruning: leaving out drafted nodes that the drafter itself holds for improbable, before the target sees any of them.
+"""Pruning: removes drafted nodes that the drafter itself finds improbable, before the target sees them.
 
-A node falls short where
+A node is pruned if
 
 - its own probability after its parent is below `token_probability`;
-- the product of these along its path is below `path_probability`;
-- its own probability is below `entropy_weighted` * (1 - h), h the entropy of the distribution after its parent as a
-  share of the greatest possible, ln V: the less certain the drafter, the more candidates it keeps.
+- the product of these probabilities along its path is below `path_probability`;
+- its own probability is below `entropy_weighted` * (1 - h). h is the entropy of the distribution after its parent
+  divided by the greatest possible, ln V. The less certain the drafter is, the more candidates it keeps.
 
-Of several thresholds each one counts. Nodes below one that falls short are never drafted. The distribution is the
-draft's; for coupled requests, which know the noise that the target will choose with, what that noise makes of it: how
-probable a candidate is the target's choice, see `DraftDraws.likelihoods`.
+Each threshold that is set counts. Nothing is drafted below a pruned node. The probabilities are those of the draft
+distribution. For coupled requests, whose noise is known, they are the probabilities that a candidate is the target's
+choice given that noise, see `DraftDraws.likelihoods`.
 
-A node that falls short is left out where it was chosen, and stays where it was drawn from a draft distribution: to
-leave out a draw for its own token would bias what is generated. That nothing follows it depends on nothing but itself
-and what came before it, so it biases nothing: chains of sampled requests end with the first draw that falls short.
+A pruned node is removed if it was chosen. It stays, without descendants, if it was drawn from a draft distribution:
+removing a draw because of its token would bias the output. Ending a chain after a draw does not bias the output,
+because the decision depends only on that draw and the tokens before it.
 
-The root always stays, so a tree of which nothing else is left is a step of plain decoding.
+The root always stays, so a fully pruned tree is a step of plain decoding.
 
 Letters: B sequences, N nodes, V vocabulary.
 """
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class Pruning(BaseModel):
-    """Thresholds, see the module; None for those that are not asked for.
+    """Thresholds, see the module; None for thresholds that are not set.
 
     Attributes:
-        token_probability: Above 0, at most 1. What Hugging Face calls `assistant_confidence_threshold`.
+        token_probability: Above 0, at most 1. Hugging Face calls it `assistant_confidence_threshold`.
         path_probability: Above 0, at most 1.
         entropy_weighted: Above 0, at most 1.
     """
@@ -54,7 +54,6 @@ class Pruning(BaseModel):
 
     @model_validator(mode="after")
     def _has_threshold(self) -> Self:
-        """One threshold at least."""
         if not self.keys:
             raise ValueError(f"there is no threshold; expected one of {', '.join(type(self).model_fields)}")
         return self
@@ -66,11 +65,11 @@ class Pruning(BaseModel):
 
     @property
     def looks_at_tokens(self) -> bool:
-        """Whether there is a threshold of a node's own probability."""
+        """Whether there is a threshold on a node's own probability."""
         return self.token_probability is not None or self.entropy_weighted is not None
 
     def token_passes(self, own: Tensor, entropies: Tensor | None) -> Tensor:
-        """Which nodes do not fall short by their own probability; none that is NaN where `looks_at_tokens`.
+        """Returns which nodes pass by their own probability; NaN does not pass if `looks_at_tokens`.
 
         Args:
             own: Log-probability of each node after its parent, in any shape.
@@ -88,28 +87,28 @@ class Pruning(BaseModel):
         return result
 
     def path_passes(self, paths: Tensor) -> Tensor:
-        """Bool, which nodes do not fall short by the log-probabilities of their paths; NaN does with a threshold."""
+        """Returns bool, which nodes pass by the log-probabilities of their paths; NaN does not pass a threshold."""
         if self.path_probability is None:
             return torch.ones_like(paths, dtype=torch.bool)
         return paths >= math.log(self.path_probability)
 
 
 def normalised_entropy(log_probs: Tensor) -> Tensor:
-    """Entropy as a share of the greatest possible.
+    """Returns the entropy divided by the greatest possible.
 
     Args:
-        log_probs: (..., V), -inf for what is impossible.
+        log_probs: (..., V), -inf for impossible tokens.
 
     Returns:
-        (...), 0 to 1; NaN where a row holds one.
+        (...), 0 to 1; NaN for rows that hold a NaN.
     """
-    greatest = max(math.log(log_probs.shape[-1]), 1e-9)  # one token alone: no entropy either
+    greatest = max(math.log(log_probs.shape[-1]), 1e-9)  # a single token has no entropy
     entropies: Tensor = torch.special.entr(log_probs.exp()).sum(-1) / greatest
     return entropies.clamp(0.0, 1.0)
 
 
 def pruned(tree: TokenTree, pruning: Pruning) -> TokenTree:
-    """A whole tree without the nodes that fall short, for drafters that do not draft level by level, such as lookups.
+    """Returns a whole tree without pruned nodes, for drafters that do not draft level by level, such as lookups.
 
     Drawn nodes and their ancestors stay. Synchronises with the host.
 
@@ -123,5 +122,5 @@ def pruned(tree: TokenTree, pruning: Pruning) -> TokenTree:
     if tree.scores is None:
         raise TreeError("a tree without scores cannot be pruned by probabilities. Expected scores, see TokenTree.")
     own = tree.scores - tree.scores.gather(1, tree.parents.clamp_min(0))
-    # Below an impossible node this is NaN; it goes with that node.
+    # NaN below an impossible node, which is removed with that node
     return prune(tree, pruning.token_passes(own, None) & pruning.path_passes(tree.scores)).narrowed()

@@ -1,12 +1,12 @@
-"""Finds the static tree that gives the most tokens a second, from measured acceptance.
+"""Finds the static tree with the most tokens per second, from measured acceptance.
 
-Let a(d, r) be the probability that candidate r of depth d is right when its parent was, taken to depend on nothing
-else. A node is accepted with the product of these along its path, its value, and the expected number of accepted tokens
-is the sum of the values of all nodes. No node is worth more than its parent: buying the most valuable node whose parent
-is bought, again and again, gives the best tree of every size at once (the search of Medusa, arXiv 2401.10774).
+a(d, r) is the probability that candidate r of depth d is right if its parent is right, assumed independent of all else.
+The value of a node is the product of these along its path: the probability that the node is accepted. The expected
+number of accepted tokens is the sum of all values. No node is worth more than its parent. Buying the most valuable node
+below bought nodes, again and again, thus gives the best tree of every size (the search of Medusa, arXiv 2401.10774).
 
-What this module does not know: how acceptance and seconds were measured. An acceptance table is a sequence of K rows,
-one a head; rows may differ in length and need not fall with the rank.
+This module does not know how acceptance and seconds were measured. An acceptance table is a sequence of K rows, one per
+head. Rows may differ in length and need not fall with the rank.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 def best_nodes(acceptance: Acceptance, max_nodes: int) -> list[tuple[Choice, float]]:
-    """Choices by falling value; every beginning of the list is the best tree of its size.
+    """Returns choices by falling value; every beginning of the list is the best tree of its size.
 
     Among equal values the shorter choice comes first, then the lexicographically smaller one.
 
     Args:
-        acceptance: K rows, probability that each candidate of a depth is right when its parent was.
+        acceptance: K rows, probability that each candidate of a depth is right if its parent is.
         max_nodes: Most nodes of a tree, root included.
 
     Returns:
-        At most `max_nodes - 1` choices with their values, fewer when the table has no more.
+        At most `max_nodes - 1` choices with their values; fewer if the table has fewer.
 
     Raises:
-        ConfigError: When the table is empty or holds something else than probabilities, or `max_nodes` is below 2.
+        ConfigError: When the table is empty or holds anything but probabilities, or `max_nodes` is below 2.
     """
     _check(acceptance)
     if max_nodes < 2:
@@ -67,17 +67,18 @@ def best_shape(
     level_seconds: float | Callable[[TreeShape], float] = 0.0,
     max_nodes: int,
 ) -> TreeShape:
-    """The shape with the most expected tokens per second.
+    """Returns the shape with the most expected tokens per second.
 
-    Where drafting takes time by the level, a shallower tree may pay more than any beginning of `best_nodes`, so every
-    depth is tried as the greatest one. With a number for `level_seconds` the result is the best of all shapes; with a
-    function, the best of those tried. Among equals the one with the fewest nodes. It has one drafted node at least:
-    whether to draft at all is not asked here.
+    If drafting takes time per level, a shallower tree may pay more than any beginning of `best_nodes`. Every depth is
+    therefore tried as the greatest. With a number for `level_seconds` the result is the best of all shapes; with a
+    function, the best of the shapes tried. Among equals the shape with the fewest nodes wins. The shape has at least
+    one
+    drafted node.
 
     Args:
         acceptance: K rows, see `best_nodes`.
         pass_seconds: Seconds of a target pass by its nodes, root included.
-        level_seconds: Seconds that drafting takes for each level; or a function that gives those of a whole shape.
+        level_seconds: Seconds of drafting per level; or a function that returns the seconds for a whole shape.
         max_nodes: Most nodes of a tree, root included.
 
     Raises:
@@ -85,7 +86,7 @@ def best_shape(
     """
     _check(acceptance)
     rate_of_best, best = float("-inf"), TreeShape(())
-    # Without a price for depth the deepest search has the best tree of every size.
+    # If depth costs nothing, the deepest search has the best tree of every size.
     for depth in range(1 if level_seconds else len(acceptance), len(acceptance) + 1):
         bought = best_nodes(acceptance[:depth], max_nodes)
         choices = [choice for choice, _ in bought]
@@ -104,7 +105,6 @@ def best_shape(
 
 
 def _check(acceptance: Acceptance) -> None:
-    """Raises `ConfigError` for what is no acceptance table."""
     if not acceptance or not all(acceptance):
         widths = [len(row) for row in acceptance]
         raise ConfigError(f"acceptance table with rows of {widths}. Expected at least one entry at every depth.")

@@ -1,6 +1,6 @@
-"""What follows from a static shape alone: who descends from whom, and the nodes of each level that have children.
+"""Index tensors of a static shape: ancestors, and the nodes of each level that have children.
 
-Worked out once a shape and device, and shared by all trees of the shape.
+Built once per shape and device, and shared by all trees of the shape.
 
 Letters: B sequences, N nodes of the shape, P nodes of one level that have children, C children of theirs.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Relations:
-    """Who descends from whom in a shape.
+    """The parents, levels and counts of a shape.
 
     Attributes:
         depths: Depth of every node.
@@ -30,8 +30,8 @@ class Relations:
         places: (3, N) int64, parents, depths and ranks.
         max_siblings: Most children of a node.
         num_inner: Nodes that have children.
-        widest_level: Most of them of one depth.
-        num_candidates: The largest rank and one.
+        widest_level: Most nodes with children of one depth.
+        num_candidates: The largest rank plus 1.
     """
 
     depths: list[int]
@@ -45,19 +45,19 @@ class Relations:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Level:
-    """The P nodes of one depth that have children, and these C children.
+    """The P nodes of one depth that have children, and their C children.
 
     Attributes:
         indices: P nodes.
-        nodes: Picks them from (B, N): a slice where they follow each other, else (P,) int64.
+        nodes: Index of these in (B, N): a slice if they are contiguous, else (P,) int64.
         origins: See `Frontier`.
         children: (C,) int64, nodes.
         parents: (C,) int64, the parent of each.
-        place: (C,) int64, where that parent stands among the P nodes.
+        place: (C,) int64, index of that parent among the P nodes.
         rank: (C,) int64, of each among the candidates after its parent.
         order: (C,) int64, of each among its siblings.
-        kind: (C,) int64, the `DrawKind` of each where it is drawn.
-        num_candidates: Candidates after a node that have to be known: the largest rank and one.
+        kind: (C,) int64, the `DrawKind` of each if it is drawn.
+        num_candidates: Candidates needed after a node: the largest rank plus 1.
     """
 
     indices: list[int]
@@ -72,11 +72,11 @@ class Level:
     num_candidates: int
 
     def narrowed(self, places: Tensor, above: Tensor | None) -> Level:
-        """A part of the level.
+        """Returns a part of the level.
 
         Args:
             places: (P',) int64, which of the P nodes, ascending.
-            above: Likewise of the level above; None at the root.
+            above: The same of the level above; None at the root.
         """
         device = places.device
         new_place = torch.full((len(self.indices),), -1, device=device)
@@ -109,9 +109,9 @@ class _Table(NamedTuple):
     ranks: list[int]
 
 
-@lru_cache(maxsize=64)  # a drafter has one shape, cut off at as many depths as it has levels
+@lru_cache(maxsize=64)  # a drafter has one shape, truncated to as many depths as it has levels
 def relations_of(shape: TreeShape, device: torch.device) -> Relations:
-    """What is to know of a shape."""
+    """Returns the index tensors of a shape; cached."""
     parents, depths, ranks = shape.parents, shape.depths, shape.ranks
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
@@ -137,13 +137,13 @@ def relations_of(shape: TreeShape, device: torch.device) -> Relations:
 
 @lru_cache(maxsize=64)
 def whole_places(relations: Relations, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents, depths and numbers of nodes of trees that nothing is cut off: (B, N) twice, and (B,)."""
+    """Returns parents (B, N), depths (B, N) and numbers of nodes (B,) of uncut trees."""
     parents, depths, _ = relations.places.unsqueeze(1).expand(-1, batch, -1).unbind()
     return parents, depths, torch.full((batch,), len(relations.depths), device=parents.device)
 
 
 def _level(nodes: list[int], above: list[int], relations: _Table, device: torch.device) -> Level:
-    """The nodes of one depth that have children, as those of the depth above are."""
+    """Returns the nodes of one depth that have children; above: those of the depth above."""
     parents, children, ranks = relations
     columns = [
         (child, node, place, ranks[child], order, _kind(len(children[node])))
@@ -169,5 +169,4 @@ def _level(nodes: list[int], above: list[int], relations: _Table, device: torch.
 
 
 def _kind(siblings: int) -> int:
-    """How one of so many children is drawn."""
     return (DrawKind.INDEPENDENT if siblings == 1 else DrawKind.WITHOUT_REPLACEMENT).value
