@@ -1,6 +1,6 @@
-"""Tree attention by a plain CUDA C++ kernel (tree_attention.cu), against which the Triton kernels are checked.
+"""Tree attention by a plain CUDA C++ kernel (tree_attention.cu), which checks the Triton kernels.
 
-One block per node, head and sequence re-reads the keys, so this is slow by design and no runner calls it.
+One block per node, head and sequence re-reads the keys. This is slow by design; no runner calls it.
 
 Letters: B sequences, T nodes, H query heads, Hk KV heads, Dk and Dv widths of keys and values.
 """
@@ -26,7 +26,7 @@ from foretoken.core.errors import ConfigError
 
 _SHARED_MEMORY_OPT_IN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_ORDINARY_SHARED_BYTES = 48 * 1024  # what a kernel gets without asking
+_ORDINARY_SHARED_BYTES = 48 * 1024  # a kernel gets these without asking
 
 
 def compile_source(source: str, *, arch: str = "sm_90") -> bytes:
@@ -34,7 +34,7 @@ def compile_source(source: str, *, arch: str = "sm_90") -> bytes:
 
     Args:
         source: The text of one translation unit.
-        arch: The architecture to make machine code for.
+        arch: GPU architecture of the machine code.
 
     Returns:
         A cubin, for `KernelModule`.
@@ -62,10 +62,9 @@ def compile_source(source: str, *, arch: str = "sm_90") -> bytes:
 
 
 def find_nvrtc() -> Path | None:
-    """The NVRTC among the installed Python packages: of the CUDA release that torch was built for, else the newest.
+    """Returns the path of NVRTC among the installed Python packages, or None.
 
-    Returns:
-        The path of the library, or None; one of the system is not looked for here.
+    Prefers the CUDA release that torch was built for, then the newest. Does not search the system's libraries.
     """
     found = {}
     for folder in map(Path, sys.path):
@@ -79,20 +78,18 @@ def find_nvrtc() -> Path | None:
 
 
 class KernelModule:
-    """Machine code loaded on one device.
-
-    Loading and launching wait for nothing; launches go to the stream that they name.
+    """Machine code loaded on one device. Neither loading nor launching waits for the device.
 
     Attributes:
         max_shared_bytes: Shared memory that a block can have.
     """
 
     def __init__(self, image: bytes, *, device: int, driver: ctypes.CDLL | None = None) -> None:
-        """Loads the code into the device's primary context, the one torch works in.
+        """Loads the code into the device's primary context, which torch uses.
 
         Args:
             image: A cubin, from `compile_source` for this device's architecture.
-            device: Index of the device, as torch counts.
+            device: Index of the device in torch.
             driver: The CUDA driver; None for the system's.
 
         Raises:
@@ -127,8 +124,9 @@ class KernelModule:
 
         Args:
             name: Of an `extern "C"` kernel.
-            arguments: The struct; copied before this returns. Memory that it points to must live until the stream
-                gets there, which torch's allocator grants to tensors used on one stream.
+            arguments: The struct; copied before this returns. Memory that it points to must live until the kernel has
+                run.
+                Torch's allocator ensures this for tensors used on one stream.
             grid: Blocks along x, y and z.
             threads: Threads of a block, along x.
             shared_bytes: Dynamic shared memory of a block, at most `max_shared_bytes`.
@@ -150,7 +148,6 @@ class KernelModule:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
 
     def _function(self, name: str) -> c_void_p:
-        """A kernel by its name; looked up once."""
         if name not in self._functions:
             function = c_void_p()
             self._call("cuModuleGetFunction", ctypes.byref(function), self._module, c_char_p(name.encode()))
@@ -158,7 +155,6 @@ class KernelModule:
         return self._functions[name]
 
     def _call(self, name: str, *arguments: object) -> None:
-        """Calls the driver, and raises when it reports an error."""
         status = getattr(self._driver, name)(*arguments)
         if status:
             text = c_char_p()
@@ -172,11 +168,7 @@ class KernelModule:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC, from the installed packages or the system.
-
-    Raises:
-        ConfigError: When there is none.
-    """
+    """Loads NVRTC from the installed packages or the system; raises `ConfigError` if there is none."""
     path = find_nvrtc() or find_library("nvrtc")
     if path is None:
         raise ConfigError(
@@ -191,14 +183,13 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_version(nvrtc: ctypes.CDLL) -> tuple[int, int]:
-    """Major and minor release."""
     major, minor = c_int(), c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
 
 
 def _program_bytes(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
-    """What a program holds by a pair of functions nvrtcGet<what>Size and nvrtcGet<what>."""
+    """Returns the result of a pair of functions nvrtcGet<what>Size and nvrtcGet<what>."""
     size = c_size_t()
     _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)
@@ -208,7 +199,7 @@ def _program_bytes(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
 
 
 def _check(nvrtc: ctypes.CDLL, status: int) -> None:
-    """Raises `ConfigError` when NVRTC reports an error that is not of the source."""
+    """Raises `ConfigError` when NVRTC reports an error that the source did not cause."""
     if status:
         reason = nvrtc.nvrtcGetErrorString(status).decode()
         raise ConfigError(f"NVRTC failed: {reason} ({status}). Expected it to compile CUDA kernels. Reinstall it.")
@@ -216,11 +207,7 @@ def _check(nvrtc: ctypes.CDLL, status: int) -> None:
 
 @cache
 def _system_driver() -> ctypes.CDLL:
-    """The CUDA driver of this machine.
-
-    Raises:
-        ConfigError: When there is none.
-    """
+    """Loads the CUDA driver of this machine; raises `ConfigError` if there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as err:
@@ -239,18 +226,17 @@ _ENTRIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """How the work of a block is laid out; results differ only by rounding.
+    """The work of one block; shapes differ in results only by rounding.
 
     Attributes:
         threads: Threads, a power of two.
-        chunk: Keys whose scores lie in shared memory at once, at least 1.
+        chunk: Keys whose scores are in shared memory at once, at least 1.
     """
 
     threads: int = 128
     chunk: int = 4096
 
     def __post_init__(self) -> None:
-        """Checks what the kernel relies on."""
         require(self.threads.bit_count() == 1, "sums over a block halve it")
         require(self.chunk >= 1, "no progress without a key")
 
@@ -283,10 +269,10 @@ def tree_attention_cuda(  # noqa: PLR0913 - the tables by name, as the kernel re
     shape: BlockShape | None = None,
     kernels: KernelModule | None = None,
 ) -> Tensor:
-    """Attention of every node to its sequence's prefix, its ancestors and itself.
+    """Computes attention of every node to its sequence's prefix, its ancestors and itself.
 
-    Row r of a slot holds position r for r < prefix; node j's own key lies in row prefix + j. The first call on a device
-    compiles. Nothing synchronises, and rows that no node sees are not read.
+    Row r of a slot holds position r for r < prefix; node j's own key is in row prefix + j. The first call on a device
+    compiles. Nothing synchronises. Rows that no node sees are not read.
 
     Args:
         query: (B, H, T, Dk) float32, float16 or bfloat16.
@@ -296,20 +282,21 @@ def tree_attention_cuda(  # noqa: PLR0913 - the tables by name, as the kernel re
         prefix: (B,) int32, prefix lengths.
         positions: (B, T) int32, of the nodes.
         parents: (B, T) int32, less than the node's own index, -1 at the root and at padding nodes, which see the prefix
-            and themselves; None for causal tokens: t sees scratch rows 0 … t.
+            and
+            themselves; None for causal tokens: t sees scratch rows 0 … t.
         scale: Factor of the dot products.
         window: Only keys less than this many positions back, or None.
         softcap: c in c tanh(score / c), or None.
         sinks: (H,) logits that take part in the softmax and have no value, or None.
-        shape: How a block works; None for the usual way.
+        shape: Work of a block; None for the default.
         kernels: The loaded kernels; None to compile them for the query's device.
 
     Returns:
-        (B, T, H, Dv) in the query's dtype; everything is summed in float32.
+        (B, T, H, Dv) in the query's dtype; sums are float32.
 
     Raises:
-        ConfigError: When the dtype is not among the kernels', tensors are not on a CUDA device, T is beyond what shared
-            memory holds, or the kernel cannot be compiled or loaded.
+        ConfigError: When the dtype is not supported, tensors are not on a CUDA device, T exceeds shared memory, or the
+            kernel cannot be compiled or loaded.
     """
     shape = shape or BlockShape()
     tables = {"slots": slots, "prefix": prefix, "positions": positions, "parents": parents}
@@ -373,7 +360,7 @@ def tree_attention_cuda(  # noqa: PLR0913 - the tables by name, as the kernel re
 def _check_shapes(
     query: Tensor, keys: Tensor, values: Tensor, tables: dict[str, Tensor | None], sinks: Tensor | None
 ) -> None:
-    """Asserts what keeps the kernel inside its tensors, as far as the host can tell without waiting for the device."""
+    """Asserts the shapes that keep the kernel inside its tensors, without waiting for the device."""
     batch, heads, nodes, key_width = query.shape
     slots, kv_heads, capacity, _ = values.shape
     table_shapes = {"slots": (batch,), "prefix": (batch,), "positions": (batch, nodes), "parents": (batch, nodes)}
@@ -392,18 +379,17 @@ def _check_shapes(
 
 
 def kernel_source() -> str:
-    """The text of the kernel."""
+    """Returns the text of the kernel."""
     return Path(__file__).with_name("tree_attention.cu").read_text(encoding="utf-8")
 
 
 @cache
 def _kernels(device: int) -> KernelModule:
-    """The kernels on a device; compiled once per architecture."""
+    """Compiled once per architecture."""
     major, minor = torch.cuda.get_device_capability(device)
     return KernelModule(_cubin(f"sm_{major}{minor}"), device=device)
 
 
 @cache
 def _cubin(arch: str) -> bytes:
-    """Machine code for an architecture."""
     return compile_source(kernel_source(), arch=arch)

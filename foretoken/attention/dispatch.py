@@ -1,7 +1,7 @@
 """Tree attention over the slot cache: the Triton kernel on GPUs, stock kernels elsewhere.
 
-Each sequence attends to exactly its own rows of the cache. Nothing past them is read, so the content of uncommitted
-rows, NaN included, cannot matter, and a sequence's result does not depend on the lengths of the others in the batch.
+Each sequence reads exactly its own rows of the cache. The content of uncommitted rows, NaN included, therefore cannot
+matter, and a sequence's result does not depend on the lengths of other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reference_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of one sequence with grouped KV heads.
+    """Computes softmax attention of one sequence with grouped KV heads.
 
     Args:
         query: (H, T, Dk).
@@ -76,13 +76,13 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every token of a pass.
+    """Computes attention of every token of a pass.
 
     Args:
         query: (M, H, Dk).
         keys: (slots, Hk, capacity, Dk), one layer of the cache, this pass's rows already written.
         values: (slots, Hk, capacity, Dv).
-        layout: Who sees what.
+        layout: Visibility of the keys.
         scale: Factor of the dot products.
         window: Sliding window of the layer, or None.
         softcap: Soft cap of the scores, or None.
@@ -115,13 +115,13 @@ def tree_attention(
 
 
 def has_kernel(dtype: torch.dtype, head_width: int) -> bool:
-    """Whether attention of this dtype and head size can be captured: whether the Triton kernel runs it."""
+    """Returns whether the Triton kernel supports a dtype and head size, so that attention can be captured."""
     return _triton_kernel(dtype, head_width) is not None
 
 
 @cache
 def _triton_kernel(dtype: torch.dtype, head_width: int) -> Any:
-    """The kernel, or None with the reason said once."""
+    """Returns the kernel, or None; logs the reason once."""
     if dtype not in _KERNEL_DTYPES or head_width > _WIDEST_HEAD:
         reason = (
             f"it takes heads of at most {_WIDEST_HEAD} in float32, float16 and bfloat16, not {head_width} in {dtype}"

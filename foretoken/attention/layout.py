@@ -1,4 +1,4 @@
-"""What each token of a pass sees in the KV cache, worked out once for all layers: masks and kernel tables.
+"""Visibility of KV cache rows for each token of a pass, computed once for all layers: masks and kernel tables.
 
 Letters: S sequences, M tokens of the pass, T tokens and N nodes of one sequence, W nodes of all.
 """
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassTables:
-    """Where each sequence's keys lie and which of them each of its tokens sees.
+    """The rows of each sequence's keys, and which of them each token sees.
 
-    Row r of a slot holds position r for r < prefix; every token sees those rows, less what lies outside a sliding
-    window. Row prefix + i is node i of the sequence; its tokens are the last of its nodes.
+    Row r of a slot holds position r for r < prefix; every token sees those rows within its sliding window. Row prefix +
+    i
+    is node i of the sequence; its tokens are the last of its nodes.
 
     Attributes:
         slots: (S,) int32, cache slots.
@@ -32,13 +33,13 @@ class PassTables:
         starts: (S + 1,) int32, where each sequence's tokens begin.
         node_starts: (S + 1,) int32, where its nodes begin.
         positions: (W,) int32, of the nodes.
-        words: (M, N32) int32, bit i % 32 of word i // 32 is set where the token sees node i of its sequence; None
-            where every sequence is a chain: a token sees all nodes up to its own.
+        words: (M, N32) int32, bit i % 32 of word i // 32 is set if the token sees node i of its sequence; None if every
+            sequence is a chain: a token sees all nodes up to its own.
         written_slots: (M,) int64, the cache slot of each token.
-        written_rows: (M,) int64, the cache row of each token; -1 for one of no sequence, which pads the pass.
-        max_prefix: Upper bound of `prefix`, known on the host: launches depend on it, results do not.
-        max_tokens: Likewise of the tokens of a sequence.
-        max_nodes: Likewise of the nodes of a sequence.
+        written_rows: (M,) int64, the cache row of each token; -1 for padding tokens without a sequence.
+        max_prefix: Upper bound of `prefix`, known on the host; launches depend on it, results do not.
+        max_tokens: Upper bound of the tokens of a sequence, known on the host.
+        max_nodes: Upper bound of the nodes of a sequence, known on the host.
     """
 
     slots: Tensor
@@ -55,15 +56,15 @@ class PassTables:
 
 
 class AttentionLayout:
-    """See the module.
+    """Masks and kernel tables of one pass, built when asked for.
 
     Attributes:
-        is_captured: Whether a CUDA graph of the pass is being captured, which is replayed with other contents of the
-            same tensors: there are tables alone then, and what would have to be known on the host is a bound.
+        is_captured: Whether a CUDA graph of the pass is being captured; replays change the contents of its tensors.
+            Only
+            tables exist then, and host values are bounds.
     """
 
     def __init__(self, work: Pass) -> None:
-        """Nothing is computed before it is asked for."""
         self.is_captured = False
         self._work, self._node_offsets = work, work.node_offsets
         self._tables: PassTables | None = None
@@ -72,11 +73,11 @@ class AttentionLayout:
 
     @classmethod
     def of_tables(cls, work: Pass, tables: PassTables) -> AttentionLayout:
-        """A pass that is captured: slots, lengths and visibility are read on the device, whenever it runs.
+        """Returns the layout of a captured pass: the device reads slots, lengths and visibility at every replay.
 
         Args:
-            work: Its tokens and positions; of the rest only lengths are read.
-            tables: Filled anew before every run.
+            work: Its tokens and positions; of the other fields only lengths are read.
+            tables: Filled anew before every replay.
         """
         layout = cls(work)
         layout.is_captured, layout._tables = True, tables
@@ -88,27 +89,27 @@ class AttentionLayout:
         return self._work.slots
 
     def tokens_of(self, sequence: int) -> slice:
-        """Where a sequence's T tokens lie in the pass."""
+        """Returns the slice of a sequence's T tokens in the pass."""
         return slice(self._work.offsets[sequence], self._work.offsets[sequence + 1])
 
     def rows_of(self, sequence: int) -> slice:
-        """The cache rows of a sequence's T tokens."""
+        """Returns the cache rows of a sequence's T tokens."""
         end = self.num_keys(sequence)
         return slice(end - self._num_tokens(sequence), end)
 
     def num_keys(self, sequence: int) -> int:
-        """Cache rows that a sequence's tokens may see: its prefix and all its nodes."""
+        """Returns the number of cache rows that a sequence's tokens may see: its prefix and all its nodes."""
         return self._work.prefix_lens[sequence] + self._num_nodes(sequence)
 
     def mask(self, sequence: int, window: int | None) -> Tensor | None:
-        """What a sequence's tokens see; computed once per pass and window.
+        """Returns the keys that a sequence's tokens see; computed once per pass and window.
 
         Args:
             sequence: Index into the pass.
             window: Only keys less than this many positions back, or None.
 
         Returns:
-            (T, `num_keys(sequence)`) bool, or None when every token sees every key.
+            (T, `num_keys(sequence)`) bool, or None if every token sees every key.
         """
         if window is not None and self.num_keys(sequence) <= window:
             window = None
@@ -118,21 +119,18 @@ class AttentionLayout:
         return self._masks[key]
 
     def tables(self) -> PassTables:
-        """The same for kernels; made once per pass."""
+        """Returns the tables for kernels; built once per pass."""
         if self._tables is None:
             self._tables = self._build_tables()
         return self._tables
 
     def _num_tokens(self, sequence: int) -> int:
-        """T."""
         return self._work.offsets[sequence + 1] - self._work.offsets[sequence]
 
     def _num_nodes(self, sequence: int) -> int:
-        """N."""
         return self._node_offsets[sequence + 1] - self._node_offsets[sequence]
 
     def _build_mask(self, sequence: int, window: int | None) -> Tensor | None:
-        """Builds what `mask` returns."""
         work, tokens, nodes = self._work, self._num_tokens(sequence), self._num_nodes(sequence)
         if nodes == 1 and window is None:
             return None
@@ -151,7 +149,6 @@ class AttentionLayout:
         return mask
 
     def _build_tables(self) -> PassTables:
-        """Builds what `tables` returns."""
         work, num = self._work, self._work.num_sequences
         device = work.positions.device
         nodes = [self._num_nodes(row) for row in range(num)]

@@ -1,6 +1,6 @@
-"""Attention under a dense mask in one plain Triton kernel, against which the mask-free kernel is measured.
+"""Attention under a dense mask in one plain Triton kernel, to compare the mask-free kernel with.
 
-It shares no code with that kernel. Every (query, key) pair has its byte in the mask, as many as there are scores.
+It shares no code with that kernel. The mask has one byte per (query, key) pair.
 
 Letters: B sequences, T tokens fed, S keys, H query heads, Hk KV heads, G = H / Hk, Dk and Dv widths of keys and values.
 """
@@ -30,12 +30,12 @@ def masked_attention_triton(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every query of a pass; never synchronises with the host.
+    """Computes attention of every query of a pass; never synchronises with the host.
 
     Args:
         query: (B, H, T, Dk) bfloat16, float16 or float32, of any strides.
         keys: (slots, Hk, capacity, Dk) in the query's dtype.
-        values: (slots, Hk, capacity, Dv), likewise.
+        values: (slots, Hk, capacity, Dv) in the query's dtype.
         slots: (B,) int32, cache slots.
         num_keys: (B,) int32, rows of each slot that may be read, at most S.
         mask: (B, T, S) bool, true where a query sees a row.

@@ -1,7 +1,7 @@
 """Builds the kernels' tables of a packed pass on the device in one launch: visible rows, positions, rows to write.
 
-The words are those that `ancestor_words` defines; here they are made without a host synchronisation and without the
-thirty small launches that tensor operations take.
+The words are those that `ancestor_words` defines. One launch replaces thirty small ones of tensor operations, without
+synchronising with the host.
 
 Letters: S sequences, M tokens of the pass, W nodes, N32 = 2 * ceil(max_nodes / 64) words of 32 bits.
 """
@@ -19,7 +19,7 @@ from foretoken.attention.layout import PassTables
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FEWEST_NODES = 32  # of a block: as many as a warp has threads
+_FEWEST_NODES = 32  # of a block: the threads of a warp
 
 
 def pass_tables(
@@ -35,25 +35,25 @@ def pass_tables(
     max_tokens: int,
     max_nodes: int,
 ) -> tuple[PassTables, Tensor]:
-    """The tables of a pass whose lengths lie on the device: one launch, no synchronisation with the host.
+    """Returns the tables of a pass whose lengths are on the device: one launch, no synchronisation with the host.
 
-    Tokens from starts[S] on, up to M, belong to no sequence; nodes from node_starts[S] on likewise, and are not read.
-    A sequence may have no token.
+    Tokens from starts[S] up to M belong to no sequence. Nodes from node_starts[S] on belong to none and are not read. A
+    sequence may have no token.
 
     Args:
         parents: (W,) int64, contiguous, see `Pass`.
-        positions: (W,) int64, contiguous, likewise.
+        positions: (W,) int64, contiguous, see `Pass`.
         slots: (S,) int32, contiguous, cache slots.
         prefix: (S,) int32, contiguous, prefix lengths.
         starts: (S + 1,) int32, contiguous, where each sequence's tokens begin.
         node_starts: (S + 1,) int32, contiguous, where its nodes begin; its tokens are the last of them.
         num_tokens: M, at least starts[S].
         max_prefix: See `PassTables`.
-        max_tokens: Likewise.
-        max_nodes: Likewise.
+        max_tokens: See `PassTables`.
+        max_nodes: See `PassTables`.
 
     Returns:
-        The tables, with words, and the (M,) int64 positions of the tokens, 0 for those of no sequence.
+        The tables, with words, and the (M,) int64 positions of the tokens, 0 for tokens of no sequence.
     """
     words = parents.new_empty(num_tokens, 2 * -(-max_nodes // 64), dtype=torch.int32)
     node_positions = positions.new_empty(positions.shape, dtype=torch.int32)
@@ -89,14 +89,14 @@ def _tables_kernel(
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ) -> None:
-    """One word of all tokens of one sequence; the program of word 0 also makes what is not words.
+    """Builds one word of all tokens of one sequence; the program of word 0 also fills the other tables.
 
-    The grid is (S + 1, N32): the last sequence are the tokens that belong to none.
+    The grid is (S + 1, N32): the last sequence holds the tokens that belong to none.
 
-    Pointer doubling: after r rounds `seen` holds the nodes up to 2^r - 1 edges above, and `ancestor` is the one 2^r
-    edges above, or the topmost where there is none. A chain of N nodes has N - 1 edges, so bit_length(N - 1) rounds are
-    enough. Nothing passes through memory between rounds: `tl.gather` is a function of register values, and its exchange
-    between threads, with the barriers that needs, is the compiler's.
+    Pointer doubling: after r rounds `seen` holds the nodes up to 2^r - 1 edges above, and `ancestor` is the node 2^r
+    edges
+    above, or the topmost. A chain of N nodes has N - 1 edges, so bit_length(N - 1) rounds are enough. Nothing passes
+    through memory between rounds: `tl.gather` works on registers, and the compiler inserts its exchanges and barriers.
     """
     sequence, word, num_words = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     node = tl.arange(0, BLOCK)
@@ -118,7 +118,7 @@ def _tables_kernel(
         is_node = node < num_nodes
         parent = tl.load(parents + first_node + node, mask=is_node, other=-1).to(tl.int32)
         seen = tl.where(node // 32 == word, 1 << (node % 32), 0)
-        ancestor = tl.where(parent >= 0, parent, node)  # one without a parent stays where it is
+        ancestor = tl.where(parent >= 0, parent, node)  # a node without a parent stays where it is
         for _ in tl.static_range(ROUNDS):
             seen |= tl.gather(seen, ancestor, 0)
             ancestor = tl.gather(ancestor, ancestor, 0)

@@ -1,16 +1,15 @@
 """Tree attention without a mask in Triton: one kernel over the slot cache, and one that merges its parts.
 
-Sequences lie packed one after another, as in variable-length attention. The queries of a sequence that share a KV head
-are the rows of one matrix, so a key is read once for all of them. Key tiles that hold nothing but prefix need no
-comparison, unless there is a sliding window: every token of the sequence sees them. They are dealt out to as many
-programs as keep the GPU busy. What follows them in the cache, the end of the prefix and then the nodes, is the share of
-one more program, which looks up in the bit sets of `PassTables` who sees what. Each program leaves its weighted mean of
-values and the log-sum-exp of its scores; a second kernel merges them. Short contexts have one program do it all,
-without the second kernel.
+Sequences are packed one after another, as in variable-length attention. The queries of a sequence that share a KV head
+are the rows of one matrix, so each key is read once for all of them. Key tiles of prefix rows alone need no comparison
+without a sliding window: every token of the sequence sees them. They are split among enough programs to keep the GPU
+busy. One more program takes the rest of the cache rows, the end of the prefix and the nodes; it looks up visibility in
+the bit sets of `PassTables`. Each program writes its weighted mean of values and the log-sum-exp of its scores. A
+second kernel merges them. For short contexts one program does everything, without the second kernel.
 
-Lengths are read on the device: the shape of a launch depends on shapes and on the bounds in `PassTables` alone, nothing
-waits for the host, and a captured launch stays right whatever the lengths become. A program whose tile lies past the
-tokens of its sequence ends at once.
+Lengths are read on the device. The shape of a launch depends on shapes and on the bounds in `PassTables` alone: nothing
+waits for the host, and a captured launch stays right when lengths change. A program whose tile lies past the tokens of
+its sequence ends at once.
 
 Letters: S sequences, M tokens of the pass, T tokens of one sequence, H query heads, Hk KV heads, G = H / Hk, Dk and Dv
 widths of keys and values. Logarithms are of base 2.
@@ -52,25 +51,26 @@ def tree_attention_triton(
     sinks: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Attention of every token of a pass; never synchronises with the host.
+    """Computes attention of every token of a pass; never synchronises with the host.
 
     Rows of a slot past the nodes of its sequence, and slots of no sequence, are not read.
 
     Args:
         query: (M, H, Dk) bfloat16, float16 or float32, of any strides.
         keys: (slots, Hk, capacity, Dk) in the query's dtype, last stride 1, this pass's rows already written.
-        values: (slots, Hk, capacity, Dv), likewise.
-        tables: Who sees what, on the query's device.
+        values: (slots, Hk, capacity, Dv), as `keys`.
+        tables: Visibility of the keys, on the query's device.
         scale: Factor of the dot products, above 0.
         window: Sliding window of the layer, or None.
         softcap: Soft cap of the scores, or None.
         sinks: (H,) attention sinks, or None.
         num_splits: Programs that share a tile of rows: 1, or one for the nodes and the others for the prefix. None for
-            the fastest.
+            the
+            fastest.
 
     Returns:
-        (M, H, Dv) in the query's dtype. A token that sees nothing gets 0. Tokens of no sequence, which pad the pass,
-        get anything.
+        (M, H, Dv) in the query's dtype. A token that sees nothing gets 0. Padding tokens of no sequence get arbitrary
+        values.
     """
     tokens, heads, key_width = query.shape
     kv_heads, value_width = keys.shape[1], values.shape[3]
@@ -94,7 +94,7 @@ def tree_attention_triton(
         )
     is_split = num_splits > 1
     output = query.new_empty(tokens, heads, value_width)
-    means = log_sums = output  # not touched where nothing is split
+    means = log_sums = output  # not used without splits
     if is_split:
         means = output.new_empty((tokens, heads, num_splits, value_width), dtype=torch.float32)
         log_sums = means.new_empty(means.shape[:3])
@@ -107,7 +107,7 @@ def tree_attention_triton(
             output, means, log_sums,
             *query.stride(), *keys.stride()[:2], *values.stride()[:2],
             words.shape[-1], num_splits, window or 0,
-            # With a soft cap the scores are scaled before it, on the way to its tanh, and again after it.
+            # With a soft cap the scores are scaled before it, in the argument of its tanh, and again after it.
             (scale if softcap is None else softcap) * LOG2E.value,
             0.0 if softcap is None else 2 * scale / softcap * LOG2E.value,
             KV_HEADS=kv_heads, GROUP=group,
@@ -116,7 +116,7 @@ def tree_attention_triton(
             BLOCK_M=tiling.rows, BLOCK_N=tiling.keys,
             IS_SPLIT=is_split, HAS_WORDS=has_words, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None, num_warps=tiling.warps, num_stages=tiling.stages,
-            # Where this leaves registers to memory, it is around the loop over the prefix, not in it.
+            # Register spills here lie around the loop over the prefix, not in it.
             maxnreg=65536 // (32 * tiling.warps * tiling.resident) // 8 * 8 if tiling.warps == 8 else None,
         )  # fmt: skip
         if is_split:
@@ -148,7 +148,7 @@ class Tiling(NamedTuple):
     resident: int
 
     def fitted(self, widths: int, item_size: int, limit: int) -> Tiling:
-        """The tiling with fewer stages, then fewer rows, where the shared memory of a GPU is below Hopper's.
+        """Returns the tiling with fewer stages, then fewer rows, for GPUs with less shared memory than Hopper.
 
         Args:
             widths: Of a key and a value together.
@@ -164,15 +164,16 @@ class Tiling(NamedTuple):
         return tiling
 
     def _shared_bytes(self, widths: int, item_size: int) -> int:
-        """What a program takes: its queries and the key and value tiles on the way, and a little beside them."""
+        """Returns the bytes of a program's queries, of its key and value tiles in flight, and a small reserve."""
         return (self.rows * widths // 2 + self.stages * self.keys * widths) * item_size + 4096
 
 
 def choose_tiling(key_width: int, value_width: int, num_rows: int, dtype: torch.dtype) -> Tiling:
-    """The tiling for a Hopper multiprocessor: 227 KiB of shared memory, 65536 registers.
+    """Returns the tiling for a Hopper multiprocessor: 227 KiB of shared memory, 65536 registers.
 
-    Few rows are bound by memory: two programs a multiprocessor with their next key tiles on the way. Many rows are
-    bound by arithmetic: 128 of them, and again two programs, one multiplying while the other exponentiates.
+    Few rows are bound by memory: two programs per multiprocessor with their next key tiles in flight. Many rows are
+    bound
+    by arithmetic: 128 rows, and again two programs, so that one multiplies while the other exponentiates.
 
     Args:
         key_width: Dk.
@@ -196,19 +197,20 @@ def choose_tiling(key_width: int, value_width: int, num_rows: int, dtype: torch.
 
 @lru_cache(maxsize=4096)
 def choose_num_splits(programs: int, prefix_tiles: int, node_tiles: int, places: int) -> int:
-    """Programs that should share a tile of rows: those that end first, told from what is known on the host.
+    """Returns how many programs should share a tile of rows, by estimated time from host values.
 
-    Time is counted in key tiles. A program costs about two more to begin and to end, merging about three and a little
+    Time is counted in key tiles. A program costs about two more to begin and end. Merging costs about three, and a
+    little
     for each part.
 
     Args:
-        programs: Programs that there are without splits; an upper bound.
-        prefix_tiles: Most key tiles of prefix that one may have to read.
+        programs: Programs without splits; an upper bound.
+        prefix_tiles: Most key tiles of prefix that a program may have to read.
         node_tiles: Key tiles of nodes.
         places: Programs that the GPU runs at a time.
 
     Returns:
-        1, or 2 and more: the last for the nodes.
+        1, or 2 and more: the last program reads the nodes.
     """
 
     def time(splits: int) -> float:
@@ -222,25 +224,25 @@ def choose_num_splits(programs: int, prefix_tiles: int, node_tiles: int, places:
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; those of an H200 where the device is none."""
+    """Returns the bytes of shared memory that a program may have; those of an H200 if the device is no GPU."""
     properties = torch.cuda.get_device_properties(device) if has_cuda_runtime(device) else None
     return int(getattr(properties, "shared_memory_per_block_optin", 232_448))
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; those of an H200 where the device is none."""
+    """Returns the multiprocessors of a GPU; those of an H200 if the device is no GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if has_cuda_runtime(device) else 132
 
 
 def _padded(width: int) -> int:
-    """The block that holds a head's width: a power of two, at least what `tl.dot` takes."""
+    """Returns the block size of a head's width: a power of two, at least the 16 that `tl.dot` takes."""
     return max(1 << (width - 1).bit_length(), 16)
 
 
 @triton.jit
 def _load_rows(base, STRIDE: tl.constexpr, rows, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):
-    """(rows, BLOCK) cache rows below `end`, and 0 in place of the others, whose content may be NaN."""
+    """(rows, BLOCK) cache rows below `end`, and 0 in place of other rows, which may hold NaN."""
     columns = tl.arange(0, BLOCK)
     pointers = base + rows[:, None] * STRIDE + columns[None, :]
     if IS_FULL and WIDTH == BLOCK:
@@ -257,7 +259,7 @@ def _add_tile(
     sums, weight, top, query, key, value, visible, score_scale, bend,
     IS_MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Takes one key tile into the running softmax: weighted values, sum of weights, greatest score so far."""
+    """Adds one key tile to the running softmax: weighted values, sum of weights, greatest score so far."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if HAS_SOFTCAP:
         scores = 1.0 - 2.0 / (tl.exp2(scores * bend) + 1.0)  # tanh
@@ -266,7 +268,7 @@ def _add_tile(
     new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
     zero = new_top
     if IS_MASKED:
-        zero = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        zero = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
     weights = tl.exp2(scores * score_scale - zero[:, None])
     decay = tl.exp2(top - zero)
     weight = weight * decay + tl.sum(weights, 1)
@@ -278,7 +280,7 @@ def _add_tile(
 def _seen_in_words(
     words, num_words, is_row, first, node, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) whether queries see nodes `first`, first + 1, …; `words` are each query's first."""
+    """(BLOCK_M, BLOCK_N) whether queries see nodes `first`, first + 1, …; `words` points to each query's first word."""
     bits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for place in tl.static_range(BLOCK_N // 32 + 1):
         index = (first >> 5) + place
@@ -299,9 +301,9 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one sequence and KV head over one split of the keys.
+    """Computes one tile of rows of one sequence and KV head over one split of the keys.
 
-    The grid is (row tiles, splits, S Hk): programs beside each other read the same keys.
+    The grid is (row tiles, splits, S Hk): neighbouring programs read the same keys.
     """
     split = tl.program_id(1)
     sequence = tl.program_id(2) // KV_HEADS
@@ -318,7 +320,7 @@ def _attend_kernel(
     keys += slot * key_slot_stride + kv_head * key_head_stride
     values += slot * value_slot_stride + kv_head * value_head_stride
 
-    # Row r is token r // G at head r % G: the memory of a sequence's queries runs through rows in order.
+    # Row r is token r // G at head r % G: the memory of a sequence's queries is in row order.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = rows // GROUP
     is_row = token < num_tokens
@@ -332,7 +334,7 @@ def _attend_kernel(
         mask=is_row[:, None] & (columns < KEY_WIDTH)[None, :], other=0.0,
     )  # fmt: skip
 
-    # Tiles 0 … full - 1 hold prefix alone. The last split's share of them comes out empty.
+    # Tiles 0 … full - 1 hold prefix rows alone. The last split gets none of them.
     full = length // BLOCK_N
     first = 0
     if HAS_WINDOW:
@@ -358,7 +360,7 @@ def _attend_kernel(
             sums, weight, top, query_tile, key, value, visible, score_scale, bend, HAS_WINDOW, HAS_SOFTCAP
         )  # fmt: skip
 
-    # The end of the prefix and the nodes, which follow it: those of negative number are prefix.
+    # The end of the prefix, then the nodes; nodes with a negative number are prefix rows.
     limit = length + num_nodes
     if not HAS_WORDS:
         limit = length + num_earlier + tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_tokens)
@@ -392,7 +394,7 @@ def _attend_kernel(
         zero = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = weight * tl.exp2(top - zero) + tl.exp2(sink - zero)
         sums *= tl.exp2(top - zero)[:, None]
-    has_seen = weight != 0  # NaN of the model's own is not nothing
+    has_seen = weight != 0  # NaN from the model counts as seen
     weight = tl.where(has_seen, weight, 1.0)
     sums /= weight[:, None]
     out_columns = tl.arange(0, VALUE_BLOCK)
@@ -412,7 +414,7 @@ def _merge_kernel(
     HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     ALL_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one query: the means of its splits, each weighted by its sum of exponentials."""
+    """Merges one query head of one query: the means of its splits, each weighted by its sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     log_sums += row * num_splits
     means += row * num_splits * VALUE_WIDTH
@@ -434,7 +436,7 @@ def _merge_kernel(
         split = first + tl.arange(0, BLOCK_SPLITS)
         is_split = split < num_splits
         part = tl.load(log_sums + split, mask=is_split, other=float("-inf"))
-        # A split that saw nothing wrote no mean. It is read all the same, so that the load need not wait for `part`.
+        # A split that saw nothing wrote no mean. Its mean is read anyway, so that the load need not wait for `part`.
         mean = tl.load(
             means + split[:, None] * VALUE_WIDTH + columns[None, :],
             mask=is_split[:, None] & (columns < VALUE_WIDTH)[None, :], other=0.0,

@@ -1,1 +1,1 @@
-"""Forms that output must have: compiling them within bounds, and what of a draft they allow and force."""
+"""Structured output: compiles grammars within limits, and applies grammars to drafts."""

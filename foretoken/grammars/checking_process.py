@@ -1,8 +1,8 @@
-"""A program that compiles grammars one after the other, for `grammars.checks`, and is not imported by the engine.
+"""A program that compiles grammars one after the other, for `grammars.checks`; the engine does not import it.
 
-A line of JSON comes in for each and one goes out. It ends itself when a grammar takes too long, which no thread can do
-to another: llguidance is not to be interrupted, and its conversion of grammars to Lark holds the interpreter's lock.
-Imports nothing of this package, which would take longer than most grammars.
+Each grammar is a line of JSON in and a line out. The program ends itself when a grammar takes too long. A thread could
+not end another thread: llguidance cannot be interrupted, and its conversion of grammars to Lark holds the interpreter's
+lock. The program imports nothing of this package, which would take longer than most grammars.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 from typing import Any
 
 READY = b"ready\n"
-TOOK_TOO_LONG = 1  # the exit status
+TOOK_TOO_LONG = 1  # exit status
 
 
 def serve() -> None:
-    """Answers grammars until there are no more; the first line has the tokenizer and the limits."""
+    """Answers grammars until the input ends; the first line has the tokenizer and the limits."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     setup = json.loads(sys.stdin.buffer.readline())
@@ -38,7 +38,7 @@ def serve() -> None:
 
 
 def _converted(kind: Any, text: str, options: Any, before: str) -> str:
-    """A form in llguidance's own syntax."""
+    """Returns a form in llguidance's own syntax."""
     from llguidance import LLMatcher, grammar_from
 
     is_schema = kind == "json"
@@ -52,7 +52,6 @@ def _converted(kind: Any, text: str, options: Any, before: str) -> str:
 
 
 def _write(line: bytes) -> None:
-    """Sends a line."""
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 

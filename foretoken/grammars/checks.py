@@ -1,4 +1,4 @@
-"""Finds out whether a grammar compiles in reasonable time, in a process that can be ended where it does not."""
+"""Checks that a grammar compiles in limited time, in a process that can be ended."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LONGEST_S = 5.0  # to compile one grammar
 
 
 class Form(NamedTuple):
-    """A form as it was asked for.
+    """The output form of a request.
 
     Attributes:
         kind: "json", "regex", "choice" or "grammar", as llguidance names them.
         text: The schema, expression, list of choices as JSON, or grammar.
         options: Of a schema, as JSON.
-        before: What may come before it, as the beginning of a rule in Lark's syntax.
+        before: What may come before the form, as the beginning of a rule in Lark's syntax.
     """
 
     kind: str
@@ -35,18 +35,19 @@ class Form(NamedTuple):
 
 
 class TooSlow(Exception):
-    """A grammar that takes longer to compile than it may; its text is the limit."""
+    """Raised when a grammar takes too long to compile; the text is the limit."""
 
 
 class GrammarChecks:
-    """A process that compiles grammars, started for the first and again after one that ended it. For one thread."""
+    """A process that compiles grammars: started for the first grammar, restarted after it ended. For one thread."""
 
     def __init__(self, setup: Callable[[], Mapping[str, Any]]) -> None:
-        """Nothing is started.
+        """Starts nothing yet.
 
         Args:
-            setup: What the process needs at its start: `tokenizer`, as JSON of tokenizers, `vocab_size`, `eos_ids` and
-                `limits`, of llguidance's `LLParserLimits`.
+            setup: Returns the input of the process: `tokenizer`, as JSON of tokenizers, `vocab_size`, `eos_ids` and
+                `limits`,
+                of llguidance's `LLParserLimits`.
         """
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,16 +55,16 @@ class GrammarChecks:
         self._owner = os.getpid()
 
     def grammar(self, form: Form) -> str:
-        """A form in llguidance's own syntax, which was compiled once.
+        """Returns a form in llguidance's own syntax, after it was compiled once.
 
         Raises:
-            ValueError: When it does not compile.
-            TooSlow: When that takes too long.
-            ForetokenError: When there is no process to find out.
+            ValueError: When the form does not compile.
+            TooSlow: When compiling takes too long.
+            ForetokenError: When the process cannot be started.
         """
         process = self._running()
         asked = {**form._asdict(), "options": json.loads(form.options), "longest_s": _LONGEST_S}
-        with undone_on_error(self._end):  # interrupted: its answer would be taken for that to the next one
+        with undone_on_error(self._end):  # after an interrupt its answer would be taken for that of the next grammar
             answer = _exchange(process, asked)
         if not answer:
             status = process.wait()
@@ -77,7 +78,7 @@ class GrammarChecks:
         return str(told["grammar"])
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """The process; in a forked child another one than the parent's."""
+        """Returns the process; a forked child gets a process of its own."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         self._end()
@@ -109,7 +110,7 @@ class GrammarChecks:
 
 
 def _exchange(process: subprocess.Popen[bytes], line: Mapping[str, Any]) -> bytes:
-    """Sends a line, and gives back the line that answers it; nothing where the process has ended."""
+    """Sends a line and returns the answer; empty if the process has ended."""
     assert process.stdin is not None, "it has pipes"
     assert process.stdout is not None, "it has pipes"
     try:
@@ -121,7 +122,7 @@ def _exchange(process: subprocess.Popen[bytes], line: Mapping[str, Any]) -> byte
 
 
 def _ended(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Ends a process of this one, not of the one that this was forked from."""
+    """Ends the process, unless it belongs to the process that this one was forked from."""
     if owner == os.getpid():
         process.kill()
         process.communicate()

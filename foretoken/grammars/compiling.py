@@ -1,4 +1,4 @@
-"""From what a request asks of its output's form to the grammar state that its sequences begin with."""
+"""Compiles the output form of a request to the grammar state that its sequences start from."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class ByteCache(Generic[T]):
-    """Values by key, for any number of threads.
+    """Values by key, least recently used values dropped first. Thread-safe.
 
     Attributes:
         num_bytes: Of all values together.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """An empty cache.
+        """Makes an empty cache.
 
         Args:
-            most_bytes: Of all values together; a larger one is not kept.
+            most_bytes: Limit of all values together; a larger value is not kept.
         """
         self.num_bytes = 0
         self._most_bytes = most_bytes
@@ -49,7 +49,7 @@ class ByteCache(Generic[T]):
         self._lock = ForkLock()
 
     def get(self, key: Hashable) -> T | None:
-        """The value of a key, which is used now; None where there is none."""
+        """Returns the value of a key, or None, and marks it as used."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -57,7 +57,7 @@ class ByteCache(Generic[T]):
             return self._entries[key].value
 
     def put(self, key: Hashable, value: T, num_bytes: int) -> None:
-        """Keeps a value, in place of those that were not used for longest."""
+        """Stores a value, and drops the least recently used values beyond the limit."""
         with self._lock:
             if key in self._entries:
                 self.num_bytes -= self._entries.pop(key).num_bytes
@@ -69,9 +69,9 @@ class ByteCache(Generic[T]):
                 self.num_bytes -= self._entries.popitem(last=False)[1].num_bytes
 
 
-# A compiled grammar takes up to 300 bytes a character (measured), and some hundred kilobytes however short it is.
+# A compiled grammar takes up to 300 bytes per character (measured), and a few hundred kilobytes at least.
 _BYTES_KEPT, _BYTES_A_CHARACTER, _BYTES_A_GRAMMAR = 512 * 2**20, 300, 2 * 2**20
-# Limits of llguidance's on lexers: a mask takes milliseconds to a few seconds. Compiling has no limit of its own.
+# Limits of llguidance's lexers: a mask takes milliseconds to a few seconds. Compiling has no limit of its own.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -81,14 +81,14 @@ _LIMITS = {
 
 
 class Grammars:
-    """Compiles grammars for one target and tokenizer, in any thread; llguidance is loaded for the first.
+    """Compiles grammars for one target and tokenizer. Thread-safe; llguidance is loaded for the first grammar.
 
-    Another process compiles each grammar before, within a limit of time. Then compiling it here takes as long, without
-    the interpreter's lock.
+    Another process compiles each grammar first, within a time limit. Compiling it here then takes as long, without the
+    interpreter's lock.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Nothing is compiled.
+        """Compiles nothing yet.
 
         Args:
             tokenizer: The target's, or None.
@@ -102,10 +102,10 @@ class Grammars:
         self._checks, self._checking = GrammarChecks(self._setup), ForkLock()
 
     def state_of(self, params: SamplingParams) -> GrammarState | None:
-        """The state before anything is written; None for requests that ask for no form.
+        """Returns the state before the first output token; None for requests without a form.
 
         Raises:
-            RequestError: When the form does not compile, matches nothing, or cannot be served here.
+            RequestError: When the form does not compile, matches nothing, or is not supported here.
         """
         asked = params.structured_outputs
         if asked is None:
@@ -124,7 +124,7 @@ class Grammars:
         return state
 
     def _thoughts(self, begin: str, end: str) -> str:
-        """A rule in Lark's syntax for thoughts before a form; see `StructuredOutputsParams.reasoning`."""
+        """Returns a rule in Lark's syntax for reasoning before a form; see `StructuredOutputsParams.reasoning`."""
         tokens = getattr(self._tokenizer, "added_tokens_decoder", {})
         special = {str(token): id_ for id_, token in tokens.items() if token.special}
         first, last = (f"<[{special[tag]}]>" if tag in special else json.dumps(tag) for tag in (begin, end))
@@ -134,11 +134,7 @@ class Grammars:
         return f"start: {start} @form\nthoughts: {thoughts}\nSPACE: /[ \\n]{{0,4}}/\n"
 
     def _matcher(self, form: Form, kind: str) -> Any:
-        """A matcher at the beginning of a form, which stays there; one thread at a time compiles.
-
-        Raises:
-            RequestError: When it does not compile.
-        """
+        """Returns a matcher at the beginning of a form; callers must not advance it. One thread at a time compiles."""
         if (known := self._matchers.get(form)) is not None:
             return known
         vocabulary = self._vocabulary
@@ -162,8 +158,8 @@ class Grammars:
         return matcher
 
     def _setup(self) -> dict[str, Any]:
-        """What another process compiles with."""
-        tokenizer = copy(self._tokenizer.backend_tokenizer)  # as `from_tokenizer` takes it
+        """Returns the input of the checking process."""
+        tokenizer = copy(self._tokenizer.backend_tokenizer)  # as `from_tokenizer` does
         tokenizer.no_padding()
         tokenizer.no_truncation()
         size = max(self._vocab_size, len(self._tokenizer))
@@ -171,11 +167,7 @@ class Grammars:
 
     @cached_property
     def _library(self) -> Any:
-        """The package.
-
-        Raises:
-            RequestError: When it is not installed.
-        """
+        """Imports llguidance; raises `RequestError` if it is not installed."""
         try:
             import llguidance
         except ImportError as err:
@@ -187,11 +179,7 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> Any:
-        """The tokens' bytes.
-
-        Raises:
-            RequestError: When the tokenizer does not tell them, or no token ends a text.
-        """
+        """Returns the tokens' bytes; raises `RequestError` if the tokenizer lacks them, or no token ends a text."""
         if not hasattr(self._tokenizer, "backend_tokenizer"):
             raise RequestError(
                 f"structured_outputs needs to know the text of every token, and the tokenizer is "
@@ -216,7 +204,6 @@ class Grammars:
 
 
 def _form(asked: StructuredOutputsParams, kind: str) -> Form:
-    """What is asked for, as it is compiled."""
     if kind not in ("json", "json_object"):
         return Form(kind, json.dumps(list(asked.choice or ())) if kind == "choice" else getattr(asked, kind))
     options: dict[str, Any] = {"whitespace_flexible": not asked.disable_any_whitespace}
@@ -226,7 +213,6 @@ def _form(asked: StructuredOutputsParams, kind: str) -> Form:
 
 
 def _refused(kind: str, reason: str) -> RequestError:
-    """The error for a form that does not compile."""
     return RequestError(
         f"{kind} of structured_outputs does not compile: {one_line(ValueError(reason))}. Expected a JSON schema, "
         "regular expression or grammar within what llguidance supports."

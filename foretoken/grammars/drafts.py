@@ -1,7 +1,7 @@
-"""Drafts under a grammar: what it forbids is left out before the target sees it, what it forces is drafted.
+"""Drafts under a grammar: forbidden nodes are removed before the target sees them, forced tokens are drafted.
 
-Neither changes what is generated: tokens that a grammar forbids have no probability, and forced ones are drafts like
-others. Tokens that were drawn from a draft distribution stay, as to leave them out would bias what is generated.
+The output does not change: tokens that a grammar forbids have probability 0, and forced tokens are ordinary drafts.
+Tokens that were drawn from a draft distribution stay, because removing them would bias the output.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree, TreeRow
     from foretoken.sampling.grammar import GrammarState
 
-FORCED = "grammar"  # who proposed forced tokens, in records
-_MOST_FORCED = 16  # nodes a tree
+FORCED = "grammar"  # proposer of forced tokens in records
+_MOST_FORCED = 16  # nodes per tree
 
 
 class GrammarBounds(NamedTuple):
-    """What one sequence's grammar may do to its draft.
+    """Bounds on the draft of one sequence with a grammar.
 
     Attributes:
         state: After the root.
@@ -39,22 +39,22 @@ class GrammarBounds(NamedTuple):
 
 
 class Constrained(NamedTuple):
-    """Trees as grammars let them be, and how many nodes nobody else proposed."""
+    """Trees within their grammars, and the number of nodes that only the grammar proposed."""
 
     tree: TokenTree
     num_forced: int
 
 
 def constrained_tree(tree: TokenTree, bounds: Sequence[GrammarBounds | None], *, source: int) -> Constrained:
-    """Leaves forbidden nodes out and adds forced ones. Synchronises with the host.
+    """Removes forbidden nodes and adds forced ones. Synchronises with the host.
 
     Args:
-        tree: Of B sequences, probes among its nodes.
-        bounds: Of each; None where there is no grammar.
+        tree: Of B sequences; may hold probes.
+        bounds: Of each; None for sequences without a grammar.
         source: Of forced nodes, see `TokenTree`.
 
     Returns:
-        The tree itself where nothing is to be changed.
+        The tree itself if nothing changes.
     """
     rows = tree.rows()
     probes = [[False] * len(row.tokens) for row in rows]
@@ -85,7 +85,7 @@ def constrained_tree(tree: TokenTree, bounds: Sequence[GrammarBounds | None], *,
 
 
 def _states(root: GrammarState, row: TreeRow, probes: Sequence[bool]) -> list[GrammarState | None]:
-    """The grammar's state after each node of a tree; None where it forbids the node, and at probes."""
+    """Returns the grammar's state after each node of a tree; None at forbidden nodes and at probes."""
     states: list[GrammarState | None] = [root]
     for node in range(1, len(row.tokens)):
         above = states[row.parents[node]]
@@ -101,7 +101,7 @@ def _forced(
     source: int,
     scores: Sequence[float] | None,
 ) -> list[Graft]:
-    """Chains of forced tokens below the nodes of one tree that have no such child, as far as there is room."""
+    """Returns chains of forced tokens below nodes that have no such child, while there is room."""
     children = set(zip(row.parents, row.tokens, strict=True))
     depths = [0] * len(row.tokens)
     room = min(_MOST_FORCED, bound.max_nodes - len(row.tokens))

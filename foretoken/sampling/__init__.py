@@ -1,1 +1,1 @@
-"""From target logits to a choice: position-keyed noise, processors with each node's own history, log-probabilities."""
+"""Sampling: position-keyed noise, logits processors, and target distributions at tree nodes."""

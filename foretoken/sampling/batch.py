@@ -1,4 +1,4 @@
-"""The sampling parameters of a batch as tensors, built once per batch, and temperature, top-k, top-p and min-p."""
+"""Sampling parameters of a batch as tensors, and temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Temperature and truncation, which read nothing but the row.
+    """Applies temperature and truncation.
 
     Args:
         logits: (B, V) float32.
@@ -44,7 +44,7 @@ def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def one_hot_log_probs(logits: Tensor) -> Tensor:
-    """The target distribution of greedy decoding: 0 at the first largest logit, -inf elsewhere; (B, V) float32.
+    """Returns the target distribution of greedy decoding: 0 at the first largest logit, -inf elsewhere; (B, V) float32.
 
     A row without a possible token is -inf throughout.
     """
@@ -54,11 +54,12 @@ def one_hot_log_probs(logits: Tensor) -> Tensor:
 
 
 def best_possible(scores: Tensor) -> Tensor:
-    """The place of the largest score of each row, or -1 where the row has none that is finite.
+    """Returns the index of the largest score of each row, or -1 if the row has no finite score.
 
     Args:
-        scores: (B, V) logits or noisy log-probabilities; -inf for impossible tokens. A NaN anywhere in a row makes the
-            whole row impossible, and so does +inf.
+        scores: (B, V) logits or noisy log-probabilities; -inf for impossible tokens. A NaN or +inf anywhere in a row
+            makes
+            the whole row impossible.
 
     Returns:
         (B,) int64, the lowest index among equals.
@@ -72,8 +73,8 @@ class SamplingRequest:
     """One request's sampling, resolved against its tokenizer.
 
     Attributes:
-        params: What the request asked for.
-        seed: Its own seed, or one drawn for it; an int64, as `derive_seed` returns.
+        params: Of the request.
+        seed: Its own seed, or a drawn one; an int64, as `derive_seed` returns.
         terminators: Token ids that `min_tokens` holds back: end-of-sequence and stop token ids.
         bad_words: Forbidden token sequences.
     """
@@ -86,7 +87,7 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Parameters of B requests; a field is None where no request of the batch uses it.
+    """Parameters of B requests; a field is None if no request of the batch uses it.
 
     Attributes:
         noise: The requests' random numbers.
@@ -95,11 +96,11 @@ class SamplingBatch:
         is_all_greedy: Host copy of `greedy.all()`.
         is_any_greedy: Host copy of `greedy.any()`.
         temperature: (B, 1) float32, 1 for greedy rows.
-        top_k: (B, 1) int64, V where unlimited.
+        top_k: (B, 1) int64, V if unlimited.
         largest_top_k: Upper bound of `top_k`, known on the host.
         top_p: (B, 1) float32.
         min_p: (B, 1) float32.
-        processors: What changes logits before temperature and truncation, in order; each over the B rows.
+        processors: Applied before temperature and truncation, in order; each over the B rows.
     """
 
     noise: KeyedNoise
@@ -121,11 +122,11 @@ class SamplingBatch:
 
     @property
     def tail_len(self) -> int:
-        """How many of the last tokens a processor reads."""
+        """Most last tokens that a processor reads."""
         return max((processor.tail_len for processor in self.processors), default=0)
 
     def select(self, rows: Tensor) -> SamplingBatch:
-        """The parameters of some requests; rows: (R,) int64."""
+        """Returns the parameters of some requests; rows: (R,) int64."""
 
         def pick(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[rows]

@@ -1,7 +1,7 @@
-"""Chooses draft tokens from a drafter's distribution, for each request as its acceptance rule needs it.
+"""Chooses draft tokens from a drafter's distribution, for each request as its acceptance rule needs.
 
-Greedy requests take the most probable tokens. Coupled requests share the target's noise, position by position, which is
-what makes guesses agree. All others draw with the drafter's noise and carry the distribution they were drawn from.
+Greedy requests take the most probable tokens. Coupled requests use the target's noise of each position, so that drafts
+agree with the target. All others draw with the drafter's noise and keep the distribution they were drawn from.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class DraftDraws:
         root_positions: (B,) int64, absolute position of each root.
         is_coupled: (B,) bool.
         is_sampled: (B,) bool.
-        has_coupled: False only where `is_coupled` is nowhere true; known on the host.
-        has_sampled: Likewise of `is_sampled`.
-        is_drawn_for_all: True only where no sequence is drafted greedily; known on the host.
-        pruning: Which of the tokens chosen are left out for being improbable; None to keep all.
+        has_coupled: False only if no `is_coupled` is true; known on the host.
+        has_sampled: False only if no `is_sampled` is true; known on the host.
+        is_drawn_for_all: True only if no sequence is drafted greedily; known on the host.
+        pruning: Thresholds of improbable tokens to leave out; None keeps all tokens.
     """
 
     batch: SamplingBatch
@@ -51,13 +51,13 @@ class DraftDraws:
     def build(
         cls, batch: SamplingBatch, is_coupled: Sequence[bool], root_positions: Tensor, *, greedy: bool = False
     ) -> DraftDraws:
-        """Decides for each request.
+        """Decides how each request's drafts are chosen.
 
         Args:
             batch: Sampling parameters of the B requests.
             is_coupled: Whether each is verified by coupling.
             root_positions: (B,) int64.
-            greedy: Draft all requests greedily.
+            greedy: Whether to draft all requests greedily.
         """
         has_coupled, has_sampled = possible_draws(batch, is_coupled, greedy=greedy)
         if not (has_coupled or has_sampled):
@@ -87,22 +87,23 @@ class DraftDraws:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but temperature changes draft distributions."""
+        """Whether temperature alone changes draft distributions."""
         truncation = (self.batch.top_k, self.batch.top_p, self.batch.min_p)
         return not (self.has_coupled or self.has_sampled) or all(limit is None for limit in truncation)
 
     def keys(self, logits: Tensor, nodes: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
-        """What the children of some nodes of one level are chosen by: the tokens with the largest keys, in order.
+        """Returns keys for the nodes of one level; their children are the tokens with the largest keys, in order.
 
         Args:
-            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
-            nodes: Indices of the P nodes in the tree, which key the drafter's own noise.
-            depth: Their depth, which keys the shared noise.
+            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
+            nodes: Indices of the P nodes in the tree; they key the drafter's own noise.
+            depth: Of the nodes; keys the shared noise.
 
         Returns:
-            Draft log-probabilities in the shape of `logits`, warped where a draw is made; and keys, these with the
-            noise added, (B, P, V) or, where every request's keys are the same after all nodes, (B, 1, V).
-            The largest keys are draws without replacement, in order (Gumbel top-k).
+            Draft log-probabilities in the shape of `logits`, warped if a draw is made; and keys: these plus the noise,
+            (B, P,
+            V), or (B, 1, V) if every request's keys are the same after all nodes. The largest keys are draws without
+            replacement, in order (Gumbel top-k).
         """
         log_probs, keys = self.guesses(logits, depth)
         if self.has_sampled:
@@ -112,15 +113,16 @@ class DraftDraws:
         return log_probs, keys
 
     def guesses(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """What the target most probably chooses after some nodes of one level: the tokens with the largest keys.
+        """Returns keys for the nodes of one level; the largest keys are the target's most probable choices.
 
         Args:
-            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
-            depth: Of the nodes, which keys the shared noise.
+            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
+            depth: Of the nodes; keys the shared noise.
 
         Returns:
-            Draft log-probabilities as of `keys`; and keys, which are these, of coupled requests with the noise added
-            that the target chooses with. Nothing is drawn. Both in the shape of `logits`.
+            Draft log-probabilities as from `keys`; and keys: the same, plus the target's noise for coupled requests.
+            Nothing is
+            drawn. Both in the shape of `logits`.
         """
         if not (self.has_coupled or self.has_sampled):
             log_probs = logits.log_softmax(2)
@@ -138,14 +140,15 @@ class DraftDraws:
         return log_probs, torch.where(_by_sequence(self.is_coupled), noisy, log_probs)
 
     def likelihoods(self, log_probs: Tensor, keys: Tensor) -> Tensor:
-        """How probable each token is the target's choice, as far as the drafter knows.
+        """Returns the log-probability that each token is the target's choice, as the drafter knows it.
 
-        For coupled requests given the noise that the target chooses with: the draft distribution times exp(noise),
-        normalised. For all others the draft distribution.
+        For coupled requests the noise of the target is given: the draft distribution times exp(noise), normalised. For
+        all
+        others the draft distribution.
 
         Args:
-            log_probs: (B, P, V) or (B, 1, V), see `keys` or `guesses`.
-            keys: In the same shape, likewise.
+            log_probs: (B, P, V) or (B, 1, V), from `keys` or `guesses`.
+            keys: In the same shape, from the same call.
 
         Returns:
             Log-probabilities in that shape.
@@ -161,15 +164,15 @@ class DraftDraws:
         if num_nodes == 1:
             return warp(logits[:, 0], self.batch).unsqueeze(1)
         rows = torch.arange(batch_size, device=logits.device).repeat_interleave(num_nodes)
-        # Without what warping does not read but would be as large as the logits.
+        # Without the fields that warping does not read but that are as large as the logits.
         batch = replace(self.batch, processors=()).select(rows)
         return warp(logits.flatten(0, 1), batch).view_as(logits)
 
 
 def possible_draws(batch: SamplingBatch, is_coupled: Sequence[bool], *, greedy: bool) -> tuple[bool, bool]:
-    """Whether there may be coupled and sampled requests, told without a look at the device.
+    """Returns whether there may be coupled and sampled requests, without reading the device.
 
-    Greedy requests among others may count as either: work for nothing, and no other result.
+    Greedy requests among others may count as either: this costs work and does not change results.
 
     Args:
         batch: Sampling parameters.

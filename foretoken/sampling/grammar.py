@@ -1,10 +1,10 @@
-"""Grammars on token trees: which tokens may follow a text, where it may end, and what can only follow.
+"""Grammars on token trees: which tokens may follow a text, where it may end, and which tokens are forced.
 
-Where text can only go on in one way, it does so in the tokens into which the tokenizer splits it. A state belongs to
-one text and never changes; the state after one more token is another one. A tree's nodes thus share the states of the
-paths that they share, however often acceptance, drafts and traces ask for them.
+If only one continuation is possible, its tokens are those of the tokenizer's split. A state belongs to one text and
+never changes; one more token gives another state. The nodes of a tree thus share the states of the paths that they
+share, however often acceptance, drafts and traces ask for a state.
 
-What parses is a matcher of llguidance. This file calls its methods and imports nothing of it.
+A matcher of llguidance parses. This file calls its methods and does not import llguidance.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Ends(NamedTuple):
-    """Tokens that end a text, as far as a request lets them.
+    """Tokens that may end a text.
 
     Attributes:
         token_ids: End-of-sequence tokens.
-        unwanted: Those among them that are impossible while the text can go on.
+        unwanted: Those that are impossible while the text can continue.
     """
 
     token_ids: Sequence[int]
@@ -37,27 +37,27 @@ class Ends(NamedTuple):
 
 
 class GrammarState:
-    """What a grammar says of the continuation of one text."""
+    """The grammar's state after one text."""
 
     def __init__(self, matcher: Any, *, vocab_size: int, ends: Ends) -> None:
-        """The state of a matcher, which nobody else moves from now on.
+        """Takes a matcher, which nobody else may advance from now on.
 
         Args:
             matcher: A `llguidance.LLMatcher` after the text.
             vocab_size: V of the target.
-            ends: What ends texts.
+            ends: Tokens that end texts.
         """
         self._matcher, self._vocab_size, self._ends = matcher, vocab_size, ends
         self._after: dict[int, GrammarState | None] = {}
 
     def after(self, token: int) -> GrammarState | None:
-        """The state after one more token; None where it is impossible."""
+        """Returns the state after one more token; None if the token is impossible."""
         if token not in self._after:
             self._after[token] = self._next(token)
         return self._after[token]
 
     def after_all(self, tokens: Sequence[int]) -> GrammarState | None:
-        """The state after some tokens, of which those from the first negative one on are padding; None likewise."""
+        """Returns the state after some tokens, up to the first negative (padding); None if a token is impossible."""
         state: GrammarState | None = self
         for token in tokens:
             if token < 0 or state is None:
@@ -75,10 +75,10 @@ class GrammarState:
 
     @cached_property
     def forced(self) -> list[int]:
-        """Tokens of the text that can only follow, as the tokenizer splits it."""
+        """Returns the tokens of the only possible continuation, as the tokenizer splits it."""
         if self.error is not None or self.is_over:
             return []
-        # On a copy: what the matcher looks up for this must not count towards its limits, which may end requests.
+        # On a copy: work of the matcher counts towards its limits, which may end requests.
         tokens = self._matcher.deep_copy().compute_ff_tokens()
         return [token for token in tokens if token < self._vocab_size]
 
@@ -89,7 +89,7 @@ class GrammarState:
 
     @cached_property
     def error(self) -> str | None:
-        """Why nothing can follow though the text is not complete; None in all other states."""
+        """Reason why nothing can follow an incomplete text; None in all other states."""
         ends = self._possible[list(self._ends.token_ids)]
         if self._matcher.is_error():
             return str(self._matcher.get_error() or self._matcher.stop_reason())
@@ -112,20 +112,19 @@ class GrammarState:
         return bool(others.any())
 
     def _next(self, token: int) -> GrammarState | None:
-        """`after`, found out."""
         if not bool(self.allowed[token]):
             return None
         matcher = self._matcher.deep_copy()
-        matcher.consume_token(token)  # may reach a limit, which `error` tells
+        matcher.consume_token(token)  # may reach a limit, which `error` reports
         return GrammarState(matcher, vocab_size=self._vocab_size, ends=self._ends)
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """A processor: forbids what each request's grammar does after the path down to a node.
+    """A processor that forbids what each request's grammar does not allow after the path down to a node.
 
     Attributes:
-        states: After the committed text of each of R requests; None for those without a grammar.
+        states: After the committed text of each of R requests; None for requests without a grammar.
     """
 
     states: Sequence[GrammarState | None]
@@ -133,11 +132,11 @@ class GrammarMask:
     tail_len = 0
 
     def select(self, rows: Tensor) -> GrammarMask:
-        """The same for some of its requests, which may repeat; rows: (R,) int64. Synchronises with the host."""
+        """Returns the mask of some of its requests, which may repeat; rows: (R,) int64. Synchronises with the host."""
         return GrammarMask([self.states[row] for row in rows.tolist()])
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """Forbids all that is not allowed. Synchronises with the host."""
+        """Forbids all tokens that are not allowed. Synchronises with the host."""
         allowed = torch.ones(logits.shape, dtype=torch.bool)
         for row, (root, path) in enumerate(zip(self.states, nodes.path.tolist(), strict=True)):
             if root is not None:

@@ -1,4 +1,4 @@
-"""Token history that processors read: counts, the last few tokens, the output length; one state a slot."""
+"""Token history that processors read: counts, the last few tokens, the output length; one state per slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """Which tokens occurred where.
+    """Which tokens occurred in the prompt and in the output.
 
     Attributes:
         in_prompt: (B, V) bool, tokens of the prompt.
@@ -29,8 +29,8 @@ class History:
     """The tokens of B sequences as processors see them.
 
     Attributes:
-        prompt_seen: (B, V) bool, tokens of the prompt; None when no processor reads counts.
-        output_counts: (B, V) int32, occurrences in the output; None likewise.
+        prompt_seen: (B, V) bool, tokens of the prompt; None if no processor reads counts.
+        output_counts: (B, V) int32, occurrences in the output; None if no processor reads counts.
         tail: (B, L) int64, the last L tokens, -1 before the beginning.
         num_output: (B,) int64, output tokens so far.
     """
@@ -42,7 +42,7 @@ class History:
 
     @property
     def counts(self) -> Counts:
-        """Occurrences of every token, for processors that say that they read them."""
+        """Occurrences of every token, for processors that read counts."""
         if self.prompt_seen is None or self.output_counts is None:
             raise ValueError("a processor reads counts that it did not declare, so they were not kept")
         return Counts(self.prompt_seen, self.output_counts)
@@ -52,7 +52,7 @@ class History:
         return self.tail[:, self.tail.shape[1] - count :]
 
     def select(self, rows: Tensor) -> History:
-        """The histories of some sequences; rows: (R,) int64."""
+        """Returns the histories of some sequences; rows: (R,) int64."""
         return History(
             prompt_seen=None if self.prompt_seen is None else self.prompt_seen[rows],
             output_counts=None if self.output_counts is None else self.output_counts[rows],
@@ -61,13 +61,10 @@ class History:
         )
 
     def extended(self, path: Tensor) -> History:
-        """The history after also emitting the tokens along a path.
+        """Returns a new history with the tokens along a path appended.
 
         Args:
             path: (B, D) int64, tokens in order, -1 past the end.
-
-        Returns:
-            A new history; this one is unchanged.
         """
         if path.shape[1] == 0:
             return self
@@ -109,7 +106,7 @@ class HistoryTable:
         self._counts: list[Tensor | None] = [None] * num_slots
 
     def start(self, slot: int, prompt: Sequence[int], *, needs_counts: bool) -> None:
-        """Begins a sequence in a slot, forgetting what was there."""
+        """Starts a sequence in a slot, and forgets the sequence before."""
         self._seen[slot] = self._counts[slot] = None
         if needs_counts:
             seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
@@ -127,7 +124,7 @@ class HistoryTable:
     def view(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], num_prompt: Sequence[int], tail_len: int
     ) -> History:
-        """The history of some slots.
+        """Returns the history of some slots.
 
         Args:
             slots: B slots.

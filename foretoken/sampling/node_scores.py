@@ -1,6 +1,6 @@
-"""Target distributions at tree nodes after each request's processors, computed for the nodes that are asked for.
+"""Target distributions at tree nodes after each request's processors, computed only for requested nodes.
 
-Top-down acceptance visits one node a sequence and depth, so processors run on accepted + 1 rows instead of on all N.
+Top-down acceptance visits one node per sequence and depth, so processors run on accepted + 1 rows instead of all N.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeScores:
-    """The target's answer to a tree, seen through the requests' sampling parameters.
+    """The target's logits at the nodes of a tree, with the requests' sampling parameters.
 
     Attributes:
-        tree: What was verified.
+        tree: That was verified.
         logits: (R, V) float32, target logits at the nodes, without padding: each row predicts the token after a node.
         starts: (B,) int64, the row of each root; node i of a sequence has the i-th row after it.
-        has_row_for_each: Whether the rows are all B N nodes in order: nothing is padded, and no other sequences are
-            among them.
+        has_row_for_each: Whether the rows are all B N nodes in order, without padding and other sequences.
         batch: Sampling parameters of the B requests.
-        history: Committed tokens of the B requests, the root included; may be None when no processor is in use.
-        chosen: (R,) int64, `PassOutput.chosen` of the rows; None where the decoder chooses none.
+        history: Committed tokens of the B requests, the root included; may be None if no processor is in use.
+        chosen: (R,) int64, `PassOutput.chosen` of the rows; None if the decoder chooses none.
     """
 
     tree: TokenTree
@@ -46,7 +45,7 @@ class NodeScores:
     chosen: Tensor | None = None
 
     def select(self, rows: Tensor) -> NodeScores:
-        """The scores of some sequences of the batch; rows: (R,) int64."""
+        """Returns the scores of some sequences of the batch; rows: (R,) int64."""
         return NodeScores(
             tree=self.tree.select(rows),
             logits=self.logits,
@@ -57,10 +56,10 @@ class NodeScores:
         )
 
     def processed(self, nodes: Tensor) -> Tensor:
-        """Logits after the processors that read the history, before temperature.
+        """Returns logits after the processors that read the history, before temperature.
 
         Args:
-            nodes: (B,) int64, one node a sequence.
+            nodes: (B,) int64, one node per sequence.
 
         Returns:
             (B, V) float32.
@@ -72,10 +71,10 @@ class NodeScores:
         return apply_processors(self.batch.processors, rows, NodeView(self.history.extended(path), path))
 
     def log_probs(self, nodes: Tensor) -> Tensor:
-        """The warped distribution of the token after each node; one-hot for greedy requests.
+        """Returns the warped distribution of the token after each node; one-hot for greedy requests.
 
         Args:
-            nodes: (B,) int64, one node a sequence.
+            nodes: (B,) int64, one node per sequence.
 
         Returns:
             (B, V) float32 log-probabilities.
@@ -89,11 +88,11 @@ class NodeScores:
         return torch.where(self.batch.greedy.unsqueeze(1), one_hot_log_probs(logits), log_probs)
 
     def argmax(self, nodes: Tensor) -> Tensor:
-        """The most probable token after each node, lowest id first among equals, -1 if none is possible; (B,) int64."""
+        """Returns the most probable token after each node, lowest id first, -1 if none is possible; (B,) int64."""
         return best_possible(self.processed(nodes))
 
     def argmax_everywhere(self) -> Tensor | None:
-        """`argmax` of all nodes at once, (B, N) int64; None where processors read the history of each."""
+        """Returns `argmax` of all nodes at once, (B, N) int64; None if processors read the history of each node."""
         if self.history is not None and self.batch.processors:
             return None
         if runs_cpu_kernels(self.logits.device):  # numpy's argmax is vectorised along a row, torch's is not
@@ -101,7 +100,7 @@ class NodeScores:
         return self.by_node(self.logits.argmax(-1))
 
     def by_node(self, values: Tensor) -> Tensor:
-        """What belongs to the rows, (R, …), as it belongs to the nodes, (B, N, …); arbitrary at padding."""
+        """Returns values of the rows, (R, …), in the order of the nodes, (B, N, …); arbitrary at padding."""
         shape = self.tree.tokens.shape
         if self.has_row_for_each:
             return values.view(*shape, *values.shape[1:])
@@ -109,10 +108,11 @@ class NodeScores:
         return values[rows.clamp_max(values.shape[0] - 1)]
 
     def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
-        """The target's draw after every node: argmax of logits / temperature plus the noise of its position.
+        """Returns the target's draw after every node: argmax of logits / temperature plus the noise of its position.
 
-        For requests whose distribution nothing but temperature changes. A request is always served by this or never:
-        where it and the walk node by node round differently, two tokens as good as equal could swap.
+        For requests whose distribution temperature alone changes. Each request must always use this function, or never:
+        it
+        rounds differently from the walk node by node, so two almost equal tokens could swap.
 
         Args:
             root_positions: (B,) int64, absolute position of each root.
@@ -129,5 +129,5 @@ class NodeScores:
         return chosen_tokens(self.by_node(self.logits), inverse, self.batch.noise.seeds, positions).tokens
 
     def unwarped_log_probs(self, nodes: Tensor) -> Tensor:
-        """Processed, at temperature 1, nothing cut off; (B, V) float32."""
+        """Returns processed log-probabilities at temperature 1, nothing cut off; (B, V) float32."""
         return self.processed(nodes).log_softmax(1)

@@ -1,9 +1,9 @@
 """Counter-based random numbers, keyed by (request seed, position, purpose, lane).
 
-A number depends on its key alone, so the text a seed gives cannot depend on drafter, tree, batch or on how many numbers
-were used before. The mixing function is the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast
-splittable pseudorandom number generators"; constants of Stafford's variant 13); lanes advance by its odd gamma, so one
-key's lanes are exactly a SplitMix64 stream. It runs as wrapping int64 arithmetic on any device.
+A number depends on its key alone. The text of a seed therefore depends on no drafter, tree or batch, and not on how
+many numbers were used before. The mixing function is the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood 2014,
+"Fast splittable pseudorandom number generators"; constants of Stafford's variant 13). Lanes advance by its odd gamma,
+so one key's lanes are exactly a SplitMix64 stream. The function is wrapping int64 arithmetic on any device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Purpose(IntEnum):
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 torch takes."""
+    """Returns a 64-bit pattern as the int64 that torch takes."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -61,7 +61,7 @@ def mix(z: Tensor) -> Tensor:
 
 
 def _mix_signed(z: Tensor) -> Tensor:
-    """`mix` in what torch offers on every device."""
+    """`mix` in operations that torch has on every device."""
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
     return z ^ _shift(z, 31)
@@ -85,7 +85,7 @@ def _mixed(words: Words) -> Words:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """A seed for the `index`-th completion of a request; index 0 keeps the request's own.
+    """Returns a seed for the `index`-th completion of a request; index 0 keeps the request's own.
 
     Args:
         seed: Any Python integer; taken modulo 2^64.
@@ -111,26 +111,26 @@ class KeyedNoise:
     """Random numbers of the sequences of a batch.
 
     Attributes:
-        seeds: (B,) int64, one seed a request.
+        seeds: (B,) int64, one seed per request.
     """
 
     seeds: Tensor
 
     def select(self, rows: Tensor) -> KeyedNoise:
-        """The noise of some sequences of the batch; rows: (R,) int64."""
+        """Returns the noise of some sequences of the batch; rows: (R,) int64."""
         return KeyedNoise(self.seeds[rows])
 
     def of_drafter(self, drafter: int, rows: Tensor) -> KeyedNoise:
-        """Noise that is independent of this one's, and of that of any other drafter.
+        """Returns noise that is independent of this one and of any other drafter's.
 
         Args:
             drafter: Above 0.
-            rows: (B,) bool, whose noise is meant; the other sequences keep theirs.
+            rows: (B,) bool, sequences that change; the others keep their noise.
         """
         return KeyedNoise(torch.where(rows, mix(self.seeds ^ _signed(_DRAFTER * drafter & _WORD)), self.seeds))
 
     def uniform(self, positions: Tensor, purpose: Purpose, lane: int = 0) -> Tensor:
-        """Numbers in [0, 1).
+        """Returns numbers in [0, 1).
 
         Args:
             positions: (B,) int64.
@@ -147,7 +147,7 @@ class KeyedNoise:
         return _shift(bits, 11).to(torch.float64) * 2.0**-53
 
     def gumbel(self, positions: Tensor, purpose: Purpose, vocab_size: int, lane: int = 0) -> Tensor:
-        """Standard Gumbel noise for every token, so that argmax(log p + g) is a draw from p.
+        """Returns standard Gumbel noise for every token, so that argmax(log p + g) is a draw from p.
 
         The exponential race `-log1p(-v)` keeps full relative precision at the winner, where v is near 0.
 
@@ -168,7 +168,7 @@ class KeyedNoise:
             bits = mix(self._keys(positions, purpose, lane).unsqueeze(1) + counters)
             integers = _shift(bits, 11).to(torch.float32)
         v = (integers + 0.5) * 2.0**-53
-        v = v.clamp_max(1 - 2.0**-24)  # float32 rounds the top 2^-25 to 1, whose noise would rule the token out
+        v = v.clamp_max(1 - 2.0**-24)  # float32 rounds the top 2^-25 to 1, whose noise would exclude the token
         return -torch.log(-torch.log1p(-v))
 
     def _keys(self, positions: Tensor, purpose: Purpose, lane: int) -> Tensor:

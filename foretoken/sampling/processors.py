@@ -1,6 +1,6 @@
-"""Logits processors (bias, penalties, forbidden tokens), which come before temperature and truncation.
+"""Logits processors (bias, penalties, forbidden tokens), applied before temperature and truncation.
 
-A processor is a value over the rows that it serves, one request each. Everything is float32, row-wise and pure.
+A processor is a value over its rows, one request each. Everything is float32, row-wise and pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Processor(Protocol):
-    """Changes logits by what is known of the tokens before them."""
+    """Changes logits by the tokens before them."""
 
     @property
     def reads_counts(self) -> bool:
@@ -34,36 +34,35 @@ class Processor(Protocol):
         ...
 
     def select(self, rows: Tensor) -> Processor:
-        """The same for some of its rows, which may repeat; rows: (R,) int64."""
+        """Returns the processor of some of its rows, which may repeat; rows: (R,) int64."""
         ...
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """New logits.
+        """Returns new logits.
 
         Args:
             logits: (R, V) float32, one row for each of its rows.
             nodes: The tokens before each row.
 
         Returns:
-            (R, V) float32; -inf for tokens that are forbidden.
+            (R, V) float32; -inf for forbidden tokens.
         """
         ...
 
 
 class _PerRequest:
-    """A dataclass of tensors with a row for each request."""
+    """A dataclass of tensors with one row per request."""
 
     __slots__ = ()
 
     def select(self, rows: Tensor) -> Self:
-        """The same for some of its requests, which may repeat; rows: (R,) int64."""
         parts: Any = self
         return type(self)(*(getattr(parts, field.name)[rows] for field in fields(parts)))
 
 
 @dataclass(frozen=True, slots=True)
 class MinTokens(_PerRequest):
-    """Holds tokens that end the text back until there is enough of it.
+    """Forbids tokens that end the text until it is long enough.
 
     Attributes:
         terminators: (R, V) bool, end-of-sequence and stop tokens.
@@ -83,20 +82,20 @@ class MinTokens(_PerRequest):
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens(_PerRequest):
-    """Rules out all tokens but some; is_allowed: (R, V) bool."""
+    """Forbids all tokens but some; is_allowed: (R, V) bool."""
 
     is_allowed: Tensor
     reads_counts = False
     tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
-        """Forbids all others."""
+        """See `Processor`."""
         return logits.masked_fill(~self.is_allowed, -inf)
 
 
 @dataclass(frozen=True, slots=True)
 class BadWords(_PerRequest):
-    """Rules out the last token of every forbidden sequence whose beginning was just generated.
+    """Forbids the last token of every forbidden sequence when its other tokens were just generated.
 
     Attributes:
         words: (R, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
@@ -107,11 +106,11 @@ class BadWords(_PerRequest):
 
     @property
     def tail_len(self) -> int:
-        """How many of the last tokens it reads: all of a word but its last one."""
+        """Tokens of the longest word but its last one."""
         return self.words.shape[2] - 1
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """Forbids the last token of each word whose beginning is the end of the text."""
+        """See `Processor`."""
         beginnings, last = self.words[:, :, :-1], self.words[:, :, -1]
         tail = nodes.history.last_tokens(self.tail_len)
         matches = ((beginnings == tail.unsqueeze(1)) | (beginnings < 0)).all(2) & (last >= 0)
@@ -129,7 +128,7 @@ class LogitBias(_PerRequest):
     tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
-        """Adds the bias."""
+        """See `Processor`."""
         return logits + self.bias
 
 
@@ -142,7 +141,7 @@ class RepetitionPenalty(_PerRequest):
     tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """Weakens the logits of tokens that are in the prompt or the output."""
+        """See `Processor`."""
         scaled = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
         counts = nodes.history.counts
         return torch.where(counts.in_prompt | (counts.in_output > 0), scaled, logits)
@@ -150,11 +149,11 @@ class RepetitionPenalty(_PerRequest):
 
 @dataclass(frozen=True, slots=True)
 class OutputPenalties(_PerRequest):
-    """Takes numbers off the logits of tokens that are in the output.
+    """Subtracts numbers from the logits of tokens of the output.
 
     Attributes:
         presence: (R, 1) float32, once for each such token.
-        frequency: (R, 1) float32, for every time it occurred.
+        frequency: (R, 1) float32, for every occurrence.
     """
 
     presence: Tensor
@@ -163,7 +162,7 @@ class OutputPenalties(_PerRequest):
     tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """Subtracts both penalties from the logits of output tokens."""
+        """See `Processor`."""
         counts = nodes.history.counts.in_output
         return logits - self.presence * (counts > 0) - self.frequency * counts
 
@@ -171,7 +170,7 @@ class OutputPenalties(_PerRequest):
 def build_processors(
     requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
 ) -> tuple[Processor, ...]:
-    """The processors that any of some requests uses, in the order in which they apply (vLLM's).
+    """Returns the processors that any of some requests uses, in the order in which they apply (vLLM's).
 
     Args:
         requests: B requests, a row each.
@@ -202,7 +201,7 @@ def build_processors(
 
 
 def apply_processors(processors: Sequence[Processor], logits: Tensor, nodes: NodeView) -> Tensor:
-    """Applies some processors in order; logits: (R, V) float32, left as they are; returns (R, V) float32."""
+    """Applies processors in order; logits: (R, V) float32, not modified; returns (R, V) float32."""
     for processor in processors:
         logits = processor.apply(logits, nodes)
     return logits

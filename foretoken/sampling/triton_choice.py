@@ -1,10 +1,9 @@
-"""The target's token at every node of a batch of trees: greedy, or a Gumbel-max draw with position-keyed noise.
+"""Triton kernels for the target's token at every node: greedy, or a Gumbel-max draw with position-keyed noise.
 
-The noise is `KeyedNoise.gumbel(positions, Purpose.TARGET, V)`, made where it is used: its 53-bit integers are the same
-bit for bit, its logarithms may differ in the last place. Requests whose distribution is more than temperature
-(processors, top-k, top-p, min-p) are not served here.
+The noise is `KeyedNoise.gumbel(positions, Purpose.TARGET, V)`, made in the kernel. Its 53-bit integers are the same bit
+for bit; its logarithms may differ in the last place. Requests with processors, top-k, top-p or min-p are not supported.
 
-A row's result depends on nothing but the row: neither on the other rows nor on how the vocabulary is cut up.
+A row's result depends on the row alone: not on other rows, and not on how the vocabulary is split.
 
 Letters: B sequences, N nodes, V vocabulary, S parts of the vocabulary.
 """
@@ -31,7 +30,7 @@ _TARGET_TAG = tl.constexpr((int(Purpose.TARGET) + 1) * _SIGNED_MIX_2 & _WORD)  #
 
 _LOWEST_KEY = tl.constexpr(-(1 << 63))
 _LARGEST_INT32 = tl.constexpr((1 << 31) - 1)
-_FINITE = tl.constexpr(1)  # the class of a row: 0 where all is -inf, 1 where its maximum is finite, 2 with NaN or +inf
+_FINITE = tl.constexpr(1)  # the class of a row: 0 if all is -inf, 1 if its maximum is finite, 2 with NaN or +inf
 _BROKEN = tl.constexpr(2)
 
 _BLOCK_V = 1024
@@ -39,10 +38,10 @@ _PROGRAMS = 1056  # eight for each of an H200's 132 multiprocessors
 
 
 class Choices(NamedTuple):
-    """The target's answer at every node.
+    """The target's token at every node.
 
     Attributes:
-        tokens: (B, N) int64, lowest id first among equals; the first NaN where there is one.
+        tokens: (B, N) int64, lowest id first among equals; the first NaN if there is one.
         is_finite: (B, N) bool, whether the largest logit is finite: no NaN, no +inf, not -inf throughout.
     """
 
@@ -51,7 +50,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, nodes: int, *, device: torch.device | str) -> Choices:
-        """Buffers to be filled."""
+        """Allocates buffers to be filled."""
         return cls(
             tokens=torch.empty(batch, nodes, dtype=torch.int64, device=device),
             is_finite=torch.empty(batch, nodes, dtype=torch.bool, device=device),
@@ -59,11 +58,11 @@ class Choices(NamedTuple):
 
 
 class ChoiceParts(NamedTuple):
-    """What the parts of the vocabulary hand to the merge.
+    """Results of the parts of the vocabulary, which the second kernel merges.
 
     Attributes:
-        keys: (B * N, S) int64, score and token of each part's best, ordered as the tokens are to be preferred.
-        kinds: (B * N, S) int32, 0 where all is -inf, 2 with NaN or +inf, else 1.
+        keys: (B * N, S) int64, score and token of each part's best, ordered by preference.
+        kinds: (B * N, S) int32, 0 if all is -inf, 2 with NaN or +inf, else 1.
     """
 
     keys: Tensor
@@ -71,14 +70,14 @@ class ChoiceParts(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, vocab_size: int, *, device: torch.device | str) -> ChoiceParts:
-        """Buffers to be filled.
+        """Allocates buffers to be filled.
 
         Args:
             rows: B * N.
             vocab_size: V.
-            device: Where they lie.
+            device: Of the buffers.
         """
-        # Programs enough for the whole GPU; past that, longer parts, which share the work of keying the noise.
+        # Enough programs for the whole GPU; beyond that longer parts, which share the work of keying the noise.
         blocks = triton.cdiv(vocab_size, _BLOCK_V)
         parts = triton.cdiv(blocks, triton.cdiv(rows * blocks, _PROGRAMS))
         return cls(
@@ -96,20 +95,20 @@ def chosen_tokens(
     out: Choices | None = None,
     parts: ChoiceParts | None = None,
 ) -> Choices:
-    """argmax(logits) of greedy sequences, argmax(logits * inverse_temperature + noise) of the others.
+    """Returns argmax(logits) of greedy sequences, argmax(logits * inverse_temperature + noise) of the others.
 
     Two launches, no synchronisation with the host.
 
     Args:
         logits: (B, N, V) float32, bfloat16 or float16, each row contiguous.
         inverse_temperature: (B,) float32, contiguous; 0 marks a greedy sequence.
-        seeds: (B,) int64, contiguous; of no account for greedy sequences.
-        positions: (B, N) int64, contiguous, absolute position of the token that is chosen: root + depth + 1.
-        out: Contiguous buffers to fill, as `Choices.empty` makes them; None allocates them.
-        parts: Scratch buffers, as `ChoiceParts.empty` makes them; None allocates them.
+        seeds: (B,) int64, contiguous; ignored for greedy sequences.
+        positions: (B, N) int64, contiguous, absolute position of the chosen token: root + depth + 1.
+        out: Contiguous buffers to fill, from `Choices.empty`; None allocates them.
+        parts: Scratch buffers, from `ChoiceParts.empty`; None allocates them.
 
     Returns:
-        `out`, or what was allocated.
+        `out`, or the allocated buffers.
     """
     batch, nodes, vocab_size = logits.shape
     rows = batch * nodes
@@ -144,9 +143,9 @@ def _part_kernel(
     stride_n: tl.tensor,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """The best token of one part of one row.
+    """Returns the best token of one part of one row.
 
-    Compiled without contraction to fused multiply-add, so that score and noise round as the definition's do.
+    Compiled without contraction to fused multiply-add, so that score and noise round as in the definition.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     sequence = row // nodes
@@ -184,7 +183,7 @@ def _merge_kernel(
     parts: tl.tensor,
     BLOCK_S: tl.constexpr,
 ) -> None:
-    """The best token of one row."""
+    """Returns the best token of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_S)
     is_part = part < parts
@@ -203,9 +202,9 @@ def _kind(logit: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _preference(score: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """int64 keys in whose order tokens are to be preferred: NaN, then the score, then the lowest id.
+    """int64 keys that order tokens by preference: NaN, then the score, then the lowest id.
 
-    The bits of a float order as integers do once those of negative numbers are turned round.
+    The bits of a float order as integers if those of negative numbers are reversed.
     """
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 and 0 are equals
     ordered = tl.where(bits < 0, bits ^ _LARGEST_INT32, bits)
@@ -239,8 +238,9 @@ def noise_bits(key: tl.tensor, token: tl.tensor) -> tl.tensor:
 def gumbel(bits: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of 53 random bits, `KeyedNoise.gumbel`; float32, finite.
 
-    There is no log1p among Triton's own functions. Goldberg's form of it is: with u = 1 - v as float32 rounds it,
-    log1p(-v) = log(u) * v / (1 - u), where the factor makes up for what u lost of v; 1 - u is exact.
+    Triton has no log1p. This is Goldberg's form: with u = 1 - v as float32 rounds it, log1p(-v) = log(u) * v / (1 - u).
+    The
+    factor corrects the rounding of u; 1 - u is exact.
     """
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-53, 1 - 2.0**-24)
     u = 1.0 - v
