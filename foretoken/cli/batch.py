@@ -1,4 +1,4 @@
-"""`foretoken batch`: a file of requests in OpenAI's batch format, answered without a server."""
+"""`foretoken batch`: answers a file of requests in OpenAI's batch format, without a server."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.batch import BatchCounts
 
-_LINE_EVERY = 30.0  # seconds between progress lines where there is no terminal
+_LINE_EVERY = 30.0  # seconds between progress lines without a terminal
 
 
 def batch(
     source: Annotated[Path, typer.Argument(help="Requests: a line each, with custom_id, method, url and body.")],
-    out: Annotated[Path, typer.Argument(help="File to make: an answer a line, in the order in which they are ready.")],
+    out: Annotated[Path, typer.Argument(help="File to make: an answer a line, in the order of completion.")],
     model: Annotated[str, typer.Option(metavar="MODEL", help="Target: a model directory or a hub id.")],
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,
@@ -44,7 +44,7 @@ def batch(
             min=1,
             metavar="N",
             help="Answer with N engines on a Ray cluster: the one that RAY_ADDRESS names, else one on this machine. "
-            "What bounds sequences, lines and threads bounds each of them.",
+            "Bounds on sequences, lines and threads hold for each engine.",
         ),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Most tokens of a sequence.")] = None,
@@ -59,9 +59,9 @@ def batch(
 ) -> None:
     """Answer a file of requests to /v1/completions, /v1/chat/completions and /v1/responses, in OpenAI's batch format.
 
-    Answers gather in OUT.part, which becomes OUT when every line has one: what is called OUT is complete. A run that
-    was broken off, however it ended, goes on when the same command is given again; each custom_id is answered once. A
-    line that cannot be served is answered with its status and message, and ends nothing.
+    Answers go to OUT.part, which becomes OUT when every line has an answer: OUT is always complete. The same command
+    continues an interrupted run; each custom_id is answered once. A line that cannot be served is answered with its
+    status and message, and other lines go on.
     """
     from foretoken.server.batch import run_batch
     from foretoken.server.batch_files import AnswerFile, count_lines, held
@@ -72,9 +72,11 @@ def batch(
     template = None if chat_template is None else options.read_text(chat_template)
     total = count_lines(source)
     if not total:
-        raise RequestError(f"'{source}' has no lines. Expected a request in each.")
+        raise RequestError(f"'{source}' has no lines. Expected one request a line.")
     name, number = served_model_name or model, min(num_workers or 1, total)
-    in_flight = min(max_in_flight or 2 * max_num_seqs, -(-total // number))  # so that no worker has another one's share
+    in_flight = min(
+        max_in_flight or 2 * max_num_seqs, -(-total // number)
+    )  # no worker takes lines that others could answer
     with held(out):
         options.check_new_file(out, "OUT", force=force)
         answers = AnswerFile(out, name)
@@ -114,7 +116,7 @@ def _engine(
     model: str, config: Mapping[str, Any] | None, *, dtype: str, device: str, threads: int | None,
     max_waiting_requests: int, **more: Any,
 ) -> AsyncLLM:  # fmt: skip
-    """The engine of this process or of a worker; more: of `LLM`."""
+    """Makes the engine of this process or of a worker; more: arguments of `LLM`."""
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.entrypoints.llm import LLM
 
@@ -131,33 +133,23 @@ class _Progress:
     """
 
     def __init__(self, total: int, at_once: int, say: Callable[[str], None], every: float) -> None:
-        """Says nothing yet.
-
-        Args:
-            total: Lines of the batch.
-            at_once: Lines that are answered at once.
-            say: Shows a line.
-            every: Seconds between lines that tell how far it is.
-        """
+        """Takes numbers of lines, a function that prints, and seconds between lines of progress."""
         self.say, self._total, self._at_once, self._every = say, total, at_once, every
         self._made = self._last = time.perf_counter()
         self._begun: float | None = None
-        self._refused = 0  # before any line was answered by an engine
+        self._refused = 0  # lines refused before an engine answered any
 
     def starting(self, ready: int, number: int) -> None:
-        """Shows how many workers are ready."""
         if self._begun is None or ready == number:
             self.say(f"starting {number} worker{'s' * (number > 1)}, {ready} ready")
         if ready:
             self.begin()
 
     def begin(self) -> None:
-        """Marks the end of starting, at the first call."""
         if self._begun is None:
             self._begun = self._last = time.perf_counter()
 
     def show(self, counts: BatchCounts) -> None:
-        """Updates the progress."""
         now = time.perf_counter()
         if self._begun is None:
             self._refused = counts.answered
@@ -166,10 +158,7 @@ class _Progress:
             self.say(self._line(counts, now - self._begun))
 
     def _line(self, counts: BatchCounts, seconds: float) -> str:
-        """Returns the line of progress, with rates and the time left once they are measured.
-
-        That is when as many lines are answered as were begun together: of the first ones nothing follows.
-        """
+        """Returns the line of progress. Rates begin once as many lines are answered as were started together."""
         done, measured = counts.kept + counts.answered, counts.answered - self._refused
         parts = [f"{done} of {self._total} lines", f"{counts.failed} with errors"]
         if measured >= self._at_once:
@@ -178,7 +167,6 @@ class _Progress:
         return ", ".join(parts)
 
     def took(self) -> str:
-        """Returns the seconds of starting and answering as text; empty if no engine answered a line."""
         if self._begun is None:
             return ""
         now = time.perf_counter()
@@ -187,7 +175,6 @@ class _Progress:
 
 @contextmanager
 def _progress(total: int, at_once: int) -> Iterator[_Progress]:
-    """Yields the progress of a batch; total, at_once: see `_Progress`."""
     if not sys.stderr.isatty():
         yield _Progress(total, at_once, terminal.note, _LINE_EVERY)
         return

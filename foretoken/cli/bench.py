@@ -1,4 +1,4 @@
-"""`foretoken bench`: drafters side by side against plain decoding by the same runner."""
+"""`foretoken bench`: measures drafters side by side with plain decoding by the same runner."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ def bench(
 ) -> None:
     """Measure tokens/s, speed-up and acceptance length tau; where the time goes with --wide or --json.
 
-    Every batch of prompts is decoded by all setups in turn. tau is the mean number of tokens generated per target pass,
-    the target's own included; speed-up is the median ratio to plain decoding of the same batch by the same runner;
-    efficiency is speed-up / tau.
+    All setups decode every batch of prompts in turn. tau is the mean number of tokens generated per target pass, the
+    target's own included. Speed-up is the median ratio to plain decoding of the same batch by the same runner.
+    Efficiency is speed-up / tau.
 
-    A second table says what became of the drafts: how many nodes were used, how often each depth was accepted, and in
-    which share of the passes the engine chose not to draft, because that would have been slower; with
-    num_speculative_tokens it drafts all the same. Beside a lossy acceptance rule it has the target's surprise at the
-    text, in nats a token: what the rule's speed was bought with. The drafter `oracle` knows the text and is right as
-    often as its `pattern` says: it shows what the engine costs by itself.
+    A second table shows the drafts: how many nodes were used, how often each depth was accepted, and in which share of
+    the passes the engine chose not to draft because drafting would have been slower (with num_speculative_tokens it
+    always drafts). For a lossy acceptance rule it shows the target's surprise at the text, in nats a token: the price
+    of
+    the speed. The drafter `oracle` knows the text and is right as often as its `pattern` says: it shows the cost of the
+    engine itself.
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
     from foretoken.bench.workload import Workload, load_prompts
@@ -98,7 +99,7 @@ def bench(
 
 
 def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> None:
-    """One line a setup and temperature; twin: what to say above of a target that is a cost twin."""
+    """Prints one line a setup and temperature; twin: a note above the table of a cost twin."""
     shares = ("draft", "verify", "accept", "commit")
     more = ("effic.", *shares, "pass ms", "host ms") if wide else ()
     rows = []
@@ -126,7 +127,6 @@ def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> N
 
 
 def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
-    """What became of the drafts: one line a setup and temperature, and the price of lossy rules."""
     is_lossy = any(row.nats_per_token is not None for row in measurements)
     drafting = [row for row in measurements if row.metrics.num_drafted or row.metrics.num_declined]
     if not drafting:
@@ -149,7 +149,7 @@ def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
 
 
 def _print_costs(costs: list[tuple[int, float]], twin: str) -> None:
-    """One row a width: milliseconds of a target pass, and how often the narrowest one's."""
+    """Prints one row a width: milliseconds of a target pass, and the ratio to the narrowest pass."""
     rows = [[str(width), f"{seconds * 1e3:.2f}", f"{seconds / costs[0][1]:.2f}"] for width, seconds in costs]
     terminal.print_table(
         ["tokens in a pass", "ms", "x one token"], rows, title=_titled("what a target pass costs", twin)
@@ -157,5 +157,4 @@ def _print_costs(costs: list[tuple[int, float]], twin: str) -> None:
 
 
 def _titled(title: str, twin: str) -> str:
-    """A table's title, which also says of a cost twin that it is one."""
     return f"{title}; {twin}" if twin else title

@@ -1,4 +1,4 @@
-"""`foretoken bench serve`: how fast a server with OpenAI's API answers under load."""
+"""`foretoken bench serve`: measures a server with OpenAI's API under load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretoken.core.errors import ConfigError
 
 def serve(
     base_url: Annotated[
-        str, typer.Option(metavar="URL", help="Of the server, with or without /v1.")
+        str, typer.Option(metavar="URL", help="URL of the server, with or without /v1.")
     ] = "http://127.0.0.1:8000",
     endpoint: Annotated[str, typer.Option(metavar="NAME", help="completions or chat.")] = "completions",
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Its name there. Default: the first.")] = None,
@@ -29,13 +29,13 @@ def serve(
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 for greedy.")] = 0.0,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: requests under way at once. Default: all.")
+        int | None, typer.Option(min=1, help="Closed loop: requests in flight at once. Default: all.")
     ] = None,
     request_rate: Annotated[
         float | None, typer.Option(help="Open loop: requests a second, at random times. Default: all at once.")
     ] = None,
     burstiness: Annotated[
-        float, typer.Option(help="Of an open loop: 1 for a Poisson process, less for bursts, more for even times.")
+        float, typer.Option(help="Open loop: 1 for a Poisson process, less for bursts, more for even times.")
     ] = 1.0,
     seed: options.Seed = 0,
     api_key_variable: Annotated[
@@ -49,12 +49,13 @@ def serve(
 ) -> None:
     """Send requests to a server with OpenAI's API and measure latencies, throughput, errors and acceptance.
 
-    TTFT is the time to the first text, TPOT the time a token after that, ITL the time between parts of a stream, which
-    hold several tokens where drafts were accepted, E2EL the time of a whole request. Figures are over answers that came
-    to their end; others are counted by status, 429 (the server is full) apart.
+    TTFT is the time to the first text, TPOT the time a token after that, E2EL the time of a whole request. ITL is the
+    time
+    between parts of a stream; a part holds several tokens if drafts were accepted. Figures are over complete answers;
+    others are counted by status, with 429 (the server is full) apart.
 
-    Tokens are counted by the server's usage, else by parts with text: the output says which. Acceptance is what the
-    server counts at /metrics between begin and end, other clients' requests included.
+    Tokens are counted by the server's usage, else by parts with text: the output says which. Acceptance comes from the
+    server's counters at /metrics between begin and end, requests of other clients included.
     """
     from foretoken.bench.workload import load_prompts
 
@@ -90,7 +91,6 @@ def serve(
 
 
 def _api_key(variable: str) -> str | None:
-    """The key that a variable of the environment holds; None without one."""
     key = os.environ.get(variable)
     if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
         raise ConfigError(f"the API key in {variable} is empty or has other than ASCII characters.")
@@ -98,7 +98,6 @@ def _api_key(variable: str) -> str | None:
 
 
 def _save(path: Path, results: dict[str, Any]) -> None:
-    """Writes the file as a whole or not at all."""
     from foretoken.files.atomic_files import told_as, write_file
 
     with told_as(ConfigError, f"'{path}'", "Choose another --save-result."):
@@ -107,7 +106,6 @@ def _save(path: Path, results: dict[str, Any]) -> None:
 
 
 def _print(results: dict[str, Any]) -> None:
-    """Figures as tables."""
     from foretoken.bench.serving.load_results import LATENCIES
 
     head = ("model_id", "backend", "num_prompts", "max_concurrency", "request_rate", "burstiness", "max_tokens")
@@ -141,5 +139,4 @@ def _print(results: dict[str, Any]) -> None:
 
 
 def _number(value: float | None) -> str:
-    """A figure, or that it is not known."""
     return "unknown" if value is None else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""`foretoken chat`: a conversation in the terminal, accepted tokens in the colour of the drafter they came from."""
+"""`foretoken chat`: a conversation in the terminal, with every accepted token in its drafter's colour."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chat(
     color: Annotated[bool, typer.Option("--color", help="Colour answers also in a pipe.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="Leave colours out, as NO_COLOR does.")] = False,
 ) -> None:
-    """Talk with a model: a message a line, answered as the text comes, every accepted token in its drafter's colour.
+    """Talk with a model, one message a line. Every accepted token has the colour of its drafter.
 
     /reset forgets the conversation, /exit or Ctrl-D ends it, and Ctrl-C ends an answer.
     """
@@ -60,7 +60,7 @@ def chat(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "max_tokens": max_tokens,
         "stop": [options.checked(one, "--stop") for one in stop or ()],
     }  # fmt: skip
-    SamplingParams(**given)  # refuses what does not fit before anything is loaded
+    SamplingParams(**given)  # refuses bad values before anything is loaded
     template = None if chat_template is None else options.read_text(chat_template)
     told = None if system is None else options.checked(system, "--system")
     from foretoken.entrypoints.llm import LLM
@@ -80,11 +80,7 @@ def chat(
 
 
 def _talk(answers: _Answers, beginning: list[dict[str, str]]) -> None:
-    """Reads messages and answers them until there are no more; beginning: what stands before the first one.
-
-    Raises:
-        RequestError: When conversations cannot be rendered at all.
-    """
+    """Reads messages and answers them until there are no more; beginning: messages before the first one."""
     answers.check(beginning)
     terminal.note(_HELP)
     messages = list(beginning)
@@ -106,11 +102,7 @@ def _talk(answers: _Answers, beginning: list[dict[str, str]]) -> None:
 
 
 def _next_line() -> str | None:
-    """What the user writes next; None at the end. Ctrl-C gives up the line.
-
-    Raises:
-        RequestError: When it is longer than any text that is read.
-    """
+    """Returns the user's next line; None at the end. Ctrl-C discards the line."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline(MOST_TEXT_BYTES + 1)
         if len(line) > MOST_TEXT_BYTES:
@@ -130,29 +122,24 @@ class _Answers:
     """Generates answers and prints them as they come."""
 
     def __init__(self, colour: bool | None) -> None:
-        """colour: What the command line says about colours; None leaves it to the streams."""
+        """colour: the wish of the command line; None to decide by the streams."""
         self._colour = colour
         self._shown: ShownTokens | None = None
 
     def use(self, llm: LLM, codec: Codec, params: SamplingParams, template: str | None) -> None:
-        """Takes what generates, with a chat template or None for the tokenizer's own."""
+        """Sets the engine and a chat template, or None for the tokenizer's own."""
         self._llm, self._codec, self._params, self._template = llm, codec, params, template
 
     def add(self, record: StepRecord) -> None:
-        """Takes in an iteration, which is one of a single sequence."""
         if self._shown is not None:
             self._shown.add(record)
 
     def check(self, beginning: list[dict[str, str]]) -> None:
-        """Raises `RequestError` where conversations cannot be rendered; beginning: what stands before each."""
+        """Raises `RequestError` if conversations cannot be rendered; beginning: messages before each conversation."""
         self._prompt([*beginning, {"role": "user", "content": "?"}])
 
     def give(self, messages: list[dict[str, str]]) -> str:
-        """Prints the next answer, as far as it comes before Ctrl-C, and returns it.
-
-        Raises:
-            RequestError: When the conversation cannot be served.
-        """
+        """Prints the next answer, up to Ctrl-C, and returns it."""
         from foretoken.cli.shown_tokens import ShownTokens
 
         prompt = self._prompt(messages)
@@ -176,11 +163,6 @@ class _Answers:
         return "".join(parts)
 
     def _prompt(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """A conversation as a prompt.
-
-        Raises:
-            RequestError: When it cannot be rendered.
-        """
         try:
             return self._llm.chat_prompts(messages, chat_template=self._template)[0]
         except RequestError as err:

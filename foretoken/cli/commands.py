@@ -1,4 +1,4 @@
-"""The commands of `foretoken` by name, and the options that stand before a command."""
+"""The commands of `foretoken` by name, and the options before a command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from foretoken.core.errors import ForetokenError
 
 
 class Ended(Exception):
-    """A command was ended from outside.
+    """A signal or a closed pipe ended a command.
 
     Attributes:
         code: Exit code, 128 + the signal's number.
@@ -43,29 +43,22 @@ class Ended(Exception):
 
 
 class _Commands(TyperGroup):
-    """Runs a command; an interruption becomes an exit code of ours before typer makes another one of it.
+    """Runs a command; turns an interruption into our exit code before typer handles it.
 
-    A command's name may be two words, as `data vocab` beside `data`, `bench serve` beside `bench`, and `tune tree`.
+    A command's name may be two words: `data vocab` beside `data`, `bench serve` beside `bench`, and `tune tree`.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """See click."""
         return without_flags(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See click."""
         name = " ".join(args[:2])
         if len(args) > 1 and name in self.commands:
             return name, self.commands[name], args[2:]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """See click.
-
-        Raises:
-            Ended: After Ctrl-C, or when the output is no longer read.
-            ForetokenError: When the system refuses to read or write a file.
-        """
+        """Raises `Ended` after Ctrl-C or a closed pipe, and `ForetokenError` if the system refuses a file operation."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as err:
@@ -134,7 +127,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken twin models/tinycode runs/twin --layers 24 --hidden-size 1024",
         "foretoken twin models/tinycode runs/twin --heads models/tinycode-hydra \\",
         "    --draft-model keep",
-        found="the twin computes something else than the model",
+        found="the twin does not compute the model's function",
     )),
     (inspect.inspect, ending(
         "foretoken inspect models/tinycode",
@@ -217,7 +210,7 @@ def print_version() -> None:
 
 
 def system_error(err: OSError) -> str:
-    """What the system refused, in a sentence."""
+    """Returns a sentence that says which operation the system refused."""
     reason = err.strerror or str(err) or type(err).__name__
     where = "" if err.filename is None else f" ('{err.filename}')"
     return f"the system says: {reason}{where}. Check the place, its permissions and the space left on it."

@@ -1,4 +1,4 @@
-"""`foretoken convert`: a draft head from one format to another."""
+"""`foretoken convert`: converts a draft head from one format to another."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from foretoken.formats.target_info import TargetInfo
 
 _DTYPES = ("float16", "bfloat16", "float32")
-_NUM_HEADS = "Heads to keep, the first ones; an error when the tensors hold fewer."
-_NUM_LAYERS = "Layers that each head is said to have; an error when the tensors say otherwise."
+_NUM_HEADS = "Keep the first N heads; an error when the tensors hold fewer."
+_NUM_LAYERS = "Layers of each head; an error when the tensors have others."
 
 
 def option_name(name: str) -> str:
-    """Options as TensorRT-LLM's converters spell them, `tp_size` and `fixed_num_medusa_heads`, by the names here."""
+    """Returns our name of an option of TensorRT-LLM's converters, as `tp_size` or `fixed_num_medusa_heads`."""
     return name.replace("_", "-").removeprefix("fixed-")
 
 
@@ -54,15 +54,15 @@ def convert(
     num_medusa_layers: Annotated[int | None, typer.Option(min=1, help=_NUM_LAYERS)] = None,
     safetensors: Annotated[
         bool,
-        typer.Option("--safetensors", help="Write safetensors where medusa, hydra and eagle have a pickle of tensors."),
+        typer.Option("--safetensors", help="Write safetensors instead of the pickles of medusa, hydra and eagle."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that OUT holds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Convert a draft head between formats; its source format is found by what its files hold.
+    """Convert a draft head between formats; the files tell the source's format.
 
-    OUT appears whole or not at all. Options may be spelt as TensorRT-LLM's converters spell them. Says who
-    else reads it and how: the same weights can be another network elsewhere.
+    OUT appears whole or not at all. Options may be spelt as in TensorRT-LLM's converters. Prints who else reads the
+    result, and how: the same weights can be another network in another project.
     """
     import torch
 
@@ -103,16 +103,7 @@ def convert(
 
 
 def _read(place: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, HeadCheckpoint]:
-    """The head that lies somewhere, and the name of its format.
-
-    Args:
-        place: Its directory or file of weights.
-        around: What is known of the target.
-        has_target: Whether that is a directory, whose weights can be read.
-
-    Raises:
-        ModelError: When there is no head, or it does not fit.
-    """
+    """Returns the head at a path and the name of its format; has_target: whether the target's weights can be read."""
     from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.registry import read_head
 
@@ -125,7 +116,6 @@ def _read(place: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, He
 
 
 def _say(facts: dict[str, Any]) -> None:
-    """Prints what was read and what was written."""
     heads = "" if facts["heads"] is None else f"{facts['heads']} heads, "
     terminal.prose(
         f"{facts['source']} ({facts['source_format']}) -> {facts['out']} ({facts['format']}): {facts['method']}, "
@@ -136,7 +126,7 @@ def _say(facts: dict[str, Any]) -> None:
 
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:
-    """Holds the tensors against what the user says about them, and drops heads beyond those asked for."""
+    """Checks the tensors against the user's options, and drops further heads."""
     from foretoken.formats.checkpoint import first_heads
 
     if num_heads is None and num_layers is None:
@@ -152,11 +142,11 @@ def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num
 
 
 def _check_out(out: Path, *, force: bool) -> None:
-    """Refuses to write over anything that was not asked to be replaced, and over what is no checkpoint at all."""
+    """Refuses to replace anything without --force, and anything but a checkpoint with it."""
     from foretoken.formats.registry import holds_head
 
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise ConfigError(f"'{out}' is no directory. Expected a new one.")
+        raise ConfigError(f"'{out}' is not a directory. Expected a new one.")
     content = sorted(out.iterdir()) if out.is_dir() else []
     if not content:
         return
@@ -166,17 +156,14 @@ def _check_out(out: Path, *, force: bool) -> None:
     if foreign or not holds_head(out):
         what = f": it holds {foreign[0]!r}" if foreign else ""
         raise ConfigError(
-            f"'{out}' is no checkpoint of a head and nothing else{what}, so --force does not replace it. Name another "
-            "place."
+            f"'{out}' is not a directory of a head alone{what}, so --force does not replace it. Name another place."
         )
 
 
 def _is_part_of_a_head(path: Path) -> bool:
-    """Whether a file is of a kind that formats of heads consist of."""
     return path.is_file() and (path.name == "config.json" or path.suffix in (".safetensors", ".pt", ".bin"))
 
 
 def _dtype_name(checkpoint: HeadCheckpoint) -> str:
-    """The dtypes of a head's weights."""
     dtypes = {str(part.dtype) for part in checkpoint.weights.values() if part.is_floating_point()}
     return ", ".join(sorted(dtypes)).replace("torch.", "")

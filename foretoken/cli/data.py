@@ -1,4 +1,4 @@
-"""`foretoken data`: text as packed token windows for training heads, a sorted corpus, and the vocabulary of drafts."""
+"""`foretoken data`: packs text as token windows for training heads; makes a draft vocabulary and a datastore."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def index(
     force: Annotated[bool, typer.Option("--force", help="Replace a datastore in OUT.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Sort the suffixes of packed tokens, so that what followed any run of them is found at once.
+    """Sort the suffixes of packed tokens into a datastore, which finds any run of tokens and what followed it.
 
-    Sorting takes 60 bytes of memory a token, the files 6 (8 where the vocabulary has more than 65536 tokens). Drafts
-    come from the corpus as long as it was made with the target's tokenizer; they never change the text. The files are
-    mapped into memory where they are drafted from: do not change them meanwhile.
+    Sorting takes 60 bytes of memory a token. The files take 6 (8 with a vocabulary above 65536 tokens). The tokens must
+    come from the target's tokenizer. Drafts never change the text. Drafting maps the files into memory: do not change
+    them meanwhile.
     """
     from foretoken.core.errors import RequestError
     from foretoken.drafters.lookups.datastore import DATASTORE, SORTED_DEPTH, write_datastore
@@ -45,7 +45,7 @@ def index(
     packed = PackedTokens.open(data)
     missing = {"vocab_size", "eos_id", "tokenizer_sha", "tokens_sha256"} - packed.meta.keys()
     if missing:
-        raise RequestError(f"'{data}' does not tell its {', '.join(sorted(missing))}. It is damaged: make it again.")
+        raise RequestError(f"'{data}' does not say its {', '.join(sorted(missing))}. It is damaged: make it again.")
     begin = time.perf_counter()
 
     def show(num_sorted: int) -> None:
@@ -84,8 +84,8 @@ def vocab(
 ) -> None:
     """Choose the tokens that a head drafts: the most frequent labels of packed tokens.
 
-    An LM head over a part of the vocabulary is read in a part of the time. What it cannot draft, the target writes
-    alone: the text stays what it is. Coverage is the share of the labels that can be drafted.
+    A pass reads a smaller LM head in less time. The target alone writes the tokens that the head cannot draft, so the
+    text does not change. Coverage is the share of the labels that can be drafted.
     """
     from foretoken.training.data.packed import PackedTokens
     from foretoken.training.data.vocabulary import count_vocabulary
@@ -96,8 +96,8 @@ def vocab(
     counted.vocabulary.write(out)
     if counted.num_filled:
         terminal.note(
-            f"{counted.num_filled} of {size} tokens are no label in '{data}': the lowest ids that were left make up "
-            "the number"
+            f"{counted.num_filled} of {size} tokens are not labels in '{data}': the lowest remaining ids fill "
+            "the vocabulary"
         )
     if as_json:
         options.print_json({
@@ -108,7 +108,7 @@ def vocab(
     terminal.say(f"{out}: {size} tokens, coverage {counted.vocabulary.coverage:.2%} of {counted.num_labels} labels")
 
 
-_LINE_EVERY = 30.0  # seconds between progress lines where there is no terminal
+_LINE_EVERY = 30.0  # seconds between progress lines without a terminal
 
 
 def data(
@@ -161,13 +161,13 @@ def data(
 ) -> None:
     """Encode text with the target's tokenizer into OUT/train (and OUT/held_out), ready for training heads.
 
-    Documents end with the tokenizer's EOS and are packed one after another. Of conversations only assistant turns are
-    labels, of prompts with completions the completions. With --self-distill the target is loaded and writes the
-    responses itself; a broken-off run continues from its file of responses. OUT appears whole or not at all.
+    Documents end with the tokenizer's EOS and are packed one after another. In conversations only assistant turns are
+    labels, in prompts with completions only the completions. With --self-distill the target is loaded and writes the
+    responses itself; an interrupted run continues from its file of responses. OUT appears whole or not at all.
 
-    `foretoken data vocab` and `foretoken data index` are commands of their own: of what this one made they choose the
-    tokens that a head drafts, and make a datastore to draft from. A target in a directory that is called vocab or index
-    is named ./vocab or ./index.
+    Two further commands read the packed tokens: `foretoken data vocab` chooses the tokens that a head drafts, and
+    `foretoken data index` makes a datastore to draft from. A target in a directory called vocab or index is named
+    ./vocab or ./index.
     """
     from foretoken.training.data.corpus import CorpusPlan, build_corpus
     from foretoken.training.data.sources import dataset_source, file_source, json_source, text_source
@@ -211,7 +211,7 @@ def data(
 
 
 def _file_of_responses(given: Path | None, out: Path) -> Path:
-    """Where responses are kept; raises `ConfigError` when that is in the directory that is replaced."""
+    """Returns the path of the responses; raises `ConfigError` if it lies in the directory that is replaced."""
     place = out.resolve()
     responses = given if given is not None else place.with_name(f"{place.name}.generated.jsonl")
     if place in responses.resolve().parents:
@@ -222,13 +222,12 @@ def _file_of_responses(given: Path | None, out: Path) -> Path:
 
 
 def _tokenizer(target: str) -> Any:
-    """The target's tokenizer, without its weights."""
     from foretoken.entrypoints.drafter_files import check_is_no_head
     from foretoken.models.config_checks import check_model_files
     from foretoken.models.loading import load_tokenizer
 
     if not Path(target).is_dir():
-        check_model_files(target)  # one sentence about a name that is neither a directory nor a hub id
+        check_model_files(target)  # gives one sentence about a name that is neither a directory nor a hub id
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         check_is_no_head(target)
@@ -239,7 +238,7 @@ def _tokenizer(target: str) -> Any:
 def _target(
     target: str, config: list[str] | None, dtype: str, device: str, runner: str, threads: int | None, batch_size: int
 ) -> LLM:
-    """The target, ready to write responses; a drafter makes it faster."""
+    """Loads the target that writes responses; a drafter makes it faster."""
     from foretoken.entrypoints.config import checked_setup
     from foretoken.entrypoints.llm import LLM
 
@@ -249,11 +248,10 @@ def _target(
 
 
 def _encoders(tokenizer: Any) -> Callable[[str], DocumentMaker]:
-    """Makes documents of text as it is."""
     from foretoken.training.data.encoding import Encoder
 
     def make(part: str) -> DocumentMaker:
-        del part  # both parts are made alike
+        del part  # both parts are made in the same way
         return Encoder(tokenizer)
 
     return make
@@ -262,7 +260,7 @@ def _encoders(tokenizer: Any) -> Callable[[str], DocumentMaker]:
 def _distillers(
     llm: LLM, settings: DistillSettings, file: Path, batch_size: int, supervise_all: bool
 ) -> Callable[[str], DocumentMaker]:
-    """Makes documents that the target writes; held-out sources have a file of responses of their own."""
+    """Makes documents from the target's responses; held-out sources have their own file of responses."""
     from foretoken.training.data.corpus import TRAIN
     from foretoken.training.data.self_distill import SelfDistiller
 
@@ -275,7 +273,7 @@ def _distillers(
 
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """Lets SIGTERM end the work as Ctrl-C does: half-written directories are removed."""
+    """Makes SIGTERM end the work as Ctrl-C does, so that half-written directories are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -293,7 +291,7 @@ def ending_cleanly() -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[DataProgress], None]]:
-    """Shows progress on standard error: a living line on a terminal, else a line every 30 seconds."""
+    """Shows progress on standard error: one renewed line on a terminal, else a line every 30 seconds."""
     if not sys.stderr.isatty():
         last = time.perf_counter()
 
@@ -312,7 +310,6 @@ def _shown() -> Iterator[Callable[[DataProgress], None]]:
 
 
 def _line(progress: DataProgress) -> str:
-    """How far the work is, in words."""
     left = progress.seconds_left
     ending = "" if left is None else f", {timedelta(seconds=round(left))} left"
     return (
@@ -322,7 +319,6 @@ def _line(progress: DataProgress) -> str:
 
 
 def _report(target: str, out: Path, corpus: Corpus, *, as_json: bool) -> None:
-    """What was made, as text or JSON."""
     parts = {}
     for name, packed in corpus.parts.items():
         meta = packed.meta

@@ -1,4 +1,4 @@
-"""`foretoken doctor`: why a head does not draft, or whether one can be trained on this target."""
+"""`foretoken doctor`: finds why a head does not draft, or whether one can be trained on this target."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doctor(
     num_prompts: options.NumPrompts = 16,
     max_tokens: options.MaxTokens = 64,
     allow_other_target: Annotated[
-        bool, typer.Option("--allow-other-target", help="Go on with a head for another target of the same sizes.")
+        bool, typer.Option("--allow-other-target", help="Continue with a head for another target of the same sizes.")
     ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -50,14 +50,13 @@ def doctor(
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Find out why a head does not draft: each check names a cause and what to do about it.
+    """Find out why a head does not draft: each check names a cause and a remedy.
 
-    The target continues prompts, and the head is compared with what it writes: with the right feature and with
-    those that are mistaken for it, at the right token and at those beside it, and through the engine. Warnings are no
-    faults.
+    The target continues prompts. The head is compared with the target's text: with the right feature and with features
+    that are mistaken for it, at the right token and at its neighbours, and through the engine. Warnings are not faults.
     """
     if head is None and method is None:
-        raise ConfigError("there is nothing to examine. Expected a head, or --method for one that is to be trained.")
+        raise ConfigError("there is nothing to examine. Expected a head, or --method to train one.")
     if train_check and head is None:
         raise ConfigError("--train-check takes the sizes of a head. Expected one. Pass HEAD, or --method alone.")
     from foretoken.bench.workload import load_prompts
@@ -70,7 +69,7 @@ def doctor(
     place = None if head is None else local_head(head)
     if place is not None and not holds_head(place):
         check_is_no_model(place)
-        open_files(place)  # a damaged file says more than that there is no head
+        open_files(place)  # a damaged file gives a better message than a missing head
         raise ConfigError(f"'{head}' holds no draft head. Expected a directory or file of weights with one.")
     texts = load_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
@@ -98,14 +97,12 @@ def doctor(
 
 
 def _print_table(checks: list[Check]) -> None:
-    """One row a check."""
     rows = [[check.name, check.verdict, _shown(check.value), check.message] for check in checks]
     columns = ["check", "verdict", "found", "what it means"]
     terminal.print_table(columns, rows, texts=columns, colours=_COLOURS)
 
 
 def _shown(value: Any) -> str:
-    """A value in a few characters a number."""
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`foretoken generate`: complete one prompt, streaming."""
+"""`foretoken generate`: completes one prompt and prints the text as it comes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def generate(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="File to complete.")] = None,
     prediction: Annotated[
         Path | None,
-        typer.Option(help="File with what the output probably repeats in part: it is drafted, whatever the drafters."),
+        typer.Option(help="File with text that the output probably repeats in part. Any drafter uses it."),
     ] = None,
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,
@@ -63,13 +63,13 @@ def generate(
         typer.Option(
             "--verbose",
             "-v",
-            help="Say what loading took, which decoder runs passes and why, why passes were not drafted for, and what "
+            help="Print the load time, which decoder runs and why, why passes had no drafts, and what "
             "each drafter brought.",
         ),
     ] = False,
     show: Annotated[
         bool,
-        typer.Option("--show", help="Colour every accepted token by the drafter that it came from, as the text comes."),
+        typer.Option("--show", help="Colour every accepted token by its drafter, as the text comes."),
     ] = False,
     color: Annotated[bool, typer.Option("--color", help="Colour --show also in a pipe.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="Leave colours out, as NO_COLOR does.")] = False,
@@ -77,7 +77,7 @@ def generate(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Write what became of every drafted token, one JSON line an iteration, for `foretoken report`.",
+            help="Write the fate of every drafted token, one JSON line an iteration, for `foretoken report`.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file of --trace.")] = False,
@@ -85,7 +85,7 @@ def generate(
 ) -> None:
     """Complete a prompt (--prompt, --file or standard input) and print the text as it comes.
 
-    The text is what the target alone would have written; statistics go to standard error.
+    The text is the text of the target alone. Statistics go to standard error.
     """
     text = options.read_prompt(prompt, file)
     request = text if prediction is None else {"prompt": text, "prediction": options.read_text(prediction)}
@@ -102,7 +102,7 @@ def generate(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
         "max_tokens": max_tokens, "stop": stops, "ignore_eos": ignore_eos,
     }  # fmt: skip
-    SamplingParams(**given)  # refuses what does not fit before anything is loaded
+    SamplingParams(**given)  # refuses bad values before anything is loaded
     from foretoken.entrypoints.llm import LLM
 
     clock.mark("libraries")
@@ -158,7 +158,6 @@ def generate(
 
 
 def _as_dict(output: RequestOutput) -> dict[str, Any]:
-    """A result for --json."""
     completion = output.outputs[0]
     return {
         "prompt_token_ids": output.prompt_token_ids,
@@ -171,10 +170,9 @@ def _as_dict(output: RequestOutput) -> dict[str, Any]:
 
 
 def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch) -> tuple[str, str | None]:
-    """Prints a prompt and what follows as it becomes certain, then a line of statistics, after Ctrl-C too.
+    """Prints a prompt and its completion, then a line of statistics, after Ctrl-C too.
 
-    Returns:
-        What was generated, and why it ended.
+    Returns the generated text, and why it ended.
     """
     begin = time.perf_counter()
     num_tokens = passes = 0
@@ -199,10 +197,10 @@ def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch:
 
 
 class _Watch:
-    """All that follows a generation: what is printed of it, what is counted, and its trace.
+    """Prints a generation, counts its iterations and keeps its trace.
 
     Attributes:
-        drafts: Passes without drafts.
+        drafts: Counts the passes without drafts.
     """
 
     def __init__(
@@ -235,7 +233,6 @@ class _Watch:
             self._recorder = TraceRecorder(codec, prompt_ids)
 
     def add(self, record: StepRecord) -> None:
-        """Takes in an iteration, which is one of a single sequence."""
         self.drafts.add(record)
         if self._shown is not None:
             self._shown.add(record)
@@ -243,21 +240,18 @@ class _Watch:
             self._recorder.add(record)
 
     def print_prompt(self, text: str) -> None:
-        """Prints what comes before the generated text."""
         if self._shown is None:
             terminal.write(text, raw=self._raw)
         else:
             self._shown.write_prompt(text)
 
     def print(self, text: str) -> None:
-        """Prints what was generated."""
         if self._shown is None:
             terminal.write(text, raw=self._raw)
         else:
             self._shown.write(text)
 
     def end(self, num_tokens: int, passes: int, seconds: float, ending: str) -> None:
-        """Ends the text and says what it took."""
         terminal.write("\n")
         terminal.note(
             f"[{num_tokens} tokens in {passes} target passes, {num_tokens / max(passes, 1):.2f} a pass, "
@@ -267,7 +261,7 @@ class _Watch:
             self._shown.note_summary()
 
     def write_trace(self, conditions: dict[str, Any], text: str | None, finish_reason: str | None) -> None:
-        """Writes the trace where one is asked for; text: None for as much as is certain of one that was interrupted."""
+        """Writes the trace if --trace asks for it; text: None for the text so far of an interrupted run."""
         if self._recorder is not None and self._trace is not None:
             self._recorder.write(
                 self._trace, conditions=conditions, prompt=self._prompt, text=text, finish_reason=finish_reason
@@ -275,10 +269,10 @@ class _Watch:
 
 
 class _LoadClock:
-    """Where the seconds before the first token go.
+    """Measures the seconds before the first token.
 
     Attributes:
-        seconds: By what was loaded, in order.
+        seconds: Seconds of each part of loading, in order.
     """
 
     def __init__(self) -> None:
@@ -286,22 +280,20 @@ class _LoadClock:
         self._last = time.perf_counter()
 
     def mark(self, what: str) -> None:
-        """Ends the time of one part."""
         now = time.perf_counter()
         self.seconds[what] = round(now - self._last, 3)
         self._last = now
 
     def line(self) -> str:
-        """The parts in words."""
         parts = ", ".join(f"{what} {seconds:.1f}" for what, seconds in self.seconds.items())
         return f"[loaded in {sum(self.seconds.values()):.1f} s: {parts}]"
 
 
 class _Drafts:
-    """Counts the passes after prefill in which nothing was drafted, by why.
+    """Counts the passes after prefill without a draft, by reason.
 
     Attributes:
-        declined: Why the engine last chose not to draft; None where it never did.
+        declined: Why the engine last chose not to draft; None if it never did.
     """
 
     def __init__(self) -> None:
@@ -312,7 +304,6 @@ class _Drafts:
         self._reasons: Counter[str] = Counter()
 
     def add(self, record: StepRecord) -> None:
-        """Counts an iteration, which is one of a single sequence."""
         if record.sequences[0].ends_prompt:
             return
         self._num_passes += 1
@@ -322,11 +313,9 @@ class _Drafts:
             self._reasons[_why_not(record)] += 1
 
     def declined_line(self) -> str:
-        """In how many passes the engine chose not to draft, and why in the last one."""
         return f"did not draft in {self._reasons['declined']} of {self._num_passes} passes: {self.declined}"
 
     def line(self) -> str:
-        """In how many passes nothing was drafted, by why."""
         counts = ", ".join(f"{reason} in {count}" for reason, count in self._reasons.most_common())
         error = "" if self._error is None else f"; the last failure: {self._error}"
         return (
@@ -334,11 +323,9 @@ class _Drafts:
         )
 
     def shares_line(self) -> str:
-        """How often each drafter was asked, and what that brought."""
         return "; ".join(f"{name} {share}" for name, share in self._shares.items()) or "no drafter was asked"
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready: passes by why nothing was drafted in them, and the last reason of those that have one."""
         return {
             "passes": dict(self._reasons),
             "declined": None if self.declined is None else str(self.declined),
@@ -347,7 +334,7 @@ class _Drafts:
 
 
 def _why_not(record: StepRecord) -> str:
-    """Why nothing was drafted in an iteration of one sequence."""
+    """Returns why an iteration of one sequence has no draft."""
     num_proposed = record.sequences[0].num_proposed
     if record.declined is not None:
         return "declined"

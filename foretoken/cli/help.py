@@ -1,4 +1,4 @@
-"""The class of all commands: the layout of `--help`, and checks of values that every command refuses."""
+"""The class of all commands: lays out `--help`, and refuses empty names and integers out of range."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LARGER = {"seed": 2**63 - 1, "kv_cache_memory_bytes": 2**63 - 1}
 
 
 class Command(TyperCommand):
-    """A command whose help names values as `N`, `TEXT` or `PATH`, and arguments as the text about them does."""
+    """A command that names values as `N`, `TEXT` or `PATH` in its help, and arguments as in the text about them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See typer; the help text's paragraphs are joined, so that each is folded at the terminal's width."""
+        """See typer; joins the lines of a help paragraph, which are then wrapped to the terminal's width."""
         super().__init__(*args, **kwargs)
         self.help = joined(self.help or "")
         callback = self.callback
@@ -32,7 +32,7 @@ class Command(TyperCommand):
             is_argument = param.param_type_name == "argument"
             if param.metavar is None and param.name in hints:
                 param.metavar = param.name.upper() if is_argument else _value(hints[param.name])
-            if is_argument:  # its name stands there; newer versions of typer add a type to it
+            if is_argument:  # the argument's name stands there; newer versions of typer add a type
                 vars(param)["display_type_rich"] = _no_type
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -40,7 +40,7 @@ class Command(TyperCommand):
         return without_flags(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click; refuses an empty path, which `Path` takes for the current directory, and integers out of range."""
+        """See click; refuses an empty path, which `Path` reads as the current directory, and integers out of range."""
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         rest = super().parse_args(ctx, args)
         for param in self.params:
@@ -56,7 +56,7 @@ class Command(TyperCommand):
         return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See click; other names of an option, and of a switch's other side, stand only in a text that has them."""
+        """See click; hides other names of an option, and of a switch's other side, unless the text mentions them."""
         named = [(param, param.opts, param.secondary_opts) for param in self.params]
         try:
             for param, opts, others in named:
@@ -69,7 +69,7 @@ class Command(TyperCommand):
                 param.opts, param.secondary_opts = opts, others
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The usage line's parts: `[OPTIONS] MODEL [HEAD]`."""
+        """Returns the usage line's parts: `[OPTIONS] MODEL [HEAD]`."""
         arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
         names = [str(param.metavar) if param.required else f"[{param.metavar}]" for param in arguments]
         return [self.options_metavar or "", *names]
@@ -87,12 +87,11 @@ class VllmCommand(Command):
 
 
 def _no_type(ctx: Any) -> None:
-    """No type beside an argument's name."""
     del ctx
 
 
 def without_flags(params: list[Any]) -> list[Any]:
-    """Options, of which those that take no value show none. Changes them."""
+    """Removes the values of switches from the help of options. Changes the options."""
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -100,17 +99,12 @@ def without_flags(params: list[Any]) -> list[Any]:
 
 
 def joined(text: str) -> str:
-    """Paragraphs on one line each."""
+    """Joins the lines of every paragraph."""
     return "\n\n".join(" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
 
 
 def ending(*examples: str, found: str | None = None) -> str:
-    """What stands at the end of a command's help.
-
-    Args:
-        examples: Command lines that work in the repository.
-        found: What exit code 1 means, for commands that give verdicts.
-    """
+    """Returns the end of a command's help; `found` says what exit code 1 means, for commands that give verdicts."""
     verdict = f", 1 {found}" if found else ""
     codes = f"Exit codes: 0 done{verdict}, 2 wrong input or a system error, 130 Ctrl-C."
     lines = "\n".join(f"  {example}" for example in examples)
@@ -118,12 +112,11 @@ def ending(*examples: str, found: str | None = None) -> str:
 
 
 def _values(given: Any) -> Sequence[Any]:
-    """Returns the values of an option as a list."""
     return given if isinstance(given, list | tuple) else [given]
 
 
 def _value(kind: Any) -> str:
-    """What stands for an option's value; nothing for a flag."""
+    """Returns the placeholder of an option's value; "" for a flag."""
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     if parts:
         return _value(parts[0])

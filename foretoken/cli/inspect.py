@@ -1,4 +1,4 @@
-"""`foretoken inspect`: what a model or drafter directory is."""
+"""`foretoken inspect`: describes a model or drafter directory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from foretoken.cli import options, terminal
 def inspect(
     place: Annotated[str, typer.Argument(help="A model's or head's directory, a head's file of weights, or a hub id.")],
     target: Annotated[
-        str | None, typer.Option(help="Directory of a head's target: for what the head leaves out, and to compare.")
+        str | None,
+        typer.Option(help="Directory of a head's target: completes the head's facts, and is compared with it."),
     ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read all tensors, and say what is wrong with them.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all tensors, and report faults.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say what a directory holds: a target's architecture, sizes, dtype, tokenizer; or a head's format and sizes.
+    """Print what a directory holds: a target's architecture, sizes, dtype, tokenizer; or a head's format and sizes.
 
-    With --verify (or --target, or in a foreign format) a head is read whole: numbers
-    that are not finite, and tensors that are missing, unknown or of a wrong shape, are errors.
-    With --verify a target's tensors are compared with its architecture, and their numbers read.
+    With --verify (or --target, or in a foreign format) a head is read completely: numbers that are not finite, and
+    tensors that are missing, unknown or of a wrong shape, are errors. With --verify a target's tensors are compared
+    with
+    its architecture, and their numbers are read.
     """
     directory = _local(place)
     facts = None if target is not None or verify else _quick_facts(directory)
@@ -49,16 +49,16 @@ def inspect(
 
 
 def _local(place: str) -> Path:
-    """Where it lies on this machine, downloaded where it is named by a hub id; see `formats.hub`."""
+    """Returns the local directory, downloaded for a hub id; see `formats.hub`."""
     if Path(place).exists():
-        return Path(place)  # the hub's client takes half a second to import
+        return Path(place)  # importing the hub's client takes half a second
     from foretoken.formats.files import is_hub_id, local_head
 
     return local_head(place, what="model or head") if is_hub_id(place) else Path(place)
 
 
 def _quick_facts(directory: Path) -> dict[str, Any] | None:
-    """Facts that configuration and headers tell without torch; None where they do not."""
+    """Returns the facts that configuration and headers give without torch, if any."""
     from foretoken.formats.describe import native_facts
     from foretoken.models.describe import describe_plain
 
@@ -67,7 +67,6 @@ def _quick_facts(directory: Path) -> dict[str, Any] | None:
 
 
 def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[str, Any] | None:
-    """Facts about a head; None when the directory holds none."""
     from foretoken.formats import describe
     from foretoken.formats.registry import holds_head, read_head
     from foretoken.formats.target_info import TargetInfo
@@ -92,7 +91,6 @@ def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[st
 
 
 def _print(facts: dict[str, Any]) -> None:
-    """One line a fact; tensors and findings below."""
     lists = {key: facts.pop(key) for key in ("tensors", "warnings", "findings") if key in facts}
     width = max(map(len, facts))
     for key, value in facts.items():
@@ -108,7 +106,6 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _shown(key: str, value: Any) -> str:
-    """A value for people; --json has all of it."""
     if key == "acceptance":
         firsts = [row[0] if isinstance(row, list) and row else row for row in value]
         return "first candidates " + " ".join(map(str, firsts))

@@ -1,7 +1,7 @@
-"""The entry point of `foretoken COMMAND …`: errors become one sentence on standard error and an exit code.
+"""The entry point of `foretoken COMMAND …`: turns errors into one sentence on standard error and an exit code.
 
-Exit codes: 0, 1 (the command's own verdict: a bug or a fault was found), 2 (bad input or a system that refuses),
-130 (Ctrl-C), 141 (the reader of a pipe went away).
+Exit codes: 0, 1 (a verdict: the command found a bug or a fault), 2 (bad input or a system error), 130 (Ctrl-C), 141
+(the reader of a pipe closed it).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def _end_at_once_on_ctrl_c() -> None:
 
 
 def _run() -> int:
-    """Runs the command that was asked for; gives its exit code."""
     from foretoken.cli import terminal
     from foretoken.core.errors import ForetokenError
 
@@ -45,7 +44,7 @@ def _run() -> int:
 
     from foretoken.cli.commands import Ended, app, system_error
 
-    usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # click's class, whose home depends on typer's version
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # click's class; its module depends on typer's version
     code = 2
     try:
         code = int(app(standalone_mode=False) or 0)
@@ -54,7 +53,7 @@ def _run() -> int:
         code = end.code
     except typer.Abort:
         code = 130
-    except BrokenPipeError:  # the reader went away, as in `foretoken … | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `foretoken … | head`
         code = 141
     except ForetokenError as err:
         terminal.note(f"error: {err}")
@@ -91,7 +90,6 @@ _NO_TORCH = (
 
 
 def _usage(err: Exception) -> str:
-    """What was wrong with the command line, and where to look."""
     message = err.format_message()  # type: ignore[attr-defined]
     context = getattr(err, "ctx", None)
     command = "foretoken" if context is None else context.command_path

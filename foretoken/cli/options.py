@@ -1,4 +1,4 @@
-"""Options that several commands share, and the loading of what they name."""
+"""Options that several commands share, and functions that load the models they name."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ SpecType = Annotated[
 ]
 GpuMemoryUtilization = Annotated[
     float | None,
-    typer.Option(help="Most of the free memory, as a share, that KV rows take.", rich_help_panel="Batches and memory"),
+    typer.Option(help="Largest share of the free memory for KV rows.", rich_help_panel="Batches and memory"),
 ]
 _DEFAULTS = "Sampling where nothing is asked for"
 GenerationConfig = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Where they come from: auto (the model's generation_config.json), vllm (nowhere), or a directory with "
-        "such a file.",
+        help="Source of the sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory "
+        "with such a file.",
         rich_help_panel=_DEFAULTS,
     ),
 ]
 OverrideGenerationConfig = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help='JSON that comes before those: {"top_k": 20}.', rich_help_panel=_DEFAULTS),
+    typer.Option(metavar="TEXT", help='JSON that overrides those defaults: {"top_k": 20}.', rich_help_panel=_DEFAULTS),
 ]
 _OR_THE_MODELS = "Default: the model's, else"
 Temperature = Annotated[float | None, typer.Option(help=f"0 for greedy decoding. {_OR_THE_MODELS} 0.")]
@@ -99,16 +99,16 @@ Wide = Annotated[bool, typer.Option("--wide", help="Show all columns.")]
 
 
 def drafter_texts(speculative_config: list[str] | None, spec_type: str | None) -> list[str] | None:
-    """What -s was given, or what --spec-type stands for; None where there is neither.
+    """Returns the texts of -s, or the equivalent of --spec-type; None if both are missing.
 
     Raises:
-        ConfigError: When there are both, or a name between commas is missing.
+        ConfigError: When both are given, or a name between commas is missing.
     """
     if spec_type is None:
         return speculative_config
     if speculative_config:
         raise ConfigError(
-            f"--spec-type {spec_type} and --speculative-config {speculative_config[0]} both say how to draft. "
+            f"--spec-type {spec_type} and --speculative-config {speculative_config[0]} both name a drafter. "
             "Pass one of them."
         )
     names = [name.strip() for name in spec_type.split(",")]
@@ -120,17 +120,17 @@ def drafter_texts(speculative_config: list[str] | None, spec_type: str | None) -
 def one_setup(
     command: str, target: str, speculative_config: list[str] | None, spec_type: str | None, advice: str = ""
 ) -> Setup:
-    """What -s or --spec-type ask for, for a command that takes one drafter; plain decoding where they are left out.
+    """Returns the drafter of a command that takes a single drafter; plain decoding if there is none.
 
     Args:
-        command: Its name.
+        command: The command's name.
         target: The target's directory or hub id.
-        speculative_config: What -s was given.
-        spec_type: What --spec-type was given.
-        advice: What to do with several, as a sentence; by default to compare them.
+        speculative_config: The texts of -s.
+        spec_type: The text of --spec-type.
+        advice: What to do with several drafters, as a sentence; by default to compare them.
 
     Raises:
-        ConfigError: When there are several, one cannot be had, or it cannot decode texts that nobody knows.
+        ConfigError: When there are several drafters, one cannot be made, or it needs to know the text.
     """
     from foretoken.entrypoints.config import checked_setup
 
@@ -145,12 +145,12 @@ def one_setup(
 
 
 def load_target(model: str, dtype: str, device: str, threads: int | None) -> tuple[LoadedModel, Any]:
-    """The target and its tokenizer, loaded once for all setups.
+    """Loads the target and its tokenizer, once for all setups.
 
     Raises:
-        ConfigError: When the machine has not nearly so many processors as `threads`, or the model is a head.
-        ModelError: When it cannot be loaded, or there is no such device.
-        RequestError: When the model has no tokenizer to read text prompts with.
+        ConfigError: When the machine has far fewer processors than `threads`, or the model is a head.
+        ModelError: When the model cannot be loaded, or the device does not exist.
+        RequestError: When the model has no tokenizer.
     """
     from foretoken.decoder.lean.threads import set_num_threads
     from foretoken.entrypoints import model_arguments
@@ -173,7 +173,7 @@ def sampling(
         otherwise: Values of options that neither the command line nor the model sets.
 
     Raises:
-        ConfigError: When the options name no such defaults.
+        ConfigError: When the source of defaults is invalid.
         ModelError: When the generation configuration cannot be read.
     """
     from foretoken.core.sampling_params import SamplingParams
@@ -193,7 +193,7 @@ def note_sampling(defaults: Mapping[str, Any]) -> None:
 
 
 def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:
-    """Raises `ConfigError` when more tokens are asked for than follow even the shortest prompt."""
+    """Raises `ConfigError` if even the shortest prompt leaves no room for `max_tokens` tokens."""
     if max_tokens >= loaded.context_len:
         raise ConfigError(
             f"--max-tokens is {max_tokens}, but '{loaded.name}' has a context of {loaded.context_len} tokens, the "
@@ -202,11 +202,11 @@ def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:
 
 
 def check_new_file(path: Path, what: str, *, force: bool) -> None:
-    """Raises `ConfigError` where a file that is to be written would replace something that nobody said may go.
+    """Raises `ConfigError` if writing a file would replace a directory, or a file without --force.
 
     Args:
-        path: Of the file.
-        what: The option or argument that names it.
+        path: The path of the file.
+        what: The option or argument that names the file.
         force: Whether a file may be replaced.
     """
     if path.is_dir():
@@ -216,7 +216,7 @@ def check_new_file(path: Path, what: str, *, force: bool) -> None:
 
 
 def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
-    """The conditions of a run, printed with every figure; of a cost twin they say what it is of."""
+    """Returns the conditions of a run, which are printed with every figure; a cost twin names its original."""
     from importlib.metadata import version
 
     import torch
@@ -238,10 +238,10 @@ def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from an argument, a file, or standard input.
+    """Returns the prompt from an argument, a file, or standard input.
 
     Raises:
-        RequestError: When there is none, or two, or it cannot be read, is larger than `MOST_TEXT_BYTES`, or not UTF-8.
+        RequestError: When there is no prompt or two, or it cannot be read, exceeds `MOST_TEXT_BYTES`, or is not UTF-8.
     """
     if prompt is not None and file is not None:
         raise RequestError("a prompt came both as text and as --file. Pass one of them.")
@@ -255,10 +255,10 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file.
+    """Returns the text of a file.
 
     Raises:
-        RequestError: When it cannot be read, is larger than `MOST_TEXT_BYTES`, or not UTF-8.
+        RequestError: When the file cannot be read, exceeds `MOST_TEXT_BYTES`, or is not UTF-8.
     """
     try:
         return decode(read_named(file), f"'{file}'")
@@ -269,18 +269,18 @@ def read_text(file: Path) -> str:
 def checked(text: str, where: str) -> str:
     """Returns an argument as text; raises `RequestError` if its bytes were not UTF-8, which Python marks by surrogates.
 
-    Under a locale of ASCII alone Python marks all bytes beyond it: there they are decoded here.
+    Under an ASCII locale Python marks all other bytes so: this function decodes them.
     """
     with suppress(UnicodeError):
         return os.fsencode(text).decode() if lone_surrogate(text) is not None else text
     at = lone_surrogate(text)
     if at is not None:
-        raise RequestError(f"{where} is not UTF-8 text: character {at} is no character. Expected UTF-8.")
+        raise RequestError(f"{where} is not UTF-8 text: character {at} is not a character. Expected UTF-8.")
     return text
 
 
 def decode(text: bytes, where: str) -> str:
-    """Text of a user; raises `RequestError` with its source unless it is UTF-8."""
+    """Decodes a user's text; raises `RequestError`, with its source, unless the bytes are UTF-8."""
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as err:
@@ -290,5 +290,5 @@ def decode(text: bytes, where: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on standard output."""
+    """Prints one JSON object on standard output."""
     print(json.dumps(value, indent=2))

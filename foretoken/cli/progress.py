@@ -1,4 +1,4 @@
-"""A progress line with rate and time left, on a terminal only."""
+"""A progress line with rate and time left, for terminals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from foretoken.cli import terminal
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how far long work is, from the first report on.
+    """Shows the progress of long work, from the first report on; what: names the counted things.
 
-    Args:
-        what: What is counted.
-
-    Yields:
-        A function of (done, total).
+    Yields a function of (done, total).
     """
     from foretoken.bench.workload import no_progress
 
@@ -57,16 +53,12 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
-    """Shows a training run: a line that renews itself on a terminal, else a line now and then.
+    """Shows a training run of `total` steps: one renewed line on a terminal, else a line now and then.
 
-    Args:
-        total: Steps of the whole run.
-
-    Yields:
-        A function of a `StepReport`.
+    Yields a function of a `StepReport`.
     """
     is_terminal, is_open, shown, evaluated = sys.stderr.isatty(), False, 0.0, ""  # is_open: the line has no end yet
-    begin, begun_at = time.monotonic(), -1  # the clock, and the steps that were done then
+    begin, begun_at = time.monotonic(), -1  # the clock, and the steps done at that time
 
     def show(report: Any) -> None:
         nonlocal shown, evaluated, begin, begun_at, is_open
@@ -74,7 +66,7 @@ def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
         is_first = begun_at < 0
         pace = (now - begin) / (report.step - (report.step - 1 if is_first else begun_at))
         if is_first:
-            begin, begun_at = now, report.step  # the first step warms up, and counts no more once there is another
+            begin, begun_at = now, report.step  # the first step warms up and is not counted once there is another
         if report.held_out_tau is not None:
             evaluated = f"held-out tau {report.held_out_tau:.3f} (step {report.step})"
         if now - shown < (0.2 if is_terminal else 15.0) and report.step < total:
@@ -103,7 +95,7 @@ def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
 
 
 def _fitted(parts: list[str]) -> str:
-    """Joins as many parts, the most important first, as fit a terminal line: a wrapped line cannot be renewed."""
+    """Joins the parts that fit a terminal line, the most important first: a wrapped line cannot be renewed."""
     room = shutil.get_terminal_size().columns - 1
     line = parts[0][:room]
     for part in parts[1:]:

@@ -1,4 +1,4 @@
-"""`foretoken report`: one HTML page of traces and sweeps, readable offline."""
+"""`foretoken report`: makes one HTML page of traces and sweeps, readable offline."""
 
 from __future__ import annotations
 

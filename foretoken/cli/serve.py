@@ -70,8 +70,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="Whose pages may read answers in a browser (CORS), as https://example.org, or '*'; a JSON list, or "
-            "repeated. Default: the server's own alone.",
+            help="Origins whose pages may read answers (CORS), as https://example.org, or '*'; a JSON list, or "
+            "repeated. Default: the server's own page alone.",
             rich_help_panel=_NETWORK,
         ),
     ] = None,
@@ -85,7 +85,7 @@ def serve(
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(
-            help="Read no beginning of a prompt again that a slot holds, unless --no-enable-prefix-caching is given. "
+            help="Reuse the KV rows of a prompt's prefix, unless --no-enable-prefix-caching is given. "
             "Never across cache salts.",
             show_default=False,
             rich_help_panel=_BATCHES,
@@ -95,7 +95,7 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="Memory for KV rows, which sequences share (default: half of what is free).",
+            help="Memory for the KV rows of all sequences (default: half of the free memory).",
             rich_help_panel=_BATCHES,
         ),
     ] = None,
@@ -130,9 +130,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: completions, chat, streaming, structured outputs, metrics.
 
-    Answers are what the target alone would have written. SIGTERM and Ctrl-C let running requests end for 30 seconds.
-    Options of `vllm serve` that ask for nothing missing here are taken too; the others are refused with what to do
-    instead.
+    Answers are the text of the target alone. After SIGTERM or Ctrl-C, running requests have 30 seconds to end. Options
+    of `vllm serve` are accepted at values that change nothing here; other values are refused with a hint.
     """
     setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     if metrics_compat not in (None, "vllm"):
@@ -155,7 +154,7 @@ def serve(
         has_draft_metrics=per_request_spec_decode_metrics == "summary", chat_template=template,
         tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser,
     )  # fmt: skip
-    listening = _listen(host, port)  # before the model is loaded, which takes long
+    listening = _listen(host, port)  # before the slow loading of the model
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.entrypoints.llm import LLM
 
@@ -176,11 +175,7 @@ def serve(
 
 
 def _origins(given: Iterable[str]) -> list[str]:
-    """Returns the allowed origins, given one by one or as vLLM's JSON lists.
-
-    Raises:
-        ConfigError: For a list of something else than texts.
-    """
+    """Returns the allowed origins, given one by one or as vLLM's JSON lists."""
     found: list[str] = []
     for text in given:
         try:
@@ -194,11 +189,7 @@ def _origins(given: Iterable[str]) -> list[str]:
 
 
 def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
-    """Serves until a signal comes, or the engine fails.
-
-    Raises:
-        typer.Exit: With code 1 when the engine failed: whatever watches over the process may start it again.
-    """
+    """Serves until a signal comes; exits with code 1 if the engine fails, so that a supervisor restarts it."""
     import asyncio
     import gc
 
@@ -206,7 +197,7 @@ def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
 
     server = http_server(app)
     gc.collect()
-    gc.freeze()  # a full collection over all that libraries have loaded stops every client for 0.3 s
+    gc.freeze()  # a full collection over all loaded libraries stops every client for 0.3 s
 
     async def serve_while_alive() -> bool:
         task = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -224,11 +215,7 @@ def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        ConfigError: When the address is none of this machine's, or in use.
-    """
+    """Returns a listening socket; raises `ConfigError` if the address is in use or not of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,4 +1,4 @@
-"""`foretoken generate --show`: the text as it comes, every accepted token in the colour of the drafter it came from."""
+"""`foretoken generate --show`: prints the text as it comes, with every accepted token in its drafter's colour."""
 
 from __future__ import annotations
 
@@ -19,32 +19,28 @@ if TYPE_CHECKING:
     from foretoken.text.codec import Codec
 
 DIM = "2"
-COLOURS = ("32", "36", "35", "33", "34", "31", "92", "96", "95", "93", "94", "91")  # SGR codes, as the theme shows them
+COLOURS = ("32", "36", "35", "33", "34", "31", "92", "96", "95", "93", "94", "91")  # SGR codes
 _JOINER = "\u200d"
 
 
 def has_colours(stream: TextIO, wish: bool | None) -> bool:
-    """Whether to colour what goes to a stream.
-
-    Args:
-        stream: Standard output or error.
-        wish: What the command line says; None leaves it to the stream and to https://no-color.org.
-    """
+    """Decides whether to colour a stream; wish: of the user, None to follow the stream and https://no-color.org."""
     if wish is not None:
         return wish
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def painted(text: str, colour: str | None) -> str:
-    """Text in a colour; None leaves it as it is."""
+    """Returns a text in a colour; None for no colour."""
     return text if colour is None or not text else f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def runs(characters: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
-    """Characters with their colours as runs of one colour.
+    """Groups characters with their colours into runs of one colour.
 
-    A character that a terminal draws together with the one before it (a combining mark, a variation selector, whatever
-    is joined to an emoji) has that one's colour: an escape sequence between them would tear them apart.
+    A character that a terminal joins to the previous one (a combining mark, a variation selector, a part of an emoji)
+    has
+    the same colour: an escape sequence between them would separate them.
     """
     found: list[tuple[str, str | None]] = []
     last = ""
@@ -58,29 +54,29 @@ def runs(characters: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | 
 
 
 def safe_and_painted(characters: Iterable[tuple[str, str | None]], *, is_visible: bool) -> str:
-    """Coloured text; `is_visible` makes control characters in it escapes."""
+    """Returns coloured text; `is_visible` turns control characters into escapes."""
     return "".join(painted(visible(text) if is_visible else text, colour) for text, colour in runs(characters))
 
 
 def _belongs_to(before: str, char: str) -> bool:
-    """Whether a terminal draws a character in the cell of the one before it."""
+    """Decides whether a terminal draws a character in the cell of the previous one."""
     return _JOINER in (before, char) or unicodedata.category(char) in {"Mn", "Me", "Mc"}
 
 
 class ShownTokens:
-    """Colours one completion: the target's own tokens plain, accepted ones by who proposed them."""
+    """Colours one completion: the target's own tokens are plain, accepted tokens have their drafter's colour."""
 
     def __init__(self, codec: Codec, prompt: Sequence[int], *, colour: bool | None, raw: bool) -> None:
         """Begins a text.
 
         Args:
             codec: The tokenizer.
-            prompt: Its token ids.
-            colour: What the command line says about colours; None leaves it to the streams.
-            raw: Whether control characters reach a terminal as they are.
+            prompt: Token ids of the prompt.
+            colour: The wish of the command line; None to decide by the streams.
+            raw: Whether a terminal gets control characters unescaped.
         """
         self._spans = TokenSpans(codec, prompt)
-        self._origins: list[tuple[str, ...]] = []  # of each token; nobody for the target's own
+        self._origins: list[tuple[str, ...]] = []  # of each token; empty for the target's own
         self._colours: dict[tuple[str, ...], str] = {}
         self._shown = self._passes = 0
         self._is_coloured = has_colours(sys.stdout, colour)
@@ -88,7 +84,7 @@ class ShownTokens:
         self._is_visible = sys.stdout.isatty() and not raw
 
     def add(self, record: StepRecord) -> None:
-        """Takes in an iteration of the one sequence, before its text is written."""
+        """Adds an iteration of the one sequence, before its text is written."""
         step = record.sequences[0]
         self._passes += 1
         self._spans.push(step.tokens)
@@ -97,7 +93,7 @@ class ShownTokens:
             self._colours.setdefault(origin, COLOURS[len(self._colours) % len(COLOURS)])
 
     def write_prompt(self, text: str) -> None:
-        """Writes the prompt, dim beside what follows."""
+        """Writes the prompt, dimmed."""
         self._write([(char, DIM) for char in text])
 
     def write(self, text: str) -> None:
@@ -107,7 +103,7 @@ class ShownTokens:
         self._shown += len(text)
 
     def note_summary(self) -> None:
-        """Says on standard error what the colours mean, and how many tokens came from whom."""
+        """Prints on standard error the legend of the colours, and how many tokens came from each drafter."""
         counts = Counter(self._origins)
         total = max(len(self._origins), 1)
         parts = [
@@ -120,7 +116,6 @@ class ShownTokens:
         terminal.side_output(f"[{', '.join(['tokens: ' + own, *parts])}; tau {tau:.2f}]\n")
 
     def _colour(self, place: int) -> str | None:
-        """The colour of the character at a place of the text."""
         return self._colours.get(self._origins[self._spans.token_of(place)]) if self._origins else None
 
     def _legend_colour(self, origin: tuple[str, ...]) -> str | None:
@@ -134,5 +129,4 @@ class ShownTokens:
 
 
 def _name(origin: tuple[str, ...]) -> str:
-    """Who proposed a token, in words."""
     return " and ".join(origin)

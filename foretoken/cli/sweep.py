@@ -1,4 +1,4 @@
-"""`foretoken sweep`: every combination of drafters' options and ways of serving, measured, tabled and drawn."""
+"""`foretoken sweep`: measures every combination of drafter and serving options; prints tables and draws pictures."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def sweep(
         str,
         typer.Argument(help="Target, as `foretoken bench` takes it; or the directory of a sweep, to show it again."),
     ],
-    out: Annotated[Path | None, typer.Option(help="Directory of the results; the same command goes on.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the results; the same command continues.")] = None,
     axes: Annotated[
         list[str] | None,
         typer.Option(
             "--sweep",
             metavar="KEY=VALUES",
-            help="An axis: a key of speculative_config, dotted where it lies deeper, and values with commas between "
-            "them. May be repeated.",
+            help="An axis: a key of speculative_config (dotted for an inner key) and comma-separated values. May be "
+            "repeated.",
         ),
     ] = None,
     grid: Annotated[Path | None, typer.Option(help="Axes as a JSON or TOML file.")] = None,
@@ -74,15 +74,14 @@ def sweep(
 ) -> None:
     """Measure every combination of drafters' options and ways of serving; show what tree nodes bring.
 
-    Axes are given with --sweep, in a file, or by repeating --dtype, --runner, --batch-size and --temperature. A
-    combination that a method's options refuse is named and left out. A few points at a time are measured in turn with
-    plain decoding, batch of prompts by batch: speed-up and tokens/s are medians over these rounds between their
-    quartiles.
+    Axes come from --sweep, from a file, or from a repeated --dtype, --runner, --batch-size or --temperature. A
+    combination that a method refuses is named and left out. A few points at a time are measured in turn with plain
+    decoding, batch of prompts by batch. Speed-up and tokens/s are medians over these rounds, with quartiles.
 
-    Each point is a line of results.jsonl as soon as it is measured; the same command goes on where it stopped. At
-    the end there are a table, results.parquet and pictures, which need the extra `report`. In the table, `front by`
-    marks the Pareto fronts of each dtype, runner, batch size and temperature: the points that reach their tau, or their
-    tokens/s, with the fewest drafted nodes a pass.
+    Each point is written to results.jsonl as soon as it is measured; the same command continues an interrupted sweep.
+    At the end the command writes a table, results.parquet and pictures, which need the extra `report`. In the table,
+    `front by` marks the Pareto fronts of each dtype, runner, batch size and temperature: the points that reach their
+    tau, or their tokens/s, with the fewest drafted nodes a pass.
     """
     from foretoken.bench.sweep_results import RESULTS, SweepResults
 
@@ -96,7 +95,7 @@ def sweep(
     from foretoken.core.errors import ConfigError
 
     if out is None:
-        raise ConfigError("the results need a place. Expected a directory. Pass --out DIR.")
+        raise ConfigError("the results need a directory. Pass --out DIR.")
     from_options = {
         "dtype": dtype, "runner": runner, "batch_size": batch_size, "temperature": temperature,
         SETUP_AXIS: speculative_config,
@@ -124,21 +123,20 @@ def sweep(
 
 
 class _Run:
-    """Loads targets for a sweep, and knows the conditions of it."""
+    """Loads the targets of a sweep and knows its conditions."""
 
     def __init__(self, *, model: str, device: str, threads: int | None, prompts: str) -> None:
         self._model, self._device, self._threads, self._prompts = model, device, threads, prompts
         self._loaded: tuple[str, Any] = ("", None)
 
     def load(self, dtype: str) -> Any:
-        """Target and tokenizer in a dtype; the last ones are kept."""
         if self._loaded[0] != dtype:
-            self._loaded = ("", None)  # their weights go before others come
+            self._loaded = ("", None)  # free the last weights before loading others
             self._loaded = (dtype, options.load_target(self._model, dtype, self._device, self._threads))
         return self._loaded[1]
 
     def conditions(self, axes: dict[str, list[Any]], plan: SweepPlan, dtype: str) -> dict[str, Any]:
-        """What all points have in common, JSON-ready; dtype: of the first of them."""
+        """Returns the JSON-ready conditions that all points share; dtype: of the first point."""
         import hashlib
 
         from foretoken.bench.measurement import processor_name
@@ -150,14 +148,14 @@ class _Run:
             loaded, processor=processor_name(), prompts=self._prompts, num_prompts=len(plan.prompts),
             max_tokens=plan.max_tokens, repeats=plan.repeats, seed=plan.seed,
         )  # fmt: skip
-        del header["dtype"]  # an axis
+        del header["dtype"]  # dtype is an axis
         texts = hashlib.sha256("\0".join(plan.prompts).encode()).hexdigest()[:16]
         target = TargetFingerprint.of(loaded).model_dump(mode="json", exclude={"name"})
         return {**header, "prompts_sha256": texts, "target": target, "axes": axes}
 
 
 def _check_alone(*others: object) -> None:
-    """Raises `ConfigError` when a sweep is shown again and options for measuring are given too."""
+    """Raises `ConfigError` if options for measuring are given while a finished sweep is shown."""
     from foretoken.core.errors import ConfigError
 
     if any(other is not None for other in others):
@@ -171,11 +169,7 @@ def _measure(
     run: _Run, out: Path, axes: dict[str, list[Any]], points: Sequence[Point], refused: Sequence[Refused],
     plan: SweepPlan,
 ) -> None:  # fmt: skip
-    """Measures what the results in a directory lack.
-
-    Raises:
-        typer.Exit: After SIGINT or SIGTERM; what was measured is kept.
-    """
+    """Measures the missing points; raises `typer.Exit` after SIGINT or SIGTERM, with all measured points kept."""
     from foretoken.bench.sweep import run_sweep
     from foretoken.bench.sweep_results import SweepResults
     from foretoken.files.locks import run_lock
@@ -190,7 +184,7 @@ def _measure(
             terminal.note(f"{number} combination{'s' * (number > 1)} left out: {reason}")
         already = sum(map(results.holds, points))
         if already:
-            terminal.note(f"{already} of {len(points)} points are measured; going on")
+            terminal.note(f"{already} of {len(points)} points are measured; continuing")
         told = [False]
         with progress("batches") as on_progress:
 
@@ -198,7 +192,7 @@ def _measure(
                 on_progress(done, total)
                 if received and not told[0]:
                     told[0] = True
-                    terminal.note("stopping once the points in work are measured")
+                    terminal.note("stopping after the current points")
 
             run_sweep(
                 points, plan, results, run.load, on_progress=advance, on_results=_reporter(already, len(points)),
@@ -206,12 +200,12 @@ def _measure(
             )  # fmt: skip
         left = sum(not results.holds(point) for point in points)
         if received and left:
-            terminal.note(f"stopped with {left} of {len(points)} points left; the same command goes on from '{out}'")
+            terminal.note(f"stopped with {left} of {len(points)} points left; the same command continues from '{out}'")
             raise typer.Exit(128 + received[0])
 
 
 def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], None]:
-    """Says what was measured, with rate and time left; already: points measured by earlier runs."""
+    """Returns a function that prints measured points with rate and time left; already: points of earlier runs."""
     begin, done = time.monotonic(), 0
 
     def report(measured: Sequence[PointResult]) -> None:
@@ -232,12 +226,11 @@ def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], Non
 
 
 def _say_refused(refused: Refused) -> None:
-    """Names a point that is left out."""
     terminal.note(f"left out: {refused.point.setup.name}: {refused.reason}")
 
 
 def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) -> None:
-    """Tables or JSON on standard output; parquet and pictures into the directory where they can be made."""
+    """Prints tables or JSON; writes parquet and pictures into the directory if their packages are installed."""
     from foretoken.bench.parquet import write_parquet
     from foretoken.bench.plots import write_plots
     from foretoken.bench.sweep_results import fronts
@@ -245,7 +238,7 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
 
     panels = results.by_serving()
     if not panels:
-        raise ConfigError(f"'{directory}' holds no measured point yet. Expected one at least. Run the sweep again.")
+        raise ConfigError(f"'{directory}' holds no measured point yet. Expected at least one. Run the sweep again.")
     marks = {
         serving: {name: set(front) for name, front in fronts(points).items()} for serving, points in panels.items()
     }
@@ -262,7 +255,7 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
     for make in (partial(write_parquet, rows, directory, facts), partial(write_plots, panels, directory, what)):
         try:
             files += make()
-        except ConfigError as err:  # the table is worth as much without
+        except ConfigError as err:  # the table is useful without pictures
             terminal.note(str(err))
     if as_json:
         refused = [{"name": name, "reason": reason} for name, reason in results.refused.items()]
@@ -286,7 +279,6 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
 
 
 def _print_table(serving: Serving, results: Sequence[PointResult], marks: dict[str, set[int]], *, wide: bool) -> None:
-    """One line a point, the fastest first."""
     rows = []
     for index, result in enumerate(results):
         rate, speed_up = result.tokens_per_s, result.speed_up
@@ -315,7 +307,6 @@ def _print_table(serving: Serving, results: Sequence[PointResult], marks: dict[s
 
 
 def _spelled(serving: Serving) -> str:
-    """A serving in a line."""
     return (
         f"dtype {serving.dtype}, runner {serving.runner}, batch size {serving.batch_size}, "
         f"temperature {serving.temperature:g}"
@@ -323,5 +314,4 @@ def _spelled(serving: Serving) -> str:
 
 
 def _column(front: str) -> str:
-    """The name of a front in a table of data."""
     return front.replace("/", "_per_")

@@ -1,8 +1,8 @@
-r"""Prints text and tables for people: control characters escaped, tables fitted to the width, notes to standard error.
+r"""Prints text and tables for people, with control characters escaped and tables fitted to the terminal's width.
 
-A prompt, a model's output or a file name may hold escape sequences that recolour, move or rewrite what a terminal
-shows, and bidirectional controls that reorder it. On a terminal such characters are written as escapes (`\x1b`);
-what goes into a file or a pipe stays as it is, and so does everything where the user asks for it.
+A prompt, a model's output or a file name may hold escape sequences that recolour, move or rewrite the terminal's
+text, and bidirectional controls that reorder it. On a terminal such characters are written as escapes (`\x1b`).
+Files and pipes get the text unchanged, and so does a terminal if the user asks for it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 _KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
-_DEPTHS = 8  # of a draft, whose acceptance a table shows
-_UNBOUNDED = 10_000  # columns of a table that does not go to a terminal
+_DEPTHS = 8  # levels of a draft in a table of acceptance
+_UNBOUNDED = 10_000  # columns of a table that goes to a file or pipe
 
 
 def visible(text: str) -> str:
-    r"""Text in which control characters are escapes, such as `\x1b` and `\u202e`; newline and tab stay.
+    r"""Returns a text with control characters as escapes, such as `\x1b` and `\u202e`; newline and tab stay.
 
-    Every character is looked at by itself, so that a stream may be made visible piece by piece.
+    Handles every character by itself, so that a stream may be converted piece by piece.
     """
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
@@ -40,12 +40,7 @@ def visible(text: str) -> str:
 
 
 def write(text: str, *, raw: bool = False) -> None:
-    """Writes text to standard output, at once.
-
-    Args:
-        text: What to write.
-        raw: Whether control characters reach a terminal as they are.
-    """
+    """Writes text to standard output, at once; raw: whether a terminal gets control characters unescaped."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() and not raw else text)
     sys.stdout.flush()
 
@@ -61,12 +56,7 @@ def fact(name: str, value: Any, width: int) -> None:
 
 
 def prose(text: str, indent: str = "") -> None:
-    """Writes a line to standard output; wraps it between words on a narrow terminal.
-
-    Args:
-        text: The line.
-        indent: The indent of all wrapped lines but the first.
-    """
+    """Writes a line to standard output, wrapped on a narrow terminal; indent: of all lines but the first."""
     say(_filled(visible(text), indent) if sys.stdout.isatty() else text)
 
 
@@ -76,15 +66,15 @@ def conditions(values: Mapping[str, Any]) -> None:
 
 
 def note(line: str) -> None:
-    """Writes a line to standard error, where control characters are never obeyed; see `prose` and `side_output`."""
+    """Writes a line to standard error, with control characters escaped; see `prose` and `side_output`."""
     shown = visible(line)
     side_output(f"{_filled(shown) if sys.stderr.isatty() else shown}\n")
 
 
 def side_output(text: str) -> None:
-    """Writes text to standard error, at once; what cannot be written (a full disk, a closed pipe) is dropped.
+    """Writes text to standard error, at once; drops text that cannot be written (a full disk, a closed pipe).
 
-    Notes and progress are no results: whether they can be written changes neither the work nor its exit code.
+    Notes and progress are not results: a failed write changes neither the work nor the exit code.
     """
     try:
         sys.stderr.write(text)
@@ -104,15 +94,15 @@ def print_table(
 ) -> None:
     """Prints a table: the first column is text and may be wrapped, the others are numbers unless they are in `texts`.
 
-    A table that is still wider than the terminal is split into several; each repeats the first `num_keys` columns.
+    A table wider than the terminal is split into several; each repeats the first `num_keys` columns.
 
     Args:
         columns: Headings.
         rows: Cells; one entry a column.
         title: Printed above.
-        texts: Headings of more columns of text. On a terminal rows are apart by a line then.
-        colours: Of cells, by what they hold.
-        num_keys: How many of the first columns name a row.
+        texts: Headings of further columns of text. On a terminal a line then separates the rows.
+        colours: The colours of cells, by their text.
+        num_keys: The number of first columns that name a row.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -121,7 +111,7 @@ def print_table(
 
     if title is not None:
         prose(title)
-    # In a file or a pipe nothing is wrapped, so that lines can be searched.
+    # Files and pipes get unwrapped lines, so that they can be searched.
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNBOUNDED
     cells = [[visible(cell) for cell in row] for row in rows]
     are_texts = [not index or column in texts for index, column in enumerate(columns)]
@@ -130,7 +120,7 @@ def print_table(
         for column, is_text in zip(zip(columns, *cells, strict=True), are_texts, strict=True)
     ]
     for part in _parts(widths, room, num_keys):
-        # Spaces between columns, no lines: a third of 80 columns would be frame otherwise.
+        # Spaces between columns: lines would take a third of 80 columns.
         table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, leading=int(bool(texts) and sys.stdout.isatty()))
         for index in part:
             table.add_column(
@@ -144,7 +134,7 @@ def print_table(
 
 
 def percent_by_depth(shares: Sequence[float]) -> str:
-    """Shares at depth 1 to 8 in percent, a hyphen where there are none, for a cell that lines up with others."""
+    """Returns a table cell with the shares at depth 1 to 8 in percent, aligned, with hyphens for missing depths."""
     known = [f"{share * 100:3.0f}" for share in shares[:_DEPTHS]]
     return " ".join([*known, *["  -"] * (_DEPTHS - len(known))])
 
@@ -179,13 +169,13 @@ def _parts(widths: Sequence[int], room: int, num_keys: int) -> list[list[int]]:
 
 
 def prepare_streams() -> None:
-    """Makes the standard streams safe to use, whatever the process was started with. Changes `sys`.
+    """Makes the standard streams safe to use. Changes `sys`.
 
-    Closed ones become the null device, so that no file that is opened later takes their number, and characters that
-    an encoding lacks are written as escapes.
+    Closed streams become the null device, so that no file that is opened later gets their number. Characters that an
+    encoding lacks are written as escapes.
 
     Raises:
-        OSError: When standard output is closed: there would be nowhere to answer.
+        OSError: When standard output is closed.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
@@ -199,7 +189,7 @@ def prepare_streams() -> None:
 
 
 def end_output() -> None:
-    """Writes what is left for both streams; what cannot be written is dropped, or the interpreter tries again."""
+    """Flushes both streams; drops text that cannot be written, since the interpreter would try again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -217,7 +207,7 @@ class NoteHandler(logging.Handler):
 
 
 def show_log() -> None:
-    """Prints what the package logs, from information upwards, on standard error."""
+    """Prints the package's log on standard error, from level INFO."""
     logger = logging.getLogger("foretoken")
     if not any(isinstance(handler, NoteHandler) for handler in logger.handlers):
         logger.addHandler(NoteHandler())
@@ -225,24 +215,22 @@ def show_log() -> None:
 
 
 def _is_hidden(char: str) -> bool:
-    """Whether a terminal would obey or hide a character instead of showing it."""
+    """Decides whether a terminal would obey or hide a character instead of showing it."""
     return char not in _KEPT and unicodedata.category(char) in _HIDDEN
 
 
 def _escape(char: str) -> str:
-    """A character as Python writes it."""
     return char.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def _discard(stream: TextIO) -> None:
-    """Sends what a stream still holds, and everything after it, to the null device."""
+    """Redirects a stream, with its buffered text, to the null device."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
 
 
 def _null(number: int) -> int:
-    """Opens the null device under the number of a standard stream."""
     opened = os.open(os.devnull, os.O_RDWR)
     if opened != number:
         os.dup2(opened, number)

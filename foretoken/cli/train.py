@@ -1,4 +1,4 @@
-"""`foretoken train`: from a frozen target and text to a draft head that can be served."""
+"""`foretoken train`: trains a draft head on a frozen target and text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Sizes = Annotated[
 Init = Annotated[
     str | None,
     typer.Option(
-        help="Begin from this head, a directory or a hub id, instead of neutral weights.", rich_help_panel=_HEAD
+        help="Start from this head, a directory or a hub id, instead of neutral weights.", rich_help_panel=_HEAD
     ),
 ]
 DraftVocab = Annotated[
@@ -83,7 +83,7 @@ Joint = Annotated[
     typer.Option(
         "--joint",
         metavar="KEY=VALUE",
-        help="Let the target learn along (Medusa-2): backbone=lora or full, head_weight, head_warmup, warmup_part, "
+        help="Train the target too (Medusa-2): backbone=lora or full, head_weight, head_warmup, warmup_part, "
         "rate_factor, self_distillation, lora_rank, lora_alpha, lora_dropout. May be repeated.",
         rich_help_panel=_LEARNING,
     ),
@@ -152,10 +152,10 @@ def train(
 ) -> None:
     """Train a draft head on a frozen target.
 
-    The same command goes on where it was stopped, by a signal or a crash; the result is the same. Under `accelerate
-    launch` or `torchrun` all processes share the batch (on CPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu
+    The same command continues a run that a signal or a crash stopped; the result is the same. Under `accelerate launch`
+    or `torchrun` all processes share the batch (on CPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu
     --num_processes 2 -m foretoken train ...). At the end the head decodes held-out prompts through the engine, and its
-    acceptance is stored with it: drafting chooses its tree by that.
+    acceptance rates are stored with it: drafting chooses its tree by them.
     """
     arguments = dict(locals())
     arguments |= {"sizes": _pairs(sizes, "--set"), "objective": _pairs(objective, "--objective")}
@@ -173,7 +173,7 @@ def train(
         try:
             result = trained(**arguments, on_step=on_step, on_held_out=on_held_out, command=command)
         except Interrupted as err:
-            terminal.note(f"stopped; the same command goes on from '{err.directory}'")
+            terminal.note(f"stopped; the same command continues from '{err.directory}'")
             raise typer.Exit(128 + err.number) from err
     if not result.facts:  # another process saves
         return
@@ -186,7 +186,6 @@ def train(
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    """Prints the facts about a head, one a line, and its acceptance as a table."""
     rows = []
     for prefix, tree in (("", "static"), ("dynamic_", "dynamic")):
         for name in [name for name in facts if name.startswith(f"{prefix}tau_at_temperature_")]:
@@ -203,7 +202,6 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _bench_command(target: str, method: str, head: Path) -> str:
-    """Returns the shell command that measures a head."""
     from foretoken.entrypoints.config import parse_setup
 
     config, words = {"method": method, "model": str(head)}, f"{method}:model={head}"
@@ -213,7 +211,7 @@ def _bench_command(target: str, method: str, head: Path) -> str:
 
 
 def _pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
-    """KEY=JSON options as a dictionary; a value that is no JSON is text."""
+    """Returns KEY=JSON options as a dictionary; a value that is not JSON is text."""
     result = {}
     for text in texts or []:
         key, equals, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""`foretoken tune tree`: the best static tree of a drafter by what its candidates are worth on prompts."""
+"""`foretoken tune tree`: finds the best static tree of a drafter from the acceptance of its candidates on prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SIZES = (8, 16, 32, 64)
 _DEEPEST = 64
-_DEPTH_OF_MODEL = 8  # of draft models, which draft as deep as they are asked to
+_DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth
 
 
 def tree(
@@ -28,7 +28,7 @@ def tree(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes of the tree, root included.")] = 64,
     depth: Annotated[
         int | None,
-        typer.Option(min=1, help="Levels at most. Default: those a head has; 8 for a draft model."),
+        typer.Option(min=1, help="Most levels. Default: all of a head; 8 for a draft model."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="File to make with the tree, JSON, for -s METHOD:tree=@FILE.")
@@ -43,10 +43,11 @@ def tree(
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure what a drafter's candidates are worth, and find the static tree with the most tokens a target pass.
+    """Measure how often a drafter's candidates are right, and find the static tree with the most tokens a target pass.
 
-    The target continues prompts; candidate r of depth d is right as often as it is what the target wrote, given that
-    the tokens before it were. The tree holds the nodes of the greatest products of these along their paths.
+    The target continues prompts. The rate of candidate r at depth d is how often it equals the target's token, given
+    that the tokens before it were right. The tree holds the nodes with the greatest products of rates along their
+    paths.
     """
     from foretoken.bench.workload import TokenProgress, Workload, load_prompts
     from foretoken.core.token_tree import MAX_NODES
@@ -92,12 +93,7 @@ def tree(
 
 
 def _drafter(config: DrafterOptions, target: LoadedModel, tokenizer: Any) -> tuple[Any, int | None]:
-    """A head in float32 and how deep it drafts, or a draft model and None.
-
-    Raises:
-        ConfigError: When the method is neither, or they do not fit the target.
-        ModelError: When they cannot be loaded.
-    """
+    """Loads a head in float32 with its depth, or a draft model with None."""
     import torch
 
     from foretoken.drafters import draft_model
@@ -116,13 +112,12 @@ def _drafter(config: DrafterOptions, target: LoadedModel, tokenizer: Any) -> tup
             )
         return model, None
     raise ConfigError(
-        f"method '{config.method}' has no candidates to tell apart by rank. Expected a head or a draft model with its "
+        f"method '{config.method}' has no ranked candidates. Expected a head or a draft model with its "
         "weights, as -s hydra or -s draft_model:model=DIR."
     )
 
 
 def _print(acceptance: list[list[float]], tuned: TunedTree, choices: list[list[int]], out: Path | None) -> None:
-    """Tables and the tree."""
     ranks = range(min(6, len(acceptance[0])))
     rows = [[str(depth), *(f"{row[rank]:.3f}" for rank in ranks)] for depth, row in enumerate(acceptance, start=1)]
     title = "acceptance by depth and rank" if len(acceptance) > 1 else "acceptance by rank, the same at every depth"

@@ -1,4 +1,4 @@
-"""`foretoken twin`: a trained model and its drafters padded, function preserved, to what a larger model costs."""
+"""`foretoken twin`: pads a trained model and its drafters to the cost of a larger model, with the same function."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def twin(
     model: Annotated[Path, typer.Argument(help="Trained target: a model directory of the Llama family.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; drafters go beside it, as OUT-medusa.")],
     layers: Annotated[int, typer.Option(min=1, help="Of the twin; at least the model's.")] = 24,
-    hidden_size: Annotated[int, typer.Option(min=1, help="Of the twin; the model's times a power of four.")] = 1024,
+    hidden_size: Annotated[
+        int, typer.Option(min=1, help="Hidden size of the twin: the model's times a power of four.")
+    ] = 1024,
     heads: Annotated[
         list[Path] | None, typer.Option(help="Directory of a head; may be repeated. Default: all beside MODEL.")
     ] = None,
     draft_model: Annotated[
-        str, typer.Option(metavar="NAME", help="What becomes of MODEL-draft: pad, keep (its size), or none.")
+        str, typer.Option(metavar="NAME", help="Treatment of MODEL-draft: pad, keep (its size), or none.")
     ] = "pad",
     fill: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="What dead weights are: zeros, or random where a zero multiplies what comes."
-        ),
+        typer.Option(metavar="NAME", help="Added weights: zeros, or random if a zero multiplies their output."),
     ] = "zeros",
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="float16, bfloat16 or float32; the model's when left out.")
@@ -47,15 +47,16 @@ def twin(
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Make a cost twin: a model of any size that writes what a small trained one writes.
+    """Make a cost twin: a model of any size that writes the text of a small trained model.
 
-    A pass of the twin costs what a pass of that size costs, while text, drafts and acceptance stay those of the trained
-    model, so that drafters can be measured beside a target of realistic cost. Hidden size, attention heads and MLP grow
-    by one power of four, and so do the draft heads. The draft model grows likewise, in depth too, so that its share of
-    a pass stays what it was.
+    A pass of the twin costs as much as a pass of a model of that size, while text, drafts and acceptance are those of
+    the
+    trained model. So drafters can be measured beside a target of realistic cost. Hidden size, attention heads, MLP and
+    draft heads grow by one power of four. The draft model grows too, also in depth, so that its share of a pass stays
+    the same.
 
-    Then original and twin are compared: logits over bundled text, greedy text, and what every drafter proposes. A twin
-    that OUT holds is replaced.
+    Then original and twin are compared: logits over bundled text, greedy text, and every drafter's proposals. A twin in
+    OUT is replaced.
     """
     import torch
 
@@ -93,8 +94,8 @@ def twin(
     different = [check for check in checks if not check.is_same]
     if different:
         terminal.note(
-            f"error: '{out}' does not compute what '{model}' computes: {different[0].what} in {different[0].dtype} on "
-            f"{different[0].decoder} differ. Expected the same. Measure nothing with it."
+            f"error: '{out}' does not compute the function of '{model}': {different[0].what} in {different[0].dtype} "
+            f"on {different[0].decoder} differ. Expected the same. Measure nothing with it."
         )
         raise typer.Exit(1)
 
@@ -102,7 +103,6 @@ def twin(
 def _report(
     parts: Sequence[TwinPart], checks: Sequence[TwinCheck], seconds: dict[str, float], *, as_json: bool
 ) -> None:
-    """What was written, and what the comparison found."""
     if as_json:
         options.print_json(
             {

@@ -1,4 +1,4 @@
-"""`foretoken verify`: prove on given prompts that speculation changes nothing."""
+"""`foretoken verify`: checks on given prompts that speculation changes nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def verify(
 
 
 def _print_table(checks: list[Comparison]) -> None:
-    """One line a setup, temperature and batch size, then every difference."""
     rows = []
     groups: dict[tuple[str, float, int], list[Comparison]] = {}
     for check in checks:

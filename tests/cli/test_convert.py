@@ -146,7 +146,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     succeeded(*arguments[:-1], "vllm_medusa", "--force")
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     (out / "precious").mkdir()
-    assert_refused(run(*arguments, "--force"), "is no checkpoint of a head and nothing else")
+    assert_refused(run(*arguments, "--force"), "is not a directory of a head alone")
     assert (out / "precious").is_dir()
     file = tmp_path / "file"
     file.touch()
@@ -362,6 +362,6 @@ def test_force_replaces_heads_and_nothing_else(tmp_path: Path, what: str) -> Non
             (out / "thesis.tex").write_text("years") if what.endswith("text") else (out / "logs").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     refused = run("convert", str(tmp_path / "head"), str(out), "--to", "native", "--force")
-    assert_refused(refused, "is no directory" if what == "a link" else "is no checkpoint of a head and nothing else")
+    assert_refused(refused, "is no directory" if what == "a link" else "is not a directory of a head alone")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert out.is_symlink() == (what == "a link")

@@ -74,7 +74,7 @@ def test_a_killed_sweep_goes_on_where_it_was(small: Path, tmp_path: Path) -> Non
     points = shown(done)["points"]
     assert results.read_bytes().startswith(whole), "a point that was measured stays as it is"
     assert results.read_bytes().count(b"\n") == 1 + NUM_POINTS
-    assert f"{measured} of {NUM_POINTS} points are measured; going on" in done.stderr
+    assert f"{measured} of {NUM_POINTS} points are measured; continuing" in done.stderr
     assert {(point["serving.temperature"], point["changes.num_speculative_tokens"]) for point in points} == {
         (temperature, depth) for temperature in (0.0, 0.8) for depth in (1, 2)
     }
@@ -103,8 +103,8 @@ def test_one_that_is_told_to_stop_ends_after_the_points_in_work(
     stopped = run(*command(small, out, "--together", "2"))
     assert stopped.returncode == 130
     assert stopped.stdout == ""
-    assert "stopping once the points in work are measured" in stopped.stderr
-    assert f"stopped with 2 of {NUM_POINTS} points left; the same command goes on from '{out}'" in stopped.stderr
+    assert "stopping after the current points" in stopped.stderr
+    assert f"stopped with 2 of {NUM_POINTS} points left; the same command continues from '{out}'" in stopped.stderr
     assert len(added) == 2, "both of those that were measured together are kept"
     done = shown(run(*command(small, out, "--json")))
     assert len(added) == len(done["points"]) == NUM_POINTS

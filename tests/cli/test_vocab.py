@@ -61,7 +61,7 @@ def test_what_it_chooses_and_says(place: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert f"{out}: {VOCAB_SIZE} tokens, coverage 100.00% of {len(packed.tokens)} labels" in result.stdout
     unseen = VOCAB_SIZE - len(set(packed.tokens.tolist()))
-    assert f"{unseen} of {VOCAB_SIZE} tokens are no label" in result.stderr
+    assert f"{unseen} of {VOCAB_SIZE} tokens are not labels" in result.stderr
     out.unlink()
     facts = json.loads(made(place, VOCAB_SIZE, "--json")[0].stdout)
     assert (facts["coverage"], facts["filled"]) == (1.0, unseen)
