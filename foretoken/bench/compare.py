@@ -26,11 +26,10 @@ _T = TypeVar("_T")
 
 
 def _nothing() -> None:
-    """Shows nothing."""
+    pass
 
 
 def _always() -> bool:
-    """Whether to go on where there is no limit."""
     return True
 
 
@@ -45,19 +44,19 @@ def compare_setups(
     runner: str = "auto",
     on_progress: Callable[[int, int], None] = no_progress,
 ) -> list[Measurement]:
-    """Measures every setup on every prompt at every temperature; plain decoding is always among them and first.
+    """Measures every setup on every prompt at every temperature; plain decoding is always included, as the first.
 
-    Prompts go round in batches: each batch is decoded by every setup in turn before the next one, so that a drift of
-    the machine's speed hits all alike. Before anything is timed, every setup decodes one short warm-up.
+    Every setup decodes a batch of prompts in turn before the next batch, so that a drift of the machine's speed affects
+    all alike. Every setup decodes a short warm-up before anything is timed.
 
     Args:
         model: The target, loaded once.
-        tokenizer: Its tokenizer.
-        setups: What to compare.
-        workload: What to decode; sampled requests have the same seeds in every setup.
+        tokenizer: The target's tokenizer.
+        setups: The drafters to compare.
+        workload: Prompts and sampling parameters; sampled requests have the same seeds in every setup.
         batch_size: Sequences decoded at once.
         repeats: How often everything is measured.
-        runner: Of the target and of draft models, see `LLM`.
+        runner: Runner of the target and of draft models, see `LLM`.
         on_progress: Called with batches done and batches in all.
     """
     engines = SetupEngines(model, tokenizer, setups, workload, batch_size=batch_size, runner=runner)
@@ -88,18 +87,18 @@ def measure_rounds(
     on_measured: Callable[[], None] = _nothing,
     goes_on: Callable[[], bool] = _always,
 ) -> list[Measurement]:
-    """Measures every setup on batch after batch at one temperature, and relates it to plain decoding.
+    """Measures every setup on batch after batch at one temperature, and compares with plain decoding.
 
     Args:
-        engines: Of the setups.
-        temperature: Of all requests.
+        engines: The engines of the setups.
+        temperature: Temperature of all requests.
         batches: Indices into the workload's prompts; every setup decodes one batch before the next one.
         repeats: How often everything is measured.
         on_measured: Called after each batch of each setup.
-        goes_on: Asked before each batch but the first; what is left is not measured when it says no.
+        goes_on: Called before each batch but the first; False ends the measurement.
 
     Returns:
-        Plain decoding first.
+        Measurements, plain decoding first.
     """
     rows = [engines.empty(name, temperature) for name in engines.names]
     engines.warm_up(temperature)
@@ -115,40 +114,29 @@ def measure_rounds(
 
 
 def in_turn(items: Sequence[_T], number: int) -> list[_T]:
-    """The items in order, beginning with another one for each number."""
+    """Returns the items in rotated order; each number begins with another item."""
     shift = number % len(items)
     return [*items[shift:], *items[:shift]]
 
 
 def measure_anew(model: LoadedModel, runner: str, batch_size: int) -> None:
-    """Replaces the costs of passes that are kept: of the decoder that serves, and of those that it is chosen from.
-
-    Args:
-        model: The target.
-        runner: See `LLM`.
-        batch_size: Sequences decoded at once.
-    """
+    """Measures again, and stores, the costs of passes of the serving decoder and of its alternatives."""
     likely_decoder(model, runner, PassWidths(batch_size), costs=cache(partial(pass_costs, model, is_refreshed=True)))
 
 
 def verify_costs(model: LoadedModel, decoder: str) -> list[tuple[int, float]]:
-    """Seconds of target passes of 1 to 128 tokens behind 128 others, measured now; (width, seconds) pairs.
-
-    Args:
-        model: The target.
-        decoder: Which one, see `foretoken.runner.decoders`.
-    """
+    """Measures target passes of 1 to 128 tokens behind 128 others; returns (width, seconds) pairs."""
     return measure_costs(model, decoder, limit_s=60.0).tree.points
 
 
 def note_surprise(model: LoadedModel, tokenizer: Any, workload: Workload, rows: Iterable[Measurement]) -> None:
-    """Fills in `nats_per_token`, in place."""
+    """Sets `nats_per_token`, in place."""
     for row in rows:
         row.nats_per_token = _surprise(model, tokenizer, workload.prompts, row.texts)
 
 
 def _surprise(model: LoadedModel, tokenizer: Any, prompts: Sequence[str], texts: list[list[int]]) -> float:
-    """Nats a token of outputs under the target at temperature 1; texts come prompt by prompt, once a repeat."""
+    """Returns the mean nats a token under the target at temperature 1; texts: prompt by prompt, once a repeat."""
     total, count = 0.0, 0
     for index, text in enumerate(texts):
         prompt = list(tokenizer(prompts[index % len(prompts)])["input_ids"])
@@ -161,7 +149,7 @@ def _surprise(model: LoadedModel, tokenizer: Any, prompts: Sequence[str], texts:
 
 
 def _relate(rows: list[Measurement]) -> None:
-    """Fills in speed-up and identity against the first row, plain decoding, in place."""
+    """Sets speed-up and identity relative to the first row, plain decoding, in place."""
     plain = rows[0]
     for row in rows[1:]:
         row.speed_ups = [rate / plain_rate for rate, plain_rate in zip(row.rates, plain.rates, strict=True)]

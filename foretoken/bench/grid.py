@@ -1,4 +1,4 @@
-"""What a sweep measures: axes of a grid, and the points of their product that the methods' options allow."""
+"""Reads the axes of a sweep and makes the points of their product that the methods' options allow."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OPENING, _CLOSING = "[{", "]}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """How points are decoded that may be compared with each other; the names of its fields are axes of a grid.
+    """The settings that comparable points share; the names of the fields are axes of a grid.
 
     Attributes:
         dtype: See `load_model`.
         runner: See `LLM`.
         batch_size: Sequences decoded at once.
-        temperature: Of all requests.
+        temperature: Temperature of all requests.
     """
 
     dtype: str = "auto"
@@ -41,7 +41,7 @@ class Serving:
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for a value that no run can have."""
+        """Raises `ConfigError` for an invalid value."""
         check_text("dtype", self.dtype, error=ConfigError)
         check_text("runner", self.runner, error=ConfigError)
         check_integer("batch_size", self.batch_size, 1, error=ConfigError)
@@ -56,10 +56,10 @@ class Point:
     """One combination.
 
     Attributes:
-        serving: How it is decoded.
-        setup: The drafter; its name tells it from all others of the grid.
-        method: The drafter as it was before the axes changed it, as "medusa" or "eagle3:dynamic".
-        changes: What the axes set in it, by dotted key.
+        serving: The settings of decoding.
+        setup: The drafter; its name is unique in the grid.
+        method: The drafter before the axes changed it, such as "medusa" or "eagle3:dynamic".
+        changes: The values that the axes set in it, by dotted key.
     """
 
     serving: Serving
@@ -68,7 +68,7 @@ class Point:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """What is measured, JSON-ready; equal for equal points only."""
+        """Returns the point JSON-ready; equal for equal points only."""
         return {"serving": asdict(self.serving), "speculative_config": self.setup.config}
 
     @property
@@ -79,7 +79,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A point that cannot be measured, and why, in a sentence."""
+    """A point that cannot be measured, and the reason in a sentence."""
 
     point: Point
     reason: str
@@ -89,11 +89,11 @@ def parse_axis(text: str) -> tuple[str, list[Any]]:
     """Reads one axis from the command line.
 
     Args:
-        text: `KEY=VALUE,VALUE`. Values are JSON, or text where they are not; commas inside brackets, braces and
-            quotation marks separate none.
+        text: `KEY=VALUE,VALUE`. Values are JSON or text; commas inside brackets, braces and quotation marks do not
+            separate values.
 
     Raises:
-        ConfigError: When it is not of that form.
+        ConfigError: When the text has another form.
     """
     key, equals, values = text.partition("=")
     if not equals or not key.strip() or not values.strip():
@@ -105,11 +105,11 @@ def read_grid(path: Path) -> dict[str, list[Any]]:
     """Reads axes from a file.
 
     Args:
-        path: `.toml`, or else JSON: an object of axes. A list holds the values of an axis, anything else is its only
-            value; an object holds axes of the keys inside it, as `{"pruning": {"path_probability": [0, 0.05]}}`.
+        path: `.toml`, or else JSON: an object of axes. A list holds the values of an axis, a scalar is its only value;
+            an object holds axes of inner keys, as `{"pruning": {"path_probability": [0, 0.05]}}`.
 
     Raises:
-        ConfigError: When it cannot be read or is not of that form.
+        ConfigError: When the file cannot be read or has another form.
     """
     try:
         text = read_named(path, limit=_MOST_BYTES, error=ConfigError).decode("utf-8")
@@ -117,17 +117,17 @@ def read_grid(path: Path) -> dict[str, list[Any]]:
     except OSError as err:
         raise ConfigError(f"'{path}' cannot be read: {err.strerror}. Expected a grid as JSON or TOML.") from err
     except (ValueError, RecursionError) as err:
-        raise ConfigError(f"'{path}' is no valid JSON or TOML: {one_line(err)}. Expected a grid.") from err
+        raise ConfigError(f"'{path}' is not valid JSON or TOML: {one_line(err)}. Expected a grid.") from err
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"'{path}' holds no axes. Expected for example {{\"num_speculative_tokens\": [2, 4]}}.")
     return dict(_axes(found, ""))
 
 
 def joined_axes(*parts: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Axes from several places in one mapping.
+    """Joins axes from several sources.
 
     Raises:
-        ConfigError: When two of them have the same key, or one has no value.
+        ConfigError: When two axes have the same key, or an axis has no value.
     """
     axes: dict[str, list[Any]] = {}
     for part in parts:
@@ -135,25 +135,24 @@ def joined_axes(*parts: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
             if key in axes:
                 raise ConfigError(f"'{key}' is swept twice. Expected each axis once: give all its values together.")
             if not values:
-                raise ConfigError(f"'{key}' has no values. Expected one at least.")
+                raise ConfigError(f"'{key}' has no values. Expected at least one.")
             axes[key] = list(values)
     return axes
 
 
 def expand(axes: Mapping[str, Sequence[Any]], target: str) -> tuple[list[Point], list[Refused]]:
-    """The points of a grid, in the order of its axes; equal ones once.
+    """Returns the points of a grid, in the order of its axes and without duplicates, and the refused points.
 
     Args:
-        axes: Values by key: of `Serving`, "setup" for whole drafters, and dotted keys of `speculative_config`, which
-            change the drafters. Without "setup" there must be a "method".
-        target: The target's directory, beside which drafters without a `model` lie.
+        axes: Values by key: fields of `Serving`, "setup" for whole drafters, and dotted keys of `speculative_config`,
+            which change the drafters. Without "setup" there must be a "method".
+        target: The target's directory; drafters without a `model` lie beside it.
 
     Returns:
-        Points that can be measured, and those whose options the method refuses.
+        Points that can be measured, and points whose options the method refuses.
 
     Raises:
-        ConfigError: When an axis can hold for no point: its value is no dtype, it is also set by a drafter, or there is
-            no drafter.
+        ConfigError: When an axis fits no point, its key is also set by a drafter, or there is no drafter.
     """
     servings = [_serving(values) for values in _product({k: v for k, v in axes.items() if k in SERVING_AXES})]
     changes = {key: values for key, values in axes.items() if key not in (*SERVING_AXES, SETUP_AXIS)}
@@ -182,30 +181,30 @@ def expand(axes: Mapping[str, Sequence[Any]], target: str) -> tuple[list[Point],
             point = Point(serving=serving, setup=setup, method=method, changes=change)
             if reason is None:
                 points.append(point)
-            elif serving == servings[0]:  # once, though it holds for every serving
+            elif serving == servings[0]:  # once, not for every serving
                 refused.append(Refused(point, reason))
     return points, refused
 
 
 def short_name(key: str, keys: Iterable[str]) -> str:
-    """The last part of a dotted key, or all of it where another key ends likewise."""
+    """Returns the last part of a dotted key, or the whole key if another key ends in the same way."""
     last = key.rpartition(".")[2]
     return last if sum(each.rpartition(".")[2] == last for each in keys) == 1 else key
 
 
 def spelled(value: Any) -> str:
-    """A value as it is written after a key: text as it is, else JSON."""
+    """Returns a value as text: text as it is, else JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _serving(values: Mapping[str, Any]) -> Serving:
-    """From values of axes; 0 and 0.0 are the same temperature."""
+    """Makes a serving from values of axes; 0 and 0.0 are the same temperature."""
     serving = Serving(**values)
     return replace(serving, temperature=float(serving.temperature))
 
 
 def _base(setup: Any, target: str) -> Setup:
-    """A drafter that axes change: as -s takes it, or an object of a file."""
+    """Returns a drafter that axes change, from the form of -s or an object of a file."""
     parsed = parse_setup(setup if isinstance(setup, str) else json.dumps(setup), target=target)
     if parsed.config is None:
         raise ConfigError(f"'{PLAIN}' drafts nothing to sweep. Leave it out: it is measured beside every point.")
@@ -213,7 +212,7 @@ def _base(setup: Any, target: str) -> Setup:
 
 
 def _refusal(setup: Setup, target: str) -> str | None:
-    """Why a drafter's options cannot be, or None."""
+    """Returns why a drafter's options are invalid, or None."""
     try:
         check_setup(setup, target=target)
     except ForetokenError as err:
@@ -222,7 +221,7 @@ def _refusal(setup: Setup, target: str) -> str | None:
 
 
 def _with(config: Mapping[str, Any], path: Sequence[str], value: Any, key: str) -> dict[str, Any]:
-    """A copy of a configuration with one value set; path: the parts of `key`, the last ones still to follow."""
+    """Returns a copy of a configuration with one value set; path: the remaining parts of `key`."""
     name, *rest = path
     if not rest:
         if name in config:
@@ -235,13 +234,13 @@ def _with(config: Mapping[str, Any], path: Sequence[str], value: Any, key: str) 
 
 
 def _product(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Every choice of one value an axis, the last axis changing fastest."""
+    """Yields every choice of one value an axis; the last axis changes fastest."""
     for values in product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
 
 
 def _axes(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, list[Any]]]:
-    """Axes of a file's object, keys of inner objects dotted."""
+    """Yields the axes of a file's object, with dotted keys for inner objects."""
     for key, inner in value.items():
         if isinstance(inner, dict):
             yield from _axes(inner, f"{prefix}{key}.")
@@ -250,7 +249,7 @@ def _axes(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, list[Any
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas that stand in no brackets and no quotation marks."""
+    """Splits at commas outside of brackets and quotation marks."""
     parts, depth, is_quoted = [""], 0, False
     for before, character in zip(f" {text}", text, strict=False):
         if character == '"' and before != "\\":
@@ -264,7 +263,7 @@ def _split(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """JSON, or text where it is none."""
+    """Returns parsed JSON, or the text itself."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

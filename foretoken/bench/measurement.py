@@ -1,4 +1,4 @@
-"""What one setup took at one temperature: rounds of prompts, added up, and related to plain decoding."""
+"""The measurement of one setup at one temperature: rounds of prompts, added up and compared with plain decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def processor_facts() -> dict[str, str]:
-    """What the system says of its first processor, by name; empty where it says nothing."""
+    """Returns what the system says of its first processor, by name; may be empty."""
     if not _CPU_INFO.exists():
         return {}
     facts: dict[str, str] = {}
@@ -27,7 +27,7 @@ def processor_facts() -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """Its model, as in "Intel(R) Xeon(R) Platinum 8488C"; the architecture where the system tells no model."""
+    """Returns the processor's model, as "Intel(R) Xeon(R) Platinum 8488C", or else its architecture."""
     return processor_facts().get("model name") or platform.processor() or platform.machine()
 
 
@@ -36,24 +36,24 @@ class Measurement:
     """One setup at one temperature.
 
     Attributes:
-        setup: Its name.
-        temperature: Of all requests.
+        setup: Name of the setup.
+        temperature: Temperature of all requests.
         runner: The target's runner.
-        runner_choice: Why that one, in a sentence.
-        seconds: Wall-clock seconds of each round of prompts, prefill left out; rounds of all setups are interleaved.
-        tokens: Output tokens of each round after the first of each prompt, which prefill gives.
-        metrics: Added up over all rounds.
-        iterations: Of the engine, over all rounds.
-        verify_seconds: Seconds of these iterations spent in target passes.
-        draft_seconds: Seconds of these iterations spent in the drafter.
+        runner_choice: Why that runner, in a sentence.
+        seconds: Wall-clock seconds of each round of prompts, without prefill; rounds of all setups are interleaved.
+        tokens: Output tokens of each round without the first of each prompt, which prefill gives.
+        metrics: Metrics over all rounds.
+        iterations: Iterations of the engine over all rounds.
+        verify_seconds: Seconds of these iterations in target passes.
+        draft_seconds: Seconds of these iterations in the drafter.
         taus: Acceptance length of each round.
         texts: Output token ids, one entry a prompt and repeat.
-        num_identical: Entries of `texts` that equal plain decoding's; None for plain itself.
-        speed_ups: This setup's tokens per second over plain's in the same round; empty for plain itself.
-        speed_up: Their median.
-        speed_up_spread: Smallest and largest of these ratios.
-        nats_per_token: Mean surprise of the target at temperature 1 over the output, in nats; what a lossy rule costs
-            shows against plain decoding's. None where all setups are lossless.
+        num_identical: Entries of `texts` that equal plain decoding's; None for plain decoding.
+        speed_ups: Tokens per second over plain decoding's in the same round; empty for plain decoding.
+        speed_up: Median of `speed_ups`.
+        speed_up_spread: Smallest and largest of `speed_ups`.
+        nats_per_token: Mean surprise of the target at temperature 1 over the output, in nats; compared with plain
+            decoding's, it shows the cost of a lossy rule. None if all setups are lossless.
     """
 
     setup: str
@@ -113,7 +113,7 @@ class Measurement:
         self.draft_seconds += record.seconds.draft
 
     def add(self, other: Measurement) -> None:
-        """Adds further rounds of the same setup at the same temperature; what relates it to plain decoding stays."""
+        """Adds further rounds of the same setup at the same temperature; the comparison with plain decoding stays."""
         self.seconds += other.seconds
         self.tokens += other.tokens
         self.metrics = GenerationMetrics.total([self.metrics, other.metrics])
@@ -125,14 +125,14 @@ class Measurement:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Parts of the stages' time spent in draft, verify, accept and commit."""
+        """Shares of the stages' time in draft, verify, accept and commit."""
         seconds = self.metrics.seconds
         total = seconds.total or 1.0
         return {name: getattr(seconds, name) / total for name in ("draft", "verify", "accept", "commit")}
 
     @property
     def wall_shares(self) -> dict[str, float]:
-        """Parts of the wall-clock time of decoding in the drafter, in target passes, and in everything else."""
+        """Shares of the wall-clock time of decoding: in the drafter, in target passes, and in everything else."""
         total = sum(self.seconds) or 1.0
         draft, verify = self.draft_seconds / total, self.verify_seconds / total
         return {"draft": draft, "verify": verify, "host": 1.0 - draft - verify}
@@ -143,7 +143,7 @@ class Measurement:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Returns the measurement JSON-ready."""
         return {
             "setup": self.setup,
             "temperature": self.temperature,

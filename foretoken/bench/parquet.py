@@ -1,4 +1,4 @@
-"""Writes results as a parquet table, for pandas, polars, DuckDB and the like; pyarrow is imported here only."""
+"""Writes results as a parquet table, for pandas, polars or DuckDB; only this module imports pyarrow."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], directory: Path, facts: Map
     """Writes or replaces the table of a directory, results.parquet.
 
     Args:
-        rows: Values by column: numbers, text, booleans, None, or lists of numbers. A column is null in rows that lack
-            it. A column of several types, such as trees given by name and by shape, is written as JSON text.
-        directory: Where it goes.
-        facts: JSON-ready conditions of all rows, kept as JSON text in the metadata of the file under "foretoken".
+        rows: Values by column: numbers, text, booleans, None, or lists of numbers. Missing values are null. A column of
+            several types, such as trees given by name and by shape, is written as JSON text.
+        directory: The directory of the table.
+        facts: JSON-ready conditions of all rows, stored as JSON text under "foretoken" in the metadata of the file.
 
     Returns:
         The file.
@@ -46,7 +46,7 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], directory: Path, facts: Map
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """Values of one type: numbers, text, booleans or lists of numbers as they are, any mixture as JSON text."""
+    """Returns values of one type: numbers, text, booleans or number lists as they are, mixtures as JSON text."""
     known = [value for value in values if value is not None]
     kinds = {type(value) for value in known}
     if kinds <= {int, float}:

@@ -1,4 +1,4 @@
-"""Draws a sweep: drafted nodes a pass against tau and against tokens/s, one line a method, with the Pareto fronts.
+"""Draws a sweep: drafted nodes a pass against tau and tokens/s, one line a method, with the Pareto fronts.
 
 Each picture is drawn for pages with a light and with a dark background.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Theme(NamedTuple):
-    """Colours of a page: background, text, lines of the grid, and the area of slow-downs."""
+    """Colours of a page: background, text, grid, and the area of slow-downs."""
 
     name: str
     page: str
@@ -35,13 +35,13 @@ DARK = Theme("-dark", "#0d1117", "#d1d7e0", "#30363d", "#161b22")
 
 
 class Look(NamedTuple):
-    """How a method is shown.
+    """The look of a method.
 
     Attributes:
-        title: In tables and pictures.
+        title: The name in tables and pictures.
         light: Colour on white.
         dark: Colour on black.
-        marker: Of matplotlib.
+        marker: Marker of matplotlib.
     """
 
     title: str
@@ -62,23 +62,22 @@ _LOOKS = {
     "mlp_speculator": Look("MLP speculator", "#0f766e", "#2dd4bf", "^"),
     "medusa": Look("Medusa", "#a16207", "#facc15", "v"),
 }
-_DYNAMIC, _SHAPES = "d", ("<", ">", "1", "2")  # markers of a method's dynamic trees, and of its other ones
+_DYNAMIC, _SHAPES = "d", ("<", ">", "1", "2")  # markers of dynamic trees and of other tree variants
 _OTHERS = (("#be185d", "#f472b6", "P"), ("#57534e", "#d6d3d1", "X"), ("#0e7490", "#22d3ee", "p"))
 
 
 def in_order(methods: list[str]) -> list[str]:
-    """Methods as tables list them."""
+    """Returns methods in the order of tables."""
     known = list(_LOOKS)
     return sorted(methods, key=lambda method: known.index(method) if method in known else len(known))
 
 
 def look_of(method: str, methods: list[str]) -> Look:
-    """How a method is shown among others: one of a shape of trees of its own in the method's colours.
+    """Returns the look of a method; variants of its trees have its colours and markers of their own.
 
     Args:
-        method: One of these.
-        methods: All that are shown: a name, `NAME:TREE`, or several of either with `+` between them, drafting for one
-            tree.
+        method: One of `methods`.
+        methods: All shown methods: `NAME`, `NAME:TREE`, or several of either joined by `+` for one merged tree.
     """
     if method in _LOOKS:
         return _LOOKS[method]
@@ -92,12 +91,12 @@ def look_of(method: str, methods: list[str]) -> Look:
 
 
 def _known(method: str) -> Look | None:
-    """The look of a method itself, whatever its trees are; None for several in one tree, and for others."""
+    """Returns the look of a single method, with any tree; None for merged trees and unknown methods."""
     return None if "+" in method else _LOOKS.get(method.partition(":")[0])
 
 
 def _title_of(method: str) -> str:
-    """A title that says which drafters there are and that their trees are dynamic; else the name as it is."""
+    """Returns a title with the names of the drafters and "dynamic trees"; else the name as it is."""
     titles = []
     for part in method.split("+"):
         name, _, tree = part.partition(":")
@@ -108,7 +107,7 @@ def _title_of(method: str) -> str:
 
 
 def distinct_look(number: int) -> Look:
-    """One of several looks where lines differ by something else than their method."""
+    """Returns one of several looks for lines that do not differ by their method."""
     looks = [look for method, look in _LOOKS.items() if method != "plain"]
     return looks[number % len(looks)]
 
@@ -117,7 +116,7 @@ def load_matplotlib() -> Any:
     """Returns the module `matplotlib`.
 
     Raises:
-        ConfigError: When it is not installed.
+        ConfigError: When matplotlib is not installed.
     """
     try:
         import matplotlib as mpl
@@ -130,12 +129,7 @@ def load_matplotlib() -> Any:
 
 
 def page_style(theme: Theme, salt: str) -> Any:
-    """Settings of matplotlib for a page, as its `rc_context` takes them: names and values of many types.
-
-    Args:
-        theme: Of the page.
-        salt: Of the ids in an SVG file, which are the same each time it is drawn.
-    """
+    """Returns a page's settings for matplotlib's `rc_context`; salt: makes the ids in SVG files reproducible."""
     colours = dict.fromkeys(
         ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.titlecolor"), theme.text
     )
@@ -143,13 +137,13 @@ def page_style(theme: Theme, salt: str) -> Any:
     return {"svg.hashsalt": salt, "font.size": 9.5, "axes.edgecolor": theme.grid, **colours, **pages}
 
 
-# Keys that size a method's trees: their values are points along a line, those of other keys begin another one.
+# Keys that size a method's trees: their values are points along one line. Values of other keys begin new lines.
 _SIZE_KEYS = frozenset({"num_speculative_tokens", "max_nodes", "tree_top_k"})
 _LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (7, 3)))
 _PANEL = (4.6, 3.7)  # inches
 _MOST_COLUMNS = 3
 _LEGEND_LINE, _LEGEND_CHARACTER = 0.19, 0.075  # inches
-_WIDE_RANGE = 8  # times as many nodes in the largest tree as in the smallest, from which on the axis is logarithmic
+_WIDE_RANGE = 8  # ratio of the largest to the smallest tree from which the axis is logarithmic
 _FRONT, _PLAIN = "Pareto front of both axes", "plain decoding"
 
 
@@ -157,10 +151,10 @@ class Chart(NamedTuple):
     """One picture.
 
     Attributes:
-        name: Of its files, without suffix.
-        title: Shown above.
-        axis: What stands on the vertical axis, with its unit.
-        value: Of a point.
+        name: The name of its files, without suffix.
+        title: The title above.
+        axis: The label of the vertical axis, with its unit.
+        value: Returns the value of a point.
         is_beside_plain: Whether plain decoding has such a value too.
     """
 
@@ -184,11 +178,11 @@ CHARTS = (
 
 
 class Series(NamedTuple):
-    """Points that look alike.
+    """Points with the same look.
 
     Attributes:
-        method: Of drafting.
-        variant: What else tells them from other points of that method, in words; empty where nothing does.
+        method: The method.
+        variant: Further options that tell these points from others of the method, in words; may be empty.
     """
 
     method: str
@@ -196,7 +190,7 @@ class Series(NamedTuple):
 
     @property
     def title(self) -> str:
-        """In the legend."""
+        """The title in the legend."""
         return " ".join(filter(None, (look_of(self.method, [self.method]).title, self.variant)))
 
 
@@ -204,8 +198,8 @@ def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what:
     """Draws every chart as `.svg` for both backgrounds and as `.png` for a light one.
 
     Args:
-        panels: Points of each serving.
-        directory: Where the files go; older ones are replaced.
+        panels: The points of each serving.
+        directory: The directory of the files; older ones are replaced.
         what: The model and the machine, shown below the title.
 
     Returns:
@@ -230,7 +224,7 @@ def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what:
 
 
 def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, what: str) -> Any:
-    """One panel a serving, the legend on the right of all; returns the figure."""
+    """Draws one panel a serving, with the legend on the right; returns the figure."""
     from matplotlib.figure import Figure
 
     columns = min(len(panels), _MOST_COLUMNS)
@@ -263,11 +257,11 @@ def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, w
 
 
 def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[str]]:
-    """The lines of a chart: names of points by the look that they have and by what else they have in common.
+    """Returns the lines of a chart: names of points, by their look and by the options that they share.
 
-    A line goes along one key that sizes trees, the one with the most values; points with other values of further such
-    keys lie on lines of the same look. Where values are mappings, as those of `pruning`, their names tell lines apart,
-    and the numbers go along them.
+    A line follows the key that sizes trees and has the most values. Points with other values of further such keys lie
+    on
+    lines of the same look. For mappings, such as values of `pruning`, names tell lines apart and numbers follow a line.
     """
     values: dict[str, set[str]] = {}
     for result in results:
@@ -282,7 +276,7 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
 
     lines: dict[tuple[Series, str], list[str]] = {}
     for result in results:
-        # "medusa:chain" is a variant of medusa; several drafters merged are a method of their own.
+        # "medusa:chain" is a variant of medusa; merged drafters are a method of their own.
         method, _, rest = (result.method, "", "") if "+" in result.method else result.method.partition(":")
         variant = " ".join(filter(None, (rest, said(result, [key for key in telling if key not in _SIZE_KEYS]))))
         names = lines.setdefault((Series(method, variant), said(result, sizes)), [])
@@ -292,7 +286,7 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
 
 
 def _names_in(value: Any) -> str:
-    """A value of an axis without the numbers of a mapping."""
+    """Returns a value of an axis without the numbers of a mapping."""
     return "+".join(value) if isinstance(value, dict) else spelled(value)
 
 
@@ -303,7 +297,6 @@ def _draw_panel(
     lines: dict[tuple[Series, str], list[str]],
     theme: Theme,
 ) -> None:
-    """The points of one serving joined to lines, the front of all, and plain decoding."""
     every = list(dict.fromkeys(series for series, _ in lines))
     methods = list(dict.fromkeys(series.method for series in every))
     places = {result.name: (result.nodes, chart.value(result)) for result in results}
@@ -338,7 +331,7 @@ def _draw_panel(
 
 
 def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
-    """The horizontal axis: from 0, or by powers of two where trees differ that much."""
+    """Scales the horizontal axis from 0, or by powers of two if tree sizes differ much."""
     least, most = min(nodes), max(nodes)
     if least < 0.5 or most < _WIDE_RANGE * least:
         axes.set_xlim(0, max(most * 1.08, 1.0))
@@ -351,7 +344,7 @@ def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
 
 
 def _legend(figure: Any) -> dict[str, Any]:
-    """Handles by label over all panels: methods first, then the front and plain decoding."""
+    """Returns handles by label over all panels: methods first, then the front and plain decoding."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -360,7 +353,7 @@ def _legend(figure: Any) -> dict[str, Any]:
 
 
 def _spelled(serving: Serving, all_servings: Sequence[Serving]) -> str:
-    """A panel's title: batch size and temperature, and what else is not the same in all panels."""
+    """Returns a panel's title: batch size and temperature, and further values that differ between panels."""
     temperature = "greedy" if serving.temperature == 0 else f"sampled, T {serving.temperature:g}"
     parts = [f"batch size {serving.batch_size}", temperature]
     parts += [

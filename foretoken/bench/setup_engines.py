@@ -1,4 +1,4 @@
-"""Engines of several setups over one target, each of which decodes batches of a workload and measures them."""
+"""Engines of several setups over one target, which decode and measure batches of a workload."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _WARM_UP_TOKENS = 8
 
 
 class SetupEngines:
-    """One engine a setup, over weights that are loaded once; plain decoding is always among them and first.
+    """One engine a setup, over weights that are loaded once; plain decoding is always included, as the first.
 
     Attributes:
-        workload: What batches are taken from.
+        workload: The source of batches.
     """
 
     def __init__(
@@ -44,29 +44,29 @@ class SetupEngines:
 
         Args:
             model: The target.
-            tokenizer: Its tokenizer.
-            setups: What to compare.
-            workload: What to decode; sampled requests have the same seeds in every setup.
+            tokenizer: The target's tokenizer.
+            setups: The drafters to compare.
+            workload: Prompts and sampling parameters; sampled requests have the same seeds in every setup.
             batch_size: Sequences decoded at once.
-            runner: Of the target and of draft models, see `LLM`.
+            runner: Runner of the target and of draft models, see `LLM`.
         """
         self.workload = workload
         self._engines: dict[str, LLM] = {}
-        self._on_step: Callable[[StepRecord], None] = _ignore  # one engine works at a time
+        self._on_step: Callable[[StepRecord], None] = _ignore  # one engine runs at a time
         self._create = partial(
             LLM, model, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner, on_step=self._note_step,
-            enable_prefix_caching=False,  # a repeated prompt is to cost what a new one costs
+            enable_prefix_caching=False,  # a repeated prompt must cost as much as a new one
         )  # fmt: skip
         for setup in [Setup(PLAIN, None), *(setup for setup in setups if setup.config is not None)]:
             self.add(setup)
 
     @property
     def names(self) -> list[str]:
-        """Of the setups, in order."""
+        """The names of the setups, in order."""
         return list(self._engines)
 
     def add(self, setup: Setup) -> None:
-        """Makes the engine of one more setup, in place of an older one of its name.
+        """Makes the engine of one more setup; replaces an engine of the same name.
 
         Raises:
             ForetokenError: When the drafter does not fit the target.
@@ -75,21 +75,21 @@ class SetupEngines:
         self._engines[setup.name] = self._create(speculative_config=config)
 
     def remove(self, name: str) -> None:
-        """Gives up the engine of a setup, and its memory."""
+        """Frees the engine of a setup, with its memory."""
         del self._engines[name]
 
     @property
     def is_lossy(self) -> bool:
-        """Whether any setup may write another text than plain decoding."""
+        """Whether the text of any setup may differ from plain decoding's."""
         return any(engine.is_lossy for engine in self._engines.values())
 
     def empty(self, name: str, temperature: float) -> Measurement:
-        """A measurement of a setup that holds nothing yet."""
+        """Returns an empty measurement of a setup."""
         target = self._engines[name].target
         return Measurement(name, temperature, target.name, target.choice)
 
     def warm_up(self, temperature: float) -> None:
-        """Has every setup decode a few tokens, untimed."""
+        """Decodes a few tokens with every setup, untimed."""
         params = replace(
             self.workload.params(temperature)[0], max_tokens=min(_WARM_UP_TOKENS, self.workload.max_tokens)
         )
@@ -97,15 +97,12 @@ class SetupEngines:
             engine.generate(self.workload.prompts[0], params)
 
     def measure(self, name: str, temperature: float, batch: Sequence[int]) -> Measurement:
-        """Decodes one batch with one setup.
+        """Decodes one batch with one setup and returns the round.
 
         Args:
-            name: Of the setup.
-            temperature: Of all its requests.
+            name: Name of the setup.
+            temperature: Temperature of all requests.
             batch: Indices into the workload's prompts.
-
-        Returns:
-            One round.
         """
         row, params = self.empty(name, temperature), self.workload.params(temperature)
         self._on_step = row.add_step
@@ -116,17 +113,15 @@ class SetupEngines:
         row.metrics = GenerationMetrics.total(result.metrics for result in results)
         row.seconds.append(seconds - row.metrics.prefill_seconds)
         decoded = row.metrics.num_emitted - row.metrics.num_prefill_emitted
-        row.tokens.append(decoded or row.metrics.num_emitted)  # of one token a prompt, all that there are
+        row.tokens.append(decoded or row.metrics.num_emitted)  # with one token a prompt, prefill's tokens count
         row.taus.append(row.tau)
         row.texts.extend(list(result.outputs[0].token_ids) for result in results)
         return row
 
     def _note_step(self, record: StepRecord) -> None:
-        """Hands an iteration to whatever is being measured."""
         self._on_step(record)
 
     def _plain_texts(self) -> list[RequestOutput]:
-        """What plain decoding writes to every prompt at every temperature."""
         plain, workload = self._engines[PLAIN], self.workload
         return [
             output
@@ -136,5 +131,4 @@ class SetupEngines:
 
 
 def _ignore(record: StepRecord) -> None:
-    """Counts nothing: what is not timed."""
     del record

@@ -1,4 +1,4 @@
-"""Measures the points of a grid, some at a time in turn with plain decoding, and keeps each as soon as it is known."""
+"""Measures the points of a grid, a few at a time in turn with plain decoding, and keeps each at once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan:
-    """What all points of a sweep have in common.
+    """The settings that all points of a sweep share.
 
     Attributes:
-        prompts: That every point decodes.
+        prompts: Prompts that every point decodes.
         max_tokens: Output tokens a prompt.
-        seed: Of the first prompt; the i-th gets `seed + i`.
+        seed: Seed of the first prompt; the i-th gets `seed + i`.
         repeats: How often each point is measured.
         together: Points that are measured in turn with one another and with plain decoding.
     """
@@ -42,13 +42,13 @@ class SweepPlan:
     together: int = 4
 
     def workload(self, serving: Serving) -> Workload:
-        """What the points of one serving decode."""
+        """Returns the workload of one serving."""
         return Workload(
             prompts=self.prompts, temperatures=(serving.temperature,), max_tokens=self.max_tokens, seed=self.seed
         )
 
     def num_batches(self, points: Iterable[Point]) -> int:
-        """Batches that some points take, plain decoding's among them."""
+        """Returns the number of batches for some points, with plain decoding's."""
         total = 0
         for serving, own in groupby(points, key=lambda point: point.serving):
             for group in _groups(list(own), self.together):
@@ -69,19 +69,20 @@ def run_sweep(
 ) -> None:
     """Measures the points that the results lack.
 
-    Points of one serving are measured a few at a time: each batch of prompts is decoded plainly and by each of them in
-    turn before the next one, so that a drift of the machine's speed hits all alike, and each is held against plain
+    Points of one serving are measured a few at a time. Each batch of prompts is decoded plainly and by each point in
+    turn
+    before the next batch, so that a drift of the machine's speed affects all alike. Each point is compared with plain
     decoding of the same batch at the same time.
 
     Args:
-        points: Of a grid, by serving.
-        plan: What is decoded.
-        results: Gets every point as soon as it is measured.
-        load: Gives target and tokenizer of a dtype; asked once for points with the same dtype in a row.
-        on_progress: Called with batches done and batches in all, plain decoding's among them.
+        points: Points of a grid, by serving.
+        plan: The settings of the sweep.
+        results: Takes every point as soon as it is measured.
+        load: Returns target and tokenizer for a dtype; called once for consecutive points with one dtype.
+        on_progress: Called with batches done and batches in all, plain decoding's included.
         on_results: Called with the points that were measured together.
         on_refused: Called with each point whose drafter or runner does not fit the target.
-        is_stopped: Asked between points; when it says yes, the rest is left for the next time.
+        is_stopped: Called between points; True leaves the rest for the next run.
     """
     missing = [point for point in points if not results.holds(point)]
     done, total = 0, plan.num_batches(missing)
@@ -114,7 +115,7 @@ def run_sweep(
                 done = after  # refused points take no time
                 on_progress(done, total)
         del model, tokenizer, measuring
-        gc.collect()  # weights of one dtype go before those of the next come
+        gc.collect()  # free the weights of one dtype before the next is loaded
 
 
 class _Serving:
@@ -132,13 +133,7 @@ class _Serving:
         on_measured: Callable[[], None],
         on_refused: Callable[[Point, ForetokenError], None],
     ) -> list[tuple[Point, PointResult]]:
-        """Measures points in turn with plain decoding.
-
-        Args:
-            points: Of this serving.
-            on_measured: Called after each batch of each point.
-            on_refused: Called with points that do not fit the target; they have no result.
-        """
+        """Measures points in turn with plain decoding; points that do not fit the target have no result."""
         fitting: dict[str, Point] = {}
         for point in points:
             try:
@@ -160,11 +155,7 @@ class _Serving:
         return [_result(fitting[row.setup], row, plain) for row in rows]
 
     def _ready(self) -> SetupEngines:
-        """The engines, plain decoding's alone at first.
-
-        Raises:
-            ForetokenError: When the target cannot be decoded so.
-        """
+        """Returns the engines, at first with plain decoding alone."""
         if self._engines is None:
             serving = self._serving
             self._engines = SetupEngines(
@@ -178,6 +169,5 @@ def _result(point: Point, row: Measurement, plain: Measurement) -> tuple[Point, 
 
 
 def _groups(points: Sequence[Point], size: int) -> Iterator[Sequence[Point]]:
-    """A few points at a time."""
     for begin in range(0, len(points), size):
         yield points[begin : begin + size]

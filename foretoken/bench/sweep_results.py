@@ -1,4 +1,4 @@
-"""Results of a sweep: one value a point, kept as lines of a journal, and what the points of one serving compare to."""
+"""Results of a sweep: kept as lines of a journal, one a point, and compared among the points of one serving."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Quartiles:
-        """Of at least one value; between two values of the sample, quartiles lie on the line that joins them."""
+        """Returns the quartiles of at least one value, with linear interpolation between values."""
         known = list(values)
         if len(known) == 1:
             return cls(known[0], known[0], known[0])
@@ -38,13 +38,13 @@ class Quartiles:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """The points that no other one beats.
+    """Returns the points that no other point beats.
 
     A point beats another when it costs no more and brings no less, and is better in one of the two. Points that are
     equal in both do not beat each other.
 
     Args:
-        points: (cost, value) pairs: cost is better the lower, value the higher. All finite.
+        points: (cost, value) pairs, all finite; lower costs and higher values are better.
 
     Returns:
         Indices into `points`, by ascending cost; equal points in their order.
@@ -67,28 +67,28 @@ TAU_FRONT, SPEED_FRONT = "tau", "tokens/s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointResult:
-    """What one point took. Rounds are batches of prompts; figures with quartiles are medians over rounds.
+    """The measurement of one point. A round is a batch of prompts; figures with quartiles are medians over rounds.
 
     Attributes:
-        name: Of the point in its sweep.
+        name: The unique name of the point.
         method: The drafter before the axes changed it.
-        changes: What the axes set in it, by dotted key.
-        serving: How it was decoded, as it was asked for.
+        changes: The values that the axes set in it, by dotted key.
+        serving: The requested settings of decoding.
         speculative_config: The drafter.
         runner: The target's runner.
-        runner_choice: Why that one, in a sentence.
+        runner_choice: Why that runner, in a sentence.
         num_rounds: Batches of prompts, over all repeats.
-        tokens_per_s: Output tokens per second of decoding, prefill left out.
-        plain_tokens_per_s: The same of plain decoding in the same rounds.
-        speed_up: The one over the other, round by round.
+        tokens_per_s: Output tokens per second of decoding, without prefill.
+        plain_tokens_per_s: The same for plain decoding in the same rounds.
+        speed_up: Ratio of the two, round by round.
         tau: Tokens per target pass over all passes, the target's own included.
         tau_by_round: The same round by round.
         nodes: Drafted nodes per target pass, mean.
-        tree_utilisation: Part of the drafted nodes that was accepted.
+        tree_utilisation: Accepted share of the drafted nodes.
         acceptance_by_depth: P(accepted at depth d | the tree reached depth d), from depth 1.
         declined: Share of the passes in which the controller chose not to draft.
         efficiency: Speed-up over tau.
-        shares: Parts of the time of decoding in "draft", "verify" and "host".
+        shares: Shares of the time of decoding in "draft", "verify" and "host".
         num_identical: Texts equal to plain decoding's.
         num_texts: Texts in all.
         nats_per_token: See `Measurement`.
@@ -121,7 +121,7 @@ class PointResult:
 
     @classmethod
     def of(cls, point: Point, measured: Measurement, plain: Measurement) -> PointResult:
-        """From the rounds of a point and those of plain decoding between them."""
+        """Makes the result from the rounds of a point and of plain decoding."""
         metrics = measured.metrics
         return cls(
             name=point.setup.name,
@@ -151,7 +151,7 @@ class PointResult:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PointResult:
-        """From a line of the journal; raises `TypeError` for any other."""
+        """Reads a line of the journal; raises `TypeError` for any other mapping."""
         quartiles = ("tokens_per_s", "plain_tokens_per_s", "speed_up", "tau_by_round")
         read: dict[str, Any] = {key: Quartiles(**values[key]) for key in quartiles if key in values}
         if "serving" in values:
@@ -159,7 +159,7 @@ class PointResult:
         return cls(**{**values, **read})
 
     def as_columns(self) -> dict[str, Any]:
-        """Everything under dotted names, for tables: numbers, text, and one list of numbers."""
+        """Returns all values under dotted names, for tables: numbers, text, and one list of numbers."""
         return _flat(asdict(self))
 
 
@@ -167,21 +167,21 @@ class SweepResults:
     """The results of a sweep in its directory.
 
     Attributes:
-        conditions: That all points were measured under.
-        date: On which the sweep was begun.
+        conditions: The conditions that all points share.
+        date: The day on which the sweep began.
         points: Measured points, in the order of measuring.
         refused: Name and reason of points that cannot be measured, each once.
     """
 
     def __init__(self, directory: Path, conditions: Mapping[str, Any] | None = None) -> None:
-        """Opens the results, or begins them; a line that an interruption cut off is removed.
+        """Opens or creates the results; removes a line that an interruption cut off.
 
         Args:
-            directory: Of the sweep.
-            conditions: JSON-ready; None for those of results that are there.
+            directory: The directory of the sweep.
+            conditions: JSON-ready; None for existing results with any conditions.
 
         Raises:
-            ConfigError: When there are results of other conditions, or none where conditions are None, or damaged ones.
+            ConfigError: When there are results of other conditions, none although conditions are None, or damaged ones.
         """
         path = directory / RESULTS
         self._file = JournalFile(path, conditions, advice="Choose another directory, or remove this one.")
@@ -194,26 +194,26 @@ class SweepResults:
                 self._keep(line)
         except (TypeError, KeyError) as err:
             raise ConfigError(
-                f"'{path}' has a line that is no point of a sweep. Expected results that this version wrote. Choose "
+                f"'{path}' has a line that is not a point of a sweep. Expected results that this version wrote. Choose "
                 "another directory, or remove this one."
             ) from err
 
     def holds(self, point: Point) -> bool:
-        """Whether a point is measured."""
+        """Returns whether a point is measured."""
         return point.key in self._done
 
     def add(self, point: Point, result: PointResult) -> None:
-        """Keeps a point's result, on disk when this returns."""
+        """Writes a point's result to disk."""
         self._add({"key": point.key, "result": asdict(result)})
 
     def refuse(self, refused: Refused) -> None:
-        """Keeps why a point cannot be measured, where that is not known yet; it may be measured later."""
+        """Writes why a point cannot be measured, unless that is known; a later run may measure the point."""
         name = refused.point.setup.name
         if self.refused.get(name) != refused.reason:
             self._add({"refused": name, "reason": refused.reason})
 
     def by_serving(self) -> dict[Serving, list[PointResult]]:
-        """Points that may be compared, the fastest first; servings in the order of measuring."""
+        """Returns comparable points, the fastest first; servings in the order of measuring."""
         found: dict[Serving, list[PointResult]] = {}
         for result in self.points:
             found.setdefault(result.serving, []).append(result)
@@ -234,7 +234,7 @@ class SweepResults:
 
 
 def fronts(results: Sequence[PointResult]) -> dict[str, list[int]]:
-    """Pareto fronts over drafted nodes per pass, of points of one serving.
+    """Returns the Pareto fronts over drafted nodes per pass, for points of one serving.
 
     Returns:
         Indices into `results` by ascending nodes: "tau" for the points that reach their tau with the fewest nodes,
@@ -247,7 +247,7 @@ def fronts(results: Sequence[PointResult]) -> dict[str, list[int]]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings under dotted names."""
+    """Returns nested mappings under dotted names."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

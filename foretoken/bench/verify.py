@@ -1,4 +1,4 @@
-"""Compares every output of a drafter with plain decoding, and explains each difference as a tie or reports a bug."""
+"""Compares every output of a drafter with plain decoding; a difference is a near-tie or a bug."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
 Verdict = Literal["identical", "near-tie", "bug"]
-# A difference counts as a near-tie when the two tokens' scores (logits; with temperature and noise where sampled) are
-# this close, relative to the largest logit: rounding of a pass of another width reaches so far.
+# A near-tie: the two tokens' scores (logits, with temperature and noise if sampled) are this close, relative to the
+# largest logit. Rounding in a pass of another width reaches so far.
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
 
@@ -33,15 +33,15 @@ class Comparison:
 
     Attributes:
         setup: Name of the setup.
-        runner: The target's.
-        runner_choice: Why that one, in a sentence.
+        runner: The target's runner.
+        runner_choice: Why that runner, in a sentence.
         temperature: 0 for greedy.
         batch_size: Sequences decoded at once.
         prompt: Index of the prompt.
         num_tokens: Output tokens compared.
-        mean_acceptance_length: tau of the run, to show that drafts were really accepted.
+        mean_acceptance_length: tau of the run, which shows that drafts were accepted.
         divergence: Index of the first output token that differs, or None.
-        gap: Difference of the two tokens' scores there over the largest logit, recomputed by an ordinary forward.
+        gap: Difference of the two tokens' scores there over the largest logit, recomputed by a plain forward pass.
         verdict: "identical", "near-tie" (gap within rounding), or "bug".
     """
 
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def is_proof(self) -> bool:
-        """Whether the check speaks for losslessness."""
+        """Whether the check supports losslessness."""
         return self.verdict in ("identical", "near-tie")
 
 
@@ -78,12 +78,12 @@ def verify_setups(
 
     Args:
         model: The target, loaded once.
-        tokenizer: Its tokenizer.
-        setups: What to check.
-        workload: What to decode.
-        batch_sizes: Sequences decoded at once.
-        with_transformers: Also compare greedy plain decoding with `transformers` `generate`.
-        runner: Of the target and of draft models, see `LLM`.
+        tokenizer: The target's tokenizer.
+        setups: The drafters to check.
+        workload: Prompts and sampling parameters.
+        batch_sizes: Numbers of sequences decoded at once.
+        with_transformers: Also compare greedy plain decoding with `generate` of transformers.
+        runner: Runner of the target and of draft models, see `LLM`.
         on_progress: Called with output tokens done and output tokens in all.
     """
     progress = TokenProgress(
@@ -126,10 +126,10 @@ class Judge:
     Attributes:
         model: The target.
         setup: Name of the setup.
-        runner: The target's.
-        runner_choice: Why that one, in a sentence.
+        runner: The target's runner.
+        runner_choice: Why that runner, in a sentence.
         batch_size: Sequences decoded at once.
-        params: Of the request.
+        params: The sampling parameters.
     """
 
     model: LoadedModel
@@ -142,14 +142,14 @@ class Judge:
     def compare(
         self, prompt: int, prompt_ids: list[int], reference: list[int], ids: list[int], tau: float
     ) -> Comparison:
-        """The verdict on one prompt.
+        """Returns the verdict on one prompt.
 
         Args:
-            prompt: Its index.
-            prompt_ids: Its tokens.
+            prompt: Index of the prompt.
+            prompt_ids: Tokens of the prompt.
             reference: Output tokens of plain decoding.
             ids: Output tokens to judge.
-            tau: Acceptance length of the run that gave them.
+            tau: Acceptance length of their run.
         """
         at: int | None = None
         gap: float | None = None
@@ -157,7 +157,7 @@ class Judge:
         if ids != reference:
             common = min(len(ids), len(reference))
             at = next((i for i in range(common) if ids[i] != reference[i]), common)
-            # Where one text goes on after the other has ended, no rounding explains it.
+            # Rounding cannot explain that one text ends earlier.
             gap = None if at == common else self._gap(prompt_ids, reference[:at], (ids[at], reference[at]))
             is_tie = gap is not None and gap <= NEAR_TIE.get(self.model.dtype, NEAR_TIE[torch.float32])
             verdict = "near-tie" if is_tie else "bug"
@@ -176,7 +176,7 @@ class Judge:
         )
 
     def _gap(self, prompt: list[int], output: list[int], tokens: tuple[int, int]) -> float:
-        """Difference of two tokens' scores after prompt and output, over the largest logit, by an ordinary forward."""
+        """Returns the difference of two tokens' scores over the largest logit, by a plain forward pass."""
         logits = run_plain(self.model.module, torch.tensor([prompt + output])).logits[0, -1].float()
         scores = logits
         if not self.params.is_greedy:

@@ -1,4 +1,4 @@
-"""What a measurement or comparison decodes: prompts and sampling parameters."""
+"""Workloads: prompts and sampling parameters of a measurement or comparison."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[st
     """Reads prompts.
 
     Args:
-        source: The name of a bundled set, cut from Python files that the reference model never saw: "heldout" (code to
-            be completed), "edit" (functions to be repeated with a name changed) or "prose" (docstrings to be
-            completed). Or a `.jsonl` file with a `prompt` string in every line, or any other text file, taken whole as
-            one prompt.
-        limit: At most this many.
+        source: A bundled set, cut from Python files that the reference model never saw: "heldout" (code to be
+            completed), "edit" (functions to be repeated with a name changed) or "prose" (docstrings to be completed).
+            Or a `.jsonl` file with a `prompt` string in every line, or any other text file as one prompt.
+        limit: Most prompts.
 
     Raises:
-        RequestError: When the file is missing, empty, too large or not of that form.
+        RequestError: When the file is missing, empty, too large or of another form.
     """
     if source in _BUNDLED:
         text = (resources.files("foretoken.bench") / "prompts" / f"tinycode_{source}.jsonl").read_text(encoding="utf-8")
@@ -57,7 +56,6 @@ def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[st
 
 
 def _from_jsonl(text: str, source: str) -> list[str]:
-    """The `prompt` of every line."""
     prompts = []
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut strings at U+2028
         if not line.strip():
@@ -78,7 +76,7 @@ class Workload:
     """Prompts decoded at several temperatures.
 
     Attributes:
-        prompts: What to complete.
+        prompts: The prompts.
         temperatures: 0 for greedy; above, every request is sampled with its own seed.
         max_tokens: Output tokens a prompt; the end-of-sequence token does not stop.
         seed: Seed of the first prompt; the i-th gets `seed + i`.
@@ -90,14 +88,14 @@ class Workload:
     seed: int = 0
 
     def params(self, temperature: float) -> list[SamplingParams]:
-        """Sampling parameters of every prompt."""
+        """Returns the sampling parameters of every prompt."""
         return [
             SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed + index, ignore_eos=True)
             for index in range(len(self.prompts))
         ]
 
     def batches(self, batch_size: int) -> list[list[int]]:
-        """Indices of the prompts that are decoded at once; the last batch may be smaller."""
+        """Returns the indices of prompts that are decoded at once; the last batch may be smaller."""
         indices = list(range(len(self.prompts)))
         return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
 
@@ -107,7 +105,7 @@ class TokenProgress:
     """Counts output tokens over several runs of a workload; `add` goes to `LLM` as `on_step`.
 
     Attributes:
-        workload: What one run decodes, at one temperature.
+        workload: The workload of one run, at one temperature.
         num_runs: Runs in all.
         report: Called with tokens done and tokens in all.
     """
@@ -124,13 +122,12 @@ class TokenProgress:
         self._show()
 
     def end_run(self) -> None:
-        """Counts a run as done, whatever its texts were cut short by."""
+        """Counts a run as complete, even if its texts ended early."""
         self._runs += 1
         self._tokens = 0
         self._show()
 
     def _show(self) -> None:
-        """Reports."""
         size = len(self.workload.prompts) * self.workload.max_tokens
         self.report(self._runs * size + min(self._tokens, size), self.num_runs * size)
 

@@ -61,8 +61,8 @@ def test_axes_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "part"),
     [
-        ("a.toml", "x = [", "no valid JSON or TOML"),
-        ("a.json", "x = 1", "no valid JSON or TOML"),
+        ("a.toml", "x = [", "not valid JSON or TOML"),
+        ("a.json", "x = 1", "not valid JSON or TOML"),
         ("a.json", "[1]", "holds no axes"),
         ("a.json", "{}", "holds no axes"),
         ("b.json", None, "cannot be read: No such file"),

@@ -43,7 +43,7 @@ def test_lines_of_something_else_are_refused(tmp_path: Path, line: object) -> No
     SweepResults(tmp_path, {})
     with (tmp_path / RESULTS).open("a") as file:
         file.write(json.dumps(line) + "\n")
-    with pytest.raises(ConfigError, match="has a line that is no point of a sweep"):
+    with pytest.raises(ConfigError, match="has a line that is not a point of a sweep"):
         SweepResults(tmp_path)
 
 

@@ -150,7 +150,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert (out / "precious").is_dir()
     file = tmp_path / "file"
     file.touch()
-    assert_refused(run("convert", str(tmp_path / "head"), str(file), "--force"), "is no directory")
+    assert_refused(run("convert", str(tmp_path / "head"), str(file), "--force"), "is not a directory")
 
 
 def test_a_head_may_replace_itself(tmp_path: Path) -> None:
@@ -362,6 +362,6 @@ def test_force_replaces_heads_and_nothing_else(tmp_path: Path, what: str) -> Non
             (out / "thesis.tex").write_text("years") if what.endswith("text") else (out / "logs").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     refused = run("convert", str(tmp_path / "head"), str(out), "--to", "native", "--force")
-    assert_refused(refused, "is no directory" if what == "a link" else "is not a directory of a head alone")
+    assert_refused(refused, "is not a directory" if what == "a link" else "is not a directory of a head alone")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert out.is_symlink() == (what == "a link")

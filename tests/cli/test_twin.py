@@ -69,7 +69,7 @@ def test_a_twin_that_computes_something_else_is_told(small: Path) -> None:
     assert done.returncode == 1
     assert "NO" in done.stdout
     assert done.stderr.splitlines()[-1] == (
-        f"error: '{small.with_name('twin')}' does not compute the function of '{small}' computes: logits in float32 on "
+        f"error: '{small.with_name('twin')}' does not compute the function of '{small}': logits in float32 on "
         "lean-native differ. Expected the same. Measure nothing with it."
     )
 

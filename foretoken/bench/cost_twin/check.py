@@ -1,4 +1,4 @@
-"""Compares a cost twin with the model it was made of: logits over text, greedy text, and every drafter's drafts."""
+"""Compares a cost twin with its original: logits over text, greedy text, and every drafter's drafts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.models.loading import LoadedModel
 
-_WIDEST_FLOAT32 = 1_000_000_000  # parameters; larger twins would not fit beside what else is in memory
-_WIDTHS = [3, 2, 1]  # of every drafter's tree: not only the best candidate has to be the same
-_SAME_WITHIN = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}  # of the largest logit, where a decoder sums otherwise
+_WIDEST_FLOAT32 = 1_000_000_000  # parameters; a larger twin in float32 would not fit into memory beside the rest
+_WIDTHS = [3, 2, 1]  # of every drafter's tree: further candidates must be the same too
+_SAME_WITHIN = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}  # of the largest logit, if sums have another order
 
 
 class TwinCheck(NamedTuple):
@@ -35,11 +35,11 @@ class TwinCheck(NamedTuple):
 
     Attributes:
         what: "logits", "greedy text", or the name of a drafter whose drafts were compared.
-        dtype: In which both ran.
-        decoder: On which.
-        num_compared: Tokens whose logits, output tokens, or drafted nodes.
-        difference: Largest difference of two logits; None for text and drafts, which are the same or not.
-        is_same: Whether the twin does what the original does.
+        dtype: The dtype of both.
+        decoder: The decoder of both.
+        num_compared: Positions with logits, output tokens, or drafted nodes.
+        difference: Largest difference of two logits; None for text and drafts.
+        is_same: Whether the twin does the same as the original.
     """
 
     what: str
@@ -57,13 +57,14 @@ def check_twin(
     max_tokens: int = 24,
     on_progress: Callable[[int, int], None] = no_progress,
 ) -> list[TwinCheck]:
-    """Runs original and twin beside each other on a CPU, each on the decoder that serves there.
+    """Runs original and twin on a CPU, each on the decoder that serves there.
 
-    Logits have to be equal bit for bit where that decoder is exact; another one may sum a longer row in another order,
-    so that they have to agree to rounding.
+    On an exact decoder logits must be equal bit for bit. Other decoders may sum a longer row in another order: logits
+    must
+    then agree to rounding.
 
     Args:
-        parts: What `make_twin` gave.
+        parts: The result of `make_twin`.
         prompts: Token ids of real text.
         max_tokens: Output tokens a prompt.
         on_progress: Called with comparisons done and comparisons in all.
@@ -86,7 +87,6 @@ def check_twin(
 
 
 def _logits(pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]]) -> TwinCheck:
-    """Over all positions of the prompts."""
     difference, largest = 0.0, 0.0
     runners = [Runner(model, num_slots=1, context_len=max(map(len, prompts)), max_nodes=1) for model in pair]
     for prompt in prompts:
@@ -112,7 +112,7 @@ def _logits(pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]]) -> Tw
 def _decoded(
     pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]], part: TwinPart | None, max_tokens: int
 ) -> TwinCheck:
-    """Greedy text without a drafter, or with one whose drafts are compared as well."""
+    """Compares greedy text without a drafter, or with one whose drafts are compared as well."""
     texts, drafts = [], []
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for index, model in enumerate(pair):
@@ -140,15 +140,15 @@ def _decoded(
 
 
 def _maker(part: TwinPart, path: Any, model: LoadedModel, seen: list[Any]) -> Callable[[], Drafter]:
-    """What makes a drafter whose proposals are kept."""
-    facts = native_facts(part.path)  # none of a draft model
+    """Returns a function that makes a drafter whose proposals are kept in `seen`."""
+    facts = native_facts(part.path)  # None for a draft model
     widths = _WIDTHS if facts is None else _WIDTHS[: facts.get("heads")]
     options = drafter_options({"method": part.role, "model": str(path), "tree": {"widths": widths}})
     return lambda: _Listening(create_drafter(options, model), seen)
 
 
 class _Listening:
-    """A drafter that keeps what another one proposes: tokens and parents of every tree."""
+    """A drafter that keeps the tokens and parents of every tree that another drafter proposes."""
 
     def __init__(self, drafter: Drafter, seen: list[Any]) -> None:
         self._drafter, self._seen = drafter, seen
@@ -156,32 +156,25 @@ class _Listening:
 
     @property
     def nodes_by_depth(self) -> Sequence[int]:
-        """See `Drafter`; may become smaller once it is attached."""
         return self._drafter.nodes_by_depth
 
     def attach(self, target: TargetHandle) -> None:
-        """See `Drafter`."""
         self._drafter.attach(target)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """See `Drafter`."""
         self._drafter.begin(slot, request)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """See `Drafter`."""
         tree = self._drafter.propose(context)
         self._seen.extend(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
         return tree
 
     def commit(self, committed: Committed) -> None:
-        """See `Drafter`."""
         self._drafter.commit(committed)
 
     def release(self, slot: int) -> None:
-        """See `Drafter`."""
         self._drafter.release(slot)
 
 
 def _name(model: LoadedModel) -> str:
-    """The dtype in words."""
     return str(model.dtype).removeprefix("torch.")

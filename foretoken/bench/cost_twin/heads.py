@@ -1,4 +1,4 @@
-"""Pads draft heads for a cost twin: one table of rules and one change of sizes a method; see `padding`."""
+"""Pads draft heads for a cost twin: a table of rules and a change of sizes for each method; see `Padding`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def check_method(method: str, what: str) -> None:
 def padded_head(
     checkpoint: HeadCheckpoint, padding: Padding, record: TwinRecord, target: TargetFingerprint
 ) -> HeadCheckpoint:
-    """A head for the twin of its target, with the same drafts.
+    """Returns a head for the twin of its target, with the same drafts.
 
     Args:
         checkpoint: The head, of a method that can be padded.
-        padding: That of the target.
-        record: Of the target's twin.
+        padding: The padding of the target.
+        record: The record of the target's twin.
         target: The twin.
     """
     config: Any = checkpoint.config
@@ -62,7 +62,7 @@ def padded_head(
 
 
 def _rule(rules: Rules, key: str) -> Rule:
-    """Of a tensor, whose name stands there with its number left out."""
+    """Returns the rule of a tensor, whose name has its number left out."""
     return rules[re.sub(r"\.\d+\.", ".", key)] if key not in rules else rules[key]
 
 
@@ -73,7 +73,7 @@ def _medusa(config: Any) -> Rules:
 
 
 def _hydra(config: Any) -> Rules:
-    """The same, with first blocks that read several vectors side by side, and perhaps a decoder block before them."""
+    """As `_medusa`, but first blocks read several vectors side by side, and a decoder block may come before them."""
     rules: dict[str, Rule] = {
         "weight": _BLOCK,
         "bias": _BLOCK_BIAS,
@@ -90,14 +90,13 @@ def _hydra(config: Any) -> Rules:
 
 
 def _hydra_sizes(config: Any, factor: int) -> dict[str, Any]:
-    """Those of the decoder block, whose heads keep their size."""
     if config.prefix is None:
         return {}
     return {"prefix": _decoder_block_sizes(config.prefix, factor)}
 
 
 def _decoder_block(name: str, read_parts: int = 1) -> Rules:
-    """Of a decoder block; read_parts: vectors side by side that its attention reads."""
+    """Rules of a decoder block; read_parts: vectors side by side that its attention reads."""
     attention = ("q_proj", "k_proj", "v_proj")
     return {
         **{f"{name}.{part}.weight": Rule(axes=_BOTH, parts=read_parts) for part in attention},
@@ -109,7 +108,7 @@ def _decoder_block(name: str, read_parts: int = 1) -> Rules:
 
 
 def _decoder_block_sizes(config: LayerConfig, factor: int) -> dict[str, Any]:
-    """Those of a decoder block, whose heads keep their size; and the epsilon of all norms around it."""
+    """Sizes of a decoder block, whose attention heads keep their size, and the epsilon of all its norms."""
     sizes = config.model_dump()
     counts = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     return {
@@ -120,22 +119,22 @@ def _decoder_block_sizes(config: LayerConfig, factor: int) -> dict[str, Any]:
 
 
 def _eagle(config: Any) -> Rules:
-    """A layer that fuses embedding and feature, and a decoder block; the target's LM head reads it."""
+    """A layer that fuses embedding and feature, and a decoder block; the target's LM head reads its output."""
     del config
     fused = {"fc.weight": Rule(axes=_BOTH, is_written=True, parts=2), "fc.bias": _BLOCK_BIAS}
     return {**fused, **_decoder_block("layer")}
 
 
 def _eagle_sizes(config: Any, factor: int) -> dict[str, Any]:
-    """Those of the decoder block."""
     return {"layer": _decoder_block_sizes(config.layer, factor)}
 
 
 def _eagle3(config: Any) -> Rules:
     """A layer that fuses the taps, a decoder block that reads the embedding beside the state, and an LM head.
 
-    Residual streams have the same numbers in the twin at every boundary, and its further blocks come last: features are
-    the target's with zeros after them, at the same boundaries.
+    The twin's residual stream has the same numbers at every boundary, followed by zeros; its further blocks come last.
+    So
+    features are the target's, followed by zeros, at the same boundaries.
     """
     taps = len(config.boundaries)
     return {
@@ -150,13 +149,12 @@ def _eagle3(config: Any) -> Rules:
 
 
 def _eagle3_sizes(config: Any, factor: int) -> dict[str, Any]:
-    """Those of the decoder block, and its own width where it has one."""
     width = config.draft_hidden_size
     return {**_eagle_sizes(config, factor), "draft_hidden_size": None if width is None else width * factor}
 
 
 def _falcon(config: Any) -> Rules:
-    """LSTM layers, whose further cells stay zero, and a decoder block; the target's LM head reads it."""
+    """LSTM layers, whose new cells stay zero, and a decoder block; the target's LM head reads its output."""
     del config
     gates: dict[str, Rule] = {}
     for layer in range(NUM_LAYERS):
@@ -169,10 +167,10 @@ def _falcon(config: Any) -> Rules:
 
 
 def _mlp_speculator(config: Any) -> Rules:
-    """A recurrence whose states are sums that a norm reads.
+    """A recurrence over sums that a norm reads.
 
-    What scales a token's embedding grows with the root of the inner width, so the embeddings shrink; a scaled feature
-    comes out larger by that root, so its projection shrinks.
+    The scale of a token's embedding grows with the root of the inner width, so the embeddings shrink. A scaled feature
+    grows by that root, so its projection shrinks.
     """
     rules = {
         "embeddings.weight": Rule(axes=_LAST, is_written=True, is_scaled_down=True),
@@ -186,7 +184,6 @@ def _mlp_speculator(config: Any) -> Rules:
 
 
 def _mlp_speculator_sizes(config: Any, factor: int) -> dict[str, Any]:
-    """Its own width, and the epsilon of what it norms."""
     return {"inner_dim": config.inner_dim * factor, "rms_norm_eps": config.rms_norm_eps / factor}
 
 
@@ -194,7 +191,7 @@ _METHODS: dict[str, tuple[Callable[[Any], Rules], Callable[[Any, int], dict[str,
     "eagle": (_eagle, _eagle_sizes),
     "eagle3": (_eagle3, _eagle3_sizes),
     "falcon": (_falcon, _eagle_sizes),
-    "medusa": (_medusa, lambda *_: {}),  # no size but the hidden one
+    "medusa": (_medusa, lambda *_: {}),  # no size but the hidden size
     "hydra": (_hydra, _hydra_sizes),
     "mlp_speculator": (_mlp_speculator, _mlp_speculator_sizes),
 }

@@ -1,6 +1,6 @@
-"""Makes a cost twin whose target is padded where it will run: its weights, most of all, never become files.
+"""Makes a cost twin whose target is padded on its device: its weights never become files.
 
-A target of 32 layers of 4096 would be 13 GB of files; on a GPU its weights are zeros or random numbers that are made in
+A target of 32 layers of 4096 would be 13 GB of files. On a GPU its added weights, zeros or random numbers, are made in
 place, around the few megabytes of the small model.
 """
 
@@ -23,19 +23,13 @@ if TYPE_CHECKING:
 
 
 def make_twin_in_memory(plan: TwinPlan) -> LoadedModel:
-    """Makes a twin's target on the plan's device, and files of its drafters, which are found beside it as for any twin.
+    """Makes a twin's target on the plan's device, and files of its drafters beside `plan.out`, as for any twin.
 
-    `plan.out` gets configuration and tokenizer alone.
-
-    Args:
-        plan: What to make.
-
-    Returns:
-        The target, named `plan.out`.
+    `plan.out` gets configuration and tokenizer alone. Returns the target, named `plan.out`.
 
     Raises:
         ConfigError, ModelError: See `make_twin`.
-        torch.OutOfMemoryError: When the device has no room.
+        torch.OutOfMemoryError: When the device has too little memory.
     """
     planned = planned_parts(plan)
     generator = torch.Generator(plan.device).manual_seed(plan.seed)

@@ -1,9 +1,9 @@
-"""Makes cost twins: a small trained model with its drafters, padded so that a pass costs what a larger model's costs.
+"""Makes cost twins: a small trained model and its drafters, padded to the cost of a larger model.
 
-No drafter is cheap beside a model whose pass takes a fraction of a millisecond. The twin has that model's function (its
-text, the drafts of its heads, their acceptance) and another size: hidden size, attention heads and MLP grow by a power
-of four, further layers add nothing, and every number is read and multiplied all the same. Draft heads grow with the
-target's hidden size; the draft model grows likewise and in depth too, so that its cost keeps its proportion.
+No drafter is cheap beside a model whose pass takes a fraction of a millisecond. The twin has the function of that model
+(its text, the drafts of its heads, their acceptance) and another size. Hidden size, attention heads and MLP grow by a
+power of four. Further layers add nothing, but every number is read and multiplied. Draft heads grow with the target's
+hidden size. The draft model also grows in depth, so that its share of the cost stays the same.
 """
 
 from __future__ import annotations
@@ -36,26 +36,16 @@ if TYPE_CHECKING:
     from foretoken.bench.cost_twin.model import Fill
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 
-_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}  # of files that twins consist of
+_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}  # of files in twins
 
 
 def drafter_place(source: Path, model: Path, out: Path) -> Path:
-    """Where the twin of a drafter goes: `OUT-medusa` for `MODEL-medusa`.
-
-    Args:
-        source: The drafter.
-        model: The target.
-        out: The target's twin.
-    """
+    """Returns the path of a drafter's twin: `OUT-medusa` for `MODEL-medusa`."""
     return out.with_name(f"{out.name}-{source.resolve().name.removeprefix(f'{model.resolve().name}-')}")
 
 
 def check_place(path: Path) -> None:
-    """Refuses to write over what is no twin.
-
-    Raises:
-        ConfigError: When there is anything else.
-    """
+    """Raises `ConfigError` if a path holds anything but a twin or an empty directory."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"'{path}' is no directory. Expected a new one.")
     content = sorted(path.iterdir()) if path.is_dir() else []
@@ -69,7 +59,6 @@ def check_place(path: Path) -> None:
 
 
 def _is_twin(path: Path) -> bool:
-    """Whether a directory holds a twin, of a model or of a head."""
     try:
         config = read_json_object(path / "config.json")
     except ModelError:
@@ -84,19 +73,19 @@ _EXAMPLES = 4  # sizes that a message names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinPlan:
-    """What is made of what.
+    """The settings of a twin.
 
     Attributes:
         model: Directory of the trained target.
-        out: Directory of its twin; those of its drafters are named after it, as `OUT-medusa` and `OUT-draft`.
-        num_layers: Of the twin, at least the target's.
-        hidden_size: Of the twin: the target's times a power of four.
-        heads: Directories of heads; None for all that lie beside the target as `MODEL-…`.
-        draft_model: What becomes of `MODEL-draft`, where there is one: "pad", "keep" its size, or "none" for no copy.
-        fill: What dead weights are, see `padding`.
-        dtype: Of all weights; None keeps theirs.
-        seed: Of random weights.
-        device: Where weights are padded, as torch names it.
+        out: Directory of its twin; drafters go to directories named after it, such as `OUT-medusa` and `OUT-draft`.
+        num_layers: Layers of the twin, at least the target's.
+        hidden_size: Hidden size of the twin: the target's times a power of four.
+        heads: Directories of heads; None for all `MODEL-…` beside the target.
+        draft_model: "pad" for a padded `MODEL-draft`, "keep" for its size, "none" for no copy.
+        fill: Values of added weights; see `Padding`.
+        dtype: Dtype of all weights; None keeps theirs.
+        seed: Seed of random weights.
+        device: Device that pads the weights, as torch names it.
     """
 
     model: Path
@@ -116,10 +105,10 @@ class TwinPart(NamedTuple):
 
     Attributes:
         role: "target", "draft_model", or a head's method.
-        source: What it was made of.
-        path: Where it lies.
+        source: The original.
+        path: The directory.
         num_parameters: Numbers in its files.
-        num_bytes: Of its weights.
+        num_bytes: Bytes of its weights.
     """
 
     role: str
@@ -130,7 +119,7 @@ class TwinPart(NamedTuple):
 
 
 class PlannedHead(NamedTuple):
-    """A head to pad, and where to."""
+    """A head to pad, and its new directory."""
 
     source: Path
     path: Path
@@ -138,7 +127,7 @@ class PlannedHead(NamedTuple):
 
 
 class PlannedModel(NamedTuple):
-    """A model to pad, by how much, and where to."""
+    """A model to pad, its new sizes, and its new directory."""
 
     role: str
     small: SmallModel
@@ -149,11 +138,11 @@ class PlannedModel(NamedTuple):
 
 
 class PlannedParts(NamedTuple):
-    """Everything that a twin consists of, before it is made.
+    """All parts of a twin, before any is made.
 
     Attributes:
-        models: The target first, then the draft model where there is one.
-        heads: Of the target.
+        models: The target, then the draft model if there is one.
+        heads: The heads of the target.
     """
 
     models: Sequence[PlannedModel]
@@ -161,24 +150,24 @@ class PlannedParts(NamedTuple):
 
 
 def _nothing() -> None:
-    """Counts no tensors."""
+    pass
 
 
 def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progress) -> list[TwinPart]:
     """Writes the twin of a target and of its drafters, each directory whole or not at all.
 
-    Sizes, heads, places, disk and memory are looked at before anything is written. A twin that is there is replaced.
+    Checks sizes, heads, directories, disk and memory before anything is written. An existing twin is replaced.
 
     Args:
-        plan: What to make.
+        plan: The settings.
         on_progress: Called with tensors written and tensors in all.
 
     Returns:
-        The target first.
+        The parts, the target first.
 
     Raises:
-        ConfigError: When sizes do not fit, disk or memory cannot hold them, a place holds anything but a twin, or it
-            cannot be written.
+        ConfigError: When sizes do not fit, disk or memory is too small, a directory holds anything but a twin, or a
+            file cannot be written.
         ModelError: When a model or head is missing, damaged or cannot be padded.
     """
     planned = planned_parts(plan)
@@ -204,7 +193,7 @@ def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progr
 
 
 def planned_parts(plan: TwinPlan) -> PlannedParts:
-    """What a plan comes to; nothing is written. See `make_twin` for what it raises."""
+    """Returns the parts of a plan and writes nothing; raises as `make_twin`."""
     target = _planned(TARGET, open_model(plan.model), plan.out, plan)
     heads = _heads(plan)
     models = [target, *_draft_models(plan, target)]
@@ -222,9 +211,9 @@ def write_planned_model(
     """Writes the directory of one model.
 
     Args:
-        model: Which.
-        plan: Of the twin.
-        generator: Of random weights, on the plan's device.
+        model: The model to pad.
+        plan: The settings of the twin.
+        generator: For random weights, on the plan's device.
         on_tensor: Called after each tensor.
     """
     padding = Padding(model.factor, plan.fill, generator)
@@ -247,8 +236,8 @@ def write_heads(
     Args:
         planned: The target and the heads.
         of_twin: The target's twin.
-        plan: Of the twin.
-        generator: Of random weights, on the plan's device.
+        plan: The settings of the twin.
+        generator: For random weights, on the plan's device.
         on_tensor: Called after each tensor.
     """
     target = planned.models[0]
@@ -275,11 +264,6 @@ def _check_room(planned: PlannedParts, plan: TwinPlan) -> None:
 
 
 def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> PlannedModel:
-    """The target as it is asked for.
-
-    Raises:
-        ConfigError: When its sizes do not fit.
-    """
     factor = growth(small.hidden_size, plan.hidden_size)
     if factor is None:
         sizes = ", ".join(str(small.hidden_size * 4**power) for power in range(_EXAMPLES))
@@ -297,7 +281,7 @@ def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> Planne
 
 
 def _draft_models(plan: TwinPlan, target: PlannedModel) -> list[PlannedModel]:
-    """The draft model, which grows as the target does in both directions; none where there is none."""
+    """Returns the draft model, which grows in width and depth like the target; an empty list without one."""
     path = plan.model.with_name(f"{plan.model.name}-draft")
     if plan.draft_model == "none" or not path.is_dir():
         return []
@@ -311,12 +295,7 @@ def _draft_models(plan: TwinPlan, target: PlannedModel) -> list[PlannedModel]:
 
 
 def _heads(plan: TwinPlan) -> list[PlannedHead]:
-    """The heads that are asked for, read.
-
-    Raises:
-        ConfigError: When one is for another target or of a method that cannot be padded, or `dtype` cannot hold it.
-        ModelError: When one is no head, or damaged.
-    """
+    """Reads the heads; raises `ConfigError` for a wrong target, method or `dtype`, `ModelError` for damage."""
     sources = plan.heads
     if sources is None:
         beside = sorted(plan.model.parent.glob(f"{plan.model.name}-*"))
@@ -337,7 +316,6 @@ def _heads(plan: TwinPlan) -> list[PlannedHead]:
 
 
 def _written(role: str, source: Path, path: Path) -> TwinPart:
-    """What was written."""
     shapes = open_files(path).weights.shapes
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return TwinPart(role, source, path, sum(map(prod, shapes.values())), size)

@@ -1,7 +1,7 @@
-"""Pads models of the Llama family, the target of a cost twin and its draft model; see `padding`.
+"""Pads models of the Llama family: the target of a cost twin and its draft model.
 
-Heads keep their size and become more, those for queries and those for keys alike. Further layers come last and are
-copies of the model's last one that add nothing: what they write is multiplied by zero.
+Attention heads keep their size; their number grows, for queries and keys alike. Further layers come last. They are
+copies of the model's last layer and add nothing: their output is multiplied by zero.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Rule:
     """How one tensor grows.
 
     Attributes:
-        axes: Those that grow, counted from the last: -1 for columns, -2 for rows.
-        is_written: Whether its output is added to the residual stream or goes into a norm: all that is new is zero
-            then, whatever the filling.
-        is_scaled_down: Whether its numbers are divided by the root of the factor: weights of norms over what grows, and
-            what takes back the scale that such a norm had before.
-        parts: How many vectors of the hidden size stand side by side in the last axis, each of which grows.
-        row_parts: Likewise one below the other in the axis before it, as the gates of an LSTM.
+        axes: Axes that grow, counted from the last: -1 for columns, -2 for rows.
+        is_written: Whether its output is added to the residual stream or enters a norm: all new numbers are then zero,
+            with any filling.
+        is_scaled_down: Whether its numbers are divided by the root of the factor: for weights of norms over growing
+            axes, and weights that undo the former scale of such a norm.
+        parts: Number of vectors of the hidden size side by side in the last axis, each of which grows.
+        row_parts: The same in the axis before, such as the gates of an LSTM.
     """
 
     axes: tuple[int, ...] = ()
@@ -59,8 +59,8 @@ class Padding:
 
     Attributes:
         factor: A power of four.
-        fill: What dead weights are: "zeros", or "random" where what they compute meets a zero further on.
-        generator: Of the random weights; padded tensors lie on its device.
+        fill: Added weights: "zeros", or "random" if their output is later multiplied by zero.
+        generator: For the random weights; padded tensors lie on its device.
     """
 
     factor: int
@@ -73,11 +73,11 @@ class Padding:
         return math.isqrt(self.factor)
 
     def __call__(self, tensor: Tensor, rule: Rule) -> Tensor:
-        """The padded tensor, in memory of its own.
+        """Returns the padded tensor, newly allocated.
 
         Args:
             tensor: Of any shape, on any device.
-            rule: Which of its axes grow.
+            rule: The axes that grow.
         """
         live = tensor / self.root if rule.is_scaled_down else tensor
         if not rule.axes:
@@ -86,7 +86,7 @@ class Padding:
         if rest:
             rest = [*rest[:-1], rule.row_parts, rest[-1] // rule.row_parts]
         live = live.reshape(*rest, rule.parts, columns // rule.parts)
-        axes = {2 * axis + 1 for axis in rule.axes}  # parts stand before each of the last two axes
+        axes = {2 * axis + 1 for axis in rule.axes}  # `parts` comes before each of the last two axes
         shape = [size * self.factor if axis - live.dim() in axes else size for axis, size in enumerate(live.shape)]
         padded = torch.zeros(shape, dtype=tensor.dtype, device=self.generator.device)
         if self.fill == "random" and not rule.is_written and tensor.is_floating_point():
@@ -97,22 +97,22 @@ class Padding:
 
 
 def growth(small: int, large: int) -> int | None:
-    """By what a size grows; None where that is no power of four."""
+    """Returns the factor between two sizes; None unless it is a power of four."""
     factor, rest = divmod(large, small)
     is_power = factor > 0 and factor & (factor - 1) == 0 and factor.bit_length() % 2 == 1
     return factor if is_power and not rest else None
 
 
 def exactly(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
-    """The same numbers in another dtype; None keeps theirs. Integers stay as they are.
+    """Returns the same numbers in another dtype; None keeps theirs. Integers stay as they are.
 
     Args:
         tensor: Of any shape.
-        dtype: Of floating point.
-        what: Names the model or head, for the message.
+        dtype: A floating-point dtype.
+        what: Names the model or head in the error.
 
     Raises:
-        ConfigError: When rounding would change them.
+        ConfigError: When rounding would change the numbers.
     """
     if dtype is None or not tensor.is_floating_point():
         return tensor
@@ -139,7 +139,7 @@ _IN_BLOCK = {
     **{f"{part}.bias": Rule(axes=_LAST, is_written=True) for part in ("self_attn.o_proj", "mlp.down_proj")},
     "input_layernorm.weight": _NORM,
     "post_attention_layernorm.weight": _NORM,
-    # Norms over single heads, which keep their size, have the epsilon of the others: what they read shrinks with it.
+    # Norms over single heads keep their size but have the epsilon of the others, because their input shrinks.
     "self_attn.q_norm.weight": Rule(),
     "self_attn.k_norm.weight": Rule(),
 }
@@ -154,9 +154,9 @@ class SmallModel(NamedTuple):
     """A model before it is padded.
 
     Attributes:
-        path: Its directory.
-        config: Its `config.json`.
-        weights: Its tensors, not read yet.
+        path: The model's directory.
+        config: The contents of `config.json`.
+        weights: The tensors, not read yet.
     """
 
     path: Path
@@ -165,7 +165,7 @@ class SmallModel(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its directory's name."""
+        """The name of the directory."""
         return self.path.resolve().name
 
     @property
@@ -179,7 +179,7 @@ class SmallModel(NamedTuple):
         return int(self.config["hidden_size"])
 
     def origins(self, num_layers: int) -> dict[str, str]:
-        """Every tensor of a model of so many layers, with the tensor here that it is made of."""
+        """Returns every tensor of the padded model, with its original."""
         last = self.num_layers - 1
         found = {key: key for key in self.weights.shapes}
         parts = [match for match in map(_BLOCK.fullmatch, found) if match is not None and int(match[1]) == last]
@@ -202,10 +202,10 @@ class SmallModel(NamedTuple):
         return numbers * itemsize
 
     def rule(self, key: str) -> Rule:
-        """How a tensor grows.
+        """Returns how a tensor grows.
 
         Raises:
-            ModelError: For one that is not known.
+            ModelError: For an unknown tensor.
         """
         match = _BLOCK.fullmatch(key)
         known, part = (_OUTSIDE, key) if match is None else (_IN_BLOCK, match[2])
@@ -219,13 +219,10 @@ class SmallModel(NamedTuple):
 
 
 def open_model(path: Path) -> SmallModel:
-    """Looks at a model that is to be padded.
-
-    Args:
-        path: Its directory.
+    """Opens a model to pad.
 
     Raises:
-        ModelError: When there is none, it is damaged, a cost twin itself, quantised, or of another architecture.
+        ModelError: When there is no model, or it is damaged, a cost twin, quantised, or of another architecture.
     """
     name = str(path)
     check_model_files(name, may_be_hub_id=False)

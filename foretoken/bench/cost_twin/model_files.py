@@ -1,4 +1,4 @@
-"""Writes the directory of a padded model: weights file by file, configuration, and what lies beside them.
+"""Writes the directory of a padded model: weights file by file, configuration and tokenizer.
 
 The weights may be left out, for a model whose weights are padded in memory.
 """
@@ -41,20 +41,20 @@ def write_model(
     dtype: torch.dtype | None,
     on_tensor: Callable[[], None],
 ) -> None:
-    """Writes a padded model with everything that lies beside the weights.
+    """Writes a padded model, with configuration and tokenizer.
 
     Args:
-        model: What is padded.
-        padding: By how much.
+        model: The model to pad.
+        padding: The padding.
         record: For the configuration.
         new: An empty directory.
-        num_layers: Of the padded model, at least the model's.
-        dtype: Of its weights; None keeps theirs.
+        num_layers: Layers of the padded model, at least the model's.
+        dtype: Dtype of its weights; None keeps theirs.
         on_tensor: Called after each tensor.
 
     Raises:
         ConfigError: When the dtype cannot hold the model's numbers.
-        OSError: When it cannot be written.
+        OSError: When a file cannot be written.
     """
     origins = model.origins(num_layers)
     shards = _shards(model, origins, padding.factor)
@@ -82,7 +82,7 @@ def write_all_but_weights(
     num_layers: int,
     dtype: torch.dtype | None,
 ) -> None:
-    """Writes a padded model's configuration and what lies beside the weights of the small one; see `write_model`."""
+    """Writes a padded model's configuration and the small model's other files; see `write_model`."""
     for path in sorted(model.path.iterdir()):
         if path.suffix in _TEXTS and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, new / path.name)
@@ -92,13 +92,7 @@ def write_all_but_weights(
 def padded_tensors(
     model: SmallModel, padding: Padding, *, num_layers: int, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a padded model with its name, one after the other, on the device of `padding`.
-
-    Args:
-        model: What is padded.
-        padding: By how much.
-        num_layers: Of the padded model, at least the model's.
-        dtype: Of its weights; None keeps theirs.
+    """Yields every tensor of a padded model with its name, on the device of `padding`; arguments as in `write_model`.
 
     Raises:
         ConfigError: When the dtype cannot hold the model's numbers.
@@ -108,7 +102,7 @@ def padded_tensors(
 
 
 def fingerprint(path: Path, name: str) -> TargetFingerprint:
-    """Of a padded model that was written; name: by which heads know it."""
+    """Returns the fingerprint of a written padded model; name: the target's name in heads."""
     config, weights = read_json_object(path / "config.json"), open_files(path).weights
     key = next(key for key in ("lm_head.weight", "model.embed_tokens.weight") if key in weights.shapes)
     lm_head = weights.fetch([key])[key]
@@ -123,7 +117,7 @@ def fingerprint(path: Path, name: str) -> TargetFingerprint:
 
 
 def _shards(model: SmallModel, origins: Mapping[str, str], factor: int) -> list[list[str]]:
-    """Keys by file."""
+    """Returns the keys of each file."""
     shards: list[list[str]] = [[]]
     size = 0
     for key, origin in origins.items():
@@ -137,7 +131,6 @@ def _shards(model: SmallModel, origins: Mapping[str, str], factor: int) -> list[
 
 
 def _padded(model: SmallModel, key: str, origin: str, padding: Padding, dtype: torch.dtype | None) -> Tensor:
-    """One tensor of the padded model."""
     rule = model.rule(origin)
     padded = padding(exactly(model.weights.fetch([origin])[origin], dtype, f"'{model.path}'"), rule)
     return padded.zero_() if rule.is_written and key != origin else padded
@@ -146,7 +139,6 @@ def _padded(model: SmallModel, key: str, origin: str, padding: Padding, dtype: t
 def _config(
     model: SmallModel, factor: int, record: TwinRecord, *, num_layers: int, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """The padded model's `config.json`."""
     old = model.config
     config = dict(old)
     config |= {key: old[key] * factor for key in _SIZES if old.get(key) is not None}

@@ -1,4 +1,4 @@
-"""What a server counts about speculative decoding, read from its /metrics page or from its answers."""
+"""Reads a server's counts of speculative decoding from its /metrics page or its answers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class DraftCounts:
     """Counters of a server.
 
     Attributes:
-        drafts: Drafts, or trees, that were verified.
-        draft_tokens: Their tokens, or nodes.
-        accepted_tokens: Drafted tokens that were accepted, without the target's own.
-        by_position: The same by depth.
+        drafts: Verified drafts, or trees.
+        draft_tokens: Drafted tokens, or nodes.
+        accepted_tokens: Accepted drafted tokens, without the target's own.
+        by_position: Accepted drafted tokens by depth.
     """
 
     drafts: float = 0
@@ -36,7 +36,7 @@ class DraftCounts:
     by_position: Mapping[int, float] = field(default_factory=dict)
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        """What was counted after `before`."""
+        """Returns the counts after `before`."""
         return DraftCounts(
             self.drafts - before.drafts,
             self.draft_tokens - before.draft_tokens,
@@ -45,7 +45,7 @@ class DraftCounts:
         )
 
     def as_results(self) -> dict[str, Any]:
-        """Under vLLM's keys: rates in percent by token and as shares by position; none where nothing was drafted."""
+        """Returns vLLM's keys: rates in percent by token and as shares by position; no keys if nothing was drafted."""
         if not self.drafts or not self.draft_tokens:
             return {}
         return {
@@ -61,7 +61,7 @@ class DraftCounts:
 
 
 async def server_counts(client: httpx.AsyncClient) -> DraftCounts | None:
-    """The counters at /metrics; None where the server shows none."""
+    """Returns the counters at /metrics; None if the server shows none."""
     try:
         response = await client.get("/metrics", timeout=30)
     except httpx.HTTPError:
@@ -70,7 +70,7 @@ async def server_counts(client: httpx.AsyncClient) -> DraftCounts | None:
 
 
 def page_counts(page: str) -> DraftCounts | None:
-    """The counters of a Prometheus page, summed over engines; None where it has none."""
+    """Returns the counters of a Prometheus page, summed over engines; None if it has none."""
     found = [match for match in map(_LINE.match, page.splitlines()) if match and match["origin"] in _ORIGINS]
     if not found:
         return None
@@ -90,7 +90,7 @@ def page_counts(page: str) -> DraftCounts | None:
 
 
 def answered_counts(figures: Iterable[Mapping[str, Any] | None]) -> DraftCounts | None:
-    """The sum of what answers tell about themselves, in vLLM's form; None where none does."""
+    """Returns the sum of the figures in answers, in vLLM's form; None if no answer has any."""
     told = [each for each in figures if each]
     if not told:
         return None

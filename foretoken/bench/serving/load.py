@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Seconds after the begin at which each of some requests is sent; the first at 0.
+    """Returns the seconds at which requests are sent; the first at 0.
 
-    Times between two requests have a gamma distribution with mean 1 / rate: of a Poisson process where `burstiness` is
-    1, more in bursts below that, more even above.
+    Times between two requests have a gamma distribution with mean 1 / rate: a Poisson process for `burstiness` 1,
+    burstier
+    below 1, more even above.
 
     Args:
         count: Requests.
@@ -37,24 +38,24 @@ def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int
     return [float(time) for time in gaps.cumsum()]
 
 
-_LONGEST_ERROR = 300  # characters of an answer that is kept
+_LONGEST_ERROR = 300  # characters kept of an error
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What a request brought; filled while its parts come.
+    """The answer to a request, filled as its parts arrive.
 
     Attributes:
-        start: When it was sent, on the clock of `time.perf_counter`.
-        latency: Seconds until it was over.
-        times: Seconds from its start to each part with text.
-        parts: Their texts.
-        num_input: Prompt tokens; None where the server does not tell.
-        num_output: Tokens written, as the server tells; None where it does not.
-        drafting: vLLM's figures of speculative decoding, where the server sends them.
-        status: HTTP status of a refusal, "stream" for an answer that broke off or ended in an error, "connection" or
-            "timeout"; None where the answer is whole.
-        error: What went wrong, "" for nothing.
+        start: The time of sending, on the clock of `time.perf_counter`.
+        latency: Seconds to the end.
+        times: Seconds from the start to each part with text.
+        parts: The texts of these parts.
+        num_input: Prompt tokens; None if the server does not say.
+        num_output: Output tokens; None if the server does not say.
+        drafting: vLLM's figures of speculative decoding, if the server sends them.
+        status: HTTP status of a refusal, "stream" for an interrupted stream or an error in it, "connection" or
+            "timeout"; None for a complete answer.
+        error: The error message, "" for none.
     """
 
     start: float
@@ -69,17 +70,17 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was answered to the end."""
+        """Whether the answer is complete."""
         return self.status is None
 
     @property
     def output_len(self) -> int:
-        """Tokens written; parts with text where the server does not count tokens."""
+        """Output tokens; parts with text if the server does not count tokens."""
         return len(self.times) if self.num_output is None else self.num_output
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first text; to the end of an answer without any."""
+        """Seconds to the first text; to the end of an answer without text."""
         return self.times[0] if self.times else self.latency
 
     @property
@@ -89,15 +90,12 @@ class Answer:
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Answer:
-    """Sends a request and reads its stream.
+    """Sends a request and reads its stream; failures are part of the answer and raise nothing.
 
     Args:
-        client: Knows the server and its key.
+        client: Has the server's URL and key.
         path: "/v1/completions" or "/v1/chat/completions".
-        body: Its fields; `stream` is set.
-
-    Returns:
-        What came; failures are part of that and raise nothing.
+        body: Fields of the request; `stream` is set here.
     """
     answer = Answer(start=time.perf_counter())
     try:
@@ -116,7 +114,6 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
 
 
 async def _read(response: httpx.Response, answer: Answer) -> None:
-    """Reads server-sent events to their end. Changes `answer`."""
     is_over = False
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
@@ -143,14 +140,14 @@ async def _read(response: httpx.Response, answer: Answer) -> None:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """The text of a part of a choice; that of a chat's reasoning before that of its answer."""
+    """Returns the text of a choice's part; reasoning comes before content."""
     delta = choice.get("delta") or {}
     texts = (delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content"), choice.get("text"))
     return "".join(text for text in texts if text)
 
 
 def _note_figures(part: Mapping[str, Any], answer: Answer) -> None:
-    """Keeps the figures that a part tells, of which the last are those of the whole answer. Changes `answer`."""
+    """Keeps the figures of a part in `answer`; the last ones are of the whole answer."""
     usage = part.get("usage") or {}
     answer.num_input = usage.get("prompt_tokens", answer.num_input)
     answer.num_output = usage.get("completion_tokens", answer.num_output)
@@ -158,34 +155,33 @@ def _note_figures(part: Mapping[str, Any], answer: Answer) -> None:
 
 
 def _fail(answer: Answer, status: str, text: str) -> None:
-    """Notes why an answer is not whole. Changes it."""
     answer.status, answer.error = status, f"{status}: {text[:_LONGEST_ERROR].strip()}"
 
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _CONNECT_SECONDS = 30.0
-_SILENCE_SECONDS = 600.0  # after which a request counts as failed
+_SILENCE_SECONDS = 600.0  # then a request counts as failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent to a server, and how.
+    """The requests to a server, and when they are sent.
 
     Attributes:
-        base_url: Of the server, with or without /v1 at its end.
-        prompts: One a request.
-        endpoint: "completions", or "chat" where each prompt is a user's message.
-        model: Its name at the server; None for the first one there.
+        base_url: URL of the server, with or without /v1.
+        prompts: One prompt a request.
+        endpoint: "completions", or "chat" to send each prompt as a user's message.
+        model: Name of the model at the server; None for its first one.
         max_tokens: Most tokens of an answer.
         temperature: 0 for greedy.
-        max_concurrency: Requests under way at once (closed loop); None for no limit.
+        max_concurrency: Requests in flight at once (closed loop); None for no limit.
         request_rate: Requests a second (open loop); infinite to send all at once.
         burstiness: See `arrival_times`.
-        seed: Of the first request and of the times; the i-th request gets seed + i.
-        api_key: Sent with every request; None for none.
+        seed: Seed of the first request and of the times; the i-th request gets seed + i.
+        api_key: Key for every request, or None.
 
     Raises:
-        ConfigError: When something does not fit.
+        ConfigError: When a value is invalid.
     """
 
     base_url: str
@@ -201,23 +197,22 @@ class Load:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks it."""
         if self.endpoint not in PATHS:
             raise ConfigError(f"the endpoint is '{self.endpoint}'. Expected {' or '.join(PATHS)}.")
         _check_url(self.base_url)
         for name in ("request_rate", "burstiness"):
-            if not getattr(self, name) > 0:  # NaN neither
+            if not getattr(self, name) > 0:  # also refuses NaN
                 raise ConfigError(f"{name} is {getattr(self, name)}. Expected a number above 0.")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"the temperature is {self.temperature}. Expected 0 or more.")
         if self.max_concurrency is not None and self.request_rate < float("inf"):
             raise ConfigError(
-                "max_concurrency and request_rate exclude each other: requests of an open loop wait for no answers. "
-                "Pass one of them."
+                "max_concurrency and request_rate exclude each other: requests of an open loop do not wait for "
+                "answers. Pass one of them."
             )
 
     def body(self, index: int, model: str) -> dict[str, Any]:
-        """The fields of one request."""
+        """Returns the fields of one request."""
         prompt = self.prompts[index]
         asked = {"messages": [{"role": "user", "content": prompt}]} if self.endpoint == "chat" else {"prompt": prompt}
         return {
@@ -228,13 +223,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRun:
-    """What a server did under a load.
+    """The results of a load.
 
     Attributes:
-        model: The name that was asked for.
+        model: The requested model.
         answers: One a request, in their order.
         duration: Seconds from the first request to the end of the last.
-        drafting: What the server counted about drafts meanwhile, for all its clients; None where it does not tell.
+        drafting: The server's counts of drafts during the run, of all clients; None if it does not say.
     """
 
     model: str
@@ -247,11 +242,11 @@ async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_prog
     """Sends all requests and waits for their ends.
 
     Args:
-        load: What to send.
+        load: The requests.
         on_progress: Called with (done, total) after every request.
 
     Raises:
-        ConfigError: When there is no server, or it serves no models or not to this key.
+        ConfigError: When there is no server, it serves no models, or it refuses the key.
     """
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -276,7 +271,6 @@ async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_prog
 async def _send_all(
     client: httpx.AsyncClient, load: Load, model: str, on_progress: Callable[[int, int], None]
 ) -> list[Answer]:
-    """The answers of all requests, in the order of the requests."""
     total, num_done = len(load.prompts), 0
     times = arrival_times(total, load.request_rate, burstiness=load.burstiness, seed=load.seed)
     places = asyncio.Semaphore(load.max_concurrency or total)
@@ -295,7 +289,7 @@ async def _send_all(
 
 
 async def _served_model(client: httpx.AsyncClient, name: str | None) -> str:
-    """The model to ask for; shows at once whether there is a server."""
+    """Returns the name of the model; raises `ConfigError` at once if there is no server."""
     try:
         response = await client.get("/v1/models", timeout=_CONNECT_SECONDS)
     except httpx.HTTPError as err:
@@ -310,17 +304,16 @@ async def _served_model(client: httpx.AsyncClient, name: str | None) -> str:
         return str(response.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as err:
         raise ConfigError(
-            f"the server at {client.base_url} does not tell its models (status {response.status_code}). Name one with "
+            f"the server at {client.base_url} does not name its models (status {response.status_code}). Name one with "
             "--model."
         ) from err
 
 
 def _check_url(url: str) -> None:
-    """Raises `ConfigError` unless it is a server's."""
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         is_url = False
     if not is_url:
         raise ConfigError(f"the base URL is '{url}'. Expected one as http://127.0.0.1:8000.")

@@ -1,7 +1,7 @@
-"""Figures of a load in the keys of vLLM's `bench serve --save-result`, so that its readers take ours too.
+"""Figures of a load in the keys of vLLM's `bench serve --save-result`, so that its readers accept ours.
 
-TTFT is the time to the first text, TPOT the time after that by token, ITL the time between parts of a stream, which
-hold several tokens where drafts were accepted, and E2EL the time of a whole request. All are over whole answers.
+TTFT is the time to the first text, TPOT the time a token after that, E2EL the time of a whole request. ITL is the time
+between parts of a stream; a part holds several tokens if drafts were accepted. All are over complete answers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
-    """All figures, JSON-ready.
+    """Returns all figures, JSON-ready.
 
     Besides vLLM's keys: `foretoken_schema`; `errors_by_status`, by HTTP status, "stream", "connection" or "timeout";
-    `rejected`, the requests answered with 429; and `output_len_source`, what tokens were counted by: "usage", "chunks"
-    (of servers that tell no usage), or "mixed". Prompt tokens are null where the server does not tell them.
+    `rejected`, the requests answered with 429; and `output_len_source`, how tokens were counted: "usage", "chunks" (if
+    the server sends no usage), or "mixed". Prompt tokens are null if the server does not send them.
     """
     answers, whole = run.answers, [answer for answer in run.answers if answer.is_whole]
     errors = Counter(answer.status for answer in answers if answer.status is not None)
@@ -73,7 +73,7 @@ def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
 
 
 def _latencies(whole: Sequence[Answer]) -> dict[str, float | None]:
-    """Mean, median, standard deviation and percentiles in milliseconds; None where there is nothing to measure."""
+    """Returns mean, median, standard deviation and percentiles in milliseconds; None without values."""
     samples = {
         "ttft": [answer.ttft for answer in whole],
         "tpot": [(a.latency - a.ttft) / (a.output_len - 1) for a in whole if a.output_len > 1],
@@ -94,13 +94,13 @@ def _latencies(whole: Sequence[Answer]) -> dict[str, float | None]:
 
 
 def _source(whole: Sequence[Answer]) -> str | None:
-    """What output tokens were counted by; None without any answer."""
+    """Returns how output tokens were counted; None without any answer."""
     kinds = {"chunks" if answer.num_output is None else "usage" for answer in whole}
     return "mixed" if len(kinds) > 1 else next(iter(kinds), None)
 
 
 def _busiest_second(whole: Sequence[Answer]) -> float:
-    """Most tokens of a second counted from the first request; those of an answer are spread evenly over its parts."""
+    """Returns the most tokens of any second; the tokens of an answer are spread evenly over its parts."""
     tokens: dict[int, float] = {}
     begin = min((answer.start for answer in whole), default=0.0)
     for answer in whole:
@@ -111,7 +111,7 @@ def _busiest_second(whole: Sequence[Answer]) -> float:
 
 
 def _most_at_once(answers: Sequence[Answer]) -> int:
-    """Most requests that were under way at one time."""
+    """Returns the most requests in flight at one time."""
     changes = sorted(
         [(answer.start, 1) for answer in answers] + [(answer.start + answer.latency, -1) for answer in answers]
     )
