@@ -1,1 +1,1 @@
-"""Forward passes over KV slots: what a decoder is, lean decoders, CUDA graphs. Knows no transformers."""
+"""Forward passes over KV slots: the decoder interface, lean decoders, CUDA graphs. Does not use transformers."""

@@ -1,4 +1,4 @@
-"""What turns tokens into logits: the one thing in which the runners differ."""
+"""The decoder interface: a decoder turns tokens into logits. Runners differ in their decoder alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class UnsuitableError(ModelError):
-    """A decoder does not know the model's architecture, or cannot run on this machine: another one has to serve."""
+    """A decoder does not know the model's architecture, or cannot run on this machine; another decoder must serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOutput:
-    """What a pass gives back.
+    """The result of a pass.
 
     Attributes:
-        logits: (R, V) float32, of `Pass.logit_rows`; None where none were wanted.
-        features: (M, F, D) in the model's dtype, tapped features in the order asked for, or None without taps
-            and where the pass wants none.
-        chosen: (R,) int64, the token after each row as `Pass.choice` says, the lowest among equals; -1 where the
-            greatest logit is not finite. None where the decoder chooses none; impossible tokens then have their logits.
+        logits: (R, V) float32, of `Pass.logit_rows`; None if none were asked for.
+        features: (M, F, D) in the model's dtype, tapped features in the order of the taps; None without taps and for
+            passes without features.
+        chosen: (R,) int64, the token after each row by `Pass.choice`, the lowest among equals; -1 if the largest logit
+            is not finite. None if the decoder chooses no tokens; impossible tokens then keep their logits.
     """
 
     logits: Tensor | None
@@ -36,44 +36,44 @@ class PassOutput:
 
 
 class Decoder(Protocol):
-    """One forward pass over new tokens of several sequences, on a slot cache it was made for.
+    """Computes a forward pass over new tokens of several sequences, on a slot cache.
 
     Attributes:
-        name: Named in reports.
-        is_exact: Whether a token gets the same bits whatever else is in its pass and whatever the number of threads.
-            Speculative and plain decoding then agree bit for bit; without it they round differently, and two tokens
-            whose scores agree to the last bits can swap.
+        name: Shown in reports.
+        is_exact: Whether a token gets the same bits in every pass and with any number of threads. Speculative and plain
+            decoding then agree bit for bit. Otherwise they round differently, and two tokens with nearly equal scores
+            can swap.
     """
 
     name: str
     is_exact: bool
 
     def run(self, work: Pass) -> PassOutput:
-        """Computes every token of a pass; writes the keys and values of each to the cache row of its node.
+        """Computes every token of a pass; writes its keys and values to the cache row of its node.
 
         Raises:
-            PassError: When something does not fit the model or the cache, or a weight's memory was freed.
+            PassError: If something does not fit the model or the cache, or a weight's memory was freed.
         """
         ...
 
 
 @runtime_checkable
 class TreeDrafting(Protocol):
-    """What some decoders can besides: draft whole trees in one call, where others need a pass for each level."""
+    """An extra ability of some decoders: they draft whole trees in one call instead of one pass a level."""
 
     def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
-        """Runs a pass that ends with the roots, and fills the trees below them from what the model says after them.
+        """Runs a pass that ends with the roots, and fills the trees below them with the model's tokens.
 
-        Node i of a tree, levels that have children only, goes to the i-th cache row behind the pass.
+        Node i of a tree, among the levels that have children, uses the i-th cache row behind the pass.
 
         Args:
             work: Chains of the B sequences of the expansion, with the logits after the last token of each.
-            expansion: Trees of roots; filled.
-            vocab_size: V, one past the greatest token that may be drafted; fewer or more logits are padded or cut.
-            last_position: Greatest position of a node; deeper ones get it.
+            expansion: Trees of roots, filled in place.
+            vocab_size: V, one past the largest token that may be drafted; logits are padded or cut to V.
+            last_position: Largest position of a node; deeper nodes use it too.
 
         Returns:
-            Whether it was done. False, and nothing has happened, where requests are drafted as it cannot.
+            Whether the trees were drafted. False, without any change, for requests that the decoder cannot draft for.
 
         Raises:
             PassError: See `Decoder.run`.

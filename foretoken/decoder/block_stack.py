@@ -1,6 +1,4 @@
-"""Decoder blocks with a KV cache of their own, on whatever runs them best: for drafters that bring blocks.
-
-What runs them is chosen in `stack_backends`.
+"""Decoder blocks with their own KV cache, on the fastest backend, for drafters that have blocks.
 
 Letters: M tokens of a pass, E hidden size, F taps, L blocks.
 """
@@ -44,21 +42,21 @@ if TYPE_CHECKING:
     from foretoken.decoder.lean.native_linear import Quantization
 
 _MAX_GRAPHS = 32
-_LONGEST_CAPTURED = 32  # tokens of one sequence; over longer ones the GPU is busy for longer than launches take
+_LONGEST_CAPTURED = 32  # tokens of one sequence; more keep the GPU busy for longer than launches take
 
 
 class Backend(Protocol):
-    """What runs the blocks of a stack."""
+    """Runs the blocks of a stack."""
 
     name: str
 
     @property
     def native_blocks(self) -> NativeBlocks | None:
-        """The native kernels, where these run the blocks."""
+        """The native kernels, if they run the blocks."""
         ...
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
-        """(M, 1 + F, E) of (M, E), and (M, E) where the first block has a second input."""
+        """Returns (M, 1 + F, E) for (M, E), and (M, E) if the first block has a second input."""
         ...
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
@@ -74,11 +72,7 @@ def backend_for(
     capture: GraphCapture | None,
     quantization: Quantization | None,
 ) -> Backend:
-    """The backend that was asked for, or the fastest.
-
-    Raises:
-        UnsuitableError: See `BlockStack`.
-    """
+    """Returns the requested backend, or the fastest; raises `UnsuitableError` as `BlockStack`."""
     if quantization is not None:
         if backend == "torch" or capture is not None or not runs_cpu_kernels(layers.device):
             raise UnsuitableError(f"only native kernels on CPUs run {quantization} weights.")
@@ -173,7 +167,7 @@ class _Graphs:
             if each is not None
         ]
         outputs = self._graphs.run(shape, [*padded_inputs(work, shape), *padded], partial(self._run_captured, shape))
-        return outputs[: len(inputs)].clone()  # the next run fills the same tensor
+        return outputs[: len(inputs)].clone()  # the next run overwrites the tensor
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         self._plain.append(inputs, work, side)
@@ -190,10 +184,10 @@ def _in_float32(side: Tensor | None) -> Tensor | None:
 class BlockStack:
     """Blocks and their KV rows by slot.
 
-    A drafter feeds it inputs of its own making (embeddings, features of the target, both joined) where a model would
-    look up embeddings, and passes over trees or chains as a target gets them. `work.tokens` is not read, so it may hold
-    anything; row i of a slot holds position i of what was committed, and the nodes of a pass follow the prefix that it
-    names. `cache.move_paths` makes an accepted path permanent; rejected nodes need nothing.
+    A drafter feeds its own inputs (embeddings, features of the target, both joined) in place of token embeddings, with
+    passes over trees or chains like a target's. `work.tokens` is not read. Row i of a slot holds committed position i,
+    and the nodes of a pass follow their prefix. `cache.move_paths` makes an accepted path permanent; rejected nodes
+    need no call.
 
     >>> import torch
     >>> from foretoken.core.passes import Pass
@@ -214,11 +208,11 @@ class BlockStack:
     >>> stack.run(torch.randn(5, 32), prompt).shape
     torch.Size([5, 32])
     >>> further = Pass.of_chains([[0] * 2], slots=[1], prefix_lens=[5])
-    >>> stack.append(torch.randn(2, 32), further)  # seen by what comes later; nothing comes out
+    >>> stack.append(torch.randn(2, 32), further)  # later passes see it; there is no output
 
     Attributes:
-        cache: KV rows; yours to move and to poison.
-        backend: "native", "torch" or "graphs": what runs passes.
+        cache: KV rows; the caller may move and poison them.
+        backend: "native", "torch" or "graphs".
         hidden_size: E.
         has_side: Whether the first block has a second input.
     """
@@ -234,21 +228,21 @@ class BlockStack:
         capture: GraphCapture | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        """Allocates the cache, in dtype and on the device of the blocks.
+        """Allocates the cache, in the dtype and on the device of the blocks.
 
         Args:
             layers: The blocks; their weights stay where they are and must not be freed.
             num_slots: Sequences held at once.
-            capacity: Rows a slot, those of drafted nodes included.
-            taps: What `run_with_features` gives besides: i is what block i reads, L what comes out of the last one.
-            backend: "auto" for the fastest here.
-            capture: Captures and replays; None for CUDA graphs on GPUs and none elsewhere.
-            quantization: "int8" to multiply by copies of all matrices in int8, a byte a weight; on the native backend
-                alone. None to read the weights where they are.
+            capacity: Rows of a slot, with those of drafted nodes.
+            taps: Extra outputs of `run_with_features`: i is the input of block i, L the output of the last block.
+            backend: "auto" for the fastest.
+            capture: Captures and replays; None for CUDA graphs on GPUs and no capture elsewhere.
+            quantization: "int8" for int8 copies of all matrices, one byte a weight, on the native backend alone. None
+                to read the weights in place.
 
         Raises:
-            UnsuitableError: When the backend that was asked for cannot run the blocks, or they cannot be quantised.
-            ValueError: When a rotary table ends before the slots do, or a tap does not exist.
+            UnsuitableError: If the requested backend cannot run the blocks, or they cannot be quantised.
+            ValueError: If a rotary table ends before the slots do, or a tap does not exist.
         """
         for block in layers.blocks:
             rows = capacity if block.rotary is None else block.rotary.cos.shape[0]
@@ -263,41 +257,32 @@ class BlockStack:
 
     @property
     def native_blocks(self) -> NativeBlocks | None:
-        """What runs the blocks where that is the native kernels, for those who draft with them."""
+        """The native kernels, if they run the blocks, for drafting with them."""
         return self._backend.native_blocks
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> Tensor:
-        """Every token of a pass; writes its keys and values to the cache rows of its nodes.
+        """Computes every token of a pass; writes its keys and values to the cache rows of its nodes.
 
         Args:
-            inputs: (M, E), any real dtype, what goes into the first block.
-            work: Slots, positions and who sees what; its tokens and logit rows are not read.
-            side: (M, E), any real dtype, the second input of the first block; None where it has none.
+            inputs: (M, E), any real dtype, the inputs of the first block.
+            work: Slots, positions and parents; its tokens and logit rows are not read.
+            side: (M, E), any real dtype, the second input of the first block; None if the block has one input.
 
         Returns:
-            (M, E) in the dtype of the blocks: what comes out of the last one, after the final norm where there is one.
+            (M, E) in the dtype of the blocks: the output of the last block, after the final norm if there is one.
 
         Raises:
-            PassError: When something does not fit the blocks or the cache, or a weight's memory was freed.
+            PassError: If something does not fit the blocks or the cache, or a weight's memory was freed.
         """
         return self._run(inputs, work, side)[:, 0]
 
     def run_with_features(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As `run`; gives besides the (M, F, E) features of the taps."""
+        """Returns the output of `run` and the (M, F, E) features of the taps."""
         outputs = self._run(inputs, work, side)
         return outputs[:, 0], outputs[:, 1:]
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> None:
-        """Writes the keys and values of a pass as `run` does, without computing what nobody reads of the last block.
-
-        Args:
-            inputs: See `run`.
-            work: Likewise.
-            side: Likewise.
-
-        Raises:
-            PassError: Likewise.
-        """
+        """Writes the keys and values of a pass like `run`, but skips the rest of the last block."""
         self._check(inputs, work, side)
         self._backend.append(inputs, work, side)
 

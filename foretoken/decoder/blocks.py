@@ -1,9 +1,9 @@
-"""What a decoder block computes, and its tensors: one description for every backend and every user of blocks.
+"""Describes decoder blocks and their tensors, for all backends and all users of blocks.
 
     h = inputs + post(output(attention(norm(inputs))))
     outputs = h + post(mlp(norm(h)))
 
-Each of the norms may be missing. `mlp` is one feed-forward layer, gated or not, or a mixture of experts. Attention is
+Each of the norms is optional. `mlp` is one feed-forward layer, gated or not, or a mixture of experts. Attention is
 grouped-query attention with rotary positions.
 
 Letters: E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer, P positions, R
@@ -32,8 +32,8 @@ class Matrix:
     """A linear layer.
 
     Attributes:
-        weight: (outputs, inputs), in the dtype of the blocks. A parameter may be given as it is: backends follow its
-            memory, and may make it a view of joined weights, see `BlockStack`.
+        weight: (outputs, inputs), in the dtype of the blocks. For a parameter, backends follow its memory, and may turn
+            it into a view of joined weights, see `FusedLinear`.
         bias: (outputs,), any dtype, or None.
     """
 
@@ -41,7 +41,7 @@ class Matrix:
     bias: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Weight and bias."""
+        """Yields weight and bias."""
         yield self.weight
         if self.bias is not None:
             yield self.bias
@@ -52,9 +52,9 @@ class Norm:
     """A norm over the last dimension.
 
     Attributes:
-        weight: (N,) factor, in float32, or in float64 where the blocks are. Architectures that store the factor less
-            one (Gemma) give it whole here.
-        bias: (N,) likewise, or None; of layer norms only.
+        weight: (N,) factor, in float32, or in float64 if the blocks are. Architectures that store the factor minus one
+            (Gemma) give the whole factor here.
+        bias: (N,) in the same dtype, or None; of layer norms only.
         epsilon: Added to the mean square, or to the variance.
         kind: "rms", or "layer" (mean subtracted).
     """
@@ -65,11 +65,10 @@ class Norm:
     kind: Literal["rms", "layer"] = "rms"
 
     def __post_init__(self) -> None:
-        """Checks."""
         require(self.bias is None or self.kind == "layer", "an RMS norm has no bias")
 
     def tensors(self) -> Iterator[Tensor]:
-        """Weight and bias."""
+        """Yields weight and bias."""
         yield self.weight
         if self.bias is not None:
             yield self.bias
@@ -77,11 +76,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rotary:
-    """Rotary positions: element i of the first R of a head is paired with element i + R / 2; the rest stays as it is.
+    """Rotary positions: element i of the first R of a head is paired with element i + R / 2; the rest is not rotated.
 
     Attributes:
-        cos: (P, R / 2), with all scaling, in float32, or in float64 where the blocks are.
-        sin: Likewise.
+        cos: (P, R / 2), with all scaling, in float32, or in float64 if the blocks are.
+        sin: Same shape and dtype.
     """
 
     cos: Tensor
@@ -91,13 +90,13 @@ class Rotary:
     def plain(
         cls, *, num_positions: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu"
     ) -> Rotary:
-        """Tables in float32 without scaling.
+        """Returns tables in float32 without scaling.
 
         Args:
             num_positions: P.
             head_dim: R, rotated elements of a head.
             theta: Base of the frequencies.
-            device: Where they lie.
+            device: Device of the tables.
         """
         steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
         angles = torch.arange(num_positions, device=device).unsqueeze(1) * theta**-steps
@@ -106,7 +105,7 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """What a block computes.
+    """Sizes and options of a block.
 
     Attributes:
         num_heads: H.
@@ -114,7 +113,7 @@ class BlockSpec:
         head_dim: D.
         scale: Factor of the dot products of attention; D ** -0.5 when None.
         softcap: c in c tanh(score / c), or None.
-        window: Only keys less than this many positions back are seen; None for all.
+        window: A token only sees keys less than this many positions back; None for all.
         activation: Of the feed-forward layers; "gelu_tanh" is the tanh approximation.
     """
 
@@ -127,7 +126,6 @@ class BlockSpec:
     activation: Activation = "silu"
 
     def __post_init__(self) -> None:
-        """Checks what no backend could run."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
         require(
             min(sizes) > 0 and self.num_heads % self.num_kv_heads == 0,
@@ -144,7 +142,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeedForward:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+    """Computes down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
     Attributes:
         gate: (I, E), or None.
@@ -157,20 +155,20 @@ class FeedForward:
     down: Matrix
 
     def matrices(self) -> Iterator[Matrix]:
-        """All of them."""
+        """Yields all matrices."""
         yield from (each for each in (self.gate, self.up, self.down) if each is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Experts:
-    """Gated feed-forward layers of which each token takes the `top_k` most probable by softmax(router(x)).
+    """Gated feed-forward layers; each token takes the `top_k` most probable by softmax(router(x)).
 
     Attributes:
         router: (X, E).
         gate_up: (X, 2 I, E), gate first.
         down: (X, E, I).
         top_k: Experts of a token.
-        is_normalized: Whether the weights of a token's experts are made to sum to 1.
+        is_normalized: Whether the weights of a token's experts are scaled to sum to 1.
     """
 
     router: Matrix
@@ -180,18 +178,13 @@ class Experts:
     is_normalized: bool
 
     def __post_init__(self) -> None:
-        """Checks."""
         count = self.gate_up.shape[0]
         require(1 <= self.top_k <= count, f"a token takes {self.top_k} of {count} experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Side:
-    """A second input of a block: attention reads [norm(side input); attention_norm(inputs)], twice as wide.
-
-    Attributes:
-        norm: (E,).
-    """
+    """A second input of a block: attention reads [norm(side input); attention_norm(inputs)], twice as wide."""
 
     norm: Norm
 
@@ -203,17 +196,17 @@ class Block:
     Attributes:
         spec: Sizes and options.
         query: (H D, E), or (H D, 2 E) with a second input.
-        key: (Hk D, E), likewise.
-        value: (Hk D, E), likewise.
+        key: (Hk D, E), or (Hk D, 2 E).
+        value: As `key`.
         output: (E, H D).
         mlp: The feed-forward layer or layers.
-        side: The second input; None for none. Of the first block alone.
-        attention_norm: (E,), before attention; None for none.
-        attention_post_norm: (E,), of attention's output before it is added; None for none.
-        mlp_norm: (E,), before the feed-forward layer; None for none.
-        mlp_post_norm: (E,), of its output before it is added; None for none.
-        query_norm: (D,), of each head before its rotation, or (H D,), of all heads at once; None for none.
-        key_norm: (D,) or (Hk D,), likewise.
+        side: The second input or None; of the first block alone.
+        attention_norm: (E,), before attention, or None.
+        attention_post_norm: (E,), of attention's output before it is added, or None.
+        mlp_norm: (E,), before the feed-forward layer, or None.
+        mlp_post_norm: (E,), of the feed-forward output before it is added, or None.
+        query_norm: (D,), of each head before its rotation, or (H D,), of all heads at once; or None.
+        key_norm: (D,) or (Hk D,), as `query_norm`.
         rotary: None for a block without positions.
     """
 
@@ -233,16 +226,15 @@ class Block:
     rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
-        """Checks."""
         require((self.query_norm is None) == (self.key_norm is None), "queries and keys both have norms, or neither")
 
     @property
     def norms_all_heads(self) -> bool:
-        """Whether the norms of queries and keys are taken over all heads of a token at once."""
+        """Whether one norm covers all heads of a token's queries or keys."""
         return self.query_norm is not None and self.query_norm.weight.shape[0] != self.spec.head_dim
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor but the rotary tables."""
+        """Yields every tensor except the rotary tables."""
         for matrix in (self.query, self.key, self.value, self.output):
             yield from matrix.tensors()
         if isinstance(self.mlp, Experts):
@@ -261,7 +253,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blocks:
-    """Blocks in order, and the norm behind the last one.
+    """Blocks in order, and the norm after the last one.
 
     Attributes:
         blocks: At least one; all of the same hidden size and heads.
@@ -272,7 +264,6 @@ class Blocks:
     final_norm: Norm | None = None
 
     def __post_init__(self) -> None:
-        """Checks."""
         require(len(self.blocks) > 0, "there is at least one block")
         require(all(block.side is None for block in self.blocks[1:]), "only the first block has a second input")
 
@@ -283,12 +274,12 @@ class Blocks:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all matrices."""
+        """Dtype of all matrices."""
         return self.blocks[0].query.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """Device of all tensors."""
         return self.blocks[0].query.weight.device
 
     @property
@@ -302,7 +293,7 @@ class Blocks:
         return any(isinstance(block.mlp, Experts) for block in self.blocks)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor but the rotary tables."""
+        """Yields every tensor except the rotary tables."""
         for block in self.blocks:
             yield from block.tensors()
         if self.final_norm is not None:

@@ -1,4 +1,4 @@
-"""CUDA graphs: work captured once and replayed, one launch by the host instead of hundreds of kernels."""
+"""CUDA graphs: the host captures work once and replays it with one launch instead of hundreds of kernels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class GraphCapture(Protocol):
-    """Captures a function over tensors that stay where they are, so that it can be replayed."""
+    """Captures a function over tensors with fixed addresses, for replay."""
 
     def capture(self, run: Callable[[], Output]) -> tuple[Output, Callable[[], None]]:
-        """Gives what a run fills, and what replays it."""
+        """Returns the output tensors that each run fills, and a function that replays the run."""
         ...
 
 
@@ -42,7 +42,7 @@ class CudaGraphCapture:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels and lets libraries choose theirs, neither of which can be captured
+            for _ in range(2):  # compiles kernels and lets libraries choose theirs; neither can be captured
                 run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -58,7 +58,7 @@ class _Graph(NamedTuple, Generic[Output]):
 
 
 def bound_of(longest: int) -> int:
-    """The bound that a graph is captured for where lengths are at most `longest`: 512, doubled until it fits."""
+    """Returns the bound that a graph is captured for, given the longest length: 512, doubled until it fits."""
     bound = _LEAST_BOUND
     while bound < longest:
         bound *= 2
@@ -66,21 +66,21 @@ def bound_of(longest: int) -> int:
 
 
 class CapturedGraphs(Generic[Output]):
-    """The same work over tensors of several shapes, captured when a shape is first met.
+    """The same work over tensors of several shapes, captured on first use of a shape.
 
     Attributes:
-        shapes: Those captured, the one not used for longest first.
-        memory_bytes: What graphs have taken so far, on the device.
+        shapes: Captured shapes, least recently used first.
+        memory_bytes: Memory that graphs have taken so far, on the device.
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, *, limit: int, name: str) -> None:
-        """No graphs yet.
+        """Creates an empty set of graphs.
 
         Args:
-            capture: Captures them.
-            device: Where inputs lie.
-            limit: Most graphs kept; then the one not used for longest is forgotten.
-            name: What is captured, for the log.
+            capture: Captures the graphs.
+            device: Device of inputs.
+            limit: Most graphs kept; beyond that the least recently used is dropped.
+            name: The captured work, for the log.
         """
         self._capture, self._device, self._limit, self._name = capture, device, limit, name
         self._kept: OrderedDict[Hashable, _Graph[Output]] = OrderedDict()
@@ -88,17 +88,17 @@ class CapturedGraphs(Generic[Output]):
 
     @property
     def shapes(self) -> list[Hashable]:
-        """See the class."""
+        """Captured shapes, least recently used first."""
         return list(self._kept)
 
     def run(self, shape: Hashable, inputs: Sequence[Tensor], work: Callable[..., Output]) -> Output:
-        """Does the work; what an earlier call for the same shape gave is overwritten.
+        """Runs the work; overwrites the result of an earlier call for the same shape.
 
         Args:
-            shape: Whatever the work depends on besides the contents of its inputs.
+            shape: All values that the work depends on besides the contents of its inputs.
             inputs: Equal in shape and dtype for equal shapes; on any device.
-            work: Takes as many tensors, looks at no content of theirs. It runs before it is captured, over these
-                inputs, so what it writes elsewhere is what is to be written anyway.
+            work: Takes as many tensors and never reads their contents on the host. It first runs uncaptured over these
+                inputs, so its side effects must be the wanted ones.
         """
         graph = self._kept.get(shape) or self._captured(shape, inputs, work)
         self._kept.move_to_end(shape)
@@ -124,7 +124,7 @@ def _allocated(device: torch.device) -> int:
 
 
 class PassShape(NamedTuple):
-    """What a captured graph is made for; all but the bound of the prefix are powers of two.
+    """The sizes that a graph is captured for; all but the bound of the prefix are powers of two.
 
     Attributes:
         num_sequences: S.
@@ -144,7 +144,7 @@ class PassShape(NamedTuple):
 
 
 def shape_of(work: Pass) -> PassShape:
-    """The smallest shape that holds a pass."""
+    """Returns the smallest shape that holds a pass."""
     return PassShape(
         num_sequences=_rounded_up(work.num_sequences),
         num_tokens=_rounded_up(work.num_tokens),
@@ -156,7 +156,7 @@ def shape_of(work: Pass) -> PassShape:
 
 
 def padded_inputs(work: Pass, shape: PassShape) -> list[Tensor]:
-    """What has to be filled in before a graph of that shape is replayed; of equal sizes for all passes of the shape.
+    """Returns the inputs of a graph for one pass; their sizes are equal for all passes of the shape.
 
     Args:
         work: The pass.
@@ -164,31 +164,31 @@ def padded_inputs(work: Pass, shape: PassShape) -> list[Tensor]:
 
     Returns:
         Tokens, positions and parents in one (M + 2 W,) int64 tensor, made in one launch on the device of the pass; and
-        slots, prefix lengths, and where the tokens and the nodes of each sequence begin in one (4, S + 1 or more) int32
-        tensor on the host.
+            slots, prefix lengths, and the first token and node of each sequence in one (4, S + 1 or more) int32 tensor
+            on the host.
     """
     parts: list[Tensor] = []
     sized = ((work.tokens, shape.num_tokens), (work.positions, shape.num_nodes), (work.parents, shape.num_nodes))
     for part, size in sized:
-        # Tokens of no sequence are embedded as well, so that each has to be in the vocabulary.
+        # Padding tokens are embedded too, so they have to be in the vocabulary.
         parts += [part, part[: size - len(part)]] if size > len(part) else [part]
     width = _places_width(shape)
     rows = (work.slots, work.prefix_lens, work.offsets, work.node_offsets)
-    # Sequences that are added begin where the last one ends.
+    # Padding sequences begin where the last one ends.
     places = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
     return [torch.cat(parts), torch.tensor(places, dtype=torch.int32)]
 
 
 def captured_pass(shape: PassShape, inputs: Sequence[Tensor]) -> tuple[Pass, AttentionLayout]:
-    """The pass that lies in `inputs` whenever the graph runs; for functions under capture, so nothing is looked at.
+    """Returns the pass in `inputs`, for functions under capture: the host reads no contents.
 
     Args:
-        shape: What the graph is made for.
-        inputs: As `padded_inputs` gives them, all on the device.
+        shape: The graph's shape.
+        inputs: From `padded_inputs`, all on the device.
 
     Returns:
-        A pass of M tokens, without logits, whose positions are those of its tokens, and what each token sees. Lengths
-        and slots of the pass mean nothing; they are read from the layout's tables.
+        A pass of M tokens without logits, with one position a token, and its layout. Lengths and slots of the pass have
+            no meaning; kernels read them from the layout's tables.
     """
     from foretoken.attention.triton_tables import pass_tables
 

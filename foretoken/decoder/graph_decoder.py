@@ -1,9 +1,9 @@
-"""Passes of the lean decoder as CUDA graphs, each captured once and then replayed.
+"""Runs passes of the lean decoder as CUDA graphs, each captured once and then replayed.
 
-A graph belongs to a `PassShape`; what differs between passes of a shape lies in tensors that are filled before it runs.
-Trees, levels of trees over nodes of earlier passes and short chains run like that. Passes without logits, which are
-prompts, and those with many tokens whose logits nobody wants run without a graph: the GPU is busy with them for longer
-than the host takes to launch their kernels.
+A graph belongs to a `PassShape`; inputs that differ between passes of a shape are filled in before the graph runs.
+Trees, levels of trees over nodes of earlier passes, and short chains use graphs. Prompts, which have no logits, and
+passes with many unwanted logits run without a graph: they keep the GPU busy for longer than the host takes to launch
+kernels.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MAX_GRAPHS = 48
 _LARGEST_LOGITS = 1 << 28  # bytes of the logits of one graph
 _MOST_TOKENS = 4096
-_MOST_UNWANTED = 64  # tokens whose logits are computed and thrown away
+_MOST_UNWANTED = 64  # tokens with unused logits
 
 
 class GraphDecoder:
@@ -61,7 +61,7 @@ class GraphDecoder:
         capture: GraphCapture | None = None,
         ops: TorchOps | None = None,
     ) -> None:
-        """Prepares; graphs are captured when a shape is first met.
+        """Prepares the decoder; graphs are captured on first use of a shape.
 
         Args:
             weights: The model.
@@ -71,7 +71,7 @@ class GraphDecoder:
             ops: See `StockDecoder`.
 
         Raises:
-            UnsuitableError: When a tap does not exist, or passes cannot be captured here.
+            UnsuitableError: If a tap does not exist, or passes cannot be captured here.
         """
         if capture is None:
             if not has_cuda_graphs(weights.device):
@@ -94,7 +94,7 @@ class GraphDecoder:
         """See `Decoder`."""
         if self._weights.has_changed():
             raise PassError("a weight has moved in memory, where captured passes do not find it. Make a new LLM.")
-        if work.num_layers is not None:  # of a draft
+        if work.num_layers is not None:  # a pass of a draft
             return self._stock.run(work)
         shape = shape_of(work)
         if work.logit_rows is None or not self._is_captured(shape, work.num_tokens - len(work.logit_rows)):
@@ -104,7 +104,7 @@ class GraphDecoder:
             output = self._graphs.run(shape, inputs, partial(self._run_captured, shape))
             logits, features = output.logits, output.features
             assert logits is not None, "a graph computes all of them"
-            # The next run fills the same tensors; callers may keep what they got.
+            # The next run overwrites these tensors.
             return PassOutput(
                 logits=logits[: work.num_tokens].clone() if work.has_all_logits else logits[work.logit_rows],
                 features=None if features is None else features[: work.num_tokens].clone(),
@@ -112,7 +112,7 @@ class GraphDecoder:
 
     @property
     def memory_bytes(self) -> int:
-        """What graphs have taken so far, on the device."""
+        """Memory that graphs have taken so far, on the device."""
         return self._graphs.memory_bytes
 
     def _is_captured(self, shape: PassShape, num_unwanted: int) -> bool:

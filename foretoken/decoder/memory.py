@@ -1,4 +1,4 @@
-"""How many KV rows the machine can hold."""
+"""The number of KV rows that fit into memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.slot_cache import LayerShape
 
-_SHARE = 0.5  # of the memory that is free once the weights are loaded
+_SHARE = 0.5  # of the free memory after the weights are loaded
 
 
 def affordable_rows(
     shapes: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device, memory_bytes: int | None = None
 ) -> int:
-    """Cache rows of all slots together that fit into the memory for them.
-
-    Args:
-        shapes: Sizes of every layer's keys and values.
-        dtype: Of keys and values.
-        device: Where they live.
-        memory_bytes: Memory for them; None for half of what is free.
-    """
+    """Returns the number of cache rows of all slots that fit into `memory_bytes`; None for half of the free memory."""
     row_bytes = sum(s.num_heads * (s.key_width + s.value_width) for s in shapes) * dtype.itemsize
     return (share_of_free(device) if memory_bytes is None else memory_bytes) // row_bytes
 
@@ -42,4 +35,4 @@ def _free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if runs_cpu_kernels(device) and hasattr(os, "sysconf"):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 1 << 62  # unknown: the allocator will say
+    return 1 << 62  # unknown: the allocator fails if there is less

@@ -1,11 +1,11 @@
 """Preallocated KV rows by slot.
 
-A slot holds one sequence: committed rows first, in position order, then scratch rows that a pass writes. Committing
-moves the accepted rows into place; rejecting does nothing. The cache does not know lengths: its callers do.
+A slot holds one sequence: committed rows first, in position order, then scratch rows that a pass writes. A commit moves
+the accepted rows into place; a rejection needs no action. The callers know the lengths, the cache does not.
 
-Where there is memory for it every slot has rows for the longest sequence. Else slots share a smaller number of rows,
-and a sequence is given more as it grows (`RowPool`). Its rows follow each other either way, so that kernels read them
-as the rows of one slot: of many more slots then, a granule of rows apart, one of which begins where the sequence does.
+With enough memory every slot has rows for the longest sequence. Otherwise slots share a smaller number of rows, and
+`RowPool` gives a sequence more rows as it grows. The rows of a sequence are consecutive in both cases. Kernels read
+shared rows as those of many more slots, one granule of rows apart: a sequence begins where one of these slots begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Move(NamedTuple):
-    """Rows that are to be copied elsewhere, first of all moves or after those before it; may overlap its own target."""
+    """Rows to copy, after all earlier moves; source and target may overlap."""
 
     source: int
     target: int
@@ -47,59 +47,59 @@ class _Rows(NamedTuple):
 
 
 class RowPool:
-    """Consecutive rows for each of some slots.
+    """Consecutive rows for each slot, from a shared store.
 
     Attributes:
-        num_rows: Of the store, a multiple of `granule`.
-        granule: Every slot's rows begin at a multiple of it, and are a multiple of it.
+        num_rows: Rows of the store, a multiple of `granule`.
+        granule: First row and number of rows of a slot are multiples of it.
     """
 
     def __init__(self, num_slots: int, num_rows: int, *, granule: int, most: int) -> None:
-        """No slot has any rows.
+        """Creates a pool in which no slot has rows.
 
         Args:
-            num_slots: Slots.
-            num_rows: Of the store; rounded down to a multiple of `granule`.
+            num_slots: Number of slots.
+            num_rows: Rows of the store; rounded down to a multiple of `granule`.
             granule: See the class.
-            most: Rows of a slot that are of use.
+            most: Most rows that a slot can use.
         """
         self.granule, self.num_rows = granule, num_rows // granule * granule
         self._most = self._rounded(most)
         self._rows: list[_Rows | None] = [None] * num_slots
 
     def start(self, slot: int) -> int:
-        """The first row of a slot, 0 where it has none."""
+        """Returns the first row of a slot, 0 for a slot without rows."""
         rows = self._rows[slot]
         return 0 if rows is None else rows.start
 
     def size(self, slot: int) -> int:
-        """Rows of a slot."""
+        """Returns the number of rows of a slot."""
         rows = self._rows[slot]
         return 0 if rows is None else rows.size
 
     def fits(self, counts: Iterable[int]) -> bool:
-        """Whether slots could have so many rows each, if no others had any."""
+        """Decides whether slots could have these numbers of rows if no others had any."""
         return sum(map(self._rounded, counts)) <= self.num_rows
 
     def release(self, slot: int) -> None:
-        """A slot has no rows any more."""
+        """Takes all rows of a slot."""
         self._rows[slot] = None
 
     def trim(self, slot: int, count: int) -> None:
-        """A slot keeps at most its first `count` rows."""
+        """Takes all but the first `count` rows of a slot."""
         rows, wanted = self._rows[slot], self._rounded(count)
         if rows is not None and wanted < rows.size:
             self._rows[slot] = _Rows(rows.start, wanted, wanted) if wanted else None
 
     def reserve(self, slot: int, count: int) -> list[Move] | None:
-        """Gives a slot at least `count` rows, of which the first ones are those it had.
+        """Gives a slot at least `count` rows; its old rows come first.
 
         Args:
-            slot: Which.
+            slot: The slot.
             count: At most `num_rows`.
 
         Returns:
-            What has to be copied, in order; None where other slots have too many, and nothing has changed.
+            The moves to make, in order; None, without any change, if other slots have too many rows.
         """
         wanted = self._rounded(count)
         rows = self._rows[slot]
@@ -138,7 +138,7 @@ class RowPool:
             start = packed[each].end
         for each, rows in packed.items():
             self._rows[each] = rows
-        # The order of the slots stays: rows that go down never meet those that go up.
+        # Slots keep their order, so rows that move down never meet those that move up.
         down = [move for move in moves if move.target < move.source]
         return down + [move for move in reversed(moves) if move.target > move.source]
 
@@ -159,8 +159,8 @@ class RowPool:
         return -(-count // self.granule) * self.granule
 
 
-GRANULE = 16  # rows; where slots share rows, each one's begin at a multiple
-_PORTION = 64 * GRANULE  # rows that are moved at once, and copied besides where they overlap
+GRANULE = 16  # rows; shared rows of a slot begin at a multiple
+_PORTION = 64 * GRANULE  # rows moved at once, with a copy if they overlap
 
 
 class LayerShape(NamedTuple):
@@ -174,13 +174,13 @@ class LayerShape(NamedTuple):
 class SlotCache:
     """Keys and values of all layers, allocated once.
 
-    Layers of equal size share one tensor, so that a commit is a copy or two for the whole model.
+    Layers of equal size share one tensor: a commit takes a copy or two for the whole model.
 
     Attributes:
         num_slots: Sequences held at once.
-        capacity: Most rows of a slot, scratch rows included.
-        keys: Of each layer, (places, heads, capacity, width). A slot's rows are those of its place, see `places`.
-        values: Likewise.
+        capacity: Most rows of a slot, with scratch rows.
+        keys: Of each layer, (places, heads, capacity, width). `places` gives the place of a slot.
+        values: As `keys`.
     """
 
     def __init__(
@@ -193,15 +193,15 @@ class SlotCache:
         device: torch.device,
         num_rows: int | None = None,
     ) -> None:
-        """Allocates.
+        """Allocates the cache.
 
         Args:
             shapes: One entry a layer.
             num_slots: Sequences held at once.
-            capacity: Most rows of a slot, scratch rows included.
-            dtype: Of keys and values.
-            device: Where they live.
-            num_rows: Of all slots together, a multiple of `GRANULE`, at least `capacity`; None for `capacity` each.
+            capacity: Most rows of a slot, with scratch rows.
+            dtype: Dtype of keys and values.
+            device: Device of keys and values.
+            num_rows: Rows of all slots, a multiple of `GRANULE`, at least `capacity`; None for `capacity` each.
         """
         self.num_slots, self.capacity = num_slots, capacity
         is_shared = num_rows is not None and num_rows < num_slots * capacity
@@ -225,7 +225,7 @@ class SlotCache:
             size = (num_layers, self.num_slots, num_heads, self.capacity, width)
             return torch.zeros(size, dtype=dtype, device=device)
         rows = self._pool.num_rows
-        # Behind the last row are as many more as a place that begins there would have: nothing is ever in them.
+        # The last place needs `capacity` rows too; those past the end stay unused.
         store = torch.zeros(num_layers * num_heads * rows * width + self.capacity * width, dtype=dtype, device=device)
         return store.as_strided(
             (num_layers, rows // GRANULE, num_heads, self.capacity, width),
@@ -234,7 +234,7 @@ class SlotCache:
 
     @property
     def is_shared(self) -> bool:
-        """Whether slots share rows, and have none before they are reserved."""
+        """Whether slots share rows, and must reserve them."""
         return self._pool is not None
 
     @property
@@ -243,23 +243,19 @@ class SlotCache:
         return self.num_slots * self.capacity if self._pool is None else self._pool.num_rows
 
     def rows(self, slot: int) -> int:
-        """Rows that a slot has."""
+        """Returns the number of rows that a slot has."""
         return self.capacity if self._pool is None else min(self._pool.size(slot), self.capacity)
 
     def places(self, slots: Sequence[int]) -> Sequence[int]:
-        """Where the rows of some slots are in `keys` and `values`, until more are reserved for any slot."""
+        """Returns the indices of slots in `keys` and `values`; valid until any slot reserves rows."""
         return slots if self._pool is None else [self._pool.start(slot) // GRANULE for slot in slots]
 
     def fits(self, counts: Sequence[int]) -> bool:
-        """Whether some slots could have so many rows each, if the others had none."""
+        """Decides whether slots could have these numbers of rows if the others had none."""
         return self._pool is None or self._pool.fits(counts)
 
     def reserve(self, slot: int, count: int) -> bool:
-        """Gives a slot at least `count` rows; those it had are the first of them, wherever they are now.
-
-        Returns:
-            Whether it has them; where others have too many, nothing has changed.
-        """
+        """Gives a slot at least `count` rows and keeps its old ones; False, unchanged, if others have too many."""
         if self._pool is None:
             return True
         moves = self._pool.reserve(slot, count)
@@ -268,7 +264,7 @@ class SlotCache:
         return moves is not None
 
     def trim(self, slot: int, count: int) -> None:
-        """A slot keeps at most its first `count` rows; others may have the rest."""
+        """Takes all but the first `count` rows of a slot, for others to use."""
         if self._pool is not None:
             self._pool.trim(slot, count)
 
@@ -296,7 +292,7 @@ class SlotCache:
             from foretoken.decoder.triton_cache import write_rows
 
             write_rows(keys, values, key, value, tables)
-        else:  # a pass that is not captured has no padding
+        else:  # only captured passes have padding
             keys[tables.written_slots, :, tables.written_rows] = key
             values[tables.written_slots, :, tables.written_rows] = value
         return keys, values
@@ -307,12 +303,12 @@ class SlotCache:
         Args:
             slots: B slots, all different.
             prefix: The row of each root.
-            paths: Accepted nodes of each in order. Those of a chain stand where they belong, and cost nothing.
+            paths: Accepted nodes of each in order. Those of a chain are in place already, and cost nothing.
         """
         each = zip(slots, prefix, paths, strict=True)
         moved = [(slot, root, path) for slot, root, path in each if list(path) != list(range(1, len(path) + 1))]
         if not moved:
-            return  # a chain's accepted rows stand where they belong
+            return  # a chain's accepted rows are in place already
         device = self.keys[0].device
         if has_triton_kernels(device):
             from foretoken.decoder.triton_cache import commit_rows
@@ -329,13 +325,7 @@ class SlotCache:
             self.move_rows(slot, [root + node for node in path], root + 1)
 
     def move_rows(self, slot: int, source: Sequence[int], start: int) -> None:
-        """Moves rows of a slot to consecutive places, in every layer at once.
-
-        Args:
-            slot: Which sequence.
-            source: Rows to move, in order; may overlap the destination.
-            start: First destination row.
-        """
+        """Moves rows `source` of a slot, in order, to consecutive rows from `start` on; the ranges may overlap."""
         in_place = next((i for i, row in enumerate(source) if row != start + i), None)
         if in_place is None:
             return
@@ -346,7 +336,7 @@ class SlotCache:
             store[:, place, :, start : start + len(source)] = store[:, place].index_select(2, rows)
 
     def copy_rows(self, source: int, slot: int, count: int) -> None:
-        """Copies the first `count` rows of a slot to another one, in every layer at once; both have as many."""
+        """Copies the first `count` rows of a slot to another slot, in every layer; both must have as many."""
         require(count <= min(self.rows(source), self.rows(slot)), "rows are copied that a slot does not have")
         known, place = self.places([source, slot])
         for store in self._stores.values():

@@ -1,4 +1,4 @@
-"""Writes to the slot cache on GPUs: keys and values of a pass, and the commit of accepted rows, one launch each."""
+"""Writes to the slot cache on GPUs: keys and values of a pass, and commits of accepted rows, one launch each."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _TILE_BYTES = 256
 def commit_rows(store: Tensor, slots: Tensor, prefix: Tensor, path: Tensor, num_accepted: Tensor) -> None:
     """Moves row prefix + path[i] of each sequence's slot to row prefix + 1 + i, for i below num_accepted, in place.
 
-    The root's row stands where it belongs. Rows that are no destination keep their bits, whatever those mean as
-    numbers. One launch, no synchronisation with the host, no memory of its own.
+    The root's row is in place already. All other rows keep their bits. The function takes one launch, does not
+    synchronise with the host and allocates no memory.
 
     Args:
         store: (L, S, H, C, W), any dtype, rows contiguous; one store of a slot cache.
-        slots: (B,) int32 or int64, contiguous, all different; where nothing was accepted the slot is not touched.
+        slots: (B,) int32 or int64, contiguous, all different; slots without accepted nodes are not touched.
         prefix: (B,) int32 or int64, contiguous, the row of each root.
-        path: (B, D) int64, contiguous, accepted nodes at depth 1.., each above the one before.
+        path: (B, D) int64, contiguous, accepted nodes at depth 1.., ascending.
         num_accepted: (B,) int32 or int64, contiguous, 0..D.
     """
     batch, max_depth = path.shape
     if not max_depth:
         return
-    words = store.view(_INTEGERS[store.element_size()])  # bits are moved, not numbers
+    words = store.view(_INTEGERS[store.element_size()])  # moves bits, not numbers
     layers, _, heads, _, width = words.shape
     require(words.stride(4) == 1, "a row is moved as one piece")
     block = min(triton.next_power_of_2(width), _TILE_BYTES // words.element_size())
@@ -98,14 +98,14 @@ def _commit_kernel(
 
 
 def write_rows(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, tables: PassTables) -> None:
-    """Writes in place, without a look at the tables on the host; tokens of no sequence write nothing.
+    """Writes keys and values in place; the host reads no tables. Padding tokens write nothing.
 
     Args:
         keys: (slots, Hk, capacity, Dk), any dtype and strides, one layer of the cache; written.
-        values: (slots, Hk, capacity, Dv), likewise.
+        values: (slots, Hk, capacity, Dv), any strides; written.
         key: (M, Hk, Dk) in the dtype of `keys`, any strides.
-        value: (M, Hk, Dv), likewise.
-        tables: Says which rows.
+        value: (M, Hk, Dv), any strides.
+        tables: Rows of the tokens.
     """
     tokens, kv_heads, key_width = key.shape
     value_width = value.shape[2]

@@ -1,1 +1,1 @@
-"""A forward of our own for the common pre-norm decoder block: on kernels of our own, or on torch's."""
+"""A forward pass for the common pre-norm decoder block, on our own kernels or on torch's."""

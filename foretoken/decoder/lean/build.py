@@ -1,6 +1,6 @@
-"""Compiling the native kernels with the machine's own compiler, once per machine and version of the source.
+"""Compiles the native kernels with the machine's compiler, once for each machine and version of the source.
 
-FORETOKEN_SANITIZE=1 compiles them with GCC's address and undefined behaviour sanitizers; see `make sanitize`.
+FORETOKEN_SANITIZE=1 adds GCC's address and undefined behaviour sanitizers; see `make sanitize`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 _SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
-_WIDE = "-mprefer-vector-width=512"  # x86: compilers hesitate to use the widest registers
+_WIDE = "-mprefer-vector-width=512"  # x86: compilers avoid the widest registers otherwise
 _MAY_USE_TILES = "-DFORETOKEN_MAY_USE_TILES"
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: the call, what it does, the registers
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: the call, the request, the registers
 _SANITIZE = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
 )  # fmt: skip
@@ -43,18 +43,18 @@ _SYMBOLS = (
 )  # fmt: skip
 _TIMEOUT_S = 300
 _SAYS_SO_S = 10  # interval of the messages that the compiler is still running
-_MOST_BYTES = 1 << 26  # of a library that is kept
+_MOST_BYTES = 1 << 26  # largest library that is kept
 _log = logging.getLogger(__name__)
 
 
 @cache
 def native_library() -> ctypes.CDLL:
-    """The compiled kernels; the first call on a machine compiles for some 20 seconds.
+    """Returns the compiled kernels; the first call on a machine compiles for some 20 seconds.
 
-    Where nothing can be kept they are compiled into a private temporary directory, which is gone once they are loaded.
+    Without a writable cache the library is compiled into a private temporary directory, which is deleted after loading.
 
     Raises:
-        UnsuitableError: When there is no compiler, or it fails.
+        UnsuitableError: If there is no compiler, or it fails.
     """
     compiler = _compiler()
     directory, name = open_cache(), f"decoder-{_fingerprint(compiler)}.so"
@@ -75,7 +75,7 @@ def native_library() -> ctypes.CDLL:
 
 
 def kernels_version() -> str:
-    """Changes with the kernels' source, headers included."""
+    """Returns a digest of the kernels' source with headers."""
     files = [_SOURCE, *sorted(_SOURCE.with_name("kernels").glob("*.h"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -113,7 +113,7 @@ def _flags() -> tuple[str, ...]:
 @cache
 def _may_use_tiles() -> bool:
     """Asks Linux on x86-64 for this process' use of AMX tile registers; forks inherit the permission."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":  # elsewhere the number is another call's
+    if platform.system() != "Linux" or platform.machine() != "x86_64":  # the number is another call elsewhere
         return False
     system: Any = ctypes.CDLL(None, use_errno=True)
     is_granted: bool = system.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
@@ -155,7 +155,7 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
         printed = _printed(process)
     if process.returncode:
         lines = printed.decode(errors="replace").splitlines()
-        errors = [line for line in lines if "error:" in line]  # behind the files that include one another
+        errors = [line for line in lines if "error:" in line]  # come after lines about included files
         reason = [*errors, *lines, "no message"][0]
         raise UnsuitableError(f"'{shlex.join(compiler)}' cannot compile its kernels: {reason}.")
     library.chmod(0o700)

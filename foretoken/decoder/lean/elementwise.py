@@ -1,6 +1,6 @@
-"""The element-wise operations of a decoder block, norms and rotation included, in torch's own operations.
+"""Element-wise operations of a decoder block, with norms and rotation, in torch's operations.
 
-`triton_block.TritonOps` has the common ones as one launch each; what it does not know it leaves to these.
+`triton_block.TritonOps` computes the common ones in one launch each and calls these for the rest.
 
 Letters: M tokens of a pass, E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer.
 """
@@ -28,12 +28,12 @@ class Turns:
     """
 
     def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
-        """Nothing is looked up yet; dtype: of what comes out."""
+        """Looks up nothing yet; dtype: of the results."""
         self.positions, self._dtype = positions, dtype
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """(M, 1, R / 2) cosines and sines."""
+        """Returns (M, 1, R / 2) cosines and sines."""
         if id(rotary) not in self._known:
             cos, sin = (table[self.positions].to(self._dtype).unsqueeze(1) for table in (rotary.cos, rotary.sin))
             self._known[id(rotary)] = cos, sin
@@ -41,14 +41,14 @@ class Turns:
 
 
 class Projected(NamedTuple):
-    """What the projections of one layer gave for the tokens of a pass.
+    """Outputs of the projections of one layer.
 
     Attributes:
-        joined: (M, (H + 2 Hk) D), queries, keys, values; without the queries where only keys and values are wanted.
+        joined: (M, (H + 2 Hk) D), queries, keys, values; without queries if only keys and values are needed.
         num_heads: H, or 0.
         layer: Index of the layer in the cache.
         turns: Rotations at the positions of the pass.
-        layout: Where keys and values go.
+        layout: Cache rows of the pass.
     """
 
     joined: Tensor
@@ -59,35 +59,26 @@ class Projected(NamedTuple):
 
 
 class TorchOps:
-    """See the module. Norms come with weights as `prepared_norm` gives them."""
+    """The operations in torch; norms come from `prepared_norm`."""
 
     def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Residual addition and the norm of the sum.
-
-        Args:
-            x: (M, E).
-            delta: (M, E), what is added; None for nothing.
-            norm: None for none.
-
-        Returns:
-            x + delta, and its norm, both in the dtype of `x`.
-        """
+        """Returns x + delta and its norm, (M, E) each in the dtype of `x`; delta: (M, E) or None, norm: may be None."""
         total = x if delta is None else x + delta
         return total, _normed(total, norm)
 
     def activate(self, up: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
-        """activation(gate) * up of (M, 2 I), gate first; or activation(up) of (M, I) where there is no gate."""
+        """Computes activation(gate) * up of (M, 2 I), gate first; or activation(up) of (M, I) without a gate."""
         if not is_gated:
             return _activated(up, activation)
         gate, up = up.chunk(2, dim=-1)
         return _activated(gate, activation) * up
 
     def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
-        """Norms and rotary positions for queries and keys; keys and values into the cache.
+        """Applies norms and rotation to queries and keys, and writes keys and values into the cache.
 
         Args:
-            projected: What the projections gave.
-            block: Its norms of queries and keys, and its rotation.
+            projected: Outputs of the projections.
+            block: Norms of queries and keys, and rotation.
             cache: Written.
 
         Returns:
@@ -107,7 +98,7 @@ class TorchOps:
 
 
 def prepared_norm(norm: Norm | None, dtype: torch.dtype) -> Norm | None:
-    """The norm with its weights in a dtype where that holds them exactly, else in the wider one that they have."""
+    """Returns the norm with weights in `dtype` if that is exact, else in their own wider dtype."""
     if norm is None:
         return None
     tensors = [tensor.to(dtype) for tensor in norm.tensors()]

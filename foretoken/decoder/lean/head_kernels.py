@@ -1,4 +1,4 @@
-"""Whole drafts by a head in one call of the native kernels: every level's step and the choice of its children.
+"""Drafts whole trees with a head in one call of the native kernels: all steps and choices of children.
 
 Letters: B sequences, E hidden size.
 """
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class NativeDraft:
-    """Trees under construction as the kernels see them.
+    """Draft trees for the kernels.
 
     Attributes:
-        arguments: See `kernels/interface.h`; valid as long as this lives.
+        arguments: See `kernels/interface.h`; valid as long as this object lives.
     """
 
     def __init__(self, expansion: ShapedExpansion, vocab_size: int, *, is_shared: bool = False) -> None:
         """Takes addresses.
 
         Args:
-            expansion: For which `can_draft` holds; filled as the kernels go.
+            expansion: Accepted by `can_draft`; the kernels fill it.
             vocab_size: V.
             is_shared: Whether one row of logits serves all nodes of a level; of static trees alone.
         """
@@ -80,13 +80,13 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def can_draft(expansion: ShapedExpansion, width: int) -> bool:
-    """Whether the kernels choose as the requests need it: on a CPU, where nothing but temperature changes logits.
+    """Decides whether the kernels can choose children: on a CPU, with temperature as the only processor.
 
-    They draft whole trees. Pruned ones are expanded level by level, so that nothing is drafted below what falls short.
+    They draft whole trees. Pruned trees need one level at a time, so that nothing is drafted below a pruned node.
 
     Args:
         expansion: A tree of roots.
-        width: Logits that a draft model or a head gives; as many candidates must suffice.
+        width: Logits of a draft model or head; the candidates must not outnumber them.
     """
     is_here = runs_cpu_kernels(expansion.roots.device)
     is_whole = expansion.draws.pruning is None
@@ -99,12 +99,12 @@ def choose_children(draft: NativeDraft, depth: int, logits: Tensor, *, is_shared
     Args:
         draft: Filled down to this depth; changed.
         depth: Of the parents.
-        logits: (B, P, W) float32, after each of them, of which the first V count; or (B, 1, W) where `is_shared`. Of
-            dynamic trees changed.
-        is_shared: Whether one row serves them all, as `draft` was told.
+        logits: (B, P, W) float32, after each parent, of which the first V count; or (B, 1, W) with `is_shared`. Changed
+            for dynamic trees.
+        is_shared: Whether one row serves all parents; as in `draft`.
 
     Raises:
-        PassError: When the logits do not fit, or the tree is no tree.
+        PassError: If the logits do not fit, or the tree is invalid.
     """
     library, arguments = native_library(), draft.arguments
     library.foretoken_children_bytes.restype = c_int64
@@ -126,11 +126,7 @@ class HeadKernels:
     """Drafts with one head."""
 
     def __init__(self, head: HeadSteps) -> None:
-        """Compiles the kernels where that has not been done yet.
-
-        Raises:
-            UnsuitableError: When a layer of the head is not native, or something is not as its sizes say.
-        """
+        """Compiles the kernels if needed; raises `UnsuitableError` if a layer is not native or has a wrong size."""
         self._head, self._native = head, NativeHead(head)
         self._is_shared = head.kind == "feature"
         self._library = native_library()
@@ -139,9 +135,9 @@ class HeadKernels:
         self._idle: list[Tensor] = []  # workspaces; two Python threads never share one
 
     def can_fill(self, expansion: ShapedExpansion) -> bool:
-        """Whether the kernels choose children as the requests need it, and the head has a step for every level.
+        """Decides whether the kernels can choose children for the requests, and the head has a step for every level.
 
-        Where one row of logits serves a whole level, dynamic trees are chosen from all levels at once (`grow_levels`).
+        If one row of logits serves a whole level, `grow_levels` chooses dynamic trees from all levels at once.
         """
         if self._is_shared and isinstance(expansion, DynamicExpansion):
             return False
@@ -151,11 +147,11 @@ class HeadKernels:
         """Fills a tree.
 
         Args:
-            expansion: A tree of roots for which `can_fill` holds; changed.
+            expansion: A tree of roots that `can_fill` accepts; changed.
             features: (B, E) float32, the target's at the last committed position.
 
         Raises:
-            PassError: When they do not fit, a root is not in the vocabulary, or there is no memory.
+            PassError: If the features do not fit, a root is not in the vocabulary, or memory is too small.
         """
         batch = len(expansion.roots)
         if features.shape != (batch, self._head.hidden_size) or features.dtype is not torch.float32:
@@ -197,7 +193,7 @@ class HeadKernels:
             return workspace
         try:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
-        except RuntimeError as err:  # torch has no type for it; a size below 0 stands for one beyond 64 bits
+        except RuntimeError as err:  # torch has no type for it; a negative size stands for one beyond 64 bits
             raise PassError(
                 f"there is no memory for drafts of {num_rows.value} rows. Draft for fewer at once."
             ) from err
@@ -210,12 +206,12 @@ class AutoregressiveKernels:
         """Takes addresses.
 
         Args:
-            head: What stands around the block.
-            stack: The block; its cache has room for drafted nodes behind what is committed.
+            head: The layers around the block.
+            stack: The block; its cache has room for drafted nodes behind the committed rows.
 
         Raises:
-            UnsuitableError: When the block does not run on the native kernels, a layer of the head is not native, or
-                something is not as its sizes say.
+            UnsuitableError: If the block does not run on the native kernels, or a layer of the head is not native or
+                has a wrong size.
         """
         blocks = stack.native_blocks
         if blocks is None:
@@ -229,21 +225,21 @@ class AutoregressiveKernels:
         self._head, self._native, self._blocks = head, NativeAutoregressiveHead(head), blocks
 
     def can_draft(self, expansion: ShapedExpansion) -> bool:
-        """Whether there is a level, and the kernels choose children as the requests need it."""
+        """Decides whether there is a level, and the kernels can choose children for the requests."""
         return expansion.depth > 0 and can_draft(expansion, self._head.vocab_size)
 
     def draft(self, work: Pass, states: Tensor, expansion: ShapedExpansion) -> None:
-        """Feeds pairs and fills the trees behind them; leaves the rows of the pairs in the cache.
+        """Feeds pairs and fills the trees behind them; the rows of the pairs stay in the cache.
 
         Args:
-            work: The pairs' tokens, their positions and slots; `logit_rows` is the last pair of each sequence, that of
-                the root and the feature before it. Drafted nodes take the cache rows behind the pairs.
+            work: The pairs' tokens, positions and slots; `logit_rows` is the last pair of each sequence, which has the
+                root and the feature before it. Drafted nodes use the cache rows behind the pairs.
             states: (M, W) float32, of committed positions.
-            expansion: Trees of roots for which `can_draft` holds, of the sequences of the pass; changed.
+            expansion: Trees of roots that `can_draft` accepts, of the sequences of the pass; changed.
 
         Raises:
-            PassError: When something does not fit the block, the cache or the head, there is no memory, or that of a
-                weight was freed.
+            PassError: If something does not fit the block, the cache or the head, memory is too small, or a weight's
+                memory was freed.
         """
         self._blocks.draft_head_trees(work, states, expansion, self._described())
 

@@ -1,14 +1,14 @@
-"""What a draft head computes, and its weights: the description from which the native kernels draft.
+"""Describes draft heads and their weights for the native kernels.
 
-A head is K steps. Step i chooses the children of the nodes of depth i. With y what its LM head reads:
+A head is K steps. Step i chooses the children of the nodes of depth i. Its LM head reads y:
 
 - "feature" (Medusa): y is the feature, whatever the tokens are;
 - "path" (Hydra): y = a + silu(b), a and b the halves of first(u), u = [feature; embeddings of the tokens from the root
-  down to the node];
-- "state" (MLP speculator): y = gelu(norm(first(state of the parent) + embedding of the node's token)), which is also
-  the node's state; that of the root's parent is the feature.
+  to the node];
+- "state" (MLP speculator): y = gelu(norm(first(state of the parent) + embedding of the node's token)); y is also the
+  node's state, and the state of the root's parent is the feature.
 
-Then y <- y + silu(block(y)) for each block, and the logits are those of its LM head.
+Then y <- y + silu(block(y)) for each block, before the LM head.
 
 Letters: E hidden size of the target, W width of y, V vocabulary, Vd rows of the LM heads.
 """
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class ScaledEmbedding(NamedTuple):
-    """Rows that are looked up by token.
+    """An embedding table.
 
     Attributes:
-        weight: (V, E), or (V, W) where steps pass on a state.
+        weight: (V, E), or (V, W) for "state".
         scale: Factor of every row.
     """
 
@@ -41,7 +41,7 @@ class ScaledEmbedding(NamedTuple):
 
 
 class BiasedNorm(NamedTuple):
-    """x / rms(x) * weight + bias; both vectors (W,)."""
+    """Computes x / rms(x) * weight + bias; both vectors (W,)."""
 
     weight: Tensor
     bias: Tensor
@@ -49,7 +49,7 @@ class BiasedNorm(NamedTuple):
 
 
 class LmHead(NamedTuple):
-    """A linear layer, and what its model does to logits: softcap * tanh(scale * logit / softcap).
+    """A linear layer, and the model's change to logits: softcap * tanh(scale * logit / softcap).
 
     Attributes:
         layer: (..., W) to (..., Vd).
@@ -64,14 +64,14 @@ class LmHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadStep:
-    """One step, see the module. Layers are as `fast_linear` gives them.
+    """One step, see the module. Layers come from `fast_linear`.
 
     Attributes:
         first: (..., (i + 2) E) to (..., 2 W) of "path"; (..., E), later (..., W), to (..., W) of "state".
         norm: Of "state".
         embedding: Of "path" and "state".
         blocks: (..., W) to (..., W).
-        head: Gives the logits.
+        head: Computes the logits.
     """
 
     first: nn.Module | None = None
@@ -91,8 +91,8 @@ class HeadSteps:
         width: W.
         vocab_size: V.
         steps: K steps.
-        token_map: (Vd,) int64, the token of each row of the LM heads, or None where they are the vocabulary.
-        feature_rms: Root mean square that features of "state" are scaled to, 0 to leave them as they are.
+        token_map: (Vd,) int64, the token of each row of the LM heads, or None if rows are tokens.
+        feature_rms: Root mean square that features of "state" are scaled to, 0 for no scaling.
         feature_epsilon: Added to their mean square.
     """
 
@@ -108,18 +108,18 @@ class HeadSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AutoregressiveSteps:
-    """Such a head without its block. Layers are as `fast_linear` gives them.
+    """An autoregressive head without its block. Layers come from `fast_linear`.
 
     Attributes:
         width: W.
         vocab_size: V.
         embedding: (V, W).
         head: (..., W) to (..., Vd) logits.
-        token_map: (Vd,) int64, the token of each row of the LM head, or None where they are the vocabulary.
-        fuse: (..., 2 W) to (..., W), or None where the embedding is the block's second input.
-        norm: (W,), an RMS norm before the LM head; None for none.
-        state_norm: (W,), an RMS norm of the state before the block; None for none. Without `fuse` alone.
-        feeds_normed: Whether the next state is what the LM head reads. Likewise.
+        token_map: (Vd,) int64, the token of each row of the LM head, or None if rows are tokens.
+        fuse: (..., 2 W) to (..., W), or None if the embedding is the block's second input.
+        norm: (W,), an RMS norm before the LM head, or None.
+        state_norm: (W,), an RMS norm of the state before the block, or None. Only without `fuse`.
+        feeds_normed: Whether the next state is the input of the LM head. Only without `fuse`.
     """
 
     width: int
@@ -134,7 +134,7 @@ class AutoregressiveSteps:
 
 
 class NativeAutoregressiveHead:
-    """What the kernels are handed of it, and the tensors behind it, which live as long as this.
+    """The kernels' description of an autoregressive head, and its tensors.
 
     Attributes:
         structure: See `kernels/head_interface.h`.
@@ -144,7 +144,7 @@ class NativeAutoregressiveHead:
         """Takes addresses; copies the norms and the token map.
 
         Raises:
-            UnsuitableError: When a layer is not native, or something is not what the sizes of the head say.
+            UnsuitableError: If a layer is not native, or a size differs from the head's.
         """
         parts, width = HeadParts(), head.width
         rows = head.vocab_size if head.token_map is None else head.token_map.numel()
@@ -168,5 +168,5 @@ class NativeAutoregressiveHead:
         self._parts, self._memory = parts, parts.held_memory()
 
     def has_moved(self) -> bool:
-        """Whether the structure no longer says where the tensors lie: another one has to be made."""
+        """Whether a tensor has moved, so that the structure is invalid."""
         return self._memory.has_changed()

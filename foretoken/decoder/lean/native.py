@@ -1,7 +1,7 @@
-"""The lean decoder on kernels of our own, for CPUs: `decoder.cpp`, one call a pass.
+"""The lean decoder on our own kernels for CPUs: `decoder.cpp`, one call a pass.
 
-It reads the weights where transformers put them and shares them with the module. Its arithmetic does not depend on how
-many tokens or sequences share a pass: what a tree's path gets is what plain decoding gets, bit for bit, in every dtype.
+It reads the module's weights in place. Its arithmetic does not depend on the number of tokens or sequences in a pass: a
+tree's path and plain decoding get the same bits, in every dtype.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NativeDecoder:
     def __init__(
         self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization | None = None
     ) -> None:
-        """Compiles the kernels where that has not been done yet.
+        """Compiles the kernels if needed.
 
         Args:
             weights: The model.
@@ -65,7 +65,7 @@ class NativeDecoder:
             quantization: Of a draft model's matrices, see `NativeModel`.
 
         Raises:
-            UnsuitableError: When the weights are not on a CPU in float32 or bfloat16, a tap does not exist, the kernels
+            UnsuitableError: If the weights are not float32 or bfloat16 on a CPU, a tap does not exist, the kernels
                 cannot be compiled, or the model cannot be quantised.
         """
         if not self.runs(weights.device, weights.dtype):
@@ -76,7 +76,7 @@ class NativeDecoder:
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether the kernels are made for a device and a dtype."""
+        """Decides whether the kernels support a device and a dtype."""
         return runs_cpu_kernels(device) and dtype in _DTYPES
 
     def run(self, work: Pass) -> PassOutput:
@@ -89,7 +89,7 @@ class NativeDecoder:
 
 
 class NativeBlocks:
-    """Blocks on a slot cache, with whatever stands before and after them."""
+    """Blocks on a slot cache, with embedding and LM head if they are a model's."""
 
     def __init__(
         self,
@@ -100,19 +100,19 @@ class NativeBlocks:
         ends: LeanWeights | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        """Compiles the kernels where that has not been done yet.
+        """Compiles the kernels if needed.
 
         Args:
             layers: On a CPU, in float32 or bfloat16.
             cache: In the same dtype.
-            taps: Boundary indices of the features that passes give: i is what block i reads, one past the last what
-                comes out of it, two past it the final norm.
-            ends: The model whose blocks they are, for its embedding and LM head; None for blocks alone.
+            taps: Boundary indices of features: i is the input of block i, L the output of the last block, L + 1 the
+                final norm.
+            ends: The whole model, for its embedding and LM head; None for blocks alone.
             quantization: See `NativeModel`.
 
         Raises:
-            UnsuitableError: For another dtype or device, when the kernels cannot be compiled, or when sizes do not fit
-                each other.
+            UnsuitableError: For another dtype or device, if the kernels cannot be compiled, or if sizes do not fit each
+                other.
         """
         if layers.dtype not in _DTYPES:
             raise UnsuitableError(f"it runs float32 and bfloat16, not {layers.dtype}.")
@@ -128,22 +128,22 @@ class NativeBlocks:
             raise UnsuitableError(f"taps {self._taps} do not all exist.")
         self._tap_indices = (c_int64 * len(self._taps))(*self._taps)
         self._layers, self._ends, self._cache, self._quantization = layers, ends, cache, quantization
-        self._described = NativeModel(layers, ends, cache, quantization)  # holds what the structure points to
+        self._described = NativeModel(layers, ends, cache, quantization)  # keeps the structure's tensors alive
         self._model = self._described.structure
         self._idle: list[_Workspace] = []
         self._idle_of_drafts: list[Tensor] = []
 
     def run(self, work: Pass, inputs: Tensor | None = None, sides: Tensor | None = None) -> PassOutput:
-        """One call of the kernels.
+        """Runs a pass in one call of the kernels.
 
         Args:
-            work: Tokens and who sees what.
-            inputs: (M, E) float32, what stands in the place of the tokens' embeddings; None for these.
-            sides: (M, E) float32, the second input of the first block; None where it has none.
+            work: The pass.
+            inputs: (M, E) float32, in place of the tokens' embeddings; None for the embeddings.
+            sides: (M, E) float32, the second input of the first block, or None.
 
         Raises:
-            PassError: When something does not fit the model or the cache, or a weight's memory was freed; nothing has
-                been computed then.
+            PassError: If something does not fit the model or the cache, or a weight's memory was freed; nothing was
+                computed.
         """
         described, arguments, held = self._prepared(work, inputs, sides)
         features = logits = chosen = None
@@ -156,7 +156,7 @@ class NativeBlocks:
         if work.logit_rows is not None:
             wanted = (len(work.logit_rows), self._model.head.rows)
             logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
-            arguments.logits = logits.data_ptr()  # null where no row is asked for
+            arguments.logits = logits.data_ptr()  # null without rows
             chosen = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
             arguments.chosen = chosen.data_ptr()
         self._call(described, arguments, work)
@@ -164,11 +164,7 @@ class NativeBlocks:
         return PassOutput(logits=logits, features=features, chosen=chosen)
 
     def append(self, work: Pass, inputs: Tensor, sides: Tensor | None = None) -> None:
-        """As `run`, but of the last block keys and values alone.
-
-        Raises:
-            PassError: See `run`.
-        """
+        """Runs a pass without the rest of the last block after its keys and values; raises `PassError` as `run`."""
         described, arguments, held = self._prepared(replace(work, logit_rows=None), inputs, sides)
         arguments.is_append, arguments.num_taps = 1, 0
         self._call(described, arguments, work)
@@ -193,18 +189,18 @@ class NativeBlocks:
     def draft_head_trees(
         self, work: Pass, states: Tensor, expansion: ShapedExpansion, head: NativeAutoregressiveHead
     ) -> None:
-        """Runs a pass over pairs of a state and the token after it, and drafts the trees whose roots end it.
+        """Runs a pass over pairs of a state and the next token, and drafts the trees whose roots end it.
 
-        Only nodes that have children are fed; they take the cache rows behind those of the pass.
+        Only nodes with children are fed; they use the cache rows behind those of the pass.
 
         Args:
-            work: Tokens and who sees what; asks for the logits of the last token of each sequence.
+            work: The pass; asks for the logits of the last token of each sequence.
             states: (M, E) float32.
-            expansion: As many trees of roots, for which `can_draft` holds; filled.
-            head: What stands around the blocks.
+            expansion: As many trees of roots, accepted by `can_draft`; filled.
+            head: The layers around the blocks.
 
         Raises:
-            PassError: As `run`; or when the trees do not fit.
+            PassError: As `run`; or if the trees do not fit.
         """
         described, arguments, held = self._prepared(work, None)
         states = _fitting("states", states, torch.float32, (work.num_tokens, self._model.hidden))
@@ -238,10 +234,10 @@ class NativeBlocks:
     def _prepared(
         self, work: Pass, inputs: Tensor | None, sides: Tensor | None = None
     ) -> tuple[NativeModel, PassArguments, list[Any]]:
-        """Yields the model, the pass, and the tensors that must outlive the call."""
+        """Returns the model, the arguments of a pass, and the tensors that must outlive the call."""
         if self._described.has_moved():
             self._describe_anew()
-        described = self._described  # until the end of the pass, also where another thread describes it anew
+        described = self._described  # kept until the end of the pass: another thread may replace it
         return described, *self._prepare(work, inputs, sides)
 
     def _call(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:

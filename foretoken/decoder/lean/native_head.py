@@ -1,4 +1,4 @@
-"""A draft head as the native kernels see it; see `head_parts`."""
+"""Draft heads in the memory layout of the native kernels."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class HeadMatrix(Structure):
-    """A matrix in its own dtype."""
+    """A matrix with its dtype."""
 
     _fields_ = (("matrix", MatrixStruct), ("is_bfloat16", c_int64))
 
 
 class Step(Structure):
-    """What drafts the children of the nodes of one depth."""
+    """The layers that draft the children of the nodes of one depth."""
 
     _fields_ = (
         ("first", HeadMatrix),
@@ -52,7 +52,7 @@ class HeadStruct(Structure):
 
 
 class AutoregressiveHeadStruct(Structure):
-    """A head of one decoder block, whose output is also the state that its next step reads."""
+    """A head of one decoder block; the block's output is also the next step's state."""
 
     _fields_ = (
         ("fuse", HeadMatrix),
@@ -70,22 +70,22 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class HeadParts:
-    """Takes the addresses of tensors, which live as long as this; copies norms and token maps, and nothing else.
+    """Takes addresses of tensors and keeps the tensors alive; copies only norms and token maps.
 
-    All methods raise `UnsuitableError` when something is not what its sizes say.
+    All methods raise `UnsuitableError` for tensors of a wrong size or kind.
     """
 
     def __init__(self) -> None:
-        """None yet."""
+        """Holds no tensors yet."""
         self._kept: list[Tensor] = []
 
     def held_memory(self) -> HeldMemory:
-        """What tells whether the memory of those taken so far is where it was; it lies in huge pages from now on."""
+        """Moves the tensors taken so far into huge pages; returns their addresses for later checks."""
         use_huge_pages(self._kept)
         return HeldMemory(self._kept)
 
     def layer(self, name: str, layer: nn.Module | None, rows: int, cols: int) -> HeadMatrix:
-        """A linear layer where it is."""
+        """Describes a linear layer in place."""
         if not isinstance(layer, NativeLinear):
             raise UnsuitableError(f"{name} is a {type(layer).__name__}. Expected a native linear layer.")
         matrix, is_bfloat16 = layer.described()
@@ -96,7 +96,7 @@ class HeadParts:
         return HeadMatrix(matrix=matrix, is_bfloat16=is_bfloat16)
 
     def embedding(self, embedding: ScaledEmbedding, vocab_size: int, size: int) -> dict[str, int | float]:
-        """The fields of rows that are looked up: at least `vocab_size` of them, of `size` elements."""
+        """Returns the fields of an embedding table: at least `vocab_size` rows of `size` elements."""
         weight = embedding.weight.detach()
         self._hold("the embedding", weight, _DTYPES)
         self.require(
@@ -112,7 +112,7 @@ class HeadParts:
         }
 
     def norm(self, name: str, weight: Tensor, bias: Tensor | None, epsilon: float, size: int) -> NormStruct:
-        """An RMS norm over `size` elements."""
+        """Describes an RMS norm over `size` elements."""
         addresses: list[int | None] = []
         for vector in (weight, bias):
             if vector is None:
@@ -125,7 +125,7 @@ class HeadParts:
         return NormStruct(weight=addresses[0], bias=addresses[1], epsilon=epsilon)
 
     def token_map(self, tokens: Tensor | None, vocab_size: int) -> int | None:
-        """The address of a copy of the tokens of an LM head's rows, below `vocab_size`; None for none."""
+        """Returns the address of a copy of an LM head's tokens, all below `vocab_size`; None without a map."""
         if tokens is None:
             return None
         copy = tokens.detach().to(torch.int64, copy=True).contiguous()
@@ -138,7 +138,7 @@ class HeadParts:
         return int(copy.data_ptr())
 
     def _hold(self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        """Keeps a tensor alive and returns its address."""
+        """Keeps a tensor alive after a check of its class, dtype and memory."""
         is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in dtypes and tensor.is_contiguous()
         self.require(is_plain, f"{name} is {type(tensor).__name__} {tensor.dtype}", "a plain tensor on a CPU")
         if not has_memory(tensor):
@@ -147,7 +147,7 @@ class HeadParts:
 
     @staticmethod
     def require(condition: bool, found: str, expected: str) -> None:
-        """Raises `UnsuitableError` when something is not what the sizes of the head say."""
+        """Raises `UnsuitableError` unless a size or kind is as expected."""
         if not condition:
             raise UnsuitableError(f"the head has {found}. Its kernels expect {expected}.")
 
@@ -156,17 +156,17 @@ _KINDS = {"feature": 0, "path": 1, "state": 2}
 
 
 class NativeHead:
-    """What the kernels are handed of a head, and the tensors behind it, which live as long as this.
+    """The kernels' description of a head, and its tensors.
 
     Attributes:
         structure: See `kernels/head_interface.h`.
     """
 
     def __init__(self, head: HeadSteps) -> None:
-        """Takes addresses; copies norms and nothing else.
+        """Takes addresses; copies only norms and the token map.
 
         Raises:
-            UnsuitableError: When a layer is not native, or something is not what the sizes of the head say.
+            UnsuitableError: If a layer is not native, or a size differs from the head's.
         """
         self._head, self._parts = head, HeadParts()
         self._blocks = [
@@ -190,7 +190,7 @@ class NativeHead:
         self._memory = self._parts.held_memory()
 
     def has_moved(self) -> bool:
-        """Whether the structure no longer says where the tensors lie: another one has to be made."""
+        """Whether a tensor has moved, so that the structure is invalid."""
         return self._memory.has_changed()
 
     def _step(self, index: int) -> Step:

@@ -19,15 +19,15 @@ from foretoken.decoder.lean.threads import kernel_threads
 Quantization = Literal["int8"]
 
 _GREATEST = 127
-_AT_ONCE = 1 << 24  # weights that are held in float32 while they are rounded: 64 MiB
+_AT_ONCE = 1 << 24  # weights in float32 during rounding: 64 MiB
 
 
 class Int8Weight(NamedTuple):
-    """A matrix (N, K) whose row n is `scales[n] * numbers[n]`: K + 4 bytes a row.
+    """A matrix (N, K) with rows `scales[n] * numbers[n]`: K + 4 bytes a row.
 
     Attributes:
         numbers: (N, K) int8, contiguous.
-        scales: (N,) float32, 0 where a row is zero.
+        scales: (N,) float32, 0 for a row of zeros.
     """
 
     numbers: Tensor
@@ -35,13 +35,13 @@ class Int8Weight(NamedTuple):
 
 
 def int8_weight(weight: Tensor) -> Int8Weight:
-    """Rounds every row to multiples of 1 / 127 of its greatest absolute value, to even where two are as near.
+    """Rounds every row to multiples of 1 / 127 of its largest absolute value, ties to even.
 
     Args:
         weight: (N, K) of any real dtype, on a CPU, N and K at least 1.
 
     Raises:
-        UnsuitableError: When a weight is NaN or infinite.
+        UnsuitableError: If a weight is NaN or infinite.
     """
     weight = weight.detach()
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -59,26 +59,26 @@ def int8_weight(weight: Tensor) -> Int8Weight:
     return Int8Weight(numbers, scales)
 
 
-_ALONE = 1 << 15  # so few multiplications are over before a second thread has begun
+_ALONE = 1 << 15  # fewer multiplications end before a second thread begins
 
 
 class NativeLinear(nn.Module):
-    """A linear layer for inference, on the weights where they are or on a copy in int8."""
+    """A linear layer for inference, on the weights in place or on an int8 copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, quantization: Quantization | None = None) -> None:
         """Takes weights.
 
         Args:
-            weight: (N, K), on a CPU, contiguous, in float32 or bfloat16, or any floating dtype to be quantised.
+            weight: (N, K), on a CPU, contiguous, in float32 or bfloat16; any floating dtype with `quantization`.
             bias: (N,), or None.
-            quantization: "int8" for a copy in int8, a byte a weight; the weight itself is not kept then.
+            quantization: "int8" for an int8 copy, one byte a weight; the layer then does not keep the weight.
 
         Raises:
-            UnsuitableError: When the weight is anything else, or not finite where it is to be quantised, or the kernels
-                cannot be compiled here.
+            UnsuitableError: If the weight is anything else, or not finite if it is quantised, or the kernels cannot be
+                compiled.
         """
         super().__init__()
-        is_read = quantization is None  # else its copy is
+        is_read = quantization is None  # the copy is read otherwise
         is_known = weight.dtype in (torch.float32, torch.bfloat16) if is_read else weight.is_floating_point()
         if not runs_cpu_kernels(weight.device) or not is_known:
             raise UnsuitableError(f"native layers take float32 and bfloat16 on CPUs, not {weight.dtype}.")
@@ -103,10 +103,10 @@ class NativeLinear(nn.Module):
         self._multiply.restype = c_int64
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) of any dtype, on a CPU, to (..., N) float32.
+        """Turns (..., K) of any dtype, on a CPU, into (..., N) float32.
 
         Raises:
-            PassError: When it is anything else, there is no memory, or that of the weight was freed.
+            PassError: If the input is anything else, memory is too small, or the weight's memory was freed.
         """
         if self._memory.has_changed():
             check_memory(self.tensors())
@@ -125,31 +125,23 @@ class NativeLinear(nn.Module):
         return out.view(*x.shape[:-1], self._rows)
 
     def described(self) -> tuple[MatrixStruct, bool]:
-        """What the kernels are told of the layer, as long as its tensors stay where they are; and whether in bfloat16.
-
-        Raises:
-            PassError: When the memory of the weight was freed.
-        """
+        """Returns the layer for the kernels, valid until its tensors move, and whether it is bfloat16."""
         check_memory(self.tensors())
         return self._described()[0], self._is_bfloat16
 
     def follow(self, weight: Tensor) -> None:
-        """Makes a copy in int8 anew, where it is, if its weight (N, K) was written to since.
-
-        Raises:
-            UnsuitableError: When the weight is not finite.
-        """
+        """Renews an int8 copy in place after writes to its weight (N, K); raises `UnsuitableError` if not finite."""
         if self._scales is not None and _version(weight) != self._copied_version:
             for kept, new in zip((self._weight, self._scales), int8_weight(weight), strict=True):
                 kept.copy_(new)
             self._copied_version = _version(weight)
 
     def tensors(self) -> list[Tensor]:
-        """The tensors whose addresses the kernels get."""
+        """Returns the tensors that the kernels read."""
         return [part for part in (self._weight, self._bias, self._scales) if part is not None]
 
     def _described(self) -> tuple[MatrixStruct, HeldMemory]:
-        """Returns the description of the weights, and the versions for which it holds."""
+        """Returns the layer for the kernels, and the addresses for which this holds."""
         bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
         matrix = MatrixStruct(
             weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales
@@ -162,16 +154,16 @@ def _version(weight: Tensor) -> int:
 
 
 def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, compacts: bool = True) -> nn.Module:
-    """A native layer where it can be one, else the layer itself.
+    """Returns a native layer if possible, else the layer itself.
 
     Args:
         layer: Any module.
-        quantization: "int8" for a copy in int8, which has its own memory.
-        compacts: Whether a weight in float32 becomes one in bfloat16 where that holds it exactly: half the bytes to
-            read, and inputs are rounded to bfloat16. Else the weight is taken where it is.
+        quantization: "int8" for an int8 copy, which has its own memory.
+        compacts: Whether a float32 weight becomes bfloat16 if that is exact: half the bytes to read, but inputs are
+            rounded to bfloat16. Otherwise the weight is read in place.
 
     Raises:
-        UnsuitableError: When a linear layer is to be quantised and cannot be a native one.
+        UnsuitableError: If a linear layer is to be quantised and cannot be a native one.
     """
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         return layer
@@ -186,12 +178,7 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
 def optimize_for_inference(
     module: nn.Module, *, quantization: Quantization | None = None, compacts: bool = True
 ) -> None:
-    """Puts native layers in the place of all linear layers within a module that can be such.
-
-    Args:
-        module: Changed in place.
-        quantization: See `fast_linear`.
-        compacts: Likewise.
+    """Replaces linear layers within a module by native ones where possible, in place; arguments as in `fast_linear`.
 
     Raises:
         UnsuitableError: See `fast_linear`; some layers are native by then.
@@ -202,7 +189,7 @@ def optimize_for_inference(
 
 
 def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer on weights that exist, without gradients; weight (N, K), bias (N,) or None."""
+    """Returns a layer on existing weights, without gradients; weight (N, K), bias (N,) or None."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
@@ -211,7 +198,7 @@ def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def fits_bfloat16(weight: Tensor) -> bool:
-    """Whether bfloat16 holds the numbers exactly."""
+    """Decides whether bfloat16 holds the numbers exactly."""
     return torch.equal(weight.detach().to(torch.bfloat16).to(weight.dtype), weight)
 
 

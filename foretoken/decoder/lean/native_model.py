@@ -1,8 +1,8 @@
-"""Blocks, and what stands before and behind them, as the native kernels see them: addresses, and what bounds them.
+"""Describes blocks, embedding and LM head for the native kernels: addresses and bounds.
 
-Everything whose address is handed out is checked here, once: dtype, shape, device and that its rows lie one after
-another. The kernels check what changes from pass to pass. Memory that moves under a tensor is noticed before a pass
-(`has_moved`), and only then: a thread that moves it while the kernels run ends the process.
+Every tensor whose address the kernels get is checked once: dtype, shape, device, contiguous rows. The kernels check the
+arguments of each pass. `has_moved` notices memory that moves, but only before a pass: a thread that moves memory while
+the kernels run ends the process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _NORMS = {"rms": 0, "layer": 1}
-_ANY_POSITION = 1 << 62  # what positions are bounded by where no layer looks them up
+_ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up
 
 
 class NativeModel:
-    """What the kernels are handed of a model, and the tensors behind it, which live as long as this.
+    """The kernels' description of a model, and its tensors.
 
     Attributes:
         structure: See `kernels/interface.h`.
@@ -46,18 +46,18 @@ class NativeModel:
         cache: SlotCache,
         quantization: Quantization | None = None,
     ) -> None:
-        """Takes addresses; copies norms and biases, and nothing else unless matrices are quantised.
+        """Takes addresses; copies only norms and biases, and matrices that are quantised.
 
         Args:
             layers: The blocks, on a CPU, in float32 or bfloat16.
-            ends: The model whose blocks they are, for its embedding and LM head; None for blocks alone.
+            ends: The whole model, for its embedding and LM head; None for blocks alone.
             cache: In the same dtype.
-            quantization: "int8" to multiply by copies of all matrices in int8, a byte a weight beside what is there,
-                that of the LM head included; the embedding stays as it is. None to read the weights where they are.
+            quantization: "int8" for int8 copies of all matrices, also of the LM head but not of the embedding; one byte
+                a weight beside the original. None to read the weights in place.
 
         Raises:
-            UnsuitableError: When a tensor is not what the sizes of the blocks say, or experts or a weight that is not
-                finite are to be quantised.
+            UnsuitableError: If a tensor does not fit the blocks' sizes, or experts or a weight that is not finite are
+                to be quantised.
         """
         self._cache, self._dtype, self._quantization = cache, layers.dtype, quantization
         self._kept: list[Tensor] = []
@@ -76,7 +76,7 @@ class NativeModel:
         use_huge_pages(self._kept)
 
     def has_moved(self) -> bool:
-        """Whether the structure no longer says where the tensors lie: another one has to be made."""
+        """Whether a tensor has moved, so that the structure is invalid."""
         return self._memory.has_changed()
 
     def _model(self, layers: described.Blocks, ends: LeanWeights | None) -> Model:
@@ -246,7 +246,7 @@ class NativeModel:
 
     @staticmethod
     def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        subclass = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # of others the address may be 0
+        subclass = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # the address of a subclass may be 0
         is_as_said = not subclass and tensor.shape == shape and tensor.dtype == dtype
         if not is_as_said or not tensor.is_cpu or not tensor.is_contiguous():
             raise UnsuitableError(

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeanWeights:
-    """A model that a lean decoder knows.
+    """A model for lean decoders.
 
     Attributes:
         embedding: (V, E), in the dtype of the blocks.
-        embedding_scale: Factor of what is looked up.
+        embedding_scale: Factor of embeddings.
         layers: The blocks.
-        head: The LM head module; its weight is the embedding where they are tied.
+        head: The LM head module; a tied one has the embedding as its weight.
         logit_softcap: c in c tanh(logit / c), or None.
-        is_borrowed: Whether the weights are the caller's own, and none may be moved.
+        is_borrowed: Whether the weights are the caller's and must not be moved.
     """
 
     embedding: Tensor
@@ -46,7 +46,7 @@ class LeanWeights:
 
     @property
     def num_layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return len(self.layers.blocks)
 
     @property
@@ -57,25 +57,21 @@ class LeanWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all matrices."""
+        """Dtype of all matrices."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """Device of all tensors."""
         return self.embedding.device
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor but the rotary tables, of those whose memory can be looked at."""
+        """Yields every tensor with readable memory except the rotary tables."""
         yield from filter(is_plain, (self.embedding, *self.layers.tensors(), *self.head.parameters()))
 
 
 def tap_indices(taps: Sequence[Tap], num_layers: int) -> list[int]:
-    """Boundary indices of taps; `final` is one past the last block's output.
-
-    Raises:
-        UnsuitableError: When a tap does not exist; the generic decoder says so in full.
-    """
+    """Returns boundary indices of taps, `final` one past the last output; raises `UnsuitableError` for unknown taps."""
     indices = [num_layers + 1 if tap == "final" else tap for tap in taps]
     if any(not isinstance(i, int) or not 0 <= i <= num_layers + 1 for i in indices) or num_layers + 1 in taps:
         raise UnsuitableError(f"taps {list(taps)} do not all exist.")
@@ -83,7 +79,7 @@ def tap_indices(taps: Sequence[Tap], num_layers: int) -> list[int]:
 
 
 class StockDecoder:
-    """See `Decoder`. What fused weights take of memory is said in `fused_linear`."""
+    """See `Decoder`. `FusedLinear` says how much memory fused weights take."""
 
     name = "lean-stock"
     is_exact = False
@@ -97,10 +93,10 @@ class StockDecoder:
             weights: The model.
             cache: Its KV rows.
             taps: Features to read.
-            ops: Element-wise operations; None for the fastest here.
+            ops: Element-wise operations; None for the fastest.
 
         Raises:
-            UnsuitableError: When a tap does not exist.
+            UnsuitableError: If a tap does not exist.
         """
         self._weights = weights
         self._taps = tap_indices(taps, weights.num_layers)
@@ -113,7 +109,7 @@ class StockDecoder:
         return self.run_on(work, AttentionLayout(work))
 
     def run_on(self, work: Pass, layout: AttentionLayout) -> PassOutput:
-        """`run` where the layout of the pass exists already."""
+        """Runs a pass with a layout that exists already."""
         check_memory(self._tensors)
         with torch.inference_mode():
             x = functional.embedding(work.tokens, self._weights.embedding)

@@ -1,4 +1,4 @@
-"""What the native kernels are handed, in the memory layout of `kernels/interface.h`, and what they return."""
+"""Arguments of the native kernels, in the memory layout of `kernels/interface.h`, and their return codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class MatrixStruct(Structure):
-    """A row-major matrix in the model's dtype, or in int8 with scales in float32; its bias in float32 or null."""
+    """A row-major matrix in the model's dtype, or in int8 with float32 scales; its bias in float32 or null."""
 
     _fields_ = (
         ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
@@ -16,13 +16,13 @@ class MatrixStruct(Structure):
 
 
 class NormStruct(Structure):
-    """A norm; without a weight there is none."""
+    """A norm; a null weight means no norm."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float), ("kind", c_int32))
 
 
 class ExpertsArguments(Structure):
-    """A mixture of experts; of no experts where a layer is dense."""
+    """A mixture of experts; a count of 0 for a dense layer."""
 
     _fields_ = (
         ("router", MatrixStruct),
@@ -86,7 +86,7 @@ class PassArguments(Structure):
 
 
 class DraftArguments(Structure):
-    """Draft trees of one shape, and how their tokens are chosen."""
+    """Draft trees of one shape, and the choice of their tokens."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_sequences", "num_nodes", "num_candidates", "num_rows", "vocab")),
@@ -98,7 +98,7 @@ class DraftArguments(Structure):
 
 
 class Draw(IntEnum):
-    """How the tokens of a sequence's draft are chosen."""
+    """The choice of a sequence's draft tokens."""
 
     GREEDILY = 0
     COUPLED = 1
@@ -106,7 +106,7 @@ class Draw(IntEnum):
 
 
 class Status(IntEnum):
-    """What a kernel returns: 0, or why it has not begun."""
+    """The result of a kernel: 0, or the reason why it did not begin."""
 
     DONE = 0
     NO_MEMORY = 1

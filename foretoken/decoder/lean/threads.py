@@ -1,4 +1,4 @@
-"""The machine under the native kernels: their threads, also after a fork, and weights in pages of 2 MiB."""
+"""Threads of the native kernels, also after a fork, and huge pages for weights."""
 
 from __future__ import annotations
 
@@ -21,25 +21,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_THREADS = 4 * (os.cpu_count() or 1)
-_PAUSE_HARD = 2  # omp_pause_hard: the threads end
+_PAUSE_HARD = 2  # omp_pause_hard: ends the threads
 _log = logging.getLogger(__name__)
 _fork = {"ended": True, "limit": MAX_THREADS}  # whether OpenMP's threads were ended before the last fork
 
 
 def kernel_threads() -> int:
-    """Threads that a kernel runs on: as many as torch, but at most `MAX_THREADS`.
+    """Returns the number of threads of a kernel: torch's, but at most `MAX_THREADS`.
 
-    One in a forked child whose parent could not end its OpenMP threads.
+    Returns 1 in a forked child whose parent could not end its OpenMP threads.
     """
     return min(torch.get_num_threads(), _fork["limit"])
 
 
 def set_num_threads(count: int) -> None:
-    """Sets torch's number of threads, which is the kernels' too.
-
-    Raises:
-        ConfigError: When it is below 1 or above `MAX_THREADS`.
-    """
+    """Sets the number of threads of torch and the kernels; raises `ConfigError` outside 1..`MAX_THREADS`."""
     if not 1 <= count <= MAX_THREADS:
         raise ConfigError(
             f"threads is {count}. Expected 1..{MAX_THREADS} on this machine of {os.cpu_count()} processors. Pass no "
@@ -67,7 +63,7 @@ def _after_fork_in_child() -> None:
     if not _fork["ended"] and count > 1:
         _fork["limit"] = count = 1
         _log.warning("the OpenMP threads could not be ended before a fork; the child process runs on one thread.")
-    # Torch replaces a pool of its own that the fork has broken at the first call, which must not come from two threads.
+    # Torch replaces a thread pool that the fork broke at the first call, which must not come from two threads.
     torch.set_num_threads(count)
 
 
@@ -77,30 +73,29 @@ if hasattr(os, "register_at_fork"):
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PAGE = 1 << 21
-_PORTION = 1 << 26  # that one thread moves
-_GAP = 1 << 16  # of what an allocator puts between two tensors
+_PORTION = 1 << 26  # bytes that one thread moves
+_GAP = 1 << 16  # largest gap of an allocator between two tensors
 _HUGEPAGE, _COLLAPSE = 14, 25  # of madvise, see linux/mman.h
 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> int:
-    """Moves the memory of tensors into huge pages, where the system has them; what they hold and their addresses stay.
+    """Moves the memory of tensors into huge pages if the system has them; contents and addresses stay.
 
-    Tensors that lie side by side are taken together, and only pages that they fill. The system may decline: Linux
-    before 6.1 does it later and in its own time, other systems never, nor where an administrator has switched huge
-    pages off. Takes a quarter of a second to two a GiB. Memory that a process shares with the one that it was forked
-    from becomes its own, so load a model before forking.
+    Adjacent tensors share pages; only pages that they fill are moved. The system may decline: Linux before 6.1 moves
+    pages later, other systems and switched-off huge pages never. The call takes a quarter of a second to two a GiB.
+    Memory that a forked process shares with its parent becomes its own, so load a model before forking.
 
     Args:
-        tensors: Strided ones on a CPU that have been written already: memory never touched would be taken by this.
+        tensors: Strided, on a CPU, and already written: the call would allocate untouched memory.
 
     Returns:
-        Bytes that the system has moved now, or had moved before.
+        Bytes in huge pages.
     """
     if not sys.platform.startswith("linux") or _are_switched_off():
         return 0
     try:
         advise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):  # of an interpreter that is linked statically
+    except (OSError, AttributeError):  # an interpreter that is linked statically
         return 0
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

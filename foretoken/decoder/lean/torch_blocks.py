@@ -1,6 +1,6 @@
-"""Decoder blocks on torch's GEMM: any device, and CPUs whose matrix units oneDNN knows how to use.
+"""Decoder blocks on torch's GEMM: any device, and CPUs with matrix units that oneDNN supports.
 
-On GPUs the element-wise operations are kernels of our own where they know the block (`triton_block`).
+On GPUs our own kernels compute the element-wise operations of common blocks (`triton_block`).
 
 Letters: M tokens of a pass, E hidden size, F taps, H query heads, D head size, L blocks.
 """
@@ -31,18 +31,22 @@ if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks, Matrix, Norm
     from foretoken.decoder.slot_cache import SlotCache
 
-_PACKED_FOR_ROWS = 16  # width that oneDNN chooses its blocking for: a verify pass
+_PACKED_FOR_ROWS = 16  # the width of a verify pass, for which oneDNN chooses its blocking
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers of the same input as one."""
+    """Several linear layers of the same input as one.
+
+    Adjacent weights are read in place; others are copied, and oneDNN packs a further copy on CPUs.
+    """
 
     def __init__(self, parts: Sequence[Matrix], *, moves_weights: bool = False) -> None:
         """Joins layers.
 
         Args:
             parts: In the order of the outputs.
-            moves_weights: Whether the parts' weights may become views of the joined one; see the module.
+            moves_weights: Whether the parts' weights may become views of the joined one, so that it takes no more
+                memory.
         """
         super().__init__()
         weights = [part.weight.detach() for part in parts]
@@ -59,10 +63,10 @@ class FusedLinear(nn.Module):
         if moves_weights and not is_joined and not self._is_packed:
             for part, rows in zip(parts, weight.split([len(each) for each in weights]), strict=True):
                 part.weight.data = rows
-        self._originals = [part.weight.detach() for part in parts]  # `_key` is theirs alone as long as they live
+        self._originals = [part.weight.detach() for part in parts]  # keeps the storages in `_key` alive
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (…, in_features); gives (…, out_features)."""
+        """Turns (…, in_features) into (…, out_features)."""
         if self._is_packed:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         else:
@@ -70,12 +74,12 @@ class FusedLinear(nn.Module):
         return result
 
 
-# Decoders of one model share what they fuse; it goes with the last of them.
+# Decoders of one model share fused layers, which live as long as the last decoder.
 _fused: WeakValueDictionary[tuple[tuple[int, ...], ...], FusedLinear] = WeakValueDictionary()
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether oneDNN has a packed GEMM for a weight here."""
+    """Decides whether oneDNN has a packed GEMM for a weight here."""
     is_known = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
@@ -83,16 +87,11 @@ def is_packable(weight: Tensor) -> bool:
 
 
 def fuse(*parts: Matrix, moves_weights: bool = False) -> FusedLinear:
-    """Fuses layers, or finds them fused already.
-
-    Args:
-        parts: Layers of the same input, in the order of the outputs.
-        moves_weights: See `FusedLinear`.
-    """
+    """Returns the fused layers of one input, in the order of the outputs; reuses earlier ones. See `FusedLinear`."""
     whole = _fused.get(_key(parts))
     if whole is None:
         whole = FusedLinear(parts, moves_weights=moves_weights)
-        _fused[_key(parts)] = whole  # of where the weights lie now
+        _fused[_key(parts)] = whole  # the key after the weights moved
     return whole
 
 
@@ -124,7 +123,7 @@ _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", 
 
 
 class TorchBlocks:
-    """Blocks on a slot cache. What fused weights take of memory is said in `fused_linear`."""
+    """Blocks on a slot cache. `FusedLinear` says how much memory fused weights take."""
 
     def __init__(
         self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False, ops: TorchOps | None = None
@@ -135,7 +134,7 @@ class TorchBlocks:
             blocks: All on one device.
             cache: Their KV rows.
             moves_weights: See `FusedLinear`.
-            ops: Element-wise operations; None for the fastest here.
+            ops: Element-wise operations; None for the fastest.
         """
         self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device) if ops is None else ops
         self._layers = [
@@ -146,21 +145,21 @@ class TorchBlocks:
     def run(
         self, x: Tensor, work: Pass, layout: AttentionLayout, taps: Sequence[int], side: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Every token of a pass; writes its keys and values to the cache.
+        """Computes every token of a pass; writes its keys and values to the cache.
 
         Args:
-            x: (M, E), what goes into the first block.
-            work: Positions, and how many of the blocks run.
-            layout: Who sees what.
-            taps: F boundary indices: i is what block i reads, L what comes out of the last one, L + 1 its final norm.
-            side: (M, E), contiguous, the second input of the first block; None where it has none.
+            x: (M, E), the inputs of the first block.
+            work: Positions, and the number of blocks to run.
+            layout: Visible rows of each token.
+            taps: F boundary indices: i is the input of block i, L the output of the last block, L + 1 the final norm.
+            side: (M, E), contiguous, the second input of the first block, or None.
 
         Returns:
-            (M, E) after the final norm, and the (M, F, E) features of the taps, None without taps and where not all of
-            the blocks run.
+            (M, E) after the final norm, and the (M, F, E) features of the taps; no features without taps or if only
+                some blocks run.
 
         Raises:
-            PassError: When there are not as many blocks as run.
+            PassError: If there are fewer blocks than the pass needs.
         """
         layers = self._layers[: work.num_layers]
         if work.num_layers is not None and len(layers) < work.num_layers:
@@ -182,7 +181,7 @@ class TorchBlocks:
         return final, torch.stack([boundaries[tap] for tap in taps], dim=1) if has_features else None
 
     def append(self, x: Tensor, work: Pass, layout: AttentionLayout, side: Tensor | None = None) -> None:
-        """As `run`, but of the last block keys and values alone."""
+        """Runs a pass without the rest of the last block after its keys and values."""
         ops, turns = self._ops, Turns(work.token_positions, x.dtype)
         *before, last = self._layers
         for layer in before:
@@ -251,13 +250,13 @@ class _TorchFeedForward:
 
 
 class TorchExperts:
-    """A mixture of experts: the tokens of each expert together. Looks at the routing on the host."""
+    """A mixture of experts: computes all tokens of an expert together. Reads the routing on the host."""
 
     def __init__(self, experts: Experts, block: Block) -> None:
         self._experts, self._activation = experts, block.spec.activation
 
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
-        """(M, E) to (M, E)."""
+        """Turns (M, E) into (M, E)."""
         experts = self._experts
         scores = functional.linear(x, experts.router.weight, experts.router.bias)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -274,18 +273,14 @@ class TorchExperts:
 
 
 def elementwise_ops(dtype: torch.dtype, device: torch.device) -> TorchOps:
-    """The Triton kernels where they run, else torch's operations."""
+    """Returns the Triton kernels if they run here, else torch's operations."""
     if has_triton_kernels(device) and dtype in (torch.float32, torch.float16, torch.bfloat16):
         return triton_ops()
     return TorchOps()
 
 
 def triton_ops() -> TorchOps:
-    """The kernels of `triton_block`.
-
-    Raises:
-        ImportError: When triton is not installed.
-    """
+    """Returns the kernels of `triton_block`; raises `ImportError` without triton."""
     from foretoken.decoder.lean.triton_block import TritonOps
 
     return TritonOps()

@@ -1,8 +1,8 @@
-"""Element-wise operations of a decoder block as fused kernels for GPUs: norm, activation, rotation and cache write.
+"""Fused element-wise kernels of a decoder block for GPUs: norm, activation, rotation and cache write.
 
-In a captured pass the host costs nothing, but every kernel still has a beginning and an end of some microseconds; torch
-takes about thirty of them a layer, these three and attention take six. Rows are computed alone: what a token gets does
-not depend on the width of the pass.
+In a captured pass the host costs nothing, but every kernel takes some microseconds to begin and end. torch needs about
+thirty kernels a layer; these three and attention make six. Rows are computed separately: a token's result does not
+depend on the width of the pass.
 
 Letters: M tokens of a pass, D hidden size, H query heads, Hk KV heads, E head size, I width of the gated layer.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TritonOps(TorchOps):
-    """The kernels of this module for what they know; torch's operations for the rest, as for layer norms."""
+    """The kernels of this module if they know the operation, else torch's, as for layer norms."""
 
     def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """See `TorchOps`."""
@@ -57,16 +57,13 @@ class TritonOps(TorchOps):
 
 
 def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Residual addition and RMS norm.
+    """Returns x + delta and its RMS norm, both in the dtype of `x`.
 
     Args:
         x: (..., D), contiguous.
-        delta: (..., D), contiguous, what is added; None for nothing.
+        delta: (..., D), contiguous, or None.
         weight: (D,) of the norm.
         epsilon: Of the norm.
-
-    Returns:
-        x + delta, and its norm, both in the dtype of `x`.
     """
     width = x.shape[-1]
     total = x if delta is None else torch.empty_like(x)
@@ -80,7 +77,7 @@ def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; gate_up: (..., 2 I), contiguous, gate first; gives (..., I)."""
+    """Computes silu(gate) * up, (..., I), of `gate_up` (..., 2 I), contiguous, gate first."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     block = min(triton.next_power_of_2(width), 1024)
@@ -101,16 +98,16 @@ def rotate_and_write(  # noqa: PLR0913, PLR0917 - one launch reads all of it
     norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> Tensor:
-    """Rotary positions for queries and keys, after their norms where there are such; keys and values into the cache.
+    """Applies norms, if any, and rotation to queries and keys, and writes keys and values into the cache.
 
     Args:
         joined: (M, (H + 2 Hk) E), contiguous: queries, keys, values.
         cos: (P, E / 2) float32, contiguous.
-        sin: Likewise.
+        sin: (P, E / 2) float32, contiguous.
         positions: (M,) int64, contiguous.
         keys: (slots, Hk, capacity, E), one layer of the cache; written.
-        values: Likewise.
-        tables: Says which rows; tokens of no sequence write none.
+        values: As `keys`.
+        tables: Rows of the tokens; padding tokens write nothing.
         norms: (E,) weights of the queries' and the keys' RMS norm, or None.
         epsilon: Of these norms.
 
@@ -160,7 +157,7 @@ def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * width + column, mask=is_column, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=is_column, other=0.0)
     exact = gate.to(tl.float32)
-    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)  # rounded as torch's silu is before it is multiplied
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)  # rounded like torch's silu before the product
     tl.store(out + row * width + column, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=is_column)
 
 
