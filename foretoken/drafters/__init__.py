@@ -1,1 +1,1 @@
-"""What is likely to come next: one file a method, found by its name. Drafters know no engine and not each other."""
+"""Drafters: one file per method, found by name. A drafter knows neither the engine nor other drafters."""

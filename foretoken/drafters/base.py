@@ -1,6 +1,6 @@
-"""What a drafter is, and what it is told.
+"""The contract of a drafter, and the values that it gets.
 
-Everything that a file with a drafter needs can be imported from here, the options of `foretoken.drafters.options` too.
+A file with a drafter imports everything from here, including the options of `foretoken.drafters.options`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetReads:
-    """What a drafter reads of the target's passes.
+    """The outputs of the target's passes that a drafter reads.
 
     Attributes:
-        taps: Features, see `foretoken.core.passes`; they come with `Committed.features`, in this order.
-        top_k: Most probable tokens wanted at every verified node, see `Verified.top_ids`; 0 for none.
-        is_last_enough: Whether `commit` need only be called before a proposal: iterations that no draft follows are
-            left out then, and their features are not read.
+        taps: Features, see `foretoken.core.passes`; `Committed.features` has them in this order.
+        top_k: Most probable tokens needed at every verified node, see `Verified.top_ids`; 0 for none.
+        is_last_enough: Whether `commit` is only needed before a proposal. Iterations without a later draft are then
+            left
+            out, and their features are not read.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -60,9 +61,9 @@ class TargetReads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetHandle:
-    """What a drafter is given of the target, once, when the target can run.
+    """A drafter's access to the target, given once, when the target can run.
 
-    Model and tokenizer are the target's own: a drafter that changes them changes what the target writes.
+    Model and tokenizer are the target's own: a drafter that changes them changes the output.
 
     Attributes:
         name: The target's directory or id.
@@ -71,13 +72,16 @@ class TargetHandle:
         num_slots: Sequences held at once; slots are 0 … `num_slots` - 1.
         device: Where trees must lie.
         dtype: Of the target; a draft model takes the same.
-        runner: Which runner a draft model should run on, see `foretoken.runner.runner`.
+        runner: Runner for a draft model, see `foretoken.runner.runner`.
         tokenizer: The target's tokenizer, or None.
         model: The loaded target, for drafters that share its embedding and LM head (`target_parts`).
-        run: One pass of the target, for drafters that run the target itself: tokens behind the committed rows of some
-            slots, whose rows the next verification writes anew. Trusted drafters only, others get a `PassError`.
-        draft_trees: Trees of the target's own in one call, where its decoder can, see `Runner.draft_trees`; likewise.
-        measured_costs: Gives `costs`.
+        run: Runs one pass of the target, for drafters that run the target itself. Its tokens stand behind the committed
+            rows of some slots; the next verification overwrites their rows. Trusted drafters only: others get
+            `PassError`.
+        draft_trees: Drafts trees with the target in one call if its decoder can, see `Runner.draft_trees`. Trusted
+            drafters
+            only.
+        measured_costs: Returns `costs`.
     """
 
     name: str
@@ -95,17 +99,17 @@ class TargetHandle:
 
     @property
     def costs(self) -> CostCurve:
-        """Seconds of a target pass by its number of tokens, on this machine; measured when first asked for."""
+        """Seconds of a target pass by its number of tokens, on this machine; measured at the first use."""
         return self.measured_costs()
 
 
 class Prefix(NamedTuple):
-    """First positions of a text that are in the target's KV already, as another text left them.
+    """First positions of a text that are already in the target's KV cache, from another text.
 
-    Both texts have the same tokens at these positions and at the one after them.
+    Both texts have the same tokens at these positions and at the next one.
 
     Attributes:
-        slot: That of the other text, which goes on in it or is over; it may be the very slot of this one.
+        slot: Slot of the other text, which is running or finished; may be the slot of this text.
         length: Positions.
     """
 
@@ -119,12 +123,11 @@ class DraftRequest:
 
     Attributes:
         request_id: Unique in the life of an engine; completions of one request share it.
-        prompt: Token ids of the prompt. Not to be changed, see `DraftContext.tokens`.
-        params: What the request asks for.
-        prediction: Token ids that the output probably repeats in part, as OpenAI's `prediction`; None without any.
-        cache_salt: What this request wrote is proposed only to requests with the same salt; None shares with all that
-            have none either.
-        prefix: Of the prompt, what the target does not read again; None where it reads all. See `PrefixKeeper`.
+        prompt: Token ids of the prompt. Must not be changed, see `DraftContext.tokens`.
+        params: Sampling parameters of the request.
+        prediction: Token ids that the output probably repeats in part, as OpenAI's `prediction`; or None.
+        cache_salt: Text of this request is proposed only to requests with the same salt; None is a salt of its own.
+        prefix: Part of the prompt that the target does not read again; None if it reads all. See `PrefixKeeper`.
     """
 
     request_id: str
@@ -137,17 +140,17 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftContext:
-    """What a drafter may look at when it proposes.
+    """The sequences of a batch and the bounds of their drafts.
 
     Attributes:
         slots: B slots; a drafter keeps its state by slot.
-        tokens: All committed tokens of each sequence, the root last. Not to be changed: the methods of the package get
-            the engine's own lists and parameters, other drafters copies.
-        max_depth: How deep a drafted token may lie in each sequence: what the controller allows, and the request still
-            needs.
+        tokens: All committed tokens of each sequence, the root last. Must not be changed: methods of this package get
+            the
+            engine's own lists and parameters, other drafters get copies.
+        max_depth: Deepest node of each sequence, bounded by the controller and by what the request still needs.
         max_nodes: Most nodes of each tree, root included, that the controller allows.
-        sampling: Sampling parameters and noise of the B requests, the processors of their logits among them.
-        is_coupled: Whether each request is verified by coupling, so that drafts should share the target's noise.
+        sampling: Sampling parameters, processors and noise of the B requests.
+        is_coupled: Whether each request is verified by coupling, so that drafts should use the target's noise.
     """
 
     slots: Sequence[int]
@@ -165,14 +168,15 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What the target said of a batch of trees.
+    """The target's answers to a batch of trees.
 
     Attributes:
-        tree: The B trees that were verified, merged with other drafters' where there are several.
-        paths: Accepted nodes of each, in order, the root left out.
-        offsets: B + 1; node i of sequence b is row `offsets[b] + i` of what is below.
-        top_ids: (M, k) int64, the target's most probable tokens after every node of every tree, the best first, no more
-            than the vocabulary has and perhaps more than were asked for; None where no drafter reads them.
+        tree: The B trees that were verified; with several drafters the merged trees.
+        paths: Accepted nodes of each, in order, without the root.
+        offsets: B + 1; node i of sequence b is row `offsets[b] + i` of `top_ids`.
+        top_ids: (M, k) int64, the target's most probable tokens after every node of every tree, best first. k is at
+            most
+            the vocabulary size and may exceed what was asked for. None if no drafter reads them.
     """
 
     tree: TokenTree
@@ -183,17 +187,18 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """Positions that just entered the target's KV for good, at prefill and after every accepted path; packed.
+    """Positions that entered the target's KV cache, at prefill and after every accepted path; packed.
 
-    After a verification these are the root and the accepted path; the token after them, the new root, is not among
-    them. The last part of a prompt likewise ends with the root, after which the target has chosen a token.
+    After a verification these are the root and the accepted path, without the new root, which follows them. The last
+    part
+    of a prompt also ends with the root, after which the target has chosen a token.
 
     Attributes:
         slots: B slots.
         starts: First new position of each.
-        tokens: Tokens at the new positions of each, one at least.
+        tokens: Tokens at the new positions of each, at least one.
         features: (P, F, D) tapped features of these positions, one sequence after another; None without taps.
-        verified: What the verification said; None after a part of a prompt.
+        verified: Answers of the verification; None after a part of a prompt.
     """
 
     slots: Sequence[int]
@@ -214,27 +219,26 @@ class Committed:
 
 
 class Drafter(Protocol):
-    """Proposes a tree of candidate continuations for each sequence. Whatever it does can cost speed, never text.
+    """Proposes a tree of candidate continuations for each sequence. A drafter affects speed, never the output.
 
-    A drafter that changes the target's weights or the engine's code is no drafter; one that is trusted (see
-    `DrafterOptions.is_trusted` and `trust_drafter` of `LLM`) answers for its draft distributions and for what its trees
-    guarantee.
+    A drafter must not change the target's weights or the engine's code. A trusted drafter (`DrafterOptions.is_trusted`,
+    `trust_drafter` of `LLM`) is responsible for its draft distributions and for the `HostFacts` of its trees.
 
-    The three attributes are read when the drafter is made. A trusted one's `nodes_by_depth` is read again once it is
-    attached, by when it may have become smaller.
+    The three attributes are read when the drafter is made. `nodes_by_depth` of a trusted drafter is read again after
+    `attach`, which may make it smaller.
     """
 
     @property
     def name(self) -> str:
-        """Shown in statistics."""
+        """Name in statistics."""
 
     @property
     def reads(self) -> TargetReads:
-        """What it reads of the target."""
+        """The outputs of the target that it reads."""
 
     @property
     def nodes_by_depth(self) -> Sequence[int]:
-        """Most nodes, root included, of drafts that are at most 0, 1, 2, … deep; the cache has room for the last one.
+        """Most nodes, root included, of drafts at most 0, 1, 2, … deep; the cache has room for the last entry.
 
         `range(1, 6)` for chains of four tokens, `(1, 3, 7)` for binary trees.
         """
@@ -247,68 +251,70 @@ class Drafter(Protocol):
         """
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """A sequence begins in a slot; nothing of it is committed yet, but for a prefix of a `PrefixKeeper`'s."""
+        """Starts a sequence in a slot. Nothing of it is committed yet, except the prefix of a `PrefixKeeper`."""
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """A tree over each sequence's root. May be called and thrown away; an empty proposal is the root alone."""
+        """Returns a tree over each sequence's root; the root alone for no proposal. The engine may discard the tree."""
 
     def commit(self, committed: Committed) -> None:
-        """Learns what entered the target's KV."""
+        """Learns what entered the target's KV cache."""
 
     def release(self, slot: int) -> None:
-        """The slot's sequence is over; its state may be forgotten."""
+        """Ends the slot's sequence; its state may be dropped."""
 
 
 @runtime_checkable
 class PrefixKeeper(Protocol):
-    """What a trusted drafter may have besides: it needs not be told what it knows of another text's first positions.
+    """Optional interface of a trusted drafter that can reuse a cached prefix.
 
-    A prefix that the target does not read again is not committed to it: `begin` names it, and the drafter goes on from
-    what it kept of that slot, whose sequence may be over. Other drafters get it as one more part of the prompt, without
-    features; where they read features all of the prompt is read again for them.
+    A prefix that the target does not read again is not committed to the drafter. `begin` names the prefix, and the
+    drafter
+    continues from its own state of that slot, whose sequence may be finished. Other drafters get the prefix as a part
+    of
+    the prompt without features; for drafters that read features the whole prompt is read again.
     """
 
     def reusable(self, slot: int, length: int) -> int:
-        """How many positions of a slot a sequence could begin with that has the same first tokens.
+        """Returns how many first positions of a slot a new sequence with the same first tokens can reuse.
 
         Args:
-            slot: Of a sequence that is running or over.
-            length: Positions whose tokens are the same, as is the one after them.
+            slot: Of a running or finished sequence.
+            length: Positions with the same tokens; the token after them is the same too.
 
         Returns:
-            0 … `length`. With several drafters a smaller number may be asked about next, and `begin` names one that all
-            agreed to.
+            0 … `length`. With several drafters a smaller number may be asked next; `begin` names a number that all
+            accept.
         """
 
 
 @runtime_checkable
 class Lookup(Protocol):
-    """What a trusted drafter may have besides: the continuation of text that is not committed.
+    """Optional interface of a trusted drafter that continues text that is not committed.
 
-    Chains that it gives are grafted below what other drafters propose, where there are several.
+    With several drafters, its chains are grafted below the drafts of the others.
     """
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> Sequence[int]:
-        """What follows a drafted path. Changes nothing that is proposed or answered later.
+        """Returns the tokens that probably follow a drafted path. Does not change later proposals.
 
         Args:
-            slot: The sequence's.
-            tokens: All its committed tokens, as of `DraftContext`. Not to be changed.
+            slot: Of the sequence.
+            tokens: All its committed tokens, as in `DraftContext`. Must not be changed.
             path: Drafted tokens after these, at least one.
-            depth: Most tokens wanted, at least 1.
+            depth: Most tokens to return, at least 1.
 
         Returns:
-            Nothing where there is no match.
+            At most `depth` tokens; empty without a match.
         """
 
 
 @runtime_checkable
 class MeasuredDrafter(Protocol):
-    """What a trusted drafter may have besides: how often it was right where that was measured before.
+    """Optional interface of a trusted drafter with measured acceptance.
 
-    It decides how deep the first drafts are; what is accepted of them counts more soon.
+    It decides how deep the first drafts are; accepted drafts soon count more.
     """
 
     @property
     def expected_acceptance(self) -> Sequence[float]:
-        """P(level d of a tree holds the target's token | the level above does), at depths 1, 2, …; empty if unknown."""
+        """P(level d of a tree holds the target's token | the level above does), d = 1, 2, …; empty if unknown."""

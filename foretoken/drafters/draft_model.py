@@ -1,7 +1,7 @@
-"""A smaller language model drafts a chain or a tree, on its own KV cache.
+"""Drafts a chain or a tree with a smaller language model, on its own KV cache.
 
-With the target's vocabulary, or with another one that shares tokens with it, see `foretoken.drafters.models.loading`;
-with `vocab_match="text"` it drafts text, see `foretoken.drafters.models.text_draft`.
+The draft model has the target's vocabulary, or one that shares tokens with it (`foretoken.drafters.models.loading`).
+With `vocab_match="text"` it drafts text (`foretoken.drafters.models.text_draft`).
 
 Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (2302.01318) for chains; sampled trees draw
 children without replacement as Sequoia does (2402.12374). Coupled requests draft with the target's noise (2408.07978).
@@ -47,18 +47,22 @@ class Options(DrafterOptions):
 
     Attributes:
         model: Directory or hub id of the draft model.
-        revision: Of the hub, where `model` is a hub id; None for its main branch.
+        revision: Of the hub, if `model` is a hub id; None for its main branch.
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
-            requests; "greedy" always takes its most probable tokens.
-        quantization: "int8" drafts with copies of all matrices in int8, a scale for each row, on native kernels (CPUs,
-            float32 and bfloat16; no mixture of experts): a byte a weight beside the model's own. "none" drafts with the
-            weights as they are stored; "auto" with int8 where that can be.
-        vocab_match: How a draft model with another tokenizer drafts. "same" refuses one, "intersection" drafts tokens
-            that both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" stands for
-            "same" where vocabularies are equal, else for "intersection" where most of the target's tokens are shared.
-            None for "intersection" with `use_heterogeneous_vocab`, else "same".
-            The draft model's context counts its own tokens. With "intersection" CPUs draft a pass a level: kernels that
-            draft a tree in one call know one vocabulary.
+            requests;
+            "greedy" always takes its most probable tokens.
+        quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
+            float32 and bfloat16; no mixture of experts): one more byte per weight. "none" drafts with the weights as
+            stored. "auto" takes int8 where possible.
+        vocab_match: How a draft model with another tokenizer drafts. "same" refuses it, "intersection" drafts tokens
+            that
+            both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" means "same" for
+            equal
+            vocabularies, else "intersection" if most of the target's tokens are shared. None means "intersection" with
+            `use_heterogeneous_vocab`, else "same".
+            The draft model's context counts its own tokens. With "intersection" CPUs draft one pass per level: the
+            kernels
+            that draft a tree in one call know one vocabulary.
         use_heterogeneous_vocab: vLLM's name for `vocab_match="intersection"`.
     """
 
@@ -79,11 +83,7 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _vocabularies(self) -> Self:
-        """Options of vocabularies go together.
-
-        Raises:
-            ConfigError: When they do not.
-        """
+        """Refuses options that contradict each other."""
         if self.use_heterogeneous_vocab and self.matching not in ("auto", "intersection"):
             raise ConfigError(
                 "use_heterogeneous_vocab asks for a vocab_match of 'intersection', and vocab_match is "
@@ -114,23 +114,23 @@ class DraftModelDrafter:
         load: Callable[[TargetHandle], LoadedModel],
         match: Callable[[TargetHandle, LoadedModel], VocabularyMap | None] | None = None,
     ) -> None:
-        """A drafter whose model is not loaded yet.
+        """Makes a drafter; `attach` loads the model.
 
         Args:
             options: Of the drafter.
-            load: Gives the draft model for a target.
-            match: Compares the vocabularies of both; None where they are known to be the same.
+            load: Returns the draft model for a target.
+            match: Compares both vocabularies; None if they are the same.
         """
         self._options, self._load, self._match = options, load, match
         self._take_shape(options.language_model_shape())
-        self._texts: dict[int, Translation] = {}  # of slots, where vocabularies differ
+        self._texts: dict[int, Translation] = {}  # by slot, if vocabularies differ
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache.
 
         Raises:
-            ConfigError: When its vocabulary does not go with the target's.
+            ConfigError: When its vocabulary does not fit the target's.
             ModelError: When it cannot be loaded.
         """
         self._target = target
@@ -146,22 +146,18 @@ class DraftModelDrafter:
         self._levels = DraftLevels(self._runner, vocab_size=target.vocab_size, mapping=self._mapping)
 
     def _quantize(self, quantization: Quantization | None) -> None:
-        """Quantises the model, or leaves it as it is stored.
-
-        Raises:
-            UnsuitableError: When it cannot be quantised; it is as it was.
-        """
+        """Raises `UnsuitableError`, and leaves the model as it is, if it cannot be quantised."""
         if quantization is not None:
             self._runner.quantize(quantization)
 
     def _take_shape(self, shape: AnyShape) -> None:
-        """Drafts trees of this shape from now on, cut off at the depth that is allowed."""
+        """Sets the shape of later drafts, cut off at the allowed depth."""
         self._shape = shape
         self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Starts with what another text left that begins alike; the rest is read when the first draft is asked for."""
+        """Reuses the rows of a text with the same prefix; the first proposal reads the rest."""
         if self._mapping is not None:
             self._texts[slot] = Translation(self._mapping, len(request.prompt))
         if request.prefix is None:
@@ -171,7 +167,7 @@ class DraftModelDrafter:
             self._levels.begin(slot, request.prefix.slot, ids)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """The shape, expanded level by level."""
+        """Expands the shape level by level."""
         tokens = context.tokens if self._mapping is None else self._translated(context)
         room = [
             min(depth, self._runner.context_len - len(ids))
@@ -186,14 +182,14 @@ class DraftModelDrafter:
         return expansion.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
-        """Nothing to learn: the next proposal reads the accepted path off the committed tokens."""
+        """Learns nothing: the next proposal reads the accepted path from the committed tokens."""
 
     def release(self, slot: int) -> None:
-        """Forgets the sequence, but for its rows."""
+        """Forgets the sequence, except its KV rows."""
         self._texts.pop(slot, None)
 
     def _translated(self, context: DraftContext) -> list[list[int]]:
-        """The draft model's ids of all sequences."""
+        """Returns the draft model's ids of all sequences."""
         return [self._texts[slot].of(ids) for slot, ids in zip(context.slots, context.tokens, strict=True)]
 
 
@@ -212,12 +208,12 @@ def create(options: Options) -> Drafter:
 def drafter_of(
     options: Options, load: Callable[[TargetHandle], LoadedModel], load_tokenizer: Callable[[], Any | None]
 ) -> Drafter:
-    """The drafter that options ask for, over any model.
+    """Returns the drafter that options ask for, over any model.
 
     Args:
         options: Of the drafter.
-        load: Gives the draft model for a target.
-        load_tokenizer: Gives its tokenizer, or None where it has none.
+        load: Returns the draft model for a target.
+        load_tokenizer: Returns its tokenizer, or None.
     """
     if options.matching == "text":
         return TextDraftDrafter(

@@ -1,4 +1,4 @@
-"""EAGLE: a decoder block that foretells the target's features; EAGLE-2's dynamic trees and HASS's weights as well.
+"""EAGLE: a decoder block that predicts the target's features. Also EAGLE-2's dynamic trees and HASS's weights.
 
 Source: Li et al. 2024 (arXiv 2401.15077 and 2406.16858), Zhang et al. 2024 (2408.15766).
 """

@@ -1,4 +1,4 @@
-"""EAGLE-3: a decoder block over three fused features that says tokens directly.
+"""EAGLE-3: a decoder block over three fused features that predicts tokens directly.
 
 Source: Li et al. 2025 (arXiv 2503.01840).
 """

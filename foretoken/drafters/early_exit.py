@@ -1,8 +1,8 @@
-"""The target's own first blocks draft: their output goes through the final norm and the LM head at once.
+"""Early exit: the target's first blocks draft; their output goes directly through the final norm and the LM head.
 
-Nothing is loaded and nothing is read twice: drafts run on the target's KV cache, where the first blocks' keys and
-values of all committed tokens lie already, and what a draft writes behind them is written anew by the verification.
-It pays on models that were trained for it (LayerSkip), whose early blocks already say what the last one will.
+Nothing is loaded and nothing is read twice. Drafts run on the target's KV cache, which holds the first blocks' rows of
+all committed tokens; the verification overwrites the rows of drafts. Early exit pays on models that were trained for it
+(LayerSkip).
 
 Source: Elhoushi et al. 2024, LayerSkip (arXiv 2404.16710); transformers calls the number of blocks
 `assistant_early_exit`.
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Options(DrafterOptions):
-    """Options of self-drafting.
+    """Options of early exit.
 
     Attributes:
-        exit_layer: After how many of the target's blocks a draft ends; None for a third of them.
+        exit_layer: Number of the target's blocks that draft; None for a third of them.
         draft_sample_method: See `foretoken.drafters.draft_model`.
     """
 
@@ -61,7 +61,7 @@ class EarlyExitDrafter:
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
-        """Learns how deep the target is.
+        """Checks that the target has more blocks.
 
         Raises:
             ConfigError: When no block would be left out.
@@ -76,10 +76,7 @@ class EarlyExitDrafter:
         self._take_shape(self._options.language_model_shape(lambda: target.costs))
 
     def _take_shape(self, shape: AnyShape) -> None:
-        """Drafts trees of this shape from now on, cut off at the depth that is allowed.
-
-        Drafted nodes lie in the target's cache, which has room for as many as a verified tree has.
-        """
+        """Sets the shape of later drafts, at most as large as a verified tree: the target's cache holds its nodes."""
         if isinstance(shape, DynamicShape):
             shape = shape.truncated(1 + (shape.max_nodes - 1) // shape.top_k)
         self._shape = shape
@@ -87,10 +84,10 @@ class EarlyExitDrafter:
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Nothing to prepare: the target's KV cache is all there is."""
+        """Prepares nothing: all state is in the target's KV cache."""
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """The shape, expanded level by level."""
+        """Expands the shape level by level."""
         target = self._target
         room = [
             min(depth, target.context_len - len(tokens))
@@ -112,13 +109,13 @@ class EarlyExitDrafter:
         return expansion.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
-        """Nothing to learn: what was committed lies in the target's KV cache."""
+        """Learns nothing: all state is in the target's KV cache."""
 
     def release(self, slot: int) -> None:
-        """Nothing to forget."""
+        """Forgets nothing."""
 
     def _fill(self, work: Pass, expansion: ShapedExpansion) -> None:
-        """Fills trees, in one call where the decoder can; work: the pass over their roots."""
+        """Fills trees, in one call if the decoder can; work: the pass over their roots."""
         if self._target.draft_trees(work, expansion, vocab_size=self._target.vocab_size):
             return
         passes = LevelPasses(work.slots, [length + 1 for length in work.prefix_lens], self._target.device)
@@ -130,7 +127,7 @@ class EarlyExitDrafter:
             logits = self._logits(
                 replace(
                     level,
-                    # As in a draft model: what is drafted past the context's end is cut off.
+                    # As in a draft model: drafts beyond the end of the context are cut off.
                     positions=level.positions.clamp_max(self._target.context_len - 1),
                     logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
                     num_layers=self._num_layers,

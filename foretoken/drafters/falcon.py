@@ -1,7 +1,7 @@
-"""Falcon: blocks of several tokens a pass, whose tokens are drafted independently of each other.
+"""Falcon: drafts blocks of several tokens per pass; the tokens of a block are independent.
 
 Within a block the children of a node do not depend on its token, so a tree is the cross product of the block's best
-tokens, as far as its shape goes; the next block belongs to each node that ends one and has children.
+tokens, within its shape. Each node that ends a block and has children gets a block of its own.
 
 Source: Gao et al. 2024 (arXiv 2412.12639).
 """
@@ -50,7 +50,7 @@ class FalconDrafter(HeadDrafter):
         return head
 
     def features_for(self, target: TargetHandle) -> FalconBlocks:
-        """What the network knows of every slot."""
+        """Returns the network's state of every slot."""
         loaded = self.loaded
         self._blocks = FalconBlocks(
             self.head, loaded.parts, target, dtype=loaded.dtype, num_expanded=self._most_blocks(),
@@ -59,17 +59,16 @@ class FalconDrafter(HeadDrafter):
         return self._blocks
 
     def _most_blocks(self) -> int:
-        """Most blocks of a draft: of chains that are timed as well."""
+        """Returns the most blocks of a draft, timed chains included."""
         options, config = self.options, self.head.config
         if options.tree == "dynamic":
-            shape = options.dynamic_shape(config.steps)  # no narrower than the trees that are asked for
+            shape = options.dynamic_shape(config.steps)  # as wide as the widest trees that may be chosen
             of_trees = shape.top_k * (shape.depth // config.block)
-        else:  # every block but the first begins below K nodes, and ends above one
+        else:  # every block but the first begins below K nodes and ends above one
             of_trees = max(options.shape(lambda: TreeShape(())).num_nodes, options.max_nodes) // 2
         return max(of_trees, config.steps // config.block)
 
     def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
-        """Trees of one shape for some sequences of the batch."""
         slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
         outputs = self._features.of(slots, texts)
         roots, draws = self._draws.of(context, rows, self._target.device)

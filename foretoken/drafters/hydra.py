@@ -1,4 +1,4 @@
-"""Hydra and Hydra++: heads that read the tokens drafted before theirs, evaluated at each node of the tree.
+"""Hydra and Hydra++: heads that read earlier drafted tokens, evaluated at each node of the tree.
 
 Hydra++ reads the target's features through a decoder block of its own, see `prefix_features`.
 
@@ -25,12 +25,12 @@ class Options(HeadOptions):
 
 
 class HydraDrafter(HeadDrafter):
-    """Drafts a head at every node that has children."""
+    """Evaluates a head at every node that has children."""
 
     name = "hydra"
 
     def features_for(self, target: TargetHandle) -> KeptFeatures:
-        """The last features, through the decoder block of Hydra++ where there is one."""
+        """Returns the last features, through the decoder block of Hydra++ if the head has one."""
         head = self.loaded.head
         assert isinstance(head, HydraHeads), "`load_head` checks the method"
         if head.prefix is None:

@@ -1,11 +1,11 @@
-"""Lookahead decoding: the target improves guesses of the text ahead while it verifies; their n-grams are drafted.
+"""Lookahead decoding: the target improves guesses of later text while it verifies; the guesses' n-grams are drafted.
 
-Every tree has two parts. The window (`lookahead_window`) is verified only for the target's answers: its nodes are
-probes. The guesses are the n-grams that the window gave after the root's token earlier: drafts like any others, sharing
-one trie. A step writes up to N tokens, N - 1 guesses and the bonus token.
+Every tree has two parts. The nodes of the window (`lookahead_window`) are probes: they are verified only for the
+target's answers. The guesses are n-grams that the window gave earlier after the root's token. Guesses are ordinary
+drafts that share one trie. A step emits up to N tokens, N - 1 guesses and the bonus token.
 
-The window follows the target's most probable tokens whatever the temperature, and its first tokens, those of the
-prompt, are chosen by the request's seed (0 without one): the same committed tokens and seed give the same drafts.
+The window follows the target's most probable tokens at any temperature. Its first tokens come from the prompt, chosen
+by the request's seed (0 without one): the same committed tokens and seed give the same drafts.
 
 Source: Fu et al. 2024, "Lookahead Decoding" (arXiv 2402.02057), and the code of its authors (LADE).
 """
@@ -32,25 +32,24 @@ if TYPE_CHECKING:
 
 
 class NgramPool:
-    """The least recently seen go first: of a token's n-grams its oldest, and of all tokens the one seen longest ago."""
+    """N-grams by the token before them. Drops the oldest n-gram of a token, and the token that was seen longest ago."""
 
     def __init__(self, *, per_key: int, max_ngrams: int) -> None:
-        """An empty pool.
+        """Makes an empty pool.
 
         Args:
             per_key: Most n-grams kept after one token.
-            max_ngrams: Most n-grams altogether, no fewer than `per_key`.
+            max_ngrams: Most n-grams altogether, at least `per_key`.
         """
         self._per_key, self._max_ngrams = per_key, max_ngrams
         self._by_key: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()  # both: least recently seen first
         self._num_ngrams = 0
 
     def __len__(self) -> int:
-        """How many n-grams there are."""
         return self._num_ngrams
 
     def add(self, key: int, ngram: tuple[int, ...]) -> None:
-        """Notes that an n-gram was seen after a token."""
+        """Adds an n-gram that was seen after a token."""
         ngrams = self._by_key.setdefault(key, {})
         self._by_key.move_to_end(key)
         if ngram in ngrams:
@@ -65,7 +64,7 @@ class NgramPool:
             self._num_ngrams -= len(dropped)
 
     def after(self, key: int) -> Iterator[tuple[int, ...]]:
-        """The n-grams seen after a token, the most recent first."""
+        """Returns the n-grams seen after a token, the most recent first."""
         return reversed(self._by_key.get(key, {}))
 
 
@@ -77,33 +76,33 @@ class Ngram(NamedTuple):
 
 
 def most_nodes(width: int, ngram: int) -> int:
-    """Nodes of a window, root included, when it is largest: full, or while it fills where it is narrow."""
+    """Returns the nodes of the largest window, root included; a narrow window is largest while it fills."""
     return max(rows * (width + ngram - 1 - rows) for rows in range(1, ngram))
 
 
 class Answers:
     """The target's most probable token after every path of a verified tree.
 
-    Equal paths have equal answers, so it does not matter whose node is looked at, nor what a tree was merged with.
+    Equal paths have equal answers, so merging with other trees does not matter.
     """
 
     def __init__(self, row: TreeRow, answers: Sequence[int]) -> None:
         """Reads a tree.
 
         Args:
-            row: The tree; a node without a parent, as one that was cut off, is left out with all below it.
+            row: The tree; nodes without a parent, which were cut off, are left out with their descendants.
             answers: The target's most probable token after each node.
         """
         self._children: dict[tuple[int, int], int] = {}
         self._answers = answers
-        first: dict[int, int] = {0: 0}  # of the nodes with the same path
+        first: dict[int, int] = {0: 0}  # first node of each path
         for node in range(1, len(row.tokens)):
             parent = first.get(row.parents[node])
             if parent is not None:
                 first[node] = self._children.setdefault((parent, row.tokens[node]), node)
 
     def below(self, node: int, tokens: Sequence[int]) -> int | None:
-        """The node that some tokens lead to from a node; None where that was not verified."""
+        """Returns the node that some tokens lead to from a node; None if it was not verified."""
         children: Mapping[tuple[int, int], int] = self._children
         for token in tokens:
             found = children.get((node, token))
@@ -113,7 +112,7 @@ class Answers:
         return node
 
     def at(self, node: int) -> int:
-        """The answer after a node."""
+        """Returns the answer after a node."""
         return self._answers[node]
 
 
@@ -121,18 +120,18 @@ class Window:
     """The window of one sequence.
 
     Attributes:
-        columns: Tokens of each column by row, as many in each; the first of column 0 stands in the root's place.
+        columns: Tokens of each column by row, all of one length; the first token of column 0 stands for the root.
     """
 
     def __init__(self, width: int, ngram: int, *, prompt: Sequence[int], unwanted: Container[int], seed: int) -> None:
-        """A window that guesses tokens of the prompt.
+        """Fills the window with tokens of the prompt.
 
         Args:
             width: W.
             ngram: N.
-            prompt: Where guesses come from that the target did not make.
-            unwanted: Tokens that end a text, which the window does not hold unless the prompt has no others.
-            seed: Chooses them.
+            prompt: Source of guesses that the target did not make.
+            unwanted: Tokens that end a text; not used unless the prompt has no others.
+            seed: Chooses the tokens.
         """
         self._num_rows = ngram - 1
         self._unwanted, self._random = unwanted, random.Random(seed)
@@ -141,15 +140,15 @@ class Window:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the tree that the window is, root included."""
+        """Nodes of the window's tree, root included."""
         return len(self.columns) * len(self.columns[0])
 
     def add_to(self, trie: Trie, *, max_depth: int, max_nodes: int) -> None:
-        """Adds the window below a root: as many columns, from the first on, as fit as a whole.
+        """Adds the window below a root: the first columns, as many as fit as a whole.
 
         Args:
-            trie: Where to.
-            max_depth: How deep nodes may lie.
+            trie: Changed.
+            max_depth: Deepest node.
             max_nodes: Most nodes of the trie.
         """
         top, num_rows = 0, len(self.columns[0])
@@ -161,14 +160,14 @@ class Window:
                 node = trie.add(node, token)
 
     def learn(self, root: int, answers: Answers) -> list[Ngram]:
-        """Moves on by the target's answers.
+        """Advances the window by the target's answers.
 
         Args:
             root: The root's token.
-            answers: Of the tree that was verified.
+            answers: Of the verified tree.
 
         Returns:
-            The n-grams that full columns with an answer gave, from the first column on.
+            The n-grams of full columns with an answer, from the first column on.
         """
         found = self._answers(answers)
         if len(self.columns[0]) < self._num_rows:
@@ -186,7 +185,7 @@ class Window:
         return ngrams
 
     def _answers(self, answers: Answers) -> list[int | None]:
-        """The target's answer below the last row of each column; None where it was not verified."""
+        """Returns the target's answer below the last row of each column; None if it was not verified."""
         found: list[int | None] = []
         top: int | None = 0
         for index, column in enumerate(self.columns):
@@ -197,18 +196,19 @@ class Window:
         return found
 
     def _guess(self, answer: int | None) -> int:
-        """An answer, or a token of the prompt where there is none or it would end the text."""
+        """Returns the answer, or a token of the prompt if there is none or the answer would end the text."""
         return self._random.choice(self._spare) if answer is None or answer in self._unwanted else answer
 
 
-_MOST_NGRAMS = 16_384  # of a sequence
+_MOST_NGRAMS = 16_384  # per sequence
 
 
 class Options(DrafterOptions):
     """Options of lookahead decoding.
 
-    `tree` is "tree", all guesses in a trie, or "chain", the most recent one; `num_speculative_tokens` bounds the depth
-    of guesses.
+    `tree` is "tree", all guesses in a trie, or "chain", the most recent guess. `num_speculative_tokens` bounds the
+    depth of
+    guesses.
 
     Attributes:
         lookahead_window: W, columns of the window. LADE's `WINDOW_SIZE`.
@@ -228,11 +228,7 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _fits(self) -> Options:
-        """There is room for a window and a guess, and the tree is one that guesses can have.
-
-        Raises:
-            ConfigError: Otherwise.
-        """
+        """Refuses trees without room for a window and a guess, and tree shapes that guesses cannot have."""
         if self.tree not in ("chain", "tree"):
             raise ConfigError(
                 "method 'lookahead' has no static trees: its guesses make the tree. Expected 'tree' to be \"tree\" or "
@@ -249,7 +245,7 @@ class Options(DrafterOptions):
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether a controller may choose guesses; not for a chain, as a bound on depth would cut the window too."""
+        """Whether a controller may choose guesses. False for a chain: a bound on depth would cut the window too."""
         return self.tree == "tree" and super().is_adaptive
 
     @property
@@ -270,7 +266,7 @@ class Options(DrafterOptions):
 
 @dataclass(slots=True)
 class _State:
-    """What is kept of a sequence.
+    """State of one sequence.
 
     Attributes:
         window: Of the present root.
@@ -284,7 +280,7 @@ class _State:
 
 
 class LookaheadDrafter:
-    """Drafts n-grams that the window gave, and has the target improve the window."""
+    """Drafts n-grams from the window, and lets the target improve the window."""
 
     name = "lookahead"
     reads = TargetReads(top_k=1)
@@ -297,7 +293,7 @@ class LookaheadDrafter:
         self._states: dict[int, _State] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Learns where trees lie and which tokens end a text."""
+        """Takes the device of trees and the tokens that end a text."""
         self._device, self._eos_ids = target.device, frozenset(target.model.eos_ids)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -316,7 +312,7 @@ class LookaheadDrafter:
         self._follow(self._states[slot], request.prompt)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """The guesses after each root, then the window."""
+        """Returns the guesses after each root, then the window."""
         rows, sources = [], []
         each = zip(context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True)
         for slot, tokens, depth, nodes in each:
@@ -328,7 +324,7 @@ class LookaheadDrafter:
         return replace(tree, source=integers_on(padded, self._device))
 
     def commit(self, committed: Committed) -> None:
-        """Moves the windows by what the target said at their nodes, in whatever tree these were verified. Syncs."""
+        """Advances the windows by the target's answers at their nodes, in any tree. Synchronises with the host."""
         verified = committed.verified
         if verified is None or verified.top_ids is None:
             return
@@ -343,7 +339,7 @@ class LookaheadDrafter:
         self._states.pop(slot, None)
 
     def _row(self, state: _State, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, int]:
-        """One sequence's tree, and how many of its nodes, which come first, are drafts."""
+        """Returns one sequence's tree, and how many of its first nodes are drafts."""
         trie = Trie(tokens[-1])
         if depth <= 0:
             return trie.row(), 1
@@ -356,7 +352,7 @@ class LookaheadDrafter:
         return trie.row(), num_drafted
 
     def _follow(self, state: _State, tokens: Sequence[int]) -> None:
-        """Adds the text's n-grams that are not in the pool yet, where that is asked for; tokens: the whole text."""
+        """Adds new n-grams of the whole text `tokens` to the pool, if the options ask for them."""
         length = self._options.lookahead_ngram
         if not self._options.lookahead_pool_from_prompt:
             return

@@ -1,4 +1,4 @@
-"""Medusa: heads on the target's last feature, each of which guesses one of the tokens ahead whatever the others say.
+"""Medusa: independent heads on the target's last feature; head k guesses the token k positions ahead.
 
 Source: Cai et al. 2024 (arXiv 2401.10774).
 """
@@ -23,12 +23,12 @@ class Options(HeadOptions):
 
 
 class MedusaDrafter(HeadDrafter):
-    """Drafts with independent heads, all evaluated at once, at the last committed position alone."""
+    """Drafts with independent heads, all evaluated at once at the last committed position."""
 
     name = "medusa"
 
     def fill(self, expansion: Expansion, state: Tensor) -> None:
-        """Fills a tree from (B, E) features: a level is drafted by one head, whatever node it is after."""
+        """Fills a tree from (B, E) features: one head drafts a whole level."""
         head = self.loaded.head
         assert isinstance(head, MedusaHeads), "`load_head` checks the method"
         expansion.grow_levels(head.all_logits(state, self.loaded.parts, expansion.depth).float())

@@ -1,4 +1,4 @@
-"""The MLP speculator: a small recurrence over drafted tokens, begun from the target's last feature.
+"""The MLP speculator: a small recurrence over drafted tokens that starts from the target's last feature.
 
 Source: Wertheimer et al. 2024 (arXiv 2404.19124).
 """
@@ -21,7 +21,7 @@ class Options(HeadOptions):
 
 
 class MlpSpeculatorDrafter(HeadDrafter):
-    """Drafts a stage at every node that has children."""
+    """Evaluates a stage at every node that has children."""
 
     name = "mlp_speculator"
 

@@ -1,15 +1,14 @@
-"""Prompt lookup: the last few tokens occurred before, so what followed them then is proposed again.
+"""Prompt lookup: finds an earlier occurrence of the last few tokens and proposes the tokens that followed it.
 
-Source: Saxena 2023, "Prompt Lookup Decoding"; the longest match wins, the most recent one among equals. With
-`tree="tree"` the continuations of several earlier occurrences share one tree: the four most recent ones of the longest
-match, then the four most recent ones of each shorter length, as far as nodes allow.
+Source: Saxena 2023, "Prompt Lookup Decoding". The longest match wins, the most recent one among equals. With
+`tree="tree"` the continuations of several earlier occurrences share one tree: the four most recent of the longest
+match, then the four most recent of each shorter length, while nodes are left.
 
-A continuation that reaches the end of the text goes on by repeating itself, as a text with that match did so far: a run
-of one token is continued by as many as are asked for, although its last match ends one token before its end.
+A continuation that reaches the end of the text repeats itself, as the text did so far. For a run of one token, whose
+last match ends one token before the text, the draft is that token as often as asked for.
 
-Scores say how far back the text agrees with the text at the match: after m tokens that agree, as many as 32, the next d
-agree with probability (m + 1) / (m + 1 + d), which is Laplace's rule of succession. Which match is taken does not
-depend on them.
+Scores use the length m of the agreement before the match, at most 32 tokens: the next d tokens agree with probability
+(m + 1) / (m + 1 + d), Laplace's rule of succession. Scores do not decide which match is taken.
 """
 
 from __future__ import annotations
@@ -31,26 +30,27 @@ from foretoken.trees.merge import Trie
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MOST_MATCHES = 4  # of each length
+MOST_MATCHES = 4  # per length
 
 
 class NgramIndex:
-    """Where each run of tokens of a growing sequence ended.
+    """Ends of each run of tokens of a growing sequence.
 
-    Memory grows by one number and at most one dictionary entry for a token and match length, whatever the tokens are;
-    a look-up takes the same time whatever they are.
+    Memory grows by one number and at most one dictionary entry per token and match length. A look-up takes the same
+    time
+    for any tokens.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        """An empty index of runs of `shortest` to `longest` tokens."""
+        """Makes an empty index of runs of `shortest` to `longest` tokens."""
         self._lengths = range(longest, shortest - 1, -1)
         self._last: dict[tuple[int, ...], int] = {}
-        # For each match length and each end of a run, where the same run ended before; 0 where it never did.
+        # For each match length and each end of a run: the end of its previous occurrence; 0 for none.
         self._before = {length: array("q", [0]) for length in self._lengths}
         self._num_tokens = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds the runs that end after tokens not seen yet; `tokens` is the whole sequence."""
+        """Adds the runs that end in new tokens; `tokens` is the whole sequence."""
         last = self._last
         for end in range(self._num_tokens + 1, len(tokens) + 1):
             for length in self._lengths:
@@ -63,14 +63,14 @@ class NgramIndex:
         self._num_tokens = len(tokens)
 
     def last_end(self, tail: Sequence[int], num_added: int) -> int | None:
-        """Where the end of a text occurred last before: the sequence with some tokens added that the index lacks.
+        """Returns where a text's end occurred last; the text is the sequence plus some tokens that the index lacks.
 
         Args:
-            tail: The added tokens, and before them the sequence's last ones: as many as the longest run has, or all.
-            num_added: How many are added, at least one.
+            tail: The added tokens, and before them the sequence's last tokens: as many as the longest run has, or all.
+            num_added: Number of added tokens, at least one.
 
         Returns:
-            End in the text of the first of `matches` that the index would have with the tokens added; None for none.
+            The first end of `matches` that the index would have with the tokens added; None without a match.
         """
         size, first = self._num_tokens + num_added, len(tail) - num_added
         for length in self._lengths:
@@ -85,11 +85,11 @@ class NgramIndex:
         return None
 
     def matches(self) -> Iterator[int]:
-        """Ends of earlier occurrences of the sequence's last tokens, each once.
+        """Yields ends of earlier occurrences of the sequence's last tokens, each once.
 
-        Yields:
-            Of the longest match the `MOST_MATCHES` most recent ones, the most recent first, then those of the next
-            length, down to the shortest; what ended a longer match is not given again.
+        The `MOST_MATCHES` most recent of the longest match come first, most recent first, then those of each shorter
+        length. An
+        end of a longer match is not repeated.
         """
         found: set[int] = set()
         for length in self._lengths:
@@ -104,15 +104,15 @@ class NgramIndex:
                 end = ends[end]
 
 
-_LONGEST_AGREEMENT = 32  # tokens before a match that are looked at
+_LONGEST_AGREEMENT = 32  # tokens before a match that are compared
 
 
 class Options(DrafterOptions):
     """Options of prompt lookup, with vLLM's names.
 
     Attributes:
-        prompt_lookup_max: Longest match looked for, in tokens.
-        prompt_lookup_min: Shortest match that is trusted.
+        prompt_lookup_max: Longest match, in tokens.
+        prompt_lookup_min: Shortest match.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -123,7 +123,6 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _ordered(self) -> Options:
-        """The shortest match cannot be longer than the longest."""
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min must not be above prompt_lookup_max, {self.prompt_lookup_max}")
         return self
@@ -151,7 +150,7 @@ class NgramDrafter:
         self._indices: dict[int, NgramIndex] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Learns where trees lie."""
+        """Takes the device of trees."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -160,7 +159,7 @@ class NgramDrafter:
         index.extend(request.prompt)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """The continuation of the best match, or of several that share a tree."""
+        """Returns the continuation of the best match, or of several matches in one tree."""
         each = zip(context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True)
         drafts = [
             self._draft(slot, tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
@@ -171,7 +170,7 @@ class NgramDrafter:
         return replace(tree, scores=floats_on(scores, self._device))
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
-        """What followed the end of a drafted path earlier in the sequence; see `Lookup`."""
+        """See `Lookup`."""
         index, longest = self._indices[slot], self._options.prompt_lookup_max
         index.extend(tokens)
         end = index.last_end([*tokens[-longest:], *path], len(path))
@@ -180,14 +179,13 @@ class NgramDrafter:
         return _repeated([*tokens[end : end + depth], *path[max(end - len(tokens), 0) :]], depth)
 
     def commit(self, committed: Committed) -> None:
-        """Nothing to learn: the index follows the committed tokens when it proposes."""
+        """Learns nothing: `propose` indexes the committed tokens."""
 
     def release(self, slot: int) -> None:
         """Forgets the index."""
         self._indices.pop(slot, None)
 
     def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> _Draft:
-        """One sequence's tree: the first match's continuation, or those of all matches as far as nodes allow."""
         index = self._indices[slot]
         index.extend(tokens)
         trie, scores = Trie(tokens[-1]), [0.0]
@@ -204,19 +202,19 @@ class NgramDrafter:
 
 
 def _agreement(tokens: Sequence[int], end: int) -> int:
-    """How many of the last tokens are those before the end of a match, as far as anyone looks."""
+    """Returns how many tokens before the end of a match equal the text's last tokens, at most 32."""
     most, size = min(end, _LONGEST_AGREEMENT), len(tokens)
     return next((back for back in range(most) if tokens[end - 1 - back] != tokens[size - 1 - back]), most)
 
 
 def _path_scores(agreement: int, depth: int) -> list[float]:
-    """Log-probabilities that a continuation is right down to each depth, after some tokens that agree."""
+    """Log-probabilities that a continuation is right down to each depth."""
     seen = agreement + 1
     return [math.log(seen / (seen + below)) for below in range(1, depth + 1)]
 
 
 def _repeated(following: Sequence[int], depth: int) -> list[int]:
-    """A continuation with `depth` tokens, repeated from its beginning where it has fewer; it has one at least."""
+    """Returns `depth` tokens: a continuation of at least one token, repeated from its beginning."""
     return list(islice(cycle(following), depth))
 
 

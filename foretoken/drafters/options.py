@@ -1,4 +1,4 @@
-"""The options that all methods of drafting share: how much is drafted, in which trees, and what is pruned."""
+"""Options that all drafting methods share: how much is drafted, in which trees, and what is pruned."""
 
 from __future__ import annotations
 
@@ -20,45 +20,43 @@ if TYPE_CHECKING:
     from foretoken.runner.costs import CostCurve
     from foretoken.trees.dynamic import AnyShape
 
-LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
+LONGEST_CHAIN = 16  # tokens per pass if nothing else sets a bound
 TreeOption = str | InstanceOf[TreeShape]
 _OWN_TREES = ("chain", "tree", "dynamic")
 _TREE_TOP_K = 10  # EAGLE's
 
 
 class DrafterOptions(BaseModel):
-    """Keys of `speculative_config` that every method takes; a method's own options derive from it.
+    """Keys of `speculative_config` that every method takes; a method's own options derive from this class.
 
-    Values have exactly the types that are written here: neither true nor "3" nor 3.0 is a number of tokens.
+    Values must have exactly the declared types: neither true nor "3" nor 3.0 is a number of tokens.
 
     Attributes:
         method: Name of the method.
-        model: Directory or hub id of the drafter's weights, for methods that have some.
-        num_speculative_tokens: Depth of a draft; None lets the engine choose it from measured costs and acceptance.
+        model: Directory or hub id of the drafter's weights, for methods with weights.
+        num_speculative_tokens: Depth of a draft; None lets the engine choose from measured costs and acceptance.
         tree: "chain", "tree" (the method's own branching shape), "dynamic" (the most probable nodes of each draft, see
             `foretoken.trees.dynamic`), the name of a published tree (see `foretoken.trees.choices`), Medusa choices
-            such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; both become a `TreeShape` here.
-        max_nodes: Most nodes of a tree, root included. Of dynamic trees, EAGLE's `total_token` and SGLang's
-            `num_draft_tokens`; `num_speculative_tokens` is then EAGLE's `depth` and one, and SGLang's `num_steps`.
-        tree_top_k: Of dynamic trees: candidates of each node, and nodes expanded a level. EAGLE's `top_k`, SGLang's
-            `eagle_topk`. None for 10, or for fewer where the engine chooses how much is drafted and wide passes cost
-            much.
-        pruning: Thresholds below which drafted nodes are left out before the target sees them, and not drafted from:
-            some of "token_probability", "path_probability" and "entropy_weighted", see `foretoken.trees.pruning`. For
-            methods whose drafts have probabilities.
+            such as
+            [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; choices and widths become a `TreeShape`.
+        max_nodes: Most nodes of a tree, root included. For dynamic trees, EAGLE's `total_token` and SGLang's
+            `num_draft_tokens`; `num_speculative_tokens` is then EAGLE's `depth` plus 1, and SGLang's `num_steps`.
+        tree_top_k: For dynamic trees: candidates of each node, and nodes expanded per level. EAGLE's `top_k`, SGLang's
+            `eagle_topk`. None for 10, or fewer if the engine chooses how much is drafted and wide passes cost much.
+        pruning: Thresholds of improbable nodes, which are removed before the target sees them: "token_probability",
+            "path_probability", "entropy_weighted", see `foretoken.trees.pruning`. For methods whose drafts have
+            probabilities.
     """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
     )  # fmt: skip
-    is_trusted: ClassVar[bool] = (
-        False  # gets the engine's own values, and its word is taken; see `trust_drafter` of LLM
-    )
+    is_trusted: ClassVar[bool] = False  # whether it gets the engine's own values and is believed, see `LLM`
     can_adapt_depth: ClassVar[bool] = True  # whether drafts of any depth up to the greatest make sense
     has_dynamic_trees: ClassVar[bool] = False  # whether it drafts level by level, by probabilities of its own
-    prunable_by: ClassVar[frozenset[str]] = frozenset()  # keys of `pruning`: all where there are draft distributions
-    reads_predictions: ClassVar[bool] = False  # whether it drafts from `DraftRequest.prediction`, and from nothing else
-    can_prune_tree: ClassVar[bool] = False  # whether "tree" is drafted at once, at the same cost whatever is kept of it
+    prunable_by: ClassVar[frozenset[str]] = frozenset()  # keys of `pruning`: all for methods with draft distributions
+    reads_predictions: ClassVar[bool] = False  # whether it drafts from `DraftRequest.prediction` alone
+    can_prune_tree: ClassVar[bool] = False  # whether "tree" is drafted at once, at the same cost for any part of it
 
     method: str
     model: str | None = None
@@ -71,11 +69,7 @@ class DrafterOptions(BaseModel):
     @field_validator("tree", mode="before")
     @classmethod
     def _tree(cls, value: Any) -> Any:
-        """A known name, or a shape.
-
-        Raises:
-            ConfigError: For anything else.
-        """
+        """Returns a known name or a shape; refuses other values."""
         if isinstance(value, TreeShape):
             return value
         if not isinstance(value, str):
@@ -89,11 +83,7 @@ class DrafterOptions(BaseModel):
     @field_validator("pruning", mode="before")
     @classmethod
     def _pruning(cls, value: Any, info: ValidationInfo) -> Any:
-        """Thresholds that the method's drafts can be held against.
-
-        Raises:
-            ConfigError: For anything else.
-        """
+        """Refuses thresholds that the method's drafts cannot be compared with."""
         if value is None:
             return None
         pruning = value if isinstance(value, Pruning) else validated(Pruning, value, "pruning")
@@ -108,11 +98,7 @@ class DrafterOptions(BaseModel):
 
     @model_validator(mode="after")
     def _dynamic(self) -> Self:
-        """Dynamic trees are asked for where there are some.
-
-        Raises:
-            ConfigError: Elsewhere.
-        """
+        """Refuses options of dynamic trees for methods and trees without them."""
         if self.tree == "dynamic" and not self.has_dynamic_trees:
             raise ConfigError(
                 f"method '{self.method}' has no dynamic trees. Expected a method that drafts level by level by "
@@ -127,7 +113,7 @@ class DrafterOptions(BaseModel):
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether a controller chooses how much is drafted: for chains and own trees whose size nobody fixed."""
+        """Whether a controller chooses how much is drafted: for chains and own trees without a fixed size."""
         return self.can_adapt_depth and self.tree in _OWN_TREES and self.num_speculative_tokens is None
 
     @property
@@ -136,11 +122,11 @@ class DrafterOptions(BaseModel):
         return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
 
     def dynamic_shape(self, greatest_depth: int, costs: Callable[[], CostCurve] | None = None) -> DynamicShape:
-        """The dynamic trees asked for.
+        """Returns the dynamic trees asked for.
 
         Args:
             greatest_depth: Most levels that the method drafts.
-            costs: Gives what passes of the target cost; None where that does not count.
+            costs: Returns the seconds of target passes; None if they do not count.
         """
         top_k = self.tree_top_k
         if top_k is None:
@@ -148,16 +134,16 @@ class DrafterOptions(BaseModel):
         return DynamicShape(top_k=top_k, depth=min(self.chain_len, greatest_depth), max_nodes=self.max_nodes)
 
     def language_model_shape(self, costs: Callable[[], CostCurve] | None = None) -> AnyShape:
-        """The trees asked for, dynamic or static, of drafters that are language models; costs: see `dynamic_shape`."""
+        """Returns the trees asked for, of drafters that are language models; costs: see `dynamic_shape`."""
         if self.tree == "dynamic":
             return self.dynamic_shape(LONGEST_CHAIN, costs)
         return self.shape(lambda: TreeShape.from_choices(OF_LANGUAGE_MODELS))
 
     def shape(self, branching: Callable[[], TreeShape]) -> TreeShape:
-        """The static shape asked for.
+        """Returns the static shape asked for.
 
         Args:
-            branching: Gives what "tree" means for the method.
+            branching: Returns the method's shape for "tree".
         """
         if self.tree == "chain":
             return TreeShape.chain(self.chain_len)
@@ -167,9 +153,9 @@ class DrafterOptions(BaseModel):
 
 
 def _affordable_top_k(costs: CostCurve) -> int:
-    """Candidates of a node where large trees do not pay: the root of the nodes of a pass a third dearer than one.
+    """Returns the square root of the nodes of a pass that takes a third longer than a pass of one token.
 
-    Every candidate is fed to the drafter at the next level, and trees that pay are hardly ever wider than that.
+    The next level feeds every candidate to the drafter, and trees that pay are rarely wider than that.
     """
     nodes = max(width for width in range(1, _TREE_TOP_K**2 + 1) if costs(width) <= 4 / 3 * costs(1))
     return max(2, math.ceil(math.sqrt(nodes)))

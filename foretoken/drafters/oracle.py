@@ -1,7 +1,7 @@
-"""A drafter that knows the answer: it measures what the engine costs at a given acceptance, without trained weights.
+"""A drafter that knows the answer. It measures the engine's cost at a given acceptance, without trained weights.
 
-It is given the whole texts that plain decoding produces and a script of how many drafted tokens are to be right in each
-pass. `pattern=[0]` is always wrong, `pattern=[5]` always right to depth 5.
+It gets the whole texts of plain decoding, and a script of how many drafted tokens are right in each pass. `pattern=[0]`
+is always wrong, `pattern=[5]` always right to depth 5.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Options(DrafterOptions):
     """Options of the oracle.
 
     Attributes:
-        references: Token ids of whole texts, prompt and output, as plain decoding gives them.
-        pattern: Right tokens in each pass of a sequence, repeated from the start when it ends.
+        references: Token ids of whole texts, prompt and output, from plain decoding.
+        pattern: Right tokens in each pass of a sequence, repeated when it ends.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class Options(DrafterOptions):
 
 
 class OracleDrafter:
-    """Drafts the reference continuation, right as far as the script says and wrong from there."""
+    """Drafts the reference continuation, right down to the depth of the script and wrong below."""
 
     name = "oracle"
     reads = TargetReads()
@@ -48,16 +48,16 @@ class OracleDrafter:
         self._passes: dict[int, int] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Learns where trees lie, and what a wrong token can be."""
+        """Takes the device of trees and the vocabulary size."""
         self._target = target
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """The script starts anew."""
+        """Restarts the script."""
         del request
         self._references[slot], self._passes[slot] = (), 0
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """What follows in the reference, with the wrong tokens of the script."""
+        """Returns the reference continuation with the wrong tokens of the script."""
         rows = [
             self._trie(slot, tokens, min(self._depth, depth)).row()
             for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True)
@@ -65,7 +65,7 @@ class OracleDrafter:
         return TokenTree.from_rows(rows, device=self._target.device)
 
     def commit(self, committed: Committed) -> None:
-        """The script goes on by one pass, except after a part of a prompt."""
+        """Advances the script by one pass, except after a part of a prompt."""
         if committed.verified is not None:
             for slot in committed.slots:
                 self._passes[slot] += 1
@@ -76,8 +76,8 @@ class OracleDrafter:
         self._passes.pop(slot, None)
 
     def _trie(self, slot: int, tokens: Sequence[int], depth: int) -> Trie:
-        """One sequence's tree: a chain, with a wrong sibling before every node when siblings are asked for."""
-        # Texts may share a prompt, so the one that fitted so far need not fit any longer.
+        """Returns a chain, with a wrong sibling before every node if the options ask for siblings."""
+        # Texts may share a prompt, so another reference may fit now.
         if list(self._references[slot][: len(tokens)]) != list(tokens):
             known = (r for r in self._options.references if list(r[: len(tokens)]) == list(tokens))
             self._references[slot] = next(known, ())

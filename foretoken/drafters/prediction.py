@@ -1,11 +1,11 @@
-"""Predicted output: a request brings a text that its output probably repeats in part, and that is drafted.
+"""Predicted output: a request brings a text that its output probably repeats in part; that text is drafted.
 
-An edit of a file repeats most of it, and so does a form that is filled in. The prediction comes with the prompt:
-`{"prompt": ..., "prediction": ...}`; a request without one is not drafted for. Engines with other drafters, or none,
-have this one besides, and ask it only while a request of the batch brings a prediction. The output's place in the
-prediction is followed, and found again after every change (`foretoken.drafters.prediction`).
+An edit of a file repeats most of the file; so does a form that is filled in. The prediction comes with the prompt:
+`{"prompt": ..., "prediction": ...}`. A request without a prediction gets no draft. Every engine has this drafter, and
+asks it only while a request of the batch brings a prediction. The drafter follows the output's place in the prediction,
+and finds the place again after every change.
 
-What OpenAI counts as `accepted_prediction_tokens` is `accepted_by["prediction"]` of a request's metrics.
+OpenAI's `accepted_prediction_tokens` is `accepted_by["prediction"]` of a request's metrics.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from foretoken.trees.merge import Trie
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_MOST_REPLACED = 4  # tokens after a change for which as many tokens of the text are taken for replaced
-_NEAREST = 8  # matches looked at on each side of the last place
+_MOST_REPLACED = 4  # after a change of at most so many tokens, as many tokens of the text count as replaced
+_NEAREST = 8  # matches examined on each side of the last place
 
 
 class FollowedText:
-    """A text, and the place in it where an output goes on.
+    """A text, and the place in it where an output continues.
 
-    While the output repeats the text, the place moves along. A token that differs ends that: the place is then sought
-    among the matches of the output's last tokens nearest to where it was lost, until one is found. Meanwhile the first
-    few tokens are taken to stand for as many tokens of the text, as after a name that was replaced.
+    While the output repeats the text, the place moves along. After a differing token, the place is searched among the
+    matches of the output's last tokens, nearest to the old place first. Until it is found, the first few tokens count
+    as
+    replacements of as many tokens of the text, as when a name was replaced.
     """
 
     def __init__(self, text: Sequence[int], *, shortest: int, longest: int) -> None:
-        """An output that begins with the text.
+        """Starts at the beginning of the text.
 
         Args:
-            text: Token ids. Not copied, and not to be changed.
-            shortest: Tokens that a match has at least.
-            longest: Tokens of a match that are compared at most.
+            text: Token ids. Not copied; must not be changed.
+            shortest: Fewest tokens of a match.
+            longest: Most tokens of a match that are compared.
         """
         self._text, self._shortest, self._longest = text, shortest, longest
         self._ends: dict[tuple[int, ...], list[int]] | None = None  # of each run of `shortest` tokens; made when needed
@@ -53,19 +54,20 @@ class FollowedText:
         self._num_seen = 0
 
     def branch(self) -> Self:
-        """One that stands at the same place and may follow another output from here on; both share what is known."""
+        """Returns a copy at the same place, which may follow another output; both share the index."""
         if self._ends is None:
             self._ends = _ends_of_runs(self._text, self._shortest)
         return copy(self)
 
     def follow(self, output: Sequence[int], begin: int = 0) -> None:
-        """Moves on by the tokens not seen yet.
+        """Advances by the new tokens.
 
         Args:
             output: The whole output so far, perhaps with a prompt before it; or its end, from `longest` tokens before
-                those not seen yet on.
-            begin: Where the output begins in it; what is before is matched with nothing. Below 0 where its first
-                tokens are missing.
+                the new
+                tokens on.
+            begin: Where the output begins in `output`; earlier tokens are not matched. Below 0 if its first tokens are
+                missing.
         """
         for size in range(begin + self._num_seen + 1, len(output) + 1):
             expected = self._expected()
@@ -79,16 +81,16 @@ class FollowedText:
         self._num_seen = len(output) - begin
 
     def places(self, output: Sequence[int], begin: int = 0) -> Iterator[int]:
-        """Places at which the output may go on, the most likely first, each once.
+        """Yields places at which the output may continue, the most likely first, each once.
 
         Args:
-            output: What was last followed.
-            begin: Where the output begins in it.
+            output: The tokens that were last followed.
+            begin: Where the output begins in `output`.
 
         Yields:
-            Indices into the text, less than its length: where it is followed or taken to be; then where the output's
-            last tokens are found, the longest match first, of equally long ones the nearest ahead, then the nearest
-            before.
+            Indices into the text, less than its length: first the followed or assumed place; then matches of the
+                output's last
+            tokens, the longest first, among equals the nearest ahead, then the nearest behind.
         """
         expected = self._expected()
         if expected is not None:
@@ -98,12 +100,12 @@ class FollowedText:
                 yield place
 
     def _expected(self) -> int | None:
-        """Place of the token that comes next if the text is followed, or was changed in a few tokens; None if not."""
+        """Returns the place of the next token if the text is followed, or was changed in a few tokens; else None."""
         place = self._place + self._num_lost
         return place if self._num_lost <= _MOST_REPLACED and place < len(self._text) else None
 
     def _matches(self, output: Sequence[int], begin: int, size: int) -> Iterator[int]:
-        """Ends in the text of matches of the last of `size` tokens, in the order of `places`."""
+        """Yields ends in the text of matches of the last of `size` tokens, in the order of `places`."""
         shortest = self._shortest
         if size - begin < shortest:
             return
@@ -116,7 +118,7 @@ class FollowedText:
         yield from sorted(near, key=lambda end: -self._match_len(output, size, end, most))
 
     def _match_len(self, output: Sequence[int], size: int, end: int, most: int) -> int:
-        """Tokens before `end` in the text that are the last ones of `size` tokens, `most` at most."""
+        """Returns how many tokens before `end` in the text equal the last of `size` tokens, at most `most`."""
         length, most = self._shortest, min(most, end)
         while length < most and self._text[end - length - 1] == output[size - length - 1]:
             length += 1
@@ -124,22 +126,22 @@ class FollowedText:
 
 
 def _ends_of_runs(text: Sequence[int], length: int) -> dict[tuple[int, ...], list[int]]:
-    """Where each run of so many tokens ends, ascending; as many numbers as the text has tokens at most."""
+    """Returns where each run of `length` tokens ends, ascending."""
     ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for end in range(length, len(text) + 1):
         ends[tuple(text[end - length : end])].append(end)
     return ends
 
 
-_MOST_PLACES = 4  # of the prediction that a tree goes on from
+_MOST_PLACES = 4  # of the prediction in one tree
 
 
 class Options(DrafterOptions):
     """Options of predicted output.
 
     Attributes:
-        prediction_max_match: Tokens that are compared at most where a place is sought after a change.
-        prediction_min_match: Shortest match that is trusted.
+        prediction_max_match: Most tokens compared when a place is searched after a change.
+        prediction_min_match: Shortest match.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -151,7 +153,6 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _ordered(self) -> Options:
-        """The shortest match cannot be longer than the longest."""
         if self.prediction_min_match > self.prediction_max_match:
             raise ValueError(
                 f"prediction_min_match must not be above prediction_max_match, {self.prediction_max_match}"
@@ -182,11 +183,11 @@ class PredictionDrafter:
         self._predicted: dict[int, _Predicted] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Learns where trees lie."""
+        """Takes the device of trees."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Takes the prediction, where there is one."""
+        """Takes the request's prediction, if it has one."""
         if request.prediction is None:
             self._predicted.pop(slot, None)
             return
@@ -197,7 +198,7 @@ class PredictionDrafter:
         self._predicted[slot] = _Predicted(request.prediction, followed, len(request.prompt))
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """What follows in the prediction, or at several places of it that share a tree; roots alone without any."""
+        """Returns what follows in the prediction, at one place or at several in one tree; roots alone without any."""
         if not self._predicted:
             return TokenTree.roots(context.roots, device=self._device)
         each = zip(context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True)
@@ -208,13 +209,13 @@ class PredictionDrafter:
         return TokenTree.from_rows(rows, device=self._device)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> Sequence[int]:
-        """What follows in the prediction if a path is generated; see `Lookup`."""
+        """See `Lookup`."""
         predicted = self._predicted.get(slot)
         if predicted is None:
             return ()
         prediction, followed, begin = predicted
         followed.follow(tokens, begin)
-        first = max(len(tokens) - self._options.prediction_max_match, 0)  # of the tokens that matches look at
+        first = max(len(tokens) - self._options.prediction_max_match, 0)  # of the tokens that matches compare
         text, begin = [*tokens[first:], *path], begin - first
         ahead = followed.branch()
         ahead.follow(text, begin)
@@ -222,14 +223,13 @@ class PredictionDrafter:
         return () if place is None else prediction[place : place + depth]
 
     def commit(self, committed: Committed) -> None:
-        """Nothing to learn: the place follows the committed tokens when it proposes."""
+        """Learns nothing: `propose` follows the committed tokens."""
 
     def release(self, slot: int) -> None:
         """Forgets the prediction."""
         self._predicted.pop(slot, None)
 
     def _row(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> TreeRow:
-        """One sequence's tree."""
         trie = Trie(tokens[-1])
         predicted = self._predicted.get(slot)
         if predicted is not None and depth > 0:

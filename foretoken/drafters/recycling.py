@@ -1,11 +1,11 @@
-"""Token recycling: the tokens that the target found most probable after a token are drafted when it comes again.
+"""Token recycling: drafts the tokens that the target found most probable when the same token occurred before.
 
-A matrix (`foretoken.drafters.recycling`) holds them for every token of the vocabulary and is written anew at every
-verified node. A draft is a tree of ranks, each node filled with the successor of that rank of its parent's token. Where
-the paper has one tree of 80 nodes for all texts, this one is the best for how often each rank was right lately: the
-nodes with the greatest product of these probabilities, which are the tree's `scores`, too.
+A matrix holds these successors for every token of the vocabulary; every verified node overwrites its token's row. A
+draft is a tree of ranks: each node holds the successor of that rank of its parent's token. The paper has one tree of 80
+nodes for all texts. This drafter takes the nodes with the greatest product of the ranks' recent acceptance rates. The
+products are the tree's `scores`.
 
-One matrix serves all requests without a `cache_salt`; those that have one share a matrix with that salt alone.
+All requests without a `cache_salt` share one matrix; requests with the same salt share another one.
 
 Source: Luo et al. 2024, "Token Recycling" (arXiv 2408.08696).
 """
@@ -36,36 +36,30 @@ if TYPE_CHECKING:
 
 
 class SuccessorMatrix:
-    """(V, W) token ids, the most probable first. Takes V * W * 4 bytes at most; pages never written to take none."""
+    """(V, W) token ids, most probable first. Takes at most V * W * 4 bytes; pages never written take none."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
-        """A matrix that knows no successors.
-
-        Args:
-            vocab_size: V.
-            width: W.
-        """
-        # Every id is stored one greater, and so are the places of rows: 0 is an unknown token, as are its successors.
+        # Ids and row indices are stored plus 1: 0 is an unknown token, and row 0 holds no successors.
         self._rows: NDArray[np.int32] = np.zeros((vocab_size + 1, width), dtype=np.int32)
 
     def update(self, tokens: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
-        """Replaces the successors of some tokens; of a token that stands twice, the last ones stay.
+        """Replaces the successors of some tokens; for a repeated token the last entry counts.
 
         Args:
             tokens: (M,), each below V.
-            successors: (M, at most W), the most probable first.
+            successors: (M, at most W), most probable first.
         """
         self._rows[tokens + 1, : successors.shape[1]] = successors + 1
 
     def of(self, token: int) -> list[int]:
-        """The W successors of a token, -1 where none is known."""
+        """Returns the W successors of a token, -1 for unknown ones."""
         ids: list[int] = (self._rows[token + 1] - 1).tolist()
         return ids
 
     def fill(
         self, root: int, parents: NDArray[np.int64], ranks: NDArray[np.int64], levels: Sequence[slice]
     ) -> NDArray[np.int64]:
-        """The tokens of a tree in which every node holds the successor of its parent's token with the node's rank.
+        """Returns the tokens of a tree: each node holds the successor, of the node's rank, of its parent's token.
 
         Args:
             root: Token of node 0.
@@ -74,7 +68,7 @@ class SuccessorMatrix:
             levels: The nodes of each depth below the root.
 
         Returns:
-            (N,), -1 where no successor is known, and below such nodes.
+            (N,), -1 for unknown successors and below them.
         """
         ids = np.empty(len(parents), dtype=np.int64)
         ids[0] = root + 1
@@ -83,12 +77,12 @@ class SuccessorMatrix:
         return ids - 1
 
 
-_NUM_SUCCESSORS = 8  # of a token, as in the paper; more where a static tree has higher ranks
+_NUM_SUCCESSORS = 8  # per token, as in the paper; more for static trees with higher ranks
 _MOST_SUCCESSORS = 32
-_MOST_SALTS = 16  # with a matrix each; the one whose last request began longest ago goes first
-_PRIOR = 32.0  # tokens that the first estimate of how often a rank is right is worth
-_FADE = 0.5 ** (1 / 500)  # by token
-_REFRESH = 64  # iterations between two looks at which tree is best
+_MOST_SALTS = 16  # salts with a matrix; the salt whose last request began longest ago is dropped first
+_PRIOR = 32.0  # tokens that the first estimate of a rank's acceptance is worth
+_FADE = 0.5 ** (1 / 500)  # decay per token
+_REFRESH = 64  # iterations between two choices of the best tree
 
 
 class Options(DrafterOptions):
@@ -102,11 +96,7 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _ranks(self) -> Options:
-        """Static trees name no more successors than are kept.
-
-        Raises:
-            ConfigError: Otherwise.
-        """
+        """Refuses static trees that use more successors than are kept."""
         if self.num_successors > _MOST_SUCCESSORS:
             raise ConfigError(
                 f"the tree has a node of rank {self.num_successors - 1}. Expected ranks below {_MOST_SUCCESSORS}: "
@@ -116,7 +106,7 @@ class Options(DrafterOptions):
 
     @property
     def fixed_shape(self) -> TreeShape | None:
-        """The shape of chains and static trees, no larger than allowed; None for the best tree."""
+        """The shape of chains and static trees, at most as large as allowed; None for the best tree."""
         return None if self.tree == "tree" else TreeShape(self.shape(_no_branching).choices[: self.max_nodes - 1])
 
     @property
@@ -127,12 +117,11 @@ class Options(DrafterOptions):
 
 
 def _no_branching() -> TreeShape:
-    """What is asked for only where "tree" has a static shape."""
     raise RuntimeError("the best tree has no fixed shape")
 
 
 class RankRates:
-    """How often the target's token was the successor of each rank, where successors were known; older tokens fade."""
+    """How often the target's token was the successor of each rank, if successors were known; older tokens fade."""
 
     def __init__(self, num_ranks: int) -> None:
         self._start = 0.35 * np.arange(1, num_ranks + 1) ** -1.3
@@ -142,7 +131,7 @@ class RankRates:
         """Counts a token that followed.
 
         Args:
-            successors: What was known of the token before it, -1 for nothing.
+            successors: Known successors of the token before it, -1 for none.
             token: Of the text.
         """
         if successors[0] < 0:
@@ -153,7 +142,7 @@ class RankRates:
             self._hits[successors.index(token)] += 1
 
     def estimates(self) -> list[float]:
-        """P(the next token is the one of this rank) of every rank; above 0, and at most 1 together."""
+        """P(the next token has this rank) of every rank; above 0, their sum at most 1."""
         rates: list[float] = ((self._hits + _PRIOR * self._start) / (self._seen + _PRIOR)).tolist()
         return rates
 
@@ -176,7 +165,7 @@ class Template:
         ranks: (N,) int64.
         depths: (N,) int64.
         scores: (N,) float32, log-probability that the whole path is accepted.
-        ends: Nodes that lie at most 0, 1, 2, … deep.
+        ends: Numbers of nodes at most 0, 1, 2, … deep.
     """
 
     parents: NDArray[np.int64]
@@ -187,7 +176,7 @@ class Template:
 
     @classmethod
     def of(cls, shape: TreeShape, rates: Sequence[float]) -> Template:
-        """A shape whose ranks are right as often as `rates` says."""
+        """Returns a shape with scores from the acceptance rates of its ranks."""
         depths, ranks, logs = np.array(shape.depths), np.array(shape.ranks), np.log(rates)
         values = [0.0]
         for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
@@ -201,7 +190,7 @@ class Template:
         )
 
     def fill(self, matrix: SuccessorMatrix, root: int, max_depth: int, max_nodes: int) -> Filled:
-        """A sequence's tree, as far as successors are known."""
+        """Returns a sequence's tree of the known successors."""
         depth = min(max_depth, len(self.ends) - 1)
         count = min(self.ends[depth], max_nodes)
         levels = [slice(begin, min(end, count)) for begin, end in zip(self.ends[:depth], self.ends[1:], strict=False)]
@@ -231,7 +220,7 @@ class RecyclingDrafter:
         self._template = self._best_template()
         self._salted: OrderedDict[str, SuccessorMatrix] = OrderedDict()
         self._matrices: dict[int, SuccessorMatrix] = {}  # by slot
-        self._known: dict[int, list[int]] = {}  # by slot: successors of its last committed token as they were before
+        self._known: dict[int, list[int]] = {}  # by slot: earlier successors of its last committed token
 
     def attach(self, target: TargetHandle) -> None:
         """Allocates the matrix that requests without a salt share."""
@@ -244,7 +233,7 @@ class RecyclingDrafter:
         self._matrices[slot] = self._shared if request.cache_salt is None else self._matrix_of(request.cache_salt)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """The tree of ranks, filled from each root on."""
+        """Returns the tree of ranks, filled from each root."""
         filled = [
             self._template.fill(self._matrices[slot], root, max(depth, 0), min(nodes, self.nodes_by_depth[-1]))
             for slot, root, depth, nodes in zip(
@@ -273,7 +262,7 @@ class RecyclingDrafter:
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
-        """The most probable successor of the path's last token, its most probable one, and so on; see `Lookup`."""
+        """See `Lookup`: follows the most probable successor of each token."""
         del tokens
         matrix, token, found = self._matrices[slot], path[-1], list[int]()
         while len(found) < depth and (token := matrix.of(token)[0]) >= 0:
@@ -281,20 +270,20 @@ class RecyclingDrafter:
         return found
 
     def commit(self, committed: Committed) -> None:
-        """Counts which ranks were right, and writes the successors of every verified node. Syncs.
+        """Learns the ranks of accepted tokens, and writes the successors of every verified node. Synchronises.
 
-        Of a token that stands at several nodes the last one of the accepted text counts, or else the last of all.
+        If a token stands at several nodes, the last one of the accepted text counts, or else the last of all.
         """
         verified = committed.verified
         if verified is None or verified.top_ids is None:
             return
         for slot, text in zip(committed.slots, committed.tokens, strict=True):
             self._count(slot, text)
-        ids = verified.top_ids[:, : self._num_ranks].cpu().numpy()  # others may have asked for more
+        ids = verified.top_ids[:, : self._num_ranks].cpu().numpy()  # other drafters may have asked for more
         tokens, parents = torch.stack([verified.tree.tokens, verified.tree.parents]).cpu().numpy()
         for row, (slot, path) in enumerate(zip(committed.slots, verified.paths, strict=True)):
             start, end = verified.offsets[row : row + 2]
-            drafted = np.flatnonzero(parents[row, : end - start] >= 0)  # neither the root nor what was cut off
+            drafted = np.flatnonzero(parents[row, : end - start] >= 0)  # neither root nor cut off
             nodes = np.concatenate([drafted, np.array([0, *path], dtype=np.int64)])
             self._matrices[slot].update(tokens[row, nodes], ids[start + nodes])
         self._num_commits += 1
@@ -302,12 +291,12 @@ class RecyclingDrafter:
             self._template = self._best_template()
 
     def release(self, slot: int) -> None:
-        """Forgets which matrix the slot used; what it holds stays."""
+        """Forgets which matrix the slot used; the matrix stays."""
         self._matrices.pop(slot, None)
         self._known.pop(slot, None)
 
     def _count(self, slot: int, text: Sequence[int]) -> None:
-        """Counts the tokens of a text that became known, each among the successors of the one before."""
+        """Counts the rank of each new token of a text among the successors of the token before it."""
         matrix, known = self._matrices[slot], self._known.get(slot)
         for token in text:
             if known is not None:
@@ -317,7 +306,6 @@ class RecyclingDrafter:
             self._known[slot] = known
 
     def _best_template(self) -> Template:
-        """The tree to draft by what is known of the ranks."""
         rates, options = self._rates.estimates(), self._options
         if self._shape is not None:
             return Template.of(self._shape, rates)
@@ -328,7 +316,7 @@ class RecyclingDrafter:
         return SuccessorMatrix(self._vocab_size, self._num_ranks)
 
     def _matrix_of(self, salt: str) -> SuccessorMatrix:
-        """The matrix of a salt, made if needed."""
+        """Returns the matrix of a salt; makes it if needed."""
         matrix = self._salted.pop(salt, None) or self._new_matrix()
         self._salted[salt] = matrix
         if len(self._salted) > _MOST_SALTS:

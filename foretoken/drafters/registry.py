@@ -1,9 +1,9 @@
-"""Finding a drafter by its method's name, and checking its options.
+"""Finds a drafter by its method's name, and checks its options.
 
-A method is a module with a class `Options(DrafterOptions)` and a function `create(options) -> Drafter`, or, where what
-it reads depends on the target's model, `create_for(options, model) -> Drafter`. Modules of this package are found by
-the name of their file, those of other packages by an entry point of the group `foretoken.drafters`, or by their import
-path, which has a dot: `{"method": "my_package.my_drafter"}`.
+A method is a module with a class `Options(DrafterOptions)` and a function `create(options) -> Drafter`. If its `reads`
+depend on the target's model, the function is `create_for(options, model) -> Drafter`. Modules of this package are found
+by file name; modules of other packages by an entry point of the group `foretoken.drafters`, or by their import path,
+which has a dot: `{"method": "my_package.my_drafter"}`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {"base", "options", "registry"}
-# A tool of benchmarks, which needs the answer: by its exact name only.
+# A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
-# Methods of papers and of other engines, without dashes: known by name, and not there yet.
+# Methods of papers and other engines, without dashes, that do not exist here.
 _PLANNED = frozenset({
     "clover", "dflash", "kangaroo", "mtp", "ngramgpu", "pard",
 })  # fmt: skip
-# Names of papers whose heads are drafted with by another paper's method.
+# Papers whose heads another paper's method drafts with.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
 # Other names of methods, without dashes.
 _OTHER_NAMES = {
@@ -48,25 +48,25 @@ _OTHER_NAMES = {
 
 
 def known_methods() -> list[str]:
-    """Names that `speculative_config["method"]` may have, besides import paths."""
+    """Returns the names that `speculative_config["method"]` may have, besides import paths."""
     found = pkgutil.iter_modules(foretoken.drafters.__path__)
     modules = {module.name for module in found if not module.ispkg}  # packages hold what methods share
     return sorted((modules - _NOT_METHODS) | _installed().keys())
 
 
 def _installed() -> Mapping[str, str]:
-    """Import paths of other packages' methods, by name."""
+    """Returns import paths of other packages' methods, by name."""
     return _entry_points(tuple((place, _changed_at(place)) for place in sys.path))
 
 
 @lru_cache(maxsize=1)
 def _entry_points(search_path: tuple[tuple[str, int | None], ...]) -> Mapping[str, str]:  # noqa: ARG001 - the key
-    """Reads the metadata of every installed package, which takes 40 ms: once, until a folder on the path changes."""
+    """Reads the metadata of every installed package, which takes 40 ms; cached until a folder on the path changes."""
     return {point.name: point.value for point in entry_points(group=_GROUP)}
 
 
 def _changed_at(place: str) -> int | None:
-    """When a folder's entries last changed, in nanoseconds; None where there is none."""
+    """Returns when a folder's entries last changed, in nanoseconds; None without a folder."""
     try:
         return Path(place).stat().st_mtime_ns
     except OSError:
@@ -74,17 +74,17 @@ def _changed_at(place: str) -> int | None:
 
 
 def is_method(name: str) -> bool:
-    """Whether a name is a method's, or may be the import path of one."""
+    """Returns whether a name is a method's, or may be the import path of one."""
     return name in known_methods() or is_import_path(name)
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name is a module's within a package."""
+    """Returns whether a name is that of a module in a package."""
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
 def offered_methods() -> list[str]:
-    """The methods that are named to a user who mistyped one: all but the tools of benchmarks."""
+    """Returns the methods to suggest to a user: all but the tools of benchmarks."""
     return [method for method in known_methods() if method not in _TOOLS]
 
 
@@ -122,7 +122,7 @@ def unknown_method(method: object, also: Sequence[str] = ()) -> str:
 
 
 def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:
-    """Makes the drafter that the options describe; its weights are loaded when it is attached.
+    """Makes the drafter that the options describe; `attach` loads its weights.
 
     Args:
         options: Of the drafter.
@@ -137,11 +137,7 @@ def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:
 
 
 def _module(method: str) -> Any:
-    """The method's module.
-
-    Raises:
-        ConfigError: When it cannot be imported or lacks what a method is made of.
-    """
+    """Returns the method's module; raises `ConfigError` if it cannot be imported or is incomplete."""
     path = method if is_import_path(method) else _installed().get(method, f"foretoken.drafters.{method}")
     with foreign_errors_as(
         ConfigError, lambda err: f"the file of method '{method}' cannot be imported: {described(err)}. Mend it."

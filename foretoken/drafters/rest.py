@@ -1,8 +1,8 @@
-"""Retrieval from a datastore: what followed the last few tokens in a corpus of the user's is proposed.
+"""Retrieval from a datastore: proposes what followed the last few tokens in a corpus of the user's.
 
-Source: He et al. 2023, "REST: Retrieval-Based Speculative Decoding" (arXiv 2311.08252): the longest suffix of the
-context that occurs in the corpus, what followed it there, and the most frequent beginnings of that as a tree. The
-corpus is sorted once, by `foretoken data index`, and mapped into memory.
+Source: He et al. 2023, "REST: Retrieval-Based Speculative Decoding" (arXiv 2311.08252). It finds the longest suffix of
+the context in the corpus, and drafts the most frequent beginnings of its continuations as a tree. `foretoken data
+index` sorts the corpus once; it is mapped into memory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class FrequentPaths(NamedTuple):
-    """Nodes of a tree without its root, in an order in which every node comes after its parent.
+    """Nodes of a tree without its root; every node comes after its parent.
 
     Attributes:
         tokens: Token of each node.
         parents: Index of its parent among the nodes; -1 for the children of the root.
-        counts: Continuations that begin with the path down to it.
+        counts: Continuations that begin with the path down to the node.
     """
 
     tokens: list[int]
@@ -49,9 +49,9 @@ class _Prefixes(NamedTuple):
     """All beginnings of continuations, by length and then in ascending order.
 
     Attributes:
-        places: (P,) int64, R times its length less one, and its first row.
+        places: (P,) int64, R times (its length less 1), plus its first row.
         counts: (P,) int64, rows that begin with it.
-        number: (D * R,) int64, which beginning stands at each place.
+        number: (D * R,) int64, the beginning at each place.
     """
 
     places: NDArray[np.int64]
@@ -60,11 +60,11 @@ class _Prefixes(NamedTuple):
 
 
 def most_frequent(rows: NDArray[np.int64], most: int) -> FrequentPaths:
-    """The most frequent beginnings, of equally frequent ones the shorter, then the first in ascending order.
+    """Returns the most frequent beginnings; among equals the shorter, then the first in ascending order.
 
     Args:
         rows: (R, D) token ids, equal beginnings together; -1 from where a continuation ends.
-        most: Nodes at most.
+        most: Most nodes.
     """
     num_rows, depth = rows.shape
     if not (num_rows and depth and most > 0):
@@ -73,7 +73,7 @@ def most_frequent(rows: NDArray[np.int64], most: int) -> FrequentPaths:
     tokens = rows.T.reshape(-1)[places]
     chosen = np.argsort(-counts, kind="stable")
     chosen = chosen[tokens[chosen] >= 0][:most]
-    # No beginning is more frequent than a shorter one of its own, which stands before it among equally frequent ones.
+    # No beginning is more frequent than a shorter one of its own, which comes first among equals.
     at = places[chosen]
     parents = number[np.maximum(at - num_rows, 0)]
     node_of = np.full(len(places), -1)
@@ -83,13 +83,13 @@ def most_frequent(rows: NDArray[np.int64], most: int) -> FrequentPaths:
 
 
 def likeliest_path(rows: NDArray[np.int64]) -> FrequentPaths:
-    """The path that goes on, from the root, with the most frequent next token each time; see `most_frequent`."""
+    """Returns the path that takes the most frequent next token each time; see `most_frequent`."""
     num_rows, depth = rows.shape
     if not (num_rows and depth):
         return FrequentPaths([], [], [])
     places, counts, _ = _prefixes(rows)
     next_tokens = rows.T.reshape(-1)[places]
-    counts[next_tokens < 0] = 0  # an end is never gone on with, however frequent
+    counts[next_tokens < 0] = 0  # a continuation that ends is never extended
     tokens: list[int] = []
     path_counts: list[int] = []
     first, count = 0, num_rows
@@ -110,9 +110,9 @@ def likeliest_path(rows: NDArray[np.int64]) -> FrequentPaths:
 
 
 def _prefixes(rows: NDArray[np.int64]) -> _Prefixes:
-    """All beginnings of rows in which equal beginnings stand together."""
+    """Returns all beginnings of rows in which equal beginnings are adjacent."""
     num_rows, depth = rows.shape
-    is_new = np.ones((depth, num_rows), dtype=bool)  # whether a row begins otherwise than the one before, by length
+    is_new = np.ones((depth, num_rows), dtype=bool)  # whether a row begins differently from the row before, by length
     np.logical_or.accumulate((rows[1:] != rows[:-1]).T, axis=0, out=is_new[:, 1:])
     flat = is_new.reshape(-1)
     places = flat.nonzero()[0]
@@ -127,9 +127,9 @@ class Options(DrafterOptions):
 
     Attributes:
         datastore: Directory that `foretoken data index` made with the target's tokenizer.
-        rest_max_match: Longest suffix of the context looked for, in tokens.
-        rest_min_match: Shortest one that is trusted.
-        rest_max_matches: Continuations looked at; of more occurrences, as many evenly spread over their order.
+        rest_max_match: Longest suffix of the context to look for, in tokens.
+        rest_min_match: Shortest suffix.
+        rest_max_matches: Most continuations read; of more occurrences, so many evenly spread over their order.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -143,7 +143,6 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _ordered(self) -> Options:
-        """The shortest match cannot be longer than the longest."""
         if self.rest_min_match > self.rest_max_match:
             raise ValueError(f"rest_min_match must not be above rest_max_match, {self.rest_max_match}")
         return self
@@ -166,7 +165,7 @@ class RestDrafter:
         """Opens the datastore.
 
         Raises:
-            ConfigError: When none is named, or it is missing or damaged.
+            ConfigError: When no datastore is named, or it is missing or damaged.
         """
         if options.datastore is None:
             raise ConfigError(
@@ -180,11 +179,11 @@ class RestDrafter:
         self._store = Datastore.open(Path(options.datastore))
 
     def attach(self, target: TargetHandle) -> None:
-        """Compares tokenizers, and learns where trees lie.
+        """Compares tokenizers, and takes the device of trees.
 
         Raises:
-            ConfigError: When the datastore holds ids of another tokenizer. Where the target's cannot tell its
-                vocabulary, ids only have to be in the target's.
+            ConfigError: When the datastore holds ids of another tokenizer. If the target's tokenizer does not list its
+                vocabulary, ids only have to be below the target's vocabulary size.
         """
         index, tokenizer = self._store.index, target.tokenizer
         is_other = hasattr(tokenizer, "get_vocab") and tokenizer_sha(tokenizer) != index.tokenizer_sha
@@ -196,10 +195,10 @@ class RestDrafter:
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Nothing to keep: the context is looked up anew each time."""
+        """Keeps nothing: each proposal looks the context up."""
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """The most frequent continuation, or several that share a tree."""
+        """Returns the most frequent continuation, or several in one tree."""
         each = zip(context.tokens, context.max_depth, context.max_nodes, strict=True)
         drafts = [
             self._draft(tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
@@ -211,19 +210,19 @@ class RestDrafter:
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
-        """The most frequent continuation of the end of a path; see `Lookup`."""
+        """See `Lookup`."""
         del slot
         rows = self._following([*tokens[-self._options.rest_max_match :], *path], depth)
         return [] if rows is None else likeliest_path(rows).tokens
 
     def commit(self, committed: Committed) -> None:
-        """Nothing to learn."""
+        """Learns nothing."""
 
     def release(self, slot: int) -> None:
-        """Nothing was kept."""
+        """Forgets nothing."""
 
     def _draft(self, tokens: Sequence[int], depth: int, max_nodes: int) -> _Draft:
-        """One sequence's tree, scored by the share of continuations that begin with each path."""
+        """Returns one sequence's tree, scored by the share of continuations that begin with each path."""
         trie, scores = Trie(tokens[-1]), [0.0]
         rows = self._following(tokens, depth) if depth > 0 and max_nodes > 1 else None
         if rows is None:
@@ -238,7 +237,7 @@ class RestDrafter:
         return _Draft(trie.row(), scores)
 
     def _following(self, tokens: Sequence[int], depth: int) -> NDArray[np.int64] | None:
-        """What followed the longest match, see `Datastore.continuations`; None where there is no match."""
+        """Returns what followed the longest match, see `Datastore.continuations`; None without a match."""
         options = self._options
         found = self._store.longest_match(tokens, shortest=options.rest_min_match, longest=options.rest_max_match)
         return None if found is None else self._store.continuations(found, depth, options.rest_max_matches)

@@ -1,8 +1,8 @@
-"""Suffix decoding: what followed the last tokens before, in the request's own text and in what others wrote.
+"""Suffix decoding: proposes what followed the last tokens before, in the request's own text and in other outputs.
 
-Every request has a tree of the suffixes of its prompt and output; a pool shared by all requests with the same cache
-salt holds outputs, finished and running ones, and no prompts. Both count how often each continuation followed, so
-drafts are frequent paths, or trees of them, and come with estimates of their acceptance.
+Every request has a suffix tree of its prompt and output. Requests with the same cache salt share a pool of outputs,
+finished and running, without prompts. Both count how often each continuation followed. Drafts are frequent paths, or
+trees of them, with estimates of their acceptance.
 
 Source: Oliaro et al. 2024 (arXiv 2411.04975); options and choices as in ArcticInference and vLLM's `suffix`.
 """
@@ -31,7 +31,7 @@ from foretoken.trees.pruning import pruned
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SALT_BYTES = 256  # of a tree's entry, besides the salt's characters
+_SALT_BYTES = 256  # of a tree's entry, without the salt's characters
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class Member:
     Attributes:
         salt: Of its request.
         sequence: Its number in the tree of that salt.
-        is_present: Whether it has not left yet.
+        is_present: Whether it is still in the pool.
     """
 
     salt: str | None
@@ -50,35 +50,34 @@ class Member:
 
 
 class SuffixPool:
-    """Sequences by salt, the oldest of which make room for new ones.
+    """Sequences by salt; the oldest make room for new ones.
 
     Attributes:
-        num_bytes: What all trees take, see `SuffixTree.num_bytes`.
+        num_bytes: Of all trees, see `SuffixTree.num_bytes`.
     """
 
     def __init__(self, max_depth: int, *, max_sequences: int, max_bytes: int) -> None:
-        """An empty pool.
+        """Makes an empty pool.
 
         Args:
             max_depth: Of its trees.
-            max_sequences: Most sequences, those that still grow among them.
-            max_bytes: `num_bytes` is at most this whenever a call returns.
+            max_sequences: Most sequences, growing ones included.
+            max_bytes: Bound of `num_bytes` after every call.
         """
         self._max_depth, self._max_sequences, self._max_bytes = max_depth, max_sequences, max_bytes
         self._trees: dict[str | None, SuffixTree] = {}
-        self._members: deque[Member] = deque()  # the oldest first
+        self._members: deque[Member] = deque()  # oldest first
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self._members)
 
     def tree(self, salt: str | None) -> SuffixTree | None:
-        """What is shared under a salt; None where nothing is."""
+        """Returns the tree of a salt; None if there is none."""
         return self._trees.get(salt)
 
     def add(self, salt: str | None, tokens: Sequence[int]) -> Member:
-        """A new sequence."""
+        """Adds a sequence."""
         if salt not in self._trees:
             tree = self._trees[salt] = SuffixTree(self._max_depth)
             self.num_bytes += tree.num_bytes + _salt_bytes(salt)
@@ -91,7 +90,7 @@ class SuffixPool:
         return member
 
     def extend(self, member: Member, tokens: Sequence[int]) -> None:
-        """Appends tokens to a sequence; nothing happens where it has left."""
+        """Appends tokens to a sequence; does nothing if it was removed."""
         if member.is_present:
             tree = self._trees[member.salt]
             before = tree.num_bytes
@@ -100,7 +99,7 @@ class SuffixPool:
             self._make_room()
 
     def close(self, member: Member) -> None:
-        """A sequence grows no further; nothing happens where it has left."""
+        """Ends the growth of a sequence; does nothing if it was removed."""
         if member.is_present:
             tree = self._trees[member.salt]
             before = tree.num_bytes
@@ -123,7 +122,6 @@ class SuffixPool:
 
 
 def _salt_bytes(salt: str | None) -> int:
-    """Bytes of an entry for a salt."""
     return _SALT_BYTES + 4 * len(salt or "")
 
 
@@ -132,10 +130,11 @@ class Options(DrafterOptions):
 
     Attributes:
         suffix_decoding_max_tree_depth: Longest match and its draft together, in tokens.
-        suffix_decoding_max_cached_requests: Outputs that the pool holds at most, running ones among them; the oldest
-            leave first. 0 for no pool.
-        suffix_decoding_max_cached_bytes: What the pool takes at most.
-        suffix_decoding_max_spec_factor: Drafted tokens for each token of the match.
+        suffix_decoding_max_cached_requests: Most outputs of the pool, running ones included; the oldest leave first. 0
+            for
+            no pool.
+        suffix_decoding_max_cached_bytes: Most bytes of the pool.
+        suffix_decoding_max_spec_factor: Drafted tokens per token of the match.
         suffix_decoding_min_token_prob: Least estimated probability of a drafted token's whole path.
     """
 
@@ -151,11 +150,7 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _own_tree(self) -> Self:
-        """Counts decide about the shape.
-
-        Raises:
-            ConfigError: For a static shape.
-        """
+        """Refuses static shapes: counts decide about the shape."""
         if self.tree not in ("chain", "tree"):
             raise ConfigError(
                 f"method '{self.method}' has no static trees, and 'tree' is {shown(self.tree)}. Expected \"chain\", or "
@@ -169,9 +164,9 @@ class _Sequence:
 
     Attributes:
         tree: Of the text alone; its only sequence is number 0.
-        salt: With whom outputs are shared.
-        num_prompt: Tokens that are no output.
-        member: Its output in the pool; None before there is any.
+        salt: Requests with the same salt share outputs.
+        num_prompt: Tokens of the prompt.
+        member: Its output in the pool; None before the first output.
     """
 
     def __init__(self, request: DraftRequest, max_depth: int) -> None:
@@ -206,20 +201,20 @@ class SuffixDrafter:
 
     @property
     def pool(self) -> SuffixPool | None:
-        """What requests share; None where nothing is shared."""
+        """The shared pool; None if nothing is shared."""
         return self._pool
 
     def attach(self, target: TargetHandle) -> None:
-        """Learns where trees lie."""
+        """Takes the device of trees."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """An empty tree: the prompt is read as it enters the KV cache."""
+        """Starts an empty tree; `commit` adds the prompt."""
         self.release(slot)
         self._sequences[slot] = _Sequence(request, self._depth)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """The best drafts of each sequence's own tree and of the pool's."""
+        """Returns the best draft of each sequence's own tree and of the pool's."""
         drafts = [
             self._draft(slot, tokens, depth, nodes)
             for slot, tokens, depth, nodes in zip(
@@ -238,32 +233,31 @@ class SuffixDrafter:
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
-        """The best chain after a path; see `Lookup`. What the path adds to the pool's counts is left out."""
+        """See `Lookup`; the pool does not count the path."""
         sequence = self._known(slot, tokens)
         text = sequence.text.tokens + array("i", path)
         limits = self._limits(depth, depth + 1)._replace(is_path=True)
         return best_draft(self._sources(sequence, text), self._depth, limits).tokens
 
     def commit(self, committed: Committed) -> None:
-        """Adds what entered the KV cache, so that the end of an output is known although no draft follows it."""
+        """Adds what entered the KV cache, also at the end of an output, after which nothing is drafted."""
         for slot, start, tokens in zip(committed.slots, committed.starts, committed.tokens, strict=True):
             sequence = self._sequences[slot]
             self._extend(sequence, tokens[max(len(sequence.text.tokens) - start, 0) :])
 
     def release(self, slot: int) -> None:
-        """Forgets the sequence; what it wrote, be it whole or not, stays in the pool like any other output."""
+        """Forgets the sequence; its output stays in the pool, finished or not."""
         sequence = self._sequences.pop(slot, None)
         if sequence is not None and sequence.member is not None and self._pool is not None:
             self._pool.close(sequence.member)
 
     def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> SuffixDraft:
-        """One sequence's draft."""
         sequence = self._known(slot, tokens)
         limits = self._limits(depth, min(max_nodes, self.nodes_by_depth[-1]))
         return best_draft(self._sources(sequence, sequence.text.tokens), self._depth, limits)
 
     def _known(self, slot: int, tokens: Sequence[int]) -> _Sequence:
-        """A sequence with all its committed tokens."""
+        """Returns a sequence with all its committed tokens."""
         sequence = self._sequences[slot]
         num_known = len(sequence.text.tokens)
         if len(tokens) > num_known:
@@ -271,13 +265,13 @@ class SuffixDrafter:
         return sequence
 
     def _sources(self, sequence: _Sequence, text: array[int]) -> list[SuffixMatches]:
-        """Matches of the end of a text that begins with all of the sequence: in the text, and in what is shared."""
+        """Returns the matches of a text's end in the text itself and in the pool; the text begins with the sequence."""
         sources = [SuffixMatches(sequence.tree, text, sequence.text.num_counted)]
         shared = None if self._pool is None else self._pool.tree(sequence.salt)
         return sources if shared is None else [*sources, SuffixMatches(shared, text)]
 
     def _limits(self, depth: int, max_nodes: int) -> DraftLimits:
-        """Of a draft of this depth, with so many nodes at most, the root included."""
+        """Returns the limits of a draft of this depth and `max_nodes` nodes, root included."""
         return DraftLimits(
             most_nodes=max_nodes - 1,
             most_depth=min(depth, self._most_depth),
@@ -287,8 +281,8 @@ class SuffixDrafter:
         )
 
     def _extend(self, sequence: _Sequence, tokens: Sequence[int]) -> None:
-        """Adds tokens that the sequence does not have yet; those behind the prompt are shared."""
-        first = max(sequence.num_prompt - len(sequence.text.tokens), 0)  # of them that is no prompt's
+        """Adds new tokens to the sequence; tokens after the prompt also go to the pool."""
+        first = max(sequence.num_prompt - len(sequence.text.tokens), 0)  # the first new token that is no prompt token
         sequence.tree.extend(0, tokens)
         output = tokens[first:]
         if self._pool is None or not output:

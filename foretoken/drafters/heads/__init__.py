@@ -1,1 +1,1 @@
-"""What drafters over trained heads have in common: features kept, trees chosen and filled."""
+"""Common parts of drafters over trained heads: features, choice of trees, tree construction."""

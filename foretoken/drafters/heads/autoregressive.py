@@ -1,14 +1,13 @@
 """Drafters over heads of the EAGLE family: a decoder block over pairs of a feature and the token after it.
 
-The block has a KV cache of its own. Committed pairs are fed with the target's own features, whatever was drafted at
-their places; a level of a draft is one pass of the block over the nodes whose children are chosen, behind the committed
-pairs and the levels above, with the head's own states in the place of features. Its rows are overwritten by what comes
-next.
+The block has a KV cache of its own. Committed pairs are fed with the target's features, whatever was drafted at their
+positions. A level of a draft is one pass of the block over the nodes that have children; it stands behind the committed
+pairs and the levels above. There the head's own states replace features. Later passes overwrite these rows.
 
-On CPUs one native call feeds the committed pairs and drafts a whole tree; the loop over levels here drafts where that
-cannot be (`AutoregressiveKernels`).
+On CPUs one native call feeds the committed pairs and drafts a whole tree (`AutoregressiveKernels`). The loop over
+levels here serves all other cases.
 
-A pair stands at the position of its feature, so nodes of depth d at that of the root and d - 1.
+A pair stands at the position of its feature: nodes of depth d at the root's position plus d - 1.
 
 Source: Li et al. 2024 (arXiv 2401.15077 and 2406.16858) and 2025 (2503.01840).
 
@@ -49,10 +48,10 @@ if TYPE_CHECKING:
 
 
 class AutoregressiveDrafter(HeadDrafter):
-    """See the module."""
+    """Drafts with a head of the EAGLE family, see the module."""
 
     def __init__(self, options: HeadOptions, model: LoadedModel) -> None:
-        """A drafter whose head is not loaded yet.
+        """Makes a drafter; `attach` loads the head.
 
         Args:
             options: Of the drafter.
@@ -72,7 +71,7 @@ class AutoregressiveDrafter(HeadDrafter):
         return head
 
     def features_for(self, target: TargetHandle) -> KeptFeatures:
-        """The features as the block sees them; makes the block's cache."""
+        """Returns the features as the block reads them; makes the block's cache."""
         head, loaded = self.head, self.loaded
         capacity = target.context_len + self._most_fed()
         self._stack = BlockStack(
@@ -85,29 +84,29 @@ class AutoregressiveDrafter(HeadDrafter):
         return self._pairs
 
     def _most_fed(self) -> int:
-        """Nodes below the roots that a draft feeds at most, told before the tree is chosen, which takes drafts.
+        """Returns the most nodes below the roots that a draft feeds; needed before drafts choose the tree.
 
-        They lie behind as many committed pairs as the context has room for, since sequences near its end are drafted
-        for as deep as the others of their batch. No position lies further: every level that is fed has a node.
+        The nodes lie behind as many committed pairs as the context holds: sequences near the context limit are drafted
+        for as
+        deep as the others of their batch. No position lies further, because every fed level has a node.
         """
         options = self.options
-        if options.tree == "tree":  # chosen among trees of so many nodes, by the time that a chain of the table takes
+        if options.tree == "tree":  # one of the trees of so many nodes, chosen by the seconds of a chain
             return max(options.max_nodes, self.head.config.steps)
         shape = self._asked_shape()
         return shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
 
     def _encoded(self, features: Tensor, work: Pass) -> Tensor:
-        """(M, 2 W), states and what logits are read from side by side, of committed pairs; features: (M, F E)."""
+        """(M, 2 W), states beside the inputs of logits, of committed pairs; features: (M, F E)."""
         return self._fed(self.head.begin(features), work.tokens, work)
 
     def _fed(self, states: Tensor, tokens: Tensor, work: Pass) -> Tensor:
-        """Feeds pairs; (M, 2 W) of (M, W) states and (M,) tokens."""
+        """Feeds pairs of (M, W) states and (M,) tokens; returns (M, 2 W)."""
         head, parts = self.head, self.loaded.parts
         inputs, side = head.paired(states, head.embed(tokens, parts).to(states.dtype))
         return torch.cat(head.outputs(self._stack.run(inputs, work, side).to(states.dtype)), dim=-1)
 
     def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
-        """Trees of one shape for some sequences of the batch."""
         slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
         roots, draws = self._draws.of(context, rows, self._target.device)
         expansion = begin_expansion(shape, roots, draws)
@@ -116,7 +115,7 @@ class AutoregressiveDrafter(HeadDrafter):
         return expansion
 
     def _has_drafted(self, expansion: ShapedExpansion, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> bool:
-        """Fills trees in one native call, which feeds the pairs that wait; False where the loop over levels has to."""
+        """Fills trees in one native call, which also feeds waiting pairs; False if the loop over levels is needed."""
         kernels = self._whole_drafts
         if kernels is None or not kernels.can_draft(expansion):
             return False
@@ -128,14 +127,7 @@ class AutoregressiveDrafter(HeadDrafter):
         return True
 
     def _grow(self, expansion: Expansion, outputs: Tensor, slots: Sequence[int], prefix_lens: Sequence[int]) -> None:
-        """Fills trees of roots level by level, without a look at the content of any tensor.
-
-        Args:
-            expansion: Trees of roots; changed.
-            outputs: (B, 2 W), of the last committed pairs.
-            slots: Of the sequences.
-            prefix_lens: Committed pairs of each.
-        """
+        """Fills trees level by level, without reading any tensor; outputs: (B, 2 W), of the last committed pairs."""
         head, parts, width = self.head, self.loaded.parts, self.head.config.width
         passes = LevelPasses(slots, prefix_lens, outputs.device)
         level = outputs.unsqueeze(1)
@@ -161,7 +153,7 @@ class AutoregressiveDrafter(HeadDrafter):
 
 
 def whole_drafts(loaded: LoadedHead, stack: BlockStack) -> AutoregressiveKernels | None:
-    """What drafts whole trees in one native call; None where the kernels do not know the head or its block."""
+    """Returns kernels that draft whole trees in one native call; None if they do not support the head or its block."""
     head = loaded.head
     if not loaded.is_optimized or not isinstance(head, AutoregressiveHead):
         return None

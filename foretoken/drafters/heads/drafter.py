@@ -1,6 +1,6 @@
 """Drafters over trained heads: features, the choice of a tree and its construction.
 
-A method derives from `HeadDrafter` and adds what is its own.
+A method derives from `HeadDrafter` and adds its own parts.
 
 Letters: B sequences, E hidden size, W width of a head's state, K heads.
 """
@@ -50,7 +50,7 @@ _TRUNCATION = ("top_k", "top_p", "min_p")
 
 
 class CapturedExpansion:
-    """Expands trees with one head, as a CUDA graph where that is possible."""
+    """Expands trees with one head, as a CUDA graph where possible."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class CapturedExpansion:
         *,
         capture: GraphCapture | None = None,
     ) -> None:
-        """Prepares; graphs are captured when a shape is first met.
+        """Prepares; graphs are captured when a shape is first used.
 
         Args:
-            fill: Fills a tree of roots from (B, E) features, without a look at the content of any tensor.
+            fill: Fills a tree of roots from (B, E) features, without reading any tensor.
             device: Where trees lie.
             capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
         """
@@ -74,13 +74,13 @@ class CapturedExpansion:
             self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
 
     def expand(self, shape: AnyShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> ShapedExpansion:
-        """A filled tree; what an earlier call gave is not valid any more.
+        """Returns a filled tree, which is valid until the next call.
 
         Args:
-            shape: What to fill.
+            shape: Of the tree.
             roots: (B,) int64.
             draws: How tokens are chosen.
-            features: (B, E), what the head reads.
+            features: (B, E), input of the head.
         """
         if self._graphs is None:
             expansion = begin_expansion(shape, roots, draws)
@@ -100,7 +100,7 @@ class CapturedExpansion:
     def _captured_tree(
         self, shape: AnyShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor
     ) -> ShapedExpansion:
-        """What is captured: a tree expanded with draws whose parameters, `limits` last, lie in tensors of its own."""
+        """The captured function: expands a tree with draws from parameters in tensors of its own, `limits` last."""
         roots, features, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
         own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))
         # Nothing else of the batch is read, see `DraftDraws.keys`.
@@ -119,7 +119,7 @@ _TIMED_CALLS = 5  # the first ones warm up
 
 
 def head_kernels(loaded: LoadedHead) -> HeadKernels | None:
-    """What drafts with a head in one native call; None where the kernels do not know it."""
+    """Returns kernels that draft with a head in one native call; None if they do not support the head."""
     head = loaded.head
     steps = head.native_steps(loaded.parts) if loaded.is_optimized and isinstance(head, StepHead) else None
     try:
@@ -131,11 +131,12 @@ def head_kernels(loaded: LoadedHead) -> HeadKernels | None:
 class HeadDrafter:
     """Drafts with a trained head, evaluated at every node that has children.
 
-    A method overrides `fill` where its head works otherwise, `state_of` where steps do not start from the feature
-    itself, and `features_for` where features are encoded first.
+    A method overrides `fill` if its head works differently, `state_of` if steps do not start from the feature itself,
+    and
+    `features_for` if features are encoded first.
 
     Attributes:
-        shape: The tree that is drafted, cut off at the depth that is allowed.
+        shape: The tree that is drafted, cut off at the allowed depth.
     """
 
     name: str
@@ -148,7 +149,7 @@ class HeadDrafter:
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
-        """Loads the head, and chooses the tree by what passes cost and drafting takes."""
+        """Loads the head, and chooses the tree by the measured seconds of passes and drafts."""
         self._target = target
         self._features = with_quantization(self.options.quantization, self._loaded_features)
         self._kernels = head_kernels(self.loaded)
@@ -158,13 +159,13 @@ class HeadDrafter:
         self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Starts without features, but for those of a prefix. Where weights of the target change, all begin anew."""
+        """Starts without features, except those of a prefix. If weights of the target changed, all slots start anew."""
         self.loaded.parts.follow_weights()
         self._features.begin(slot, request.prefix)
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> TokenTree:
-        """The shape, for sequences whose features came in; roots alone for the others."""
+        """Returns the shape for sequences whose features are known, the root alone for others."""
         room = [
             depth if self._features.is_known(slot, len(tokens) - 1) else 0
             for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True)
@@ -180,7 +181,7 @@ class HeadDrafter:
         self._features.learn(committed)
 
     def release(self, slot: int) -> None:
-        """What is known of the features stays, for texts that begin alike."""
+        """Keeps the features, for texts with the same prefix."""
 
     def reusable(self, slot: int, length: int) -> int:
         """See `PrefixKeeper`."""
@@ -196,35 +197,31 @@ class HeadDrafter:
         return [min(sum(row[:width]), 1.0) for row, width in zip(table, widths, strict=False)]
 
     def features_for(self, target: TargetHandle) -> KeptFeatures:
-        """What is kept of the target's features: the last one of each slot."""
+        """Returns the store of the target's features: the last feature of each slot."""
         return LastFeatures(
             target.num_slots, self.loaded.head.config.hidden_size, device=target.device, dtype=self.loaded.dtype
         )
 
     def state_of(self, features: Tensor) -> Tensor:
-        """(B, W), what steps start from, of (B, E) features."""
+        """(B, W), the first state of steps, from (B, E) features."""
         return features
 
     def fill(self, expansion: Expansion, state: Tensor) -> None:
-        """Fills a tree of roots level by level, without a look at the content of any tensor.
+        """Fills a tree of roots level by level, without reading any tensor.
 
         Args:
             expansion: A tree of roots; changed.
-            state: (B, W), what steps start from.
+            state: (B, W), the first state of steps.
         """
         fill_by_steps(step_head(self.loaded.head), self.loaded.parts, expansion, state)
 
     def _loaded_features(self, quantization: Quantization | None) -> KeptFeatures:
-        """Loads the head; what is kept of the target's features may have matrices of the head too.
-
-        Raises:
-            UnsuitableError: When they cannot be quantised.
-        """
+        """Loads the head and makes its features; raises `UnsuitableError` if their matrices cannot be quantised."""
         self.loaded = load_head(self.options, self._target, self.name, quantization)
         return self.features_for(self._target)
 
     def _fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
-        """Fills a tree from (B, E) features: in one call of the native kernels where they can, else by `fill`."""
+        """Fills a tree from (B, E) features: in one native call where possible, else by `fill`."""
         kernels = self._kernels
         if kernels is not None and kernels.can_fill(expansion):
             kernels.fill(expansion, features)
@@ -232,24 +229,19 @@ class HeadDrafter:
             self.fill(expansion, self.state_of(features))
 
     def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
-        """Trees of one shape for some sequences of the batch."""
         slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
         features = self._features.of(slots, texts)
         roots, draws = self._draws.of(context, rows, self._target.device)
         return self._expansion.expand(shape, roots, draws, features)
 
     def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
-        """Drafts a tree of one sequence from nothing, for its time; before any sequence has begun."""
+        """Drafts a tree of one sequence without content, to time it; before any sequence has begun."""
         size = self.loaded.head.config.hidden_size
         features = torch.zeros(1, size, device=roots.device, dtype=self.loaded.dtype)
         self._expansion.expand(shape, roots, draws, features)
 
     def _chosen_shape(self) -> AnyShape:
-        """The tree that the options ask for, no deeper than the head can draft.
-
-        Raises:
-            ConfigError: When they ask for a deeper one.
-        """
+        """Returns the tree that the options ask for; raises `ConfigError` if the head cannot draft so deep."""
         options, depth = self.options, self.loaded.head.config.max_depth
         if depth is None:
             return self._asked_shape()
@@ -267,7 +259,7 @@ class HeadDrafter:
         return shape.truncated(depth)
 
     def _asked_shape(self) -> AnyShape:
-        """The tree that the options ask for; dynamic ones are as deep as heads were trained where they do not say."""
+        """Returns the tree that the options ask for; dynamic trees are as deep as the head was trained by default."""
         options = self.options
         if options.tree == "dynamic":
             depth = options.num_speculative_tokens or self.loaded.head.config.steps
@@ -275,7 +267,7 @@ class HeadDrafter:
         return options.shape(self._best_shape)
 
     def _best_shape(self) -> TreeShape:
-        """The tree that pays most here by the acceptance stored with the head, else the head's published one."""
+        """Returns the tree that pays most by the acceptance stored with the head, else the head's published tree."""
         checkpoint, max_nodes = self.loaded.checkpoint, self.options.max_nodes
         if checkpoint.acceptance is None:
             choices = PUBLISHED[_FALLBACK_TREE] if checkpoint.choices is None else checkpoint.choices
@@ -287,7 +279,7 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def _chain_seconds(self, depth: int) -> float:
-        """Seconds of the fastest of a few drafts of a chain, until the device is done."""
+        """Returns the seconds of the fastest of a few drafts of a chain, device included."""
         device = self._target.device
         request = SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)
         batch = SamplingBatch.build([request], self._target.vocab_size, device)
@@ -304,7 +296,7 @@ class HeadDrafter:
 
 
 def step_head(head: Head) -> StepHead:
-    """A head of a method whose heads take a token a step, which `load_head` has checked."""
+    """Returns a head of a method whose heads take one token per step, as `load_head` has checked."""
     assert isinstance(head, StepHead), f"{head.config.method} heads take a token a step"
     return head
 
@@ -313,10 +305,10 @@ def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, stat
     """Fills a tree of roots with a head that is evaluated at every node that has children.
 
     Args:
-        head: Takes a token a step.
-        parts: What it shares with the target.
+        head: Takes one token per step.
+        parts: Modules that it shares with the target.
         expansion: A tree of roots; changed.
-        state: (B, W), what steps start from.
+        state: (B, W), the first state of steps.
     """
     states = state.unsqueeze(1)
     for depth in expansion.levels():

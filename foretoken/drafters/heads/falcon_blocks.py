@@ -1,14 +1,14 @@
 """Falcon's network while drafting: LSTM state and KV cache by slot, and blocks of K positions at a time.
 
-Committed positions are read with the target's own features: what a draft put into the cache is written anew. A draft's
-first block is the last K committed positions, wherever the one before ended; every further one belongs to a node of the
-tree, K levels below the last.
+Committed positions are read with the target's own features; what a draft put into the cache is overwritten. A draft's
+first block is the last K committed positions. Every further block belongs to a node of the tree, K levels below the
+block before.
 
-The positions of a block see each other, but a node of a pass sees its ancestors alone. So each position's output is
-taken at the end of a chain of its own, in which the others of the block come before it: keys and values do not depend
-on what is seen, and rotary positions are given, so the order within a chain does not matter. Position K - 1 ends the
-chain in order, 0 … K - 1, which further blocks descend from; for position i a chain leaves it after i - 1 and goes on
-with i + 1 … K - 1, i. With K = 2 these are four nodes, two of them keys and values alone.
+The positions of a block see each other, but a node of a pass sees only its ancestors. Each position's output is
+therefore taken at the end of its own chain, after all other positions of the block. The order within a chain does not
+matter: keys and values do not depend on what is seen, and rotary positions are given. The chain of position K - 1 is in
+order, 0 … K - 1; further blocks descend from it. The chain of position i leaves it after i - 1 and continues with
+i + 1 … K - 1, i. With K = 2 these are four nodes, two of them for keys and values alone.
 
 Letters: B sequences, T positions of one, P nodes of a level, G nodes of a block, M positions of a pass, K size of a
 block, L layers of the LSTM, W width.
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from foretoken.models.parts import TargetParts
     from foretoken.trees.expansion import Expansion
 
-_TOGETHER = 32  # positions of a sequence that are fed beside others; longer parts are fed alone
-_CHUNK = 512  # positions of a long part fed at once
+_TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; longer parts are fed alone
+_CHUNK = 512  # positions of a long part per pass
 
 
 class BlockPlan(NamedTuple):
-    """The nodes of one block, see the module; all lists have G entries but the last one.
+    """The nodes of one block, see the module; all lists but the last have G entries.
 
     Attributes:
         positions: Which of the K positions each node is.
-        parents: The node before each; -1 for what comes before the block.
+        parents: The node before each; -1 for the end of the block before.
         ends: K, the node at which each position's output is taken.
     """
 
@@ -60,7 +60,7 @@ class BlockPlan(NamedTuple):
 
 @lru_cache(maxsize=8)
 def block_plan(block: int) -> BlockPlan:
-    """The nodes of a block of K positions."""
+    """Returns the nodes of a block of K positions."""
     positions, parents, ends = list(range(block)), list(range(-1, block - 1)), []
     for own in range(block - 1):
         for place, position in enumerate([*range(own + 1, block), own]):
@@ -76,8 +76,9 @@ class LastBlocks:
 
     Attributes:
         outputs: (B, P, K, W), features that the block estimates.
-        state: (B, P, L, 2, W), of the LSTM behind it.
-        ends: (B, P) int64, the last node of its chain in order, among those of its sequence; -1 for committed ones.
+        state: (B, P, L, 2, W), of the LSTM after the block.
+        ends: (B, P) int64, the last node of its chain in order, among the nodes of its sequence; -1 for committed
+            blocks.
     """
 
     outputs: Tensor
@@ -86,16 +87,15 @@ class LastBlocks:
 
 
 class _Nodes:
-    """All nodes of a draft fed so far, (B, N) each: rotary positions, and parents among those of the sequence."""
+    """All nodes of a draft fed so far, (B, N) each: rotary positions, and parents among the nodes of the sequence."""
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        """None yet; lengths: committed positions of each sequence."""
         self.slots, self.lengths = slots, lengths
         self.next_positions = integers_on(lengths, device).view(-1, 1, 1)
         self.positions = self.parents = torch.empty(len(slots), 0, dtype=torch.int64, device=device)
 
     def add(self, positions: Tensor, parents: Tensor) -> Pass:
-        """The pass over new nodes, (B, M) each."""
+        """Returns the pass over new nodes, (B, M) each."""
         num_earlier, num = self.positions.shape[1], positions.shape[1]
         self.positions = torch.cat([self.positions, positions], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
@@ -113,9 +113,9 @@ class _Nodes:
 
 
 class FalconBlocks:
-    """What is known of every slot, and drafts from it.
+    """The network's state of every slot, and drafts from it.
 
-    Committed features are kept until the next proposal asks, as in `StackFeatures`.
+    Committed features wait until the next proposal, as in `StackFeatures`.
 
     Attributes:
         stack: The decoder block with its KV rows by slot.
@@ -132,12 +132,12 @@ class FalconBlocks:
         capture: GraphCapture | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        """Nothing is known yet.
+        """Starts without features.
 
         Args:
             head: The network.
-            parts: What it shares with the target.
-            target: Tells slots, context and device.
+            parts: Modules that it shares with the target.
+            target: Gives slots, context and device.
             dtype: Of the network.
             num_expanded: Most nodes of a tree, below its root, that blocks belong to.
             capture: See `BlockStack`.
@@ -155,34 +155,34 @@ class FalconBlocks:
         self._dtype, self._device = dtype, device
         self._last = torch.zeros(slots, self._block, size, device=device, dtype=dtype)  # the LSTM's outputs
         self._state = torch.zeros(slots, NUM_LAYERS, 2, size, device=device, dtype=dtype)
-        self._fed = [0] * slots  # positions that went through the LSTM, whose rows are in the cache
-        self._known = [0] * slots  # those, and positions whose features wait
+        self._fed = [0] * slots  # positions that went through the LSTM, with rows in the cache
+        self._known = [0] * slots  # these, and positions whose features wait
         self._waiting: list[list[Tensor]] = [[] for _ in range(slots)]  # (T, E) each
 
     def is_known(self, slot: int, length: int) -> bool:
-        """Whether all features of positions 0 … `length` - 1 came in, and they are a block at least."""
-        # A feeding that failed leaves fewer: the slot is not drafted for until it begins anew.
+        """Returns whether all features of positions 0 … `length` - 1 are here, and at least one block of them."""
+        # After a failed pass there are fewer: the slot gets no draft until it begins anew.
         here = self._fed[slot] + sum(map(len, self._waiting[slot]))
         return self._known[slot] == here == length >= self._block
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV."""
+        """Takes what entered the target's KV cache."""
         assert committed.features is not None, "the drafter taps features"
         parts = committed.features[:, 0].split(committed.lengths)
         for slot, start, features in zip(committed.slots, committed.starts, parts, strict=True):
             if start == 0:
                 self.begin(slot, None)
-            if start == self._known[slot]:  # else a part is missing: the slot stays behind and is not drafted for
+            if start == self._known[slot]:  # else a part is missing: the slot gets no draft
                 self._waiting[slot].append(features)
                 self._known[slot] += len(features)
 
     def reusable(self, slot: int, length: int) -> int:
-        """As `StackFeatures.reusable`, and nothing where more went through the LSTM, whose state is that of its end."""
+        """See `StackFeatures.reusable`; 0 if more went through the LSTM, whose state is that of its end."""
         fed = self._fed[slot]
         return min(length, fed + sum(map(len, self._waiting[slot]))) if fed <= length else 0
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """A sequence begins in a slot, with what another one left as far as `reusable` allowed; None for nothing."""
+        """Starts a sequence in a slot, with a prefix as `reusable` allowed; None for nothing."""
         source, length = prefix or (slot, 0)
         fed = min(self._fed[source], length)
         waiting = torch.cat(self._waiting[source])[: length - fed] if fed < length else None
@@ -192,11 +192,11 @@ class FalconBlocks:
         self._fed[slot], self._known[slot], self._waiting[slot] = fed, length, [] if waiting is None else [waiting]
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, K, W), the features that the last K committed positions estimate as a block; feeds what waits.
+        """(B, K, W), the block of features estimated from the last K committed positions; feeds what waits.
 
         Args:
             slots: B slots for which `is_known` holds.
-            texts: The committed tokens of each, which reach a token further.
+            texts: The committed tokens of each, one more than features.
         """
         ends = [self._known[slot] for slot in slots]
         lengths = [self._feed_early(slot, text) for slot, text in zip(slots, texts, strict=True)]
@@ -210,12 +210,12 @@ class FalconBlocks:
         return outputs[integers_on(places, self._device)].view(len(slots), self._block, -1).to(self._dtype)
 
     def fill(self, expansion: Expansion, slots: Sequence[int], outputs: Tensor) -> None:
-        """Fills trees of roots, without a look at the content of any tensor.
+        """Fills trees of roots, without reading any tensor.
 
         Args:
             expansion: Trees of roots; changed.
             slots: Of the B sequences.
-            outputs: (B, K, W), as `of` gave them.
+            outputs: (B, K, W), from `of`.
         """
         nodes = _Nodes(slots, [self._fed[slot] for slot in slots], self._device)
         places = torch.zeros(len(slots), 1, dtype=torch.int64, device=self._device)  # of nodes among the blocks
@@ -235,13 +235,7 @@ class FalconBlocks:
             expansion.grow(depth, of_slot if of_slot.shape[1] == 1 else _rows(of_slot, places))
 
     def _further(self, before: LastBlocks, tokens: Tensor, nodes: _Nodes) -> LastBlocks:
-        """The blocks after some nodes.
-
-        Args:
-            before: (B, P, …), the last block of each node's path.
-            tokens: (B, P, K) int64, that were drafted from it, the node's own last.
-            nodes: Of the draft; changed.
-        """
+        """Returns the blocks after some nodes; tokens: (B, P, K) int64, drafted from the block before, node last."""
         batch, width, _ = tokens.shape
         pairs = paired(before.outputs, self._parts.embed(tokens).to(before.outputs.dtype))
         fused, states = self._head.lstm.run(pairs, before.state)
@@ -260,11 +254,11 @@ class FalconBlocks:
         )
 
     def _logits(self, blocks: LastBlocks, num_slots: int) -> Tensor:
-        """(B, P, K, V) float32 logits at the first slots of some blocks, or as many slots as are named."""
+        """(B, P, K, V) float32 logits of some blocks; with `num_slots` only of their first positions."""
         return self._head.logits(0, blocks.outputs[:, :, : min(num_slots, self._block)], self._parts).float()
 
     def _feed_early(self, slot: int, text: Sequence[int]) -> int:
-        """Feeds all but the last K positions of a slot where many wait; how many wait then."""
+        """Feeds all but the last K positions of a slot if many wait; returns how many wait then."""
         waiting = self._known[slot] - self._fed[slot]
         if waiting <= _TOGETHER:
             return waiting
@@ -283,7 +277,7 @@ class FalconBlocks:
         return self._block
 
     def _fuse(self, slots: Sequence[int], texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
-        """Runs the LSTM over what waits; (B, K + T, W), its outputs behind the K before, padded at the end."""
+        """Runs the LSTM over what waits; (B, K + T, W), the last K outputs before it first, padded at the end."""
         most, parts = max(lengths), []
         for slot, text, length in zip(slots, texts, lengths, strict=True):
             pairs = self._last.new_zeros(most, 2 * self._last.shape[2])
@@ -303,18 +297,12 @@ class FalconBlocks:
         return fused
 
     def _pairs(self, features: Tensor, text: Sequence[int], start: int) -> Tensor:
-        """(T, 2 W), the pairs of positions from `start` on, of (T, E) features and all committed tokens."""
+        """(T, 2 W), the pairs of positions from `start` on, from (T, E) features and all committed tokens."""
         following = integers_on(text[start + 1 : start + 1 + len(features)], self._device)
         return paired(features.to(self._dtype), self._parts.embed(following).to(self._dtype))
 
     def _nodes_of(self, fused: Tensor, lengths: Sequence[int], chains: Sequence[int]) -> Tensor:
-        """(M, W), what goes into the decoder block: of each sequence the last positions, then the rest of the plan.
-
-        Args:
-            fused: (B, K + T, W), see `_fuse`.
-            lengths: New positions of each sequence.
-            chains: Positions of each chain.
-        """
+        """(M, W), inputs of the decoder block: each sequence's last positions as a chain, then the rest of the plan."""
         width, places = fused.shape[1], list[int]()
         for row, (length, chain) in enumerate(zip(lengths, chains, strict=True)):
             end = row * width + self._block + length
@@ -323,7 +311,7 @@ class FalconBlocks:
         return fused.flatten(0, 1)[integers_on(places, self._device)]
 
     def _pass_of(self, slots: Sequence[int], ends: Sequence[int], chains: Sequence[int]) -> Pass:
-        """The pass of `of`: so many last positions of each sequence as a chain, then the rest of the plan."""
+        """Returns the pass of `of`: `chains` last positions of each sequence, then the rest of the plan."""
         block, positions, parents = self._block, list[int](), list[int]()
         offsets, prefix_lens = [0], [end - chain for end, chain in zip(ends, chains, strict=True)]
         for end, chain in zip(ends, chains, strict=True):
@@ -341,13 +329,13 @@ class FalconBlocks:
 
 
 def _rows(values: Tensor, places: Tensor) -> Tensor:
-    """(B, P, …), rows of (B, P', …) by (B, P) places."""
+    """(B, P, …), rows of (B, P', …) by (B, P) indices."""
     batch = torch.arange(len(values), device=values.device).unsqueeze(1)
     return values[batch, places]
 
 
 def _picked(blocks: LastBlocks, places: Tensor) -> LastBlocks:
-    """(B, P, …), the block of each node by (B, P) places."""
+    """(B, P, …), the block of each node by (B, P) indices."""
     return LastBlocks(
         outputs=_rows(blocks.outputs, places), state=_rows(blocks.state, places), ends=_rows(blocks.ends, places)
     )

@@ -1,4 +1,4 @@
-"""Options of drafters over heads, and loading the head that they name."""
+"""Options of drafters over heads, and loading of heads."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ class HeadOptions(DrafterOptions):
 
     Attributes:
         model: Directory or hub id of the head, in any format that `foretoken convert` knows.
-        revision: Of the hub, where `model` is a hub id; None for its main branch.
-        tree: As for every method; "tree" is the static tree that pays most on this machine by the acceptance stored
-            with the head, or the head's published one where none is stored; as deep in each iteration as pays, down to
-            no draft at all.
+        revision: Of the hub, if `model` is a hub id; None for its main branch.
+        tree: As for every method. "tree" is the static tree that pays most on this machine by the acceptance stored
+            with
+            the head, or else the head's published tree; in each iteration as deep as pays, down to no draft at all.
         draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
-            without a seed; "greedy" always takes its most probable tokens.
-        quantization: "int8" drafts with all matrices in int8, a scale for each row, on CPUs: a byte a weight, also of a
-            copy of the target's LM head for heads that share it. "none" drafts with the weights as they are stored, in
-            the target's precision: float32, or bfloat16 where the target is. "auto" drafts with int8 where that can be.
+            without a
+            seed; "greedy" always takes its most probable tokens.
+        quantization: "int8" drafts with all matrices in int8, with a scale per row, on CPUs: one byte per weight, also
+            for
+            a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
+            target's
+            precision: float32, or bfloat16 if the target is. "auto" takes int8 where possible.
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
 
@@ -57,11 +60,11 @@ class LoadedHead(NamedTuple):
 
     Attributes:
         head: The network.
-        parts: What it shares with the target.
-        checkpoint: Where it came from.
+        parts: Modules that it shares with the target.
+        checkpoint: Its source.
         dtype: Of its features.
-        is_optimized: Whether its layers are those of the native kernels, where they can be.
-        quantization: Of its matrices; None where they are as they were stored.
+        is_optimized: Whether its layers use the native kernels where possible.
+        quantization: Of its matrices; None if they are as stored.
     """
 
     head: Head
@@ -79,7 +82,7 @@ def load_head(
 
     Args:
         options: Of the drafter.
-        target: What it drafts for.
+        target: The target that it drafts for.
         method: Of the head.
         quantization: Of its matrices.
 
@@ -87,13 +90,13 @@ def load_head(
         ConfigError, ModelError: See `checked_head`; `UnsuitableError` when the head cannot be quantised.
     """
     is_on_cpu = runs_cpu_kernels(target.device)
-    if quantization is not None and not is_on_cpu:  # before anything is read for it
+    if quantization is not None and not is_on_cpu:  # before the checkpoint is read
         raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
     checkpoint = checked_head(options, target.model, method)
-    dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
+    dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need not be exact
     head = checkpoint.module(device=target.device, dtype=dtype)
     if is_on_cpu:
-        # In bfloat16 inputs are rounded, which int8 does as well, and so does a target in bfloat16.
+        # bfloat16 rounds inputs, as int8 and a target in bfloat16 do.
         head.optimize_for_inference(quantization, compacts=quantization is not None or target.dtype == torch.bfloat16)
     parts = target_parts(
         target.model, dtype=dtype, is_inference=True, quantization=quantization if head.has_target_lm_head else None
@@ -102,7 +105,7 @@ def load_head(
 
 
 def checked_head(options: HeadOptions, model: LoadedModel, method: str) -> HeadCheckpoint:
-    """The checkpoint that the options name.
+    """Returns the checkpoint that the options name.
 
     Args:
         options: Of the drafter.

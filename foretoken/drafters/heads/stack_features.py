@@ -1,12 +1,11 @@
-"""The target's features as the decoder block of a head sees them, at the last committed position of every slot.
+"""The target's features as the decoder block of a head reads them, at the last committed position of every slot.
 
-The block's KV cache follows the target's: positions enter it when they are committed, in order and with the target's
-own features, so there is never anything to take back. Committed features are kept until the next proposal asks, and
-then fed in one pass: nothing is computed for sequences that are not drafted for, and what was committed meanwhile is
-fed together.
+The block's KV cache follows the target's: positions enter when they are committed, in order and with the target's own
+features. Nothing is ever taken back. Committed features wait until the next proposal, and are then fed in one pass. No
+work is done for sequences without drafts.
 
 Letters: M positions of a pass, T positions and B slots of sequences, F features of a position, E hidden size, W width
-of what is kept.
+of the stored outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def rows_at(table: Tensor, slots: Sequence[int]) -> Tensor:
-    """(B, E), some rows of a table; not a copy where they are one after another."""
+    """(B, E), some rows of a table; not a copy if they are contiguous."""
     first = slots[0]
     if list(slots) == list(range(first, first + len(slots))):
         return table[first : first + len(slots)]
@@ -38,15 +37,15 @@ def rows_at(table: Tensor, slots: Sequence[int]) -> Tensor:
 
 
 def set_last(table: Tensor, slots: Sequence[int], rows: Tensor, offsets: Sequence[int]) -> None:
-    """Sets rows of a table to the last ones of some sequences.
+    """Sets rows of a table to the last rows of some sequences.
 
     Args:
         table: (S, E); changed.
         slots: B of its rows.
         rows: (M, E) of any dtype, one sequence after another.
-        offsets: B + 1, where those of each sequence begin.
+        offsets: B + 1, where the rows of each sequence begin.
     """
-    if len(slots) == 1:  # without tensors of indices, which take longer than the copy
+    if len(slots) == 1:  # without index tensors, which take longer than the copy
         table[slots[0]] = rows[offsets[1] - 1]
         return
     if len(rows) > len(slots):
@@ -55,27 +54,27 @@ def set_last(table: Tensor, slots: Sequence[int], rows: Tensor, offsets: Sequenc
 
 
 class KeptFeatures(Protocol):
-    """What is kept of the target's features, for drafts that begin at the last committed position."""
+    """A store of the target's features, for drafts that begin at the last committed position."""
 
     def is_known(self, slot: int, length: int) -> bool:
-        """Whether what is needed of positions 0 … `length - 1` is here."""
+        """Returns whether the needed features of positions 0 … `length - 1` are here."""
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV."""
+        """Takes what entered the target's KV cache."""
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, W), what drafts begin from.
+        """(B, W), the first states of drafts.
 
         Args:
             slots: B slots.
-            texts: The committed tokens of each, which reach a token further than features.
+            texts: The committed tokens of each, one more than features.
         """
 
     def reusable(self, slot: int, length: int) -> int:
         """See `foretoken.drafters.base.PrefixKeeper`."""
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """A sequence begins in a slot, with what another one left as far as `reusable` allowed; None for nothing."""
+        """Starts a sequence in a slot, with a prefix as `reusable` allowed; None for nothing."""
 
 
 class LastFeatures:
@@ -86,11 +85,11 @@ class LastFeatures:
         self._known = [0] * num_slots  # positions whose last feature is here
 
     def is_known(self, slot: int, length: int) -> bool:
-        """Whether the feature of position `length - 1` is here."""
+        """Returns whether the feature of position `length - 1` is here."""
         return length > 0 and self._known[slot] == length
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV."""
+        """Takes what entered the target's KV cache."""
         assert committed.features is not None, "the drafter taps features"
         set_last(self._features, committed.slots, committed.features[:, 0], committed.offsets)
         for slot, start, length in zip(committed.slots, committed.starts, committed.lengths, strict=True):
@@ -102,22 +101,22 @@ class LastFeatures:
         return rows_at(self._features, slots)
 
     def reusable(self, slot: int, length: int) -> int:
-        """All: only the last feature is ever needed, and that comes with the next position."""
+        """Returns `length`: only the last feature is needed, which comes with the next position."""
         del slot
         return length
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """A sequence begins in a slot."""
+        """See `KeptFeatures`."""
         del prefix
         self._known[slot] = 0
 
 
-_TOGETHER = 32  # positions of a sequence that are fed beside others; longer parts are fed alone
-_CHUNK = 512  # positions of a long part fed at once
+_TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; longer parts are fed alone
+_CHUNK = 512  # positions of a long part per pass
 
 
 class WaitingPairs(NamedTuple):
-    """Committed positions that the block has not seen.
+    """Committed positions that the block has not read.
 
     Attributes:
         work: Their tokens, each the one after its features, with logits after the last position of each sequence.
@@ -129,7 +128,7 @@ class WaitingPairs(NamedTuple):
 
 
 class StackFeatures:
-    """See the module."""
+    """Features through a decoder block, see the module."""
 
     def __init__(
         self,
@@ -140,15 +139,16 @@ class StackFeatures:
         width: int,
         dtype: torch.dtype,
     ) -> None:
-        """Nothing is known yet.
+        """Starts without features.
 
         Args:
-            encode: Feeds the block (M, F E) features of a pass, whose tokens are those after them; gives the (M, W)
-                that are kept of the last ones.
+            encode: Feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W), whose last
+                rows are
+                stored.
             cache: The block's.
-            target: Tells slots and device.
+            target: Gives slots and device.
             width: W.
-            dtype: Of what is fed and kept.
+            dtype: Of inputs and stored outputs.
         """
         self._encode, self._cache, self._dtype = encode, cache, dtype
         self._fed = [0] * target.num_slots  # positions in the cache
@@ -156,17 +156,17 @@ class StackFeatures:
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]
         self._has_seen = [False] * target.num_slots  # whether a draft has fed all that waits
         self._known = [0] * target.num_slots  # positions in the cache or waiting
-        self._has_last = [False] * target.num_slots  # whether what follows is that of the last position in the cache
+        self._has_last = [False] * target.num_slots  # whether `_last` is of the last position in the cache
         self._last = torch.zeros(target.num_slots, width, device=target.device, dtype=dtype)
 
     def is_known(self, slot: int, length: int) -> bool:
-        """Whether all features of positions 0 … `length - 1` came in, the last of them not only with a prefix."""
-        # A feeding that failed leaves fewer: the slot is not drafted for until it begins anew.
+        """Returns whether all features of positions 0 … `length - 1` are here, the last not only with a prefix."""
+        # After a failed pass there are fewer: the slot gets no draft until it begins anew.
         here = self._fed[slot] + sum(map(len, self._waiting[slot]))
         return self._known[slot] == here == length and (self._has_last[slot] or bool(self._waiting[slot]))
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV."""
+        """Takes what entered the target's KV cache."""
         assert committed.features is not None, "the drafter taps features"
         lengths = committed.lengths
         parts = [committed.features] if len(lengths) == 1 else committed.features.split(lengths)
@@ -175,16 +175,16 @@ class StackFeatures:
                 self.begin(slot, None)
             if self._has_seen[slot]:
                 self._fed[slot], self._waiting[slot], self._has_seen[slot] = self._known[slot], [], False
-            if start == self._known[slot]:  # else a part is missing: the slot stays behind and is not drafted for
+            if start == self._known[slot]:  # else a part is missing: the slot gets no draft
                 self._waiting[slot].append(features)
                 self._known[slot] += len(features)
 
     def reusable(self, slot: int, length: int) -> int:
-        """All positions whose features came in."""
+        """Returns all positions whose features are here, at most `length`."""
         return min(length, self._fed[slot] + sum(map(len, self._waiting[slot])))
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """A sequence begins in a slot, with what another one left as far as `reusable` allowed; None for nothing."""
+        """See `KeptFeatures`."""
         source, length = prefix or (slot, 0)
         fed = self._known[source] if self._has_seen[source] else self._fed[source]
         waiting, self._fed[slot] = list[Tensor](), min(fed, length)
@@ -197,11 +197,11 @@ class StackFeatures:
         self._has_seen[slot] = self._has_last[slot] = False
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, W), what the block gave at the last position whose features came in; feeds what waits.
+        """(B, W), the block's output at the last position with features; feeds what waits.
 
         Args:
             slots: B slots.
-            texts: The committed tokens of each, which reach a token further.
+            texts: The committed tokens of each, one more than features.
         """
         behind, following, parts = [], [], []
         for slot, text in zip(slots, texts, strict=True):
@@ -220,13 +220,13 @@ class StackFeatures:
         return rows_at(self._last, slots)
 
     def waiting(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> WaitingPairs | None:
-        """What waits of some slots, for drafts that feed it themselves; None where nothing waits of one of them.
+        """Returns what waits of some slots, for drafts that feed it themselves; None if nothing waits of one of them.
 
-        Of long parts all but the last position is fed here. What is given goes on waiting, see `have_fed`.
+        Feeds all but the last position of long parts. The result keeps waiting, see `have_fed`.
 
         Args:
             slots: B slots.
-            texts: As of `of`.
+            texts: As for `of`.
         """
         if not all(self._waiting[slot] for slot in slots):
             return None
@@ -246,16 +246,17 @@ class StackFeatures:
         return WaitingPairs(work, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def have_fed(self, slots: Sequence[int]) -> None:
-        """What `waiting` gave of some slots is in the cache now.
+        """Notes that the result of `waiting` is in the cache now.
 
-        It waits until more comes in all the same: nobody but that draft knows what the block gave, so that another
-        one before that feeds it again.
+        It keeps waiting until more comes: only that draft knows the block's output, so another draft before that feeds
+        it
+        again.
         """
         for slot in slots:
             self._has_seen[slot] = True
 
     def _joined(self, slot: int) -> Tensor:
-        """(T, F E), the features that wait of a slot."""
+        """(T, F E), the waiting features of a slot."""
         waiting = self._waiting[slot]
         return (waiting[0] if len(waiting) == 1 else torch.cat(waiting)).flatten(1).to(self._dtype)
 
@@ -266,7 +267,7 @@ class StackFeatures:
             self._feed([slot], [text[begin : begin + len(chunk)]], chunk)
 
     def _feed(self, slots: Sequence[int], following: Sequence[Sequence[int]], features: Tensor) -> None:
-        """Runs the block over the next positions of some slots; (M, F E) features, and the tokens after them."""
+        """Runs the block over the next positions of some slots: (M, F E) features, and the tokens after them."""
         prefix_lens = [self._fed[slot] for slot in slots]
         work = Pass.of_chains(following, slots=slots, prefix_lens=prefix_lens, device=features.device)
         set_last(self._last, slots, self._encode(features, work), work.offsets)
@@ -276,7 +277,7 @@ class StackFeatures:
 
 
 class PrefixFeatures(StackFeatures):
-    """The target's features as the decoder block of Hydra++ sees them, at the last committed position of every slot.
+    """The target's features as the decoder block of Hydra++ reads them, at the last committed position of every slot.
 
     Attributes:
         stack: The block with its KV rows by slot.
@@ -291,11 +292,11 @@ class PrefixFeatures(StackFeatures):
         capture: GraphCapture | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        """Nothing is known yet.
+        """Starts without features.
 
         Args:
             layer: The block.
-            target: Tells slots, context and device.
+            target: Gives slots, context and device.
             dtype: Of the block.
             capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
             quantization: Of the block's matrices, see `BlockStack`.
