@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
-from foretoken.core.checks import check_boolean, check_integer, check_number, check_text, shown
+from foretoken.core.checks import shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, EngineStopped, RequestError
 from foretoken.core.torch_state import own_torch_state
 from foretoken.core.vllm_sampling import check_other_keywords
@@ -34,7 +34,14 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.scheduler import SlotPool
 from foretoken.entrypoints.config import parse_speculative_config
 from foretoken.entrypoints.drafter_files import attach_drafter, make_drafter
-from foretoken.entrypoints.model_arguments import directory_of, sampling_defaults, target_model, target_tokenizer
+from foretoken.entrypoints.model_arguments import (
+    check_context_len,
+    check_engine_arguments,
+    directory_of,
+    sampling_defaults,
+    target_model,
+    target_tokenizer,
+)
 from foretoken.entrypoints.requests import Request, RequestReader
 from foretoken.entrypoints.shared_engine import SharedEngine
 from foretoken.entrypoints.vllm_arguments import check_other_arguments
@@ -59,12 +66,10 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.config import SpeculativeConfig
     from foretoken.entrypoints.engine_args import EngineArgs
     from foretoken.models.loading import LoadedModel
-    from foretoken.runner.costs import CostCurve
+    from foretoken.runner.costs import PassCosts
     from foretoken.text.chats import Message
     from foretoken.text.prompts import Prompt
 
-_SHORTEST_CONTEXT = 8  # tokens; the check of the decoder at load needs as many
-_MOST_SEQUENCES = 1 << 16
 _DEFAULT_SEQUENCES = 8
 _CLOSED = "this LLM was closed at the end of its with block. Expected calls within the block. Make another LLM."
 
@@ -111,79 +116,32 @@ class LLM(BuiltPerProcess):
         **others: Any,
     ) -> None:
         check_other_arguments(others, [name for name in signature(LLM).parameters if name != "others"])
-        if speculative_config is not None and drafter is not None:
-            raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
-        max_num_seqs = _DEFAULT_SEQUENCES if max_num_seqs is None else max_num_seqs
-        check_integer("max_num_seqs", max_num_seqs, 1, _MOST_SEQUENCES, error=ConfigError)
-        for name, value, least in (
-            ("max_model_len", max_model_len, _SHORTEST_CONTEXT),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("kv_cache_memory_bytes", kv_cache_memory_bytes, 1),
-        ):
-            if value is not None:
-                check_integer(name, value, least, error=ConfigError)
-        share = 1.0 if gpu_memory_utilization is None else gpu_memory_utilization
-        check_number("gpu_memory_utilization", share, 0.0, 1.0, low_open=True, error=ConfigError)
-        keeps_prefixes = True if enable_prefix_caching is None else enable_prefix_caching
-        check_boolean("enable_prefix_caching", keeps_prefixes, error=ConfigError)
-        if seed is not None:
-            check_integer("seed", seed, error=ConfigError)
-            seed = int(seed)
-        check_text("runner", runner, error=ConfigError)
+        check_engine_arguments(
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization, seed=seed, runner=runner, on_step=on_step,
+            speculative_config=speculative_config, drafter=drafter, trust_drafter=trust_drafter,
+            allow_unknown_ids=allow_unknown_ids, trace=trace,
+        )  # fmt: skip
         runner = "auto" if runner == "generate" else runner
-        if drafter is not None and not callable(drafter):
-            raise ConfigError(f"drafter is {shown(drafter)}. Expected a function that makes one.")
-        if on_step is not None and not callable(on_step):
-            raise ConfigError(f"on_step is {shown(on_step)}. Expected a function that takes a StepRecord.")
-        check_boolean("trust_drafter", trust_drafter, error=ConfigError)
-        check_boolean("allow_unknown_ids", allow_unknown_ids, error=ConfigError)
-        check_boolean("trace", trace, error=ConfigError)
-        if trace and on_step is None:
-            raise ConfigError(
-                "trace is True but there is no on_step to get the traces. Pass on_step, or leave trace out."
-            )
         config = parse_speculative_config(speculative_config, target=directory_of(model))
         loaded = target_model(model, dtype, device, revision)
-        if max_model_len is not None and max_model_len > loaded.context_len:
-            raise ConfigError(
-                f"max_model_len is {shown(max_model_len)}, but '{loaded.name}' has a context of {loaded.context_len} "
-                "tokens. Expected at most that. Leave it out for the model's limit."
-            )
+        check_context_len(max_model_len, loaded)
         self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)
         self.sampling_defaults = sampling_defaults(loaded, generation_config, override_generation_config)
 
         costs = cache(partial(pass_costs, loaded))  # by decoder
         setup = _drafter_setup(drafter, config, target=loaded, is_trusted=trust_drafter)
         self.drafters: Seq[Drafter] = setup.drafters
-        drafters = [*setup.drafters, *setup.for_predictions]
-        context_len, reads = max_model_len or loaded.context_len, joint_reads(drafters)
-        self.target = Runner(
-            loaded,
-            num_slots=max_num_seqs,
-            context_len=context_len,
-            max_nodes=most_nodes(drafters),
-            usual_nodes=most_nodes(self.drafters),
-            taps=reads.taps,
-            runner=runner,
-            costs=costs,
-            shares_rows=True,
-            kv_cache_memory_bytes=kv_cache_memory_bytes
-            or (None if gpu_memory_utilization is None else share_of_free(loaded.device, share)),
+        sizes = _CacheSizes(
+            max_num_seqs or _DEFAULT_SEQUENCES, max_model_len, kv_cache_memory_bytes, gpu_memory_utilization
         )
-        if max_model_len is not None and self.target.context_len < max_model_len:
-            raise ConfigError(
-                f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
-                f"{self.target.context_len}. Lower it, or raise kv_cache_memory_bytes."
-            )
-
-        def tree_costs() -> CostCurve:
-            return costs(self.target.name).tree
-
+        self.target = _make_runner(loaded, setup, sizes, runner=runner, costs=costs)
         handle = TargetHandle(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
             context_len=self.target.context_len,
-            num_slots=max_num_seqs,
+            num_slots=sizes.num_slots,
             device=loaded.device,
             dtype=loaded.dtype,
             runner=runner,
@@ -191,33 +149,23 @@ class LLM(BuiltPerProcess):
             model=loaded,
             run=self.target.run,
             draft_trees=self.target.draft_trees,
-            measured_costs=tree_costs,
+            measured_costs=lambda: costs(self.target.name).tree,
         )
-        self.target.cache.reserve(0, self.target.cache.capacity)  # where drafters that are made or timed run the target
-        for each in drafters:
-            attach_drafter(each, handle)
-        controller = choose_controller(setup.options, self.drafters, handle) if self.drafters else None
-        options = [*setup.options, *([config.for_predictions] if config.for_predictions else [])]
         self._engine = Engine(
             self.target,
-            Drafting(
-                drafters,
-                controller,
-                vocab_size=loaded.vocab_size,
-                max_nodes=self.target.max_nodes,
-                device=loaded.device,
-                beside_prompts=None if controller is None else room_beside_prompts(controller, handle),
-                for_predictions=choose_for_predictions(options, drafters, handle) if setup.for_predictions else None,
-            ),
+            _attach_drafters(setup, config, self.target, handle),
             policy=setup.policy,
-            slots=SlotPool(max_num_seqs, keeps_prefixes=keeps_prefixes),
+            slots=SlotPool(
+                sizes.num_slots, keeps_prefixes=enable_prefix_caching is None or bool(enable_prefix_caching)
+            ),
             on_step=on_step,
             max_num_batched_tokens=max_num_batched_tokens,
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
             has_traces=trace,
         )
-        self.target.cache.trim(0, 0)
-        self._requests = RequestReader(self.target, self.tokenizer, seed, self.sampling_defaults)
+        self._requests = RequestReader(
+            self.target, self.tokenizer, None if seed is None else int(seed), self.sampling_defaults
+        )
         self.shared = SharedEngine(self._engine, self._requests)
 
     @classmethod
@@ -432,6 +380,61 @@ def _drafter_setup(
         for options in config.options
     ]  # fmt: skip
     return _DrafterSetup(drafters, config.options, config.policy, predicting)
+
+
+class _CacheSizes(NamedTuple):
+    num_slots: int
+    max_model_len: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float | None
+
+
+def _make_runner(
+    loaded: LoadedModel, setup: _DrafterSetup, sizes: _CacheSizes, *, runner: str, costs: Callable[[str], PassCosts]
+) -> Runner:
+    """Makes the runner with a KV cache; raises `ConfigError` if `max_model_len` tokens do not fit into memory."""
+    drafters, num_bytes = [*setup.drafters, *setup.for_predictions], sizes.kv_cache_memory_bytes
+    if num_bytes is None and sizes.gpu_memory_utilization is not None:
+        num_bytes = share_of_free(loaded.device, sizes.gpu_memory_utilization)
+    target = Runner(
+        loaded,
+        num_slots=sizes.num_slots,
+        context_len=sizes.max_model_len or loaded.context_len,
+        max_nodes=most_nodes(drafters),
+        usual_nodes=most_nodes(setup.drafters),
+        taps=joint_reads(drafters).taps,
+        runner=runner,
+        costs=costs,
+        shares_rows=True,
+        kv_cache_memory_bytes=num_bytes,
+    )
+    if sizes.max_model_len is not None and target.context_len < sizes.max_model_len:
+        raise ConfigError(
+            f"max_model_len {sizes.max_model_len} needs more memory than there is. Expected at most "
+            f"{target.context_len}. Lower it, or raise kv_cache_memory_bytes."
+        )
+    return target
+
+
+def _attach_drafters(setup: _DrafterSetup, config: SpeculativeConfig, target: Runner, handle: TargetHandle) -> Drafting:
+    """Attaches the drafters and chooses their controllers."""
+    drafters = [*setup.drafters, *setup.for_predictions]
+    target.cache.reserve(0, target.cache.capacity)  # drafters may run the target while they are attached and timed
+    for each in drafters:
+        attach_drafter(each, handle)
+    controller = choose_controller(setup.options, setup.drafters, handle) if setup.drafters else None
+    options = [*setup.options, *([config.for_predictions] if config.for_predictions else [])]
+    drafting = Drafting(
+        drafters,
+        controller,
+        vocab_size=handle.vocab_size,
+        max_nodes=target.max_nodes,
+        device=handle.device,
+        beside_prompts=None if controller is None else room_beside_prompts(controller, handle),
+        for_predictions=choose_for_predictions(options, drafters, handle) if setup.for_predictions else None,
+    )
+    target.cache.trim(0, 0)
+    return drafting
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

@@ -1,15 +1,16 @@
-"""Loads the model and tokenizer in any form that `LLM` accepts; reads sampling defaults, dtype and device."""
+"""Checks the arguments of `LLM`; loads model and tokenizer in any form, and the sampling defaults."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from foretoken.core.checks import check_text, shown
+from foretoken.core.checks import check_boolean, check_integer, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.drafter_files import check_is_no_head, exists
@@ -23,6 +24,53 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # n
 _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")} | {
     "max_new_tokens": "max_tokens"
 }
+
+
+_INTEGERS = {  # least and greatest values of arguments that may be None
+    "max_num_seqs": (1, 1 << 16),
+    "max_model_len": (8, math.inf),  # the check of the decoder at load needs 8 tokens
+    "max_num_batched_tokens": (1, math.inf),
+    "kv_cache_memory_bytes": (1, math.inf),
+    "seed": (-math.inf, math.inf),
+}
+
+
+def check_engine_arguments(**given: Any) -> None:
+    """Checks the arguments of `LLM` besides model, tokenizer and sampling defaults.
+
+    Args:
+        given: The arguments by name; docs of `LLM` say what each may be.
+
+    Raises:
+        ConfigError: When an argument has a wrong type, is out of range, or excludes another one.
+    """
+    if given["speculative_config"] is not None and given["drafter"] is not None:
+        raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
+    for name, (least, most) in _INTEGERS.items():
+        if given[name] is not None:
+            check_integer(name, given[name], least, most, error=ConfigError)
+    if given["gpu_memory_utilization"] is not None:
+        check_number(
+            "gpu_memory_utilization", given["gpu_memory_utilization"], 0.0, 1.0, low_open=True, error=ConfigError
+        )
+    check_text("runner", given["runner"], error=ConfigError)
+    for name in ("enable_prefix_caching", "trust_drafter", "allow_unknown_ids", "trace"):
+        if given[name] is not None or name != "enable_prefix_caching":
+            check_boolean(name, given[name], error=ConfigError)
+    for name, expected in (("drafter", "makes one"), ("on_step", "takes a StepRecord")):
+        if given[name] is not None and not callable(given[name]):
+            raise ConfigError(f"{name} is {shown(given[name])}. Expected a function that {expected}.")
+    if given["trace"] and given["on_step"] is None:
+        raise ConfigError("trace is True but there is no on_step to get the traces. Pass on_step, or leave trace out.")
+
+
+def check_context_len(max_model_len: int | None, target: LoadedModel) -> None:
+    """Raises `ConfigError` if sequences of `max_model_len` tokens exceed the context of the model."""
+    if max_model_len is not None and max_model_len > target.context_len:
+        raise ConfigError(
+            f"max_model_len is {shown(max_model_len)}, but '{target.name}' has a context of {target.context_len} "
+            "tokens. Expected at most that. Leave it out for the model's limit."
+        )
 
 
 def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> LoadedModel:
