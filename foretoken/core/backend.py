@@ -1,6 +1,6 @@
-"""What a device offers: free reads by the host, CPU kernels, the CUDA runtime, CUDA graphs, Triton kernels.
+"""Capabilities of a device: free reads by the host, CPU kernels, the CUDA runtime, CUDA graphs, Triton kernels.
 
-The one place that knows torch's names of device types, so that a new accelerator is answered here.
+No other module compares torch's names of device types, so a new accelerator needs changes here alone.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 def reads_are_free(device: torch.device) -> bool:
-    """Whether the host can look into a tensor without waiting for the device: no synchronisation, no copy."""
+    """Whether the host reads tensors of the device without synchronisation or copy."""
     return device.type == "cpu"
 
 
 def runs_cpu_kernels(device: torch.device) -> bool:
-    """Whether numpy, oneDNN and our compiled CPU kernels can work on its tensors in place."""
+    """Whether NumPy, oneDNN and our CPU kernels work on tensors of the device in place."""
     return device.type == "cpu"
 
 
 def has_cuda_runtime(device: torch.device) -> bool:
-    """Whether `torch.cuda` serves it, on NVIDIA GPUs and under ROCm: streams, events, memory counters."""
+    """Whether `torch.cuda` serves the device, on NVIDIA GPUs and under ROCm: streams, events, memory counters."""
     return device.type == "cuda"
 
 
 def has_cuda_graphs(device: torch.device) -> bool:
-    """Whether passes can be captured as CUDA graphs on it."""
+    """Whether passes can be captured as CUDA graphs on the device."""
     return has_cuda_runtime(device)
 
 
 def has_triton_kernels(device: torch.device) -> bool:
-    """Whether our Triton kernels run on it."""
+    """Whether our Triton kernels run on the device."""
     return has_cuda_runtime(device) and has_triton()
 
 
@@ -48,20 +48,19 @@ def has_triton() -> bool:
 
 
 def integers_on(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Integers of the host as an int64 tensor, of as many dimensions as the lists are nested.
+    """Returns integers of the host as an int64 tensor on a device; nested lists give more dimensions.
 
-    Nothing waits for a GPU: a copy from ordinary memory would, until all that was asked of it before is done.
+    Does not wait for a GPU: the copy is made from pinned memory.
     """
-    return _on(torch.from_numpy(np.array(values, dtype=np.int64)), device)  # in half the time of `torch.tensor`
+    return _on(torch.from_numpy(np.array(values, dtype=np.int64)), device)  # takes half the time of `torch.tensor`
 
 
 def floats_on(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Numbers of the host as a float32 tensor, as `integers_on`."""
+    """Returns numbers of the host as a float32 tensor on a device, like `integers_on`."""
     return _on(torch.from_numpy(np.array(values, dtype=np.float32)), device)
 
 
 def _on(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host's, on a device."""
     if reads_are_free(device):
         return host
     return host.pin_memory().to(device, non_blocking=True) if has_cuda_runtime(device) else host.to(device)

@@ -1,7 +1,7 @@
-"""Checks of values that come from outside: types and ranges, each failure in one sentence.
+"""Checks types and ranges of values from outside; each failure is one sentence.
 
-Python takes True for 1 and an array library's scalar is no `int`; requests come from JSON and from numpy alike. Every
-check here refuses booleans where numbers are meant, and strings everywhere but where text is meant.
+In Python True equals 1, and a NumPy scalar is no `int`. Values come from JSON and from NumPy. All checks refuse
+booleans as numbers, and strings except as text.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from foretoken.core.errors import ForetokenError, RequestError
 
 _LARGEST_INTEGER = 2**1000  # of either sign: Python refuses to print integers of more than 4300 digits
 _LONGEST_SHOWN = 60  # characters of a refused value in a message
-_PLAIN = {int, float, str, type(None)}  # what `as_python` leaves as it is
+_PLAIN = {int, float, str, type(None)}  # types that `as_python` keeps
 _MOST_SHOWN, _DEEPEST_SHOWN = 8, 3  # entries and levels of a container
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises `ValueError` unless a condition holds: guards memory where `python -O` would drop an `assert`."""
+    """Raises `ValueError` unless a condition holds. Guards memory; `python -O` would drop an `assert`."""
     if not condition:
         raise ValueError(message)
 
@@ -74,7 +74,7 @@ def check_boolean(name: str, value: Any, *, error: type[ForetokenError] = Reques
 
 
 def check_text(name: str, value: Any, *, error: type[ForetokenError] = RequestError) -> None:
-    """Raises `error` unless `value` is text that UTF-8 can encode: a lone surrogate is half a character."""
+    """Raises `error` unless `value` is text that UTF-8 can encode; a lone surrogate cannot be encoded."""
     if not isinstance(value, str):
         raise error(f"{name} is {shown(value)}. Expected text.")
     at = lone_surrogate(value)
@@ -86,7 +86,7 @@ def check_text(name: str, value: Any, *, error: type[ForetokenError] = RequestEr
 
 
 def check_sequence(name: str, value: Any, expected: str, *, error: type[ForetokenError] = RequestError) -> None:
-    """Raises `error` unless `value` is a list, tuple, set or array, not text; expected: what, in words."""
+    """Raises `error` unless `value` is a list, tuple, set or array; `expected` describes it in the message."""
     is_other = isinstance(value, str | bytes | bytearray | memoryview | Mapping) or getattr(value, "ndim", 1) == 0
     if is_other or not isinstance(value, Collection):
         raise error(f"{name} is {shown(value)}. Expected {expected}.")
@@ -117,21 +117,21 @@ def as_python(value: Any, depth: int = 2) -> Any:
 
 
 def _is_boolean(value: Any) -> bool:
-    """Whether a value is a boolean of Python or numpy, which is not imported to find out."""
+    """Whether a value is a boolean of Python or numpy, without importing numpy."""
     kind = type(value)
     return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
 def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[int]:
-    """Token ids as Python integers.
+    """Returns token ids as Python integers.
 
     Args:
         ids: Integers of Python or numpy.
         vocab_size: V; ids are 0..V-1.
-        where: What holds them, for the message.
+        where: Names the container, for the message.
 
     Raises:
-        RequestError: For anything that is no integer (booleans are none) or outside the vocabulary.
+        RequestError: For a value that is no integer (booleans are none) or outside the vocabulary.
     """
     ids = list(ids)
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
@@ -145,7 +145,7 @@ def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[i
 
 
 def check_token_ids(name: str, ids: Collection[Any]) -> None:
-    """Raises `RequestError` unless each of some token ids is an integer, at least 0; of a long list in little time."""
+    """Raises `RequestError` unless all token ids are integers of at least 0; fast for long lists."""
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _LARGEST_INTEGER:
         return
     for token in ids:
@@ -153,7 +153,7 @@ def check_token_ids(name: str, ids: Collection[Any]) -> None:
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Where text first holds a lone surrogate, half a character that UTF-8 cannot encode; None where it holds none."""
+    """Returns the index of the first lone surrogate, which UTF-8 cannot encode; None without any."""
     if text.isascii():
         return None
     try:
@@ -164,17 +164,16 @@ def lone_surrogate(text: str) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: on one line, of at most some 200 characters, whatever it is.
+    """Returns any value for a message: one line of about 200 characters at most.
 
-    Numbers and text are shown, cut where they are long; of lists, tuples (as lists, which they are in JSON) and
-    dictionaries the first entries, a few levels deep; of any other object the type alone: its text may be megabytes.
+    Long numbers and text are cut. Lists, tuples (shown as lists) and dictionaries show their first entries, a few
+    levels deep. Any other object shows its type alone, because its text may have megabytes.
     """
     return _shown(value, _DEEPEST_SHOWN)
 
 
 def _shown(value: Any, depth: int) -> str:
-    """See `shown`; depth: how many levels of containers are shown."""
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write out the longest ones
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print the longest integers
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, str | bytes | Real):
         text = f"{value}" if isinstance(value, Real) else repr(value)
@@ -188,7 +187,7 @@ def _shown(value: Any, depth: int) -> str:
 
 
 def _first(parts: Iterable[str]) -> str:
-    """The first parts of a list, until they are many or long."""
+    """Joins parts until they are many or long."""
     kept: list[str] = []
     for part in parts:
         if len(kept) == _MOST_SHOWN or sum(map(len, kept)) > _LONGEST_SHOWN:

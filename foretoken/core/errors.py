@@ -1,6 +1,6 @@
-"""Exception types, hints at near names, short lists of names, and foreign exceptions as one line or one type.
+"""Exception types, hints at similar names, short lists of names, and errors of other libraries in one line.
 
-Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
+Every message has three parts: what is wrong (with the value), what was expected, how to mend it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LONGEST_NAME, _LONGEST_LIST = 120, 220
 
 
 class ForetokenError(Exception):
-    """Base of every error that a user can cause; its text is one clear sentence or two."""
+    """Base of every error that a user can cause; its text is one or two clear sentences."""
 
 
 class ConfigError(ForetokenError):
@@ -37,10 +37,10 @@ class RequestError(ForetokenError):
 
 
 class QueueFull(ForetokenError):
-    """As many requests are waiting as may wait; nothing is wrong with the one that came.
+    """The queue of waiting requests is full; the new request itself is valid.
 
     Attributes:
-        retry_after_s: Seconds after which those that are waiting have probably been served.
+        retry_after_s: Seconds after which the waiting requests have probably been served.
     """
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
@@ -64,7 +64,7 @@ class BuiltPerProcess:
     """A base class that refuses copies and pickles: its objects hold a model, engine memory, locks and threads."""
 
     def __reduce__(self) -> NoReturn:
-        """Raises for `copy.copy`, `copy.deepcopy`, `pickle.dumps` and arguments of `multiprocessing`."""
+        """Refuses `copy.copy`, `copy.deepcopy`, `pickle.dumps` and arguments of `multiprocessing`."""
         name = type(self).__name__
         raise ConfigError(
             f"an object of type {name} cannot be copied or pickled: it holds a loaded model and a running engine. "
@@ -73,14 +73,14 @@ class BuiltPerProcess:
 
 
 def nearest_name_hint(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest known name, or all of them.
+    """Returns a sentence that names the nearest known name, or all of them.
 
     Args:
-        name: What the user wrote.
+        name: The user's name.
         known: The names that exist.
 
     Returns:
-        "Did you mean 'x'? Known: a, b, x." with the question only when something is near.
+        "Did you mean 'x'? Known: a, b, x.", with the question only if a name is similar.
     """
     names = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
@@ -89,7 +89,7 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns sorted names in some 250 characters: the first ones, and the number of the others.
+    """Returns sorted names in about 250 characters: the first names, and the number of the rest.
 
     Args:
         names: Names of files or tensors, any number, of any length.
@@ -106,14 +106,14 @@ def listed(names: Iterable[str]) -> str:
 def foreign_errors_as(
     error: type[Exception], told: Callable[[Exception], str], *, passing: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Turns whatever foreign code raises in the block into one type; what is no `Exception`, as Ctrl-C, passes.
+    """Turns any `Exception` of the block into one type; Ctrl-C and the like pass.
 
-    For code of users, tokenizers, chat templates and readers of damaged files, which raise anything.
+    For code of users, tokenizers, chat templates and readers of damaged files, which may raise anything.
 
     Args:
-        error: The type that is raised instead, from the original.
-        told: Its message, made of the original; may itself raise what says more.
-        passing: Types that pass as they are.
+        error: The type to raise, from the original.
+        told: Makes the message from the original; may itself raise a better error.
+        passing: Types that pass unchanged.
     """
     try:
         yield
@@ -124,10 +124,10 @@ def foreign_errors_as(
 
 
 def described(error: BaseException) -> str:
-    """A foreign exception for a message or a log: its type and the first line of its text, without the final stop.
+    """Returns the type of a foreign exception and the first line of its text, without the final stop.
 
     Args:
-        error: What any code raised; its `str()` may itself raise, be of any length or hold control characters.
+        error: Any exception; its `str()` may raise, be of any length or hold control characters.
 
     Returns:
         "ValueError: no such token", one printable line of at most 300 characters.
@@ -135,34 +135,34 @@ def described(error: BaseException) -> str:
     name = _type_name(error)
     try:
         text = _first_line(str(error), _LONGEST_DESCRIPTION - len(name) - 2).rstrip(". ")
-    except Exception as err:  # noqa: BLE001 - the text is made by the foreign code
+    except Exception as err:  # noqa: BLE001 - foreign code makes the text
         text = f"its text cannot be shown, str() raised {_type_name(err)}"
     return f"{name}: {text or 'no message'}"
 
 
 def one_line(err: BaseException) -> str:
-    """A library's message in one line, without its final stop; of a long one the middle is left out.
+    """Returns a library's message in one line, without the final stop; cuts the middle of a long line.
 
-    What is wrong stands at either end: some messages quote whole files after it, others all that is allowed before it.
+    The cause stands at either end: some messages quote whole files after it, others list all allowed values before it.
     """
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]
     if not lines:
         return type(err).__name__
     if isinstance(err, KeyError):
         return f"it names {lines[0]}, which is not known"
-    # Errors of several lines say only in their second line what is wrong.
+    # Errors of several lines have the cause in the second line.
     line = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
     half = _LONGEST_LINE // 2
     return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
 
 
 def _type_name(error: BaseException) -> str:
-    """The name of an exception's class, whatever the class of that class makes of it."""
+    """Returns the name of an exception's class, even if a metaclass overrides `__name__`."""
     return _first_line(type.__dict__["__name__"].__get__(type(error)), _LONGEST_TYPE_NAME)
 
 
 def _first_line(text: str, longest: int) -> str:
-    """The first line of a text that has one, printable and cut to a length."""
+    """Returns the first line that is not empty, printable and cut to a length."""
     line = next((line.strip() for line in text[: 100 * longest].splitlines() if line.strip()), "")
     line = "".join(character if character.isprintable() else " " for character in line)
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
@@ -170,7 +170,7 @@ def _first_line(text: str, longest: int) -> str:
 
 @contextmanager
 def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` when the block raises anything, which then goes on; does nothing after a block that ends well."""
+    """Calls `undo` if the block raises anything, and re-raises; does nothing otherwise."""
     try:
         yield
     except BaseException:

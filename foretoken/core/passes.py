@@ -1,11 +1,11 @@
-"""A pass: the new tokens of several sequences, packed, so that nothing is computed for padding.
+"""A pass: the new tokens of several sequences, packed without padding.
 
-Behind the committed prefix of each sequence stands a tree of nodes. A decode step is a root, a verification is a token
-tree, a chunk of a prompt is a chain; one pass may mix them. Nodes that earlier passes computed over the same prefix, as
-by a draft model that expands its tree level by level, are listed first and cost nothing: their keys and values lie in
-the KV cache. Node i of a sequence has cache row `prefix_len + i`.
+A tree of nodes follows the committed prefix of each sequence. A decode step is a root, a verification is a token tree,
+a prompt chunk is a chain; one pass may mix them. A draft model expands its tree level by level: nodes of earlier passes
+over the same prefix are listed first, and the KV cache already has their keys and values. Node i of a sequence has
+cache row `prefix_len + i`.
 
-Letters: S sequences, M new tokens, W nodes (M and those computed earlier), R rows of logits.
+Letters: S sequences, M new tokens, W nodes (M and those of earlier passes), R rows of logits.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ norm; `final` is the output of the norm after the last block, what the LM head r
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenChoice:
-    """How the token after each row of logits is chosen, for decoders that do that while they have the logits at hand.
+    """How decoders choose the token after each row of logits.
 
     Attributes:
-        inverse_temperature: (R,) float32; 0 takes the greatest logit, others a draw from softmax(logits / temperature)
+        inverse_temperature: (R,) float32; 0 takes the greatest logit, other values draw from softmax(logits /
+            temperature)
             by Gumbel-max with `KeyedNoise` of `Purpose.TARGET` at the position after the row's token.
-        seeds: (R,) int64, keys of that noise; of no account where the greatest logit is taken.
+        seeds: (R,) int64, keys of that noise; ignored where the greatest logit is taken.
         impossible_ids: (U,) int64, tokens whose logits become -inf first; None for none.
     """
 
@@ -48,24 +49,26 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
-    """What a decoder runs. A token sees the prefix of its sequence, its ancestors among the nodes, and itself.
+    """Work for a decoder. A token sees the prefix of its sequence, its ancestors among the nodes, and itself.
 
     Attributes:
-        tokens: (M,) int64, one sequence after another. Not read where inputs take the place of their embeddings.
+        tokens: (M,) int64, one sequence after another. Ignored if other inputs replace the embeddings.
         positions: (W,) int64, rotary position of each node.
-        parents: (W,) int64, index of the node before it among the nodes of its own sequence, below its own; -1 for a
-            node that sees the prefix alone.
+        parents: (W,) int64, index of the parent among the nodes of the same sequence, smaller than the node's own; -1
+            for
+            a node that sees the prefix alone.
         slots: S cache slots, all different.
         prefix_lens: S committed cache rows that every node of the sequence sees; row i holds position i.
-        offsets: S + 1, where the tokens of each sequence begin; every sequence has at least one.
+        offsets: S + 1, first token of each sequence; every sequence has at least one token.
         num_earlier: S numbers of nodes that earlier passes computed; None for none.
-        logit_rows: (R,) int64, ascending, the tokens whose logits are wanted; None for none.
-        is_causal: Whether every sequence is a chain, node i the child of node i - 1: known on the host, so that no mask
+        logit_rows: (R,) int64, ascending, the tokens that need logits; None for none.
+        is_causal: Whether the host knows that every sequence is a chain, node i the child of node i - 1, so that no
+            mask
             is needed. May be False for chains.
         choice: How the tokens after the rows of logits are chosen; None takes the greatest logits.
-        has_features: Whether tapped features are wanted. A decoder may give them all the same.
-        num_layers: How many blocks run, the first ones, before the final norm and the LM head; None for all of them.
-            Only these blocks' keys and values are written then, and there are no features.
+        has_features: Whether tapped features are needed. A decoder may return them anyway.
+        num_layers: Number of blocks to run, from the first, before the final norm and the LM head; None for all. Fewer
+            blocks write only their own keys and values, and give no features.
     """
 
     tokens: Tensor
@@ -82,7 +85,6 @@ class Pass:
     num_layers: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks what decoders rely on and would not notice."""
         num, earlier = len(self.slots), self.num_earlier
         if not num:
             raise ValueError("a pass has at least one sequence")
@@ -97,24 +99,24 @@ class Pass:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """Number of sequences S."""
         return len(self.slots)
 
     @property
     def num_tokens(self) -> int:
-        """M."""
+        """Number of new tokens M."""
         return self.offsets[-1]
 
     @property
     def node_offsets(self) -> Sequence[int]:
-        """S + 1, where the nodes of each sequence begin."""
+        """S + 1, first node of each sequence."""
         if self.num_earlier is None:
             return self.offsets
         return [start + before for start, before in zip(self.offsets, [0, *accumulate(self.num_earlier)], strict=True)]
 
     @property
     def token_positions(self) -> Tensor:
-        """(M,) int64, positions of the tokens: of each sequence's last nodes."""
+        """(M,) int64, positions of the tokens, which are each sequence's last nodes."""
         if self.num_earlier is None:
             return self.positions
         ends = zip(pairwise(self.offsets), self.node_offsets[1:], strict=True)
@@ -122,18 +124,18 @@ class Pass:
 
     @property
     def has_all_logits(self) -> bool:
-        """Whether the logits of every token are wanted."""
+        """Whether every token needs logits."""
         return self.logit_rows is not None and len(self.logit_rows) == self.num_tokens
 
     @classmethod
     def of_tree(cls, tree: TokenTree, *, slots: Sequence[int], prefix_lens: Sequence[int], last_position: int) -> Pass:
-        """The verification of a batch of token trees, roots included, without their padding; with all logits.
+        """Returns the verification of a batch of token trees, roots included, without padding, with all logits.
 
         Args:
-            tree: Of S sequences.
+            tree: Trees of S sequences.
             slots: See `Pass`.
-            prefix_lens: Likewise: the root goes to this position.
-            last_position: Greatest position the model takes. Nodes past it are never accepted; they get it.
+            prefix_lens: See `Pass`; also the positions of the roots.
+            last_position: Greatest position of the model. Nodes past it get this position and are never accepted.
         """
         device, width = tree.tokens.device, tree.width
         if width == 1:  # every tree is its root
@@ -176,14 +178,14 @@ class Pass:
         device: torch.device | str = "cpu",
         has_last_logits: bool = False,
     ) -> Pass:
-        """Consecutive tokens of several sequences: chunks of prompts, or what a draft model has not seen yet.
+        """Returns a pass over consecutive tokens of several sequences, such as prompt chunks.
 
         Args:
-            tokens: Of S sequences, at least one each, of any length.
+            tokens: Tokens of S sequences, at least one each, of any length.
             slots: See `Pass`.
-            prefix_lens: Likewise.
-            device: Where the tensors go.
-            has_last_logits: Whether the logits after the last token of each are wanted; else none are.
+            prefix_lens: See `Pass`.
+            device: Device of the tensors.
+            has_last_logits: Whether the last token of each sequence needs logits; the others never do.
         """
         lengths = [len(ids) for ids in tokens]
         offsets = [0, *accumulate(lengths)]
@@ -202,11 +204,11 @@ class Pass:
         )  # fmt: skip
 
     def with_all_logits(self) -> Pass:
-        """This pass with the logits of all its tokens."""
+        """Returns this pass with the logits of all tokens."""
         return replace(self, logit_rows=torch.arange(self.num_tokens, device=self.tokens.device))
 
     def with_chains(self, chains: Pass) -> Pass:
-        """This pass followed by another one of other sequences, which has no earlier nodes."""
+        """Returns this pass, followed by chains of other sequences without earlier nodes."""
         require(chains.num_earlier is None, "nodes computed earlier belong to the first of both")
         require(self.num_earlier is None, "nodes computed earlier stand before the new ones of their sequence")
         require(self.num_layers is None and chains.num_layers is None, "prompts go through all blocks")

@@ -1,4 +1,4 @@
-"""What one iteration did, as a value that statistics, benchmarks and controllers all read."""
+"""Records of one iteration, for statistics, benchmarks and controllers."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ if TYPE_CHECKING:
 
 
 class NodeOutcome(StrEnum):
-    """What became of a node."""
+    """The result of verification for a node."""
 
     ROOT = "root"
     ACCEPTED = "accepted"
-    REJECTED = "rejected"  # tested, and another token was written in its place
+    REJECTED = "rejected"  # tested; another token follows its parent
     UNREACHED = "unreached"  # its parent was not accepted
     ENDED = "ended"  # the text ended at its parent
-    PROBE = "probe"  # verified only to read the target's answer there, or below such a node
+    PROBE = "probe"  # verified only to read the target's answer, or below such a node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeTrace:
     """One sequence's tree of one iteration.
 
-    "The target's distribution" is the one that the request decodes from: after processors, and for sampled requests
-    after temperature and truncation. Of greedy requests it is that at temperature 1, after processors.
+    "The target's distribution" is the distribution that the request decodes from: after processors, and for sampled
+    requests after temperature and truncation. For greedy requests the temperature is 1.
 
     Attributes:
         rule: The acceptance rule: "greedy", "coupled", "sequential", "block", "lenient" or "typical".
-        position: Of the root in the sequence, the prompt counted.
+        position: Position of the root in the sequence, prompt included.
         tokens: N token ids; node 0 is the root, the last token of the text so far.
-        parents: N, `parents[i] < i`, -1 of the root.
+        parents: N, `parents[i] < i`, -1 for the root.
         depths: N.
-        drafters: N, the names of those who proposed the node; none for the root.
+        drafters: N, names of the drafters that proposed the node; empty for the root.
         probes: Nodes that were verified only to read the target's answer.
-        scores: N log-probabilities that the whole path down to a node is accepted, as its drafter estimated them; None
-            where it has no estimate.
-        draft_probs: N, the exact probability with which the node's token was drawn under its parent; None where it was
-            chosen. None as a whole where all nodes were.
+        scores: N, the drafter's estimate of the log-probability that the whole path down to the node is accepted; None
+            without estimates.
+        draft_probs: N, the exact draft probability of the node's token; None for nodes that were chosen, and None as a
+            whole if all were chosen.
         token_probs: N, the probability of the node's token after its parent in the target's distribution; None for the
-            root, and where logits are not finite.
-        target_tokens: N, the target's own token after each node. With the rules "greedy" and "coupled" it is the one
-            that plain decoding writes there, -1 where none is possible; with the others, which test nodes by chance,
-            the most probable one.
-        target_probs: N, the probability of `target_tokens` in the target's distribution, None as above.
-        path: Accepted nodes in order, as far as they entered the text.
-        next_token: The correction or bonus token after the path; None where the text ended before it.
+            root, and if logits are not finite.
+        target_tokens: N, the target's own token after each node. With the rules "greedy" and "coupled" plain decoding
+            writes this token, -1 if none is possible. Other rules test nodes by chance: then the most probable token.
+        target_probs: N, the probability of `target_tokens` in the target's distribution, None if not finite.
+        path: Accepted nodes in order that entered the text.
+        next_token: The correction or bonus token after the path; None if the text ended before it.
     """
 
     rule: str
@@ -67,12 +66,12 @@ class TreeTrace:
 
     @property
     def is_accepted(self) -> list[bool]:
-        """N, whether a node is on the accepted path; the root is not counted."""
+        """N, whether a node is on the accepted path; False for the root."""
         accepted = set(self.path)
         return [node in accepted for node in range(len(self.tokens))]
 
     def outcomes(self) -> list[NodeOutcome]:
-        """What became of each of the N nodes."""
+        """Returns the outcome of each of the N nodes."""
         reached, end = {0, *self.path}, [0, *self.path][-1]
         outcomes: list[NodeOutcome] = []
         for node, parent in enumerate(self.parents):
@@ -91,7 +90,7 @@ class TreeTrace:
         return outcomes
 
     def written_after(self, node: int) -> int | None:
-        """The token of the text after the root or an accepted node; None after others, and where the text ended."""
+        """Returns the text's token after the root or an accepted node; None for other nodes and at the text's end."""
         nodes = [0, *self.path]
         if node not in nodes:
             return None
@@ -124,24 +123,25 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStep:
-    """What one iteration did to one sequence.
+    """Record of one iteration for one sequence.
 
     Attributes:
-        request_id: The sequence's request, unique in the life of an engine.
-        num_drafted: Drafted nodes of its tree that were verified, neither root nor probes counted.
+        request_id: Id of the sequence's request, unique within an engine.
+        num_drafted: Drafted nodes of its tree that were verified, without root and probes.
         tree_depth: Greatest depth of its tree.
-        num_accepted: Drafted tokens that survived verification, 0..tree_depth.
+        num_accepted: Drafted tokens that were accepted, 0..tree_depth.
         num_emitted: Tokens added to the output: `num_accepted + 1`, or fewer when the sequence stopped inside the path.
         tokens: These tokens.
-        accepted_by: Accepted nodes per drafter name; a node proposed by two drafters counts for both.
-        drafted_by: The nodes of `num_drafted` per drafter name, likewise.
-        num_proposed: Nodes that the drafters proposed for it, neither roots nor probes counted, before the guard cut
-            any, trees were merged, and the controller selected: a node proposed by two drafters counts twice, a tree
-            that was dropped not at all. None where no drafter was asked for this sequence, and where a trusted
-            drafter's tree has both `host_facts` and `source`: only the device knows then how many are probes.
-        accepted_from: Of each of the `num_accepted` tokens, the names of the drafters that proposed it.
-        ends_prompt: Whether the pass read the end of its prompt, and its tree was the root alone for that reason.
-        trace: What became of every node of its tree; None unless `LLM(trace=True)` asked for it.
+        accepted_by: Accepted nodes by drafter name; a node that two drafters proposed counts for both.
+        drafted_by: The nodes of `num_drafted` by drafter name; a node that two drafters proposed counts for both.
+        num_proposed: Nodes that drafters proposed, without roots and probes, before trees were cut, merged or selected.
+            A
+            node that two drafters proposed counts twice, a dropped tree not at all. None if no drafter was asked for
+            this
+            sequence, or if a trusted drafter's tree has `host_facts` and `source`: only the device knows its probes.
+        accepted_from: For each of the `num_accepted` tokens the names of the drafters that proposed it.
+        ends_prompt: Whether the pass read the end of its prompt; its tree was the root alone for that reason.
+        trace: Trace of its tree; None without `LLM(trace=True)`.
     """
 
     request_id: str
@@ -160,14 +160,14 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """Why no draft was asked for: the best one would have brought fewer tokens a second than plain decoding.
+    """Why no draft was requested: the best draft promised fewer tokens per second than plain decoding.
 
     Attributes:
         width: Tokens of a pass over that draft, root included, over the whole batch.
-        pass_cost: Its seconds over those of a pass without drafts.
-        draft_cost: Seconds of drafting over the same.
-        acceptance: Estimated P(the first drafted token is accepted); None while nothing was drafted.
-        hit_rate: Share of recent calls in which the drafter had anything to propose.
+        pass_cost: Seconds of that pass divided by those of a pass without drafts.
+        draft_cost: Seconds of drafting divided by those of a pass without drafts.
+        acceptance: Estimated P(the first drafted token is accepted); None before the first draft.
+        hit_rate: Share of recent calls in which the drafter proposed anything.
     """
 
     width: int
@@ -190,10 +190,10 @@ class AskedDrafter:
     """A drafter that was asked for drafts in an iteration.
 
     Attributes:
-        index: Its place among the engine's drafters, as of the bits of `TokenTree.source`.
-        name: Its name.
-        depth: Greatest depth of what it proposed for the batch, or no less than that; 0 for nothing.
-        seconds: Of its proposal, part of `StageSeconds.draft`.
+        index: Index among the engine's drafters, as in the bits of `TokenTree.source`.
+        name: Name of the drafter.
+        depth: Greatest depth of its proposals for the batch, or an upper bound; 0 without proposals.
+        seconds: Time of its proposal, part of `StageSeconds.draft`.
     """
 
     index: int
@@ -204,21 +204,19 @@ class AskedDrafter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one iteration did to the batch.
+    """Record of one iteration for the batch.
 
     Attributes:
-        sequences: One entry a sequence of the batch.
+        sequences: One entry for each sequence of the batch.
         num_tokens: Nodes that the target verified, roots included.
-        num_prompt_tokens: Tokens of prompts that the same pass read; their last ones, after which tokens are generated,
-            count as roots.
-        seconds: Where the time went.
+        num_prompt_tokens: Prompt tokens that the same pass read, without the last token of a prompt, which is a root.
+        seconds: Time of each stage.
         asked: The drafters that were asked, in that order.
-        draft_error: Why the drafter was ignored in this iteration, or None.
-        declined: Why drafting is not expected to pay, and no drafter was asked; None where one was, where there is
-            none, where requests or prompts left no room for drafts, and where the iteration measures plain decoding.
+        draft_error: Why a drafter was ignored in this iteration, or None.
+        declined: Why the controller chose not to draft. None if a drafter was asked, without drafters, without room for
+            drafts, and if the iteration measures plain decoding.
         lossy_tv: Mean total-variation distance per tested position of a lossy rule; 0 for lossless rules.
-        plain_seconds: Seconds of an iteration without drafts for as many sequences, as the controller measured them;
-            None if it has not.
+        plain_seconds: Measured seconds of an iteration without drafts for as many sequences; None before a measurement.
     """
 
     sequences: Sequence[SequenceStep]
@@ -233,7 +231,7 @@ class StepRecord:
 
     @property
     def decode_seconds(self) -> StageSeconds:
-        """`seconds` without the share of the pass that prompts take by their number of tokens, which is prefill."""
+        """`seconds` without prefill: the prompt tokens' share of the pass, by number of tokens."""
         if not self.num_prompt_tokens:
             return self.seconds
         share = self.num_tokens / (self.num_tokens + self.num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""Results of a request, and figures of a running engine, in vLLM's shape."""
+"""Results of a request, and metrics of a running engine, as in vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One figure.
+    """One metric.
 
     Attributes:
-        name: vLLM's name where it has one, as "vllm:generation_tokens", else ours, as "foretoken:target_passes".
-        labels: What it is of.
+        name: vLLM's name, such as "vllm:generation_tokens", or our own, such as "foretoken:target_passes".
+        labels: Labels of the metric.
     """
 
     name: str
@@ -29,32 +29,32 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter(Metric):
-    """A number of things so far."""
+    """A count so far."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauge(Metric):
-    """A number of things at this moment."""
+    """A value at this moment."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vector(Metric):
-    """Numbers of things so far, by position from 0."""
+    """Counts so far by position, from 0."""
 
     values: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterShare:
-    """What one drafter did in some passes.
+    """Counts of one drafter over some passes.
 
     Attributes:
         num_asked: Passes before which it was asked for a draft.
-        num_drafted: Its nodes that were verified; one that two drafters proposed counts for both.
+        num_drafted: Its verified nodes; a node that two drafters proposed counts for both.
         num_accepted: Accepted tokens among these.
         seconds: Wall-clock seconds of its proposals.
     """
@@ -77,11 +77,11 @@ class DrafterShare:
 
 
 class DrafterShares(dict[str, DrafterShare]):
-    """Shares by drafter name, which can be added together."""
+    """Shares by drafter name, which can be added."""
 
     @classmethod
     def of(cls, step: SequenceStep, record: StepRecord) -> DrafterShares:
-        """Those of one sequence's part of an iteration; drafters of one name count together, and are asked once."""
+        """Returns the shares of one sequence in an iteration; drafters with the same name count together."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for asked in record.asked:
             seconds[asked.name] += asked.seconds
@@ -100,31 +100,32 @@ class DrafterShares(dict[str, DrafterShare]):
 
 @dataclass(slots=True, kw_only=True)
 class GenerationMetrics:
-    """Counts and seconds of one request, or of several added together.
+    """Counts and seconds of one request, or the sum over several.
 
-    `steps` counts target passes after prefill, whose last pass gives the first token, unless nothing was left to be
-    read or the prompt was scored. `mean_acceptance_length` (tau) counts the extra target token: it is the mean number
-    of tokens generated per such pass, 1.0 for plain decoding.
+    `steps` counts target passes after prefill. The last pass of prefill gives the first token, unless nothing was left
+    to read or the prompt was scored. `mean_acceptance_length` (tau) counts the extra target token: the mean number of
+    tokens per such pass, 1.0 for plain decoding.
 
     Attributes:
         steps: Target passes after prefill in which the sequence took part.
         num_emitted: Output tokens.
-        num_prefill_emitted: Those of them that prefill gave: the first one, and one more after every preemption.
+        num_prefill_emitted: Output tokens that prefill gave: the first one, and one more after every preemption.
         num_drafted: Drafted nodes verified.
         num_accepted: Drafted tokens accepted.
         drafted_at_depth: Passes whose tree reached depth d, by d (1-based).
         accepted_at_depth: Passes that accepted at least d drafted tokens, by d (1-based).
         accepted_by: Accepted tokens by drafter name.
-        by_drafter: How often each drafter was asked, and what that brought and took.
+        by_drafter: Calls, nodes, accepted tokens and seconds of each drafter.
         draft_errors: Passes whose draft was dropped because the drafter failed.
-        num_declined: Passes for which there was a drafter and the engine chose not to ask it.
+        num_declined: Passes for which the controller chose not to draft.
         seconds: Wall-clock seconds in draft / verify / accept / commit of these passes, without the prompt tokens'
             share of verify.
-        prefill_seconds: Seconds of its prefill: of passes, the share of its prompt tokens; the whole of a pass in which
-            prompts ended and nobody decoded.
-        num_prefix_queries: Prompt tokens that were looked for among the prefixes that slots hold.
-        num_cached_tokens: Those of them that were found, and not read again.
-        num_preemptions: How often it gave up its KV rows to others, and all of it was read again.
+        prefill_seconds: Seconds of prefill: the prompt tokens' share of each pass, and the whole of a pass without
+            decoding
+            sequences in which prompts ended.
+        num_prefix_queries: Prompt tokens that were looked up in the prefix cache.
+        num_cached_tokens: Prompt tokens that were found there and not read again.
+        num_preemptions: Number of preemptions; after each all tokens were read again.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
         compared_seconds: Seconds of passes without prompt tokens, if the engine had measured plain decoding by then.
         plain_seconds: Seconds that plain decoding takes for the tokens of these passes, by that measurement.
@@ -152,7 +153,7 @@ class GenerationMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens generated per target pass after prefill (tau), the correction or bonus token included."""
+        """Tokens per target pass after prefill (tau), the correction or bonus token included."""
         return (self.num_emitted - self.num_prefill_emitted) / self.steps if self.steps else 0.0
 
     @property
@@ -178,13 +179,13 @@ class GenerationMetrics:
 
     @property
     def tree_utilisation(self) -> float:
-        """Part of the drafted nodes that was accepted."""
+        """Share of the drafted nodes that was accepted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     def add_step(self, step: SequenceStep, record: StepRecord) -> None:
-        """Counts one iteration. Changes this object."""
+        """Adds one iteration. Changes this object."""
         self.add_sequence(step)
-        if step.ends_prompt:  # what was drafted was for others
+        if step.ends_prompt:  # drafts of this pass belong to other sequences
             if all(each.ends_prompt for each in record.sequences):
                 self.prefill_seconds += record.decode_seconds.total / len(record.sequences)
             return
@@ -198,7 +199,7 @@ class GenerationMetrics:
             self.plain_seconds += step.num_emitted * record.plain_seconds
 
     def add_sequence(self, step: SequenceStep) -> None:
-        """Counts one sequence's part of an iteration, without the time. Changes this object."""
+        """Adds one sequence's part of an iteration, without the time. Changes this object."""
         self.num_emitted += step.num_emitted
         if step.ends_prompt:
             self.num_prefill_emitted += step.num_emitted
@@ -213,7 +214,7 @@ class GenerationMetrics:
 
     @classmethod
     def total(cls, parts: Iterable[GenerationMetrics]) -> GenerationMetrics:
-        """Several requests' metrics added together; seconds of shared passes count once for each request."""
+        """Returns the sum over several requests; seconds of shared passes count once for each request."""
         total = cls()
         for part in parts:
             for field_ in fields(cls):
@@ -221,7 +222,7 @@ class GenerationMetrics:
         return total
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready, with the names of the attributes."""
+        """Returns a JSON-ready dictionary with the names of the attributes."""
         return {
             "steps": self.steps,
             "num_emitted": self.num_emitted,
@@ -252,11 +253,11 @@ class GenerationMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """How probable a token was under the target, before temperature and processors.
+    """Log-probability of a token under the target, before temperature and processors.
 
     Attributes:
-        logprob: Log-probability, natural logarithm.
-        rank: Place in the vocabulary by probability, from 1; tokens as probable as one another share the best.
+        logprob: Natural logarithm of the probability.
+        rank: Rank by probability, from 1; equal tokens share the best rank.
         decoded_token: The token alone as text, or None without a tokenizer.
     """
 
@@ -272,14 +273,14 @@ class CompletionOutput:
     Attributes:
         index: 0..n-1.
         text: Decoded output, without the prompt and without the stop string or stop token.
-        token_ids: Output tokens, the end-of-sequence token included where it was generated.
-        cumulative_logprob: Sum of the output tokens' log-probabilities, or None when `logprobs` were not asked for.
+        token_ids: Output tokens, including the end-of-sequence token if it was generated.
+        cumulative_logprob: Sum of the output tokens' log-probabilities, or None without `logprobs`.
         logprobs: For each output token a mapping from token id to `Logprob`: the output token first, then the most
-            probable ones, best first. None when not asked for.
-        finish_reason: "stop", "length", "error" (see `error`), or "abort" (the request was ended from outside).
+            probable ones, best first. None if not requested.
+        finish_reason: "stop", "length", "error" (see `error`), or "abort" (the request was aborted).
         stop_reason: The stop string or token id that ended the text, or None.
-        error: Why it ended with "error": the target's logits were not finite, no token was possible, or decoding
-            failed. None otherwise.
+        error: The reason for "error": the target's logits were not finite, no token was possible, or decoding failed.
+            None otherwise.
     """
 
     index: int
@@ -297,11 +298,11 @@ class CompletionOutput:
 
 
 class TextPart(NamedTuple):
-    """What one token brought to a text; of several tokens that make one character, the last brings it.
+    """The text of one token; if several tokens make one character, the last token has it.
 
     Attributes:
-        text: Its characters, or as many of them as are certain.
-        accepted_from: The names of the drafters that proposed the token; none for the target's own.
+        text: Its characters that are certain.
+        accepted_from: Names of the drafters that proposed the token; empty for the target's own.
     """
 
     text: str
@@ -313,19 +314,19 @@ class StreamChunk:
     """New text of one completion.
 
     Attributes:
-        request_id: Unique in the life of the `LLM`.
+        request_id: Unique within the `LLM`.
         prompt_index: Position of the prompt in the call.
-        index: Which of its n completions.
+        index: Index among its n completions.
         text: Text that became certain since the last chunk.
         token_ids: Tokens generated since the last chunk.
-        finish_reason: Set in the last chunk, as are the next and the last; see `CompletionOutput`.
-        stop_reason: What ended the text, or None.
-        logprobs: Of each of its tokens, see `CompletionOutput`; None when not asked for.
-        error: Why it ended with "error", or None.
-        is_drafted: Of each of its tokens, whether it was an accepted draft, and not the target's own choice.
-        parts: Its text by the tokens that it came from; together they are `text`.
-        prompt_logprobs: In the first chunk of the first completion, see `RequestOutput`; None in all others, when not
-            asked for, and when the prompt was not read to its end.
+        finish_reason: Set in the last chunk, with `stop_reason` and `error`; see `CompletionOutput`.
+        stop_reason: The stop string or token id that ended the text, or None.
+        logprobs: One entry for each of its tokens, see `CompletionOutput`; None if not requested.
+        error: The reason for "error", or None.
+        is_drafted: For each of its tokens whether it was an accepted draft.
+        parts: Its text by token; joined they are `text`.
+        prompt_logprobs: In the first chunk of the first completion, see `RequestOutput`. None in all others, if not
+            requested, and if the prompt was not read to its end.
     """
 
     request_id: str
@@ -344,18 +345,18 @@ class StreamChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """Everything about one prompt.
+    """The result of one prompt.
 
     Attributes:
-        request_id: Unique in the life of the `LLM`.
-        prompt: The prompt as text, or None where it came as token ids.
+        request_id: Unique within the `LLM`.
+        prompt: The prompt as text; None for a prompt of token ids.
         prompt_token_ids: The prompt as token ids.
         outputs: n completions.
-        metrics: What generating them took, over all n.
-        prompt_logprobs: For each prompt token a mapping as in `CompletionOutput.logprobs`; None for the first, which
-            nothing comes before. None when not asked for.
-        num_cached_tokens: Prompt tokens that were not read because a slot held the beginning of the same text, of the
-            first completion; None before it began.
+        metrics: Counts and seconds over all n completions.
+        prompt_logprobs: For each prompt token a mapping as in `CompletionOutput.logprobs`; None for the first token.
+            None
+            as a whole if not requested.
+        num_cached_tokens: Prompt tokens of the first completion that the prefix cache held; None before it began.
     """
 
     request_id: str
@@ -368,5 +369,5 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether all its completions are over."""
+        """Whether all completions are over."""
         return all(output.finish_reason is not None for output in self.outputs)

@@ -1,4 +1,4 @@
-"""What a request asks of sampling and stopping: a validated value with vLLM's field names."""
+"""Sampling parameters of a request: a checked value with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from foretoken.core.vllm_sampling import without_other_fields
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 _NO_SEED = -1
-_LEAST_REPETITION_PENALTY = 2.0**-20  # just below 1e-6 in any dtype; logits divided by less may be infinite in float32
+_LEAST_REPETITION_PENALTY = 2.0**-20  # just below 1e-6; smaller ones may make float32 logits infinite
 MOST_BAD_WORD_TOKENS = 128  # of one word
 MOST_BAD_TOKENS = 4096  # of all words of a request
 MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
@@ -34,11 +34,8 @@ _Word = TypeVar("_Word", bound=Sequence[int])
 
 
 def _takes_any_numbers(cls: _Class) -> _Class:
-    """Lets None leave a field at its default, and turns numbers and arrays of other libraries into Python's own.
-
-    Only `max_tokens` has a meaning of its own for None. A seed of -1 is none, as for vLLM.
-    """
-    construct = cls.__init__  # type: ignore[misc]  # of this very class, whose keywords these are
+    """Wraps `__init__`: None (except for `max_tokens`) is the default, foreign numbers become Python's."""
+    construct = cls.__init__  # type: ignore[misc]  # `__init__` of this class
     optional = {field.name for field in fields(cls)} - {"max_tokens"}
 
     @wraps(construct)
@@ -56,13 +53,13 @@ def _takes_any_numbers(cls: _Class) -> _Class:
 
 
 def bounded_bad_words(words: Iterable[_Word]) -> list[_Word]:
-    """Words as token ids, refused unless they fit into a table of moderate size.
+    """Returns forbidden words as token ids; refuses words that need too large a table.
 
     Args:
-        words: None is asked for after one that is too much.
+        words: The words; none is read after the first that is too much.
 
     Raises:
-        RequestError: When one, or all together, have too many tokens.
+        RequestError: When one word, or all together, have too many tokens.
     """
     kept: list[_Word] = []
     total = 0
@@ -95,8 +92,7 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """How one request is sampled and when it stops. None leaves a field at its default.
 
-    Fields may be assigned to, which is checked when a request is made; a request keeps the values that it was made
-    with.
+    Fields may be assigned; they are checked when a request is made. A request keeps the values that it was made with.
 
     Attributes:
         n: Independent completions of the prompt.
@@ -104,34 +100,38 @@ class SamplingParams:
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
         top_p: Keep the smallest set of tokens whose probability reaches p.
         min_p: Keep tokens with at least this fraction of the most probable token's probability.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt or output; at
-            least 2**-20, just below 1e-6.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; at least
+            2**-20,
+            just below 1e-6.
         presence_penalty: Subtracted once from the logit of every token already in the output.
         frequency_penalty: Subtracted once per occurrence in the output.
-        logit_bias: Token id to the number, -100..100, added to its logit.
-        bad_words: Token sequences, or strings, that must not appear; of at most 128 tokens each and 4096 together, a
-            string with and without a space before it.
-        allowed_token_ids: The only token ids that may be generated, those that end the text among them; None for all.
+        logit_bias: Maps a token id to the number, -100..100, that is added to its logit.
+        bad_words: Token sequences, or strings, that must not appear; at most 128 tokens each and 4096 together. A
+            string
+            is forbidden with and without a space before it.
+        allowed_token_ids: The only token ids that may be generated, including those that end the text; None for all.
         min_tokens: End-of-sequence and stop token ids are impossible before this many output tokens.
         max_tokens: Most output tokens; None means up to the context limit.
         stop: Strings that end the text.
         stop_token_ids: Token ids that end the text.
-        ignore_eos: Goes on after the end-of-sequence token.
+        ignore_eos: Continues after the end-of-sequence token.
         include_stop_str_in_output: Keeps the stop string or stop token in the text.
         seed: Makes sampled text reproducible: the same seed gives the same text for every drafter, tree and batch. -1
-            is no seed, as for vLLM.
-        logprobs: Return the log-probability of each output token and of this many most probable ones.
-        prompt_logprobs: Return the same of each prompt token but the first.
+            means no seed, as in vLLM.
+        logprobs: Return the log-probability of each output token and of this many most probable tokens.
+        prompt_logprobs: Return the same for each prompt token but the first.
         skip_special_tokens: Leaves special tokens out of the text.
-        structured_outputs: What the text must match, see `StructuredOutputsParams`, which may also come as a mapping.
-            End-of-sequence tokens are possible where it is complete, with `ignore_eos` nowhere. Where nothing can
-            follow the text ends with "stop", also before `min_tokens`.
-        output_kind: The results of `async for` over `AsyncLLM.generate`; None for `RequestOutputKind.CUMULATIVE`.
-            `LLM.generate` gives whole results whatever it is; `LLM.stream` and `AsyncLLM.submit` give new parts, and
-            refuse the other two.
+        structured_outputs: The required form of the text, as `StructuredOutputsParams` or a mapping. End-of-sequence
+            tokens
+            are possible where the form is complete, with `ignore_eos` nowhere. If nothing can follow, the text ends
+            with
+            "stop", even before `min_tokens`.
+        output_kind: Form of the results of `async for` over `AsyncLLM.generate`; None for
+            `RequestOutputKind.CUMULATIVE`.
+            `LLM.generate` ignores it. `LLM.stream` and `AsyncLLM.submit` accept `DELTA` and None alone.
 
     Raises:
-        RequestError: When a value is of another type (booleans are no numbers) or outside its range.
+        RequestError: When a value has another type (booleans are no numbers) or is out of range.
     """
 
     n: int = 1
@@ -159,7 +159,6 @@ class SamplingParams:
     output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:
-        """Checks types and ranges."""
         check_number("temperature", self.temperature, 0.0, 100.0)
         check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
@@ -210,7 +209,6 @@ class SamplingParams:
         return replace(self)
 
     def _check_stops(self) -> None:
-        """Checks what ends the text."""
         check_sequence("stop_token_ids", self.stop_token_ids, "a list of token ids")
         check_token_ids("stop_token_ids", self.stop_token_ids)
         if not isinstance(self.stop, str):
@@ -221,7 +219,6 @@ class SamplingParams:
                 raise RequestError("stop holds an empty string. Expected non-empty strings. Leave it out.")
 
     def _check_bias(self) -> None:
-        """Checks what is added to logits."""
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(
                 f"logit_bias is {shown(self.logit_bias)}. Expected a mapping from token id to a number, -100..100."
@@ -231,7 +228,6 @@ class SamplingParams:
             check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
     def _check_bad_words(self) -> None:
-        """Checks what must not appear."""
         check_sequence("bad_words", self.bad_words, "a list of texts or of lists of token ids")
         for word in self.bad_words:
             if isinstance(word, str):
@@ -244,7 +240,6 @@ class SamplingParams:
         bounded_bad_words(word for word in self.bad_words if not isinstance(word, str))
 
     def _check_allowed(self) -> None:
-        """Checks what alone may appear."""
         if self.allowed_token_ids is None:
             return
         check_sequence("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
@@ -272,17 +267,17 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether any processor reads the token history's counts."""
+        """Whether any penalty reads token counts."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 def _token_id(key: Any) -> Any:
-    """Returns a token id given as text; returns anything else as it is, for the check to refuse."""
+    """Returns a token id given as text; other values as they are, so that the check refuses them."""
     return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
 def _clipped(bias: Any) -> Any:
-    """Returns a number clipped to -100..100; returns anything else as it is, for the check to refuse."""
+    """Returns a number clipped to -100..100; other values as they are, so that the check refuses them."""
     if not isinstance(bias, Real) or isinstance(bias, bool):
         return bias
     number = float(bias)

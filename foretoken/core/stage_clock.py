@@ -1,7 +1,7 @@
-"""How long the stages of an iteration took: by the host's clock, and on GPUs, where it runs ahead, by the device's.
+"""Measures the stages of an iteration: on CPUs by the host's clock, on GPUs by events on the device.
 
-A GPU works through what it was given later than the host gives it; the host's clock would find that verifying takes as
-long as starting it. Events stand between the stages instead and are read once the host has waited anyway.
+A GPU computes later than the host launches. The host's clock would measure the launches alone. So events mark the
+stages, and the clock reads them after the host has waited for the device anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Laps:
-    """Seconds of one thing after another; they begin when it is made."""
+    """Seconds of consecutive laps; the first lap begins at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = has_cuda_runtime(device)
@@ -30,7 +30,7 @@ class Laps:
         self.mark()
 
     def mark(self) -> None:
-        """One of them is over."""
+        """Ends a lap."""
         self._marks.append(time.perf_counter())
         if self._is_gpu:
             event = torch.cuda.Event(enable_timing=True)
@@ -38,14 +38,14 @@ class Laps:
             self._events.append(event)
 
     def seconds(self) -> list[float]:
-        """What each took; on GPUs to be asked once the host has waited for the last."""
+        """Returns the seconds of each lap; on GPUs call it after the host has waited for the last lap."""
         if self._is_gpu:
             return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
         return [after - before for before, after in pairwise(self._marks)]
 
 
 class StageClock:
-    """One iteration's clock; starts when it is made."""
+    """The clock of one iteration; starts at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = has_cuda_runtime(device)
@@ -55,7 +55,7 @@ class StageClock:
         self.mark()
 
     def mark(self) -> None:
-        """A stage is over: draft, verify, accept, which waits for the device, then commit."""
+        """Ends a stage: draft, verify, accept (which waits for the device), then commit."""
         self._marks.append(time.perf_counter() - self._paused_for)
         if self._is_gpu and len(self._marks) <= 3:
             event = torch.cuda.Event(enable_timing=True)
@@ -64,7 +64,7 @@ class StageClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done in this block, between acceptance and commit, belongs to no stage."""
+        """Excludes the time of this block, between acceptance and commit, from all stages."""
         begin = time.perf_counter()
         try:
             yield
@@ -72,10 +72,9 @@ class StageClock:
             self._paused_for += time.perf_counter() - begin
 
     def seconds(self) -> StageSeconds:
-        """What each of the four stages took, seconds; they add up to the host's time.
+        """Returns the seconds of the four stages; their sum is the host's time.
 
-        By the host's clock where it has not waited for the device: nobody does for a pass after which no token is
-        chosen.
+        Uses the host's clock if the host has not waited for the device, as after a pass that chooses no token.
         """
         marks = self._marks
         draft, verify = marks[1] - marks[0], marks[2] - marks[1]

@@ -1,4 +1,4 @@
-"""The form that a text must have, with vLLM's field names; knows types and sizes, not how grammars are compiled."""
+"""The required form of a text, with vLLM's field names; checks types and sizes, and compiles nothing."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the whole output must match: exactly one of the first five fields is given.
+    """The form of the whole output: exactly one of the first five fields is given.
 
     Attributes:
         json: A JSON schema, as a mapping or as text.
         regex: A regular expression, in the syntax of Rust's `regex`.
-        choice: Texts, one of which is written.
+        choice: Texts; the output is one of them.
         grammar: A context-free grammar, in Lark's syntax or llama.cpp's GBNF.
-        json_object: Whether any JSON object is.
-        disable_any_whitespace: Of `json` and `json_object`: no white space but in strings.
-        whitespace_pattern: Of the same: a regular expression of the white space between tokens.
+        json_object: Whether the output is any JSON object.
+        disable_any_whitespace: For `json` and `json_object`: no white space outside strings.
+        whitespace_pattern: For `json` and `json_object`: a regular expression of the white space between tokens.
         reasoning: The opening and closing tag of thoughts, which may precede the structured output. With an empty
             opening tag the text always begins with thoughts, as after a prompt that opens them. None for no thoughts.
 
     Raises:
-        RequestError: When a value is of another type, too large or nested too deeply. Whether it compiles is found out
-            when the request is read.
+        RequestError: When a value has another type, is too large or nested too deeply. Compile errors come later, when
+            the
+            request is read.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -48,7 +49,6 @@ class StructuredOutputsParams:
     reasoning: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        """Checks types and sizes."""
         if self.json_object is not None:
             check_boolean("json_object", self.json_object)
         check_boolean("disable_any_whitespace", self.disable_any_whitespace)
@@ -78,10 +78,10 @@ class StructuredOutputsParams:
 
     @classmethod
     def read(cls, value: Any) -> Self:
-        """The parameters, which may also be given as a mapping.
+        """Returns the parameters, which may be given as a mapping.
 
         Raises:
-            RequestError: For anything else, unknown fields among it.
+            RequestError: For anything else, and for unknown fields.
         """
         if isinstance(value, cls):
             return value
@@ -97,12 +97,11 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The one of the first five fields that is given; an empty schema, which any JSON matches, is."""
+        """The name of the given field among the first five; an empty schema counts as given."""
         (kind,) = self._given()
         return kind
 
     def _given(self) -> list[str]:
-        """Those of the first five fields that ask for something."""
         return [name for name in _KINDS if getattr(self, name) not in (None, False)]
 
     @property
@@ -110,7 +109,7 @@ class StructuredOutputsParams:
         """The JSON schema as text.
 
         Raises:
-            RequestError: When there is no such text.
+            RequestError: When the schema is not valid JSON.
         """
         if self.json_object:
             return '{"type": "object"}'
@@ -125,7 +124,6 @@ class StructuredOutputsParams:
 
     @staticmethod
     def _check_choice(choice: Any) -> None:
-        """Checks the texts of which one is written."""
         check_sequence("choice", choice, "a list of texts")
         if not 0 < len(choice) <= _MOST_CHOICES:
             raise RequestError(f"choice has {len(choice)} texts. Expected 1 to {_MOST_CHOICES}.")
@@ -138,14 +136,13 @@ class StructuredOutputsParams:
 
 
 def _check_size(name: str, text: Any, longest: int) -> None:
-    """Raises `RequestError` unless a text has 1 to `longest` characters."""
     check_text(name, text)
     if not 0 < len(text) <= longest:
         raise RequestError(f"{name} has {len(text)} characters. Expected 1 to {longest}.")
 
 
 def _check_schema(text: str) -> None:
-    """Raises `RequestError` unless a text is a JSON schema of a moderate size; does not read its keywords."""
+    """Raises `RequestError` unless a text is a JSON object of a moderate size; ignores its keywords."""
     _check_size("json", text, _LONGEST_GRAMMAR)
     try:
         level: list[Any] = [json.loads(text)]

@@ -1,4 +1,4 @@
-"""Compares texts of token ids, and tells whose ids they are."""
+"""Compares sequences of token ids, and identifies a tokenizer by its vocabulary."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens with which two texts begin alike.
+    """Returns the length of the common prefix of two texts.
 
     >>> common_prefix_len([5, 6, 7, 8], [5, 6, 9])
     2
     """
-    # Slices are compared in C: for texts of thousands of tokens a dozen of these cost less than a loop over all.
+    # Bisection: a dozen comparisons of slices in C are faster than a Python loop over thousands of tokens.
     most = min(len(first), len(second))
     return bisect_left(range(most), True, key=lambda at: first[: at + 1] != second[: at + 1])
 
 
 def tokenizer_sha(tokenizer: Any) -> str:
-    """What token ids mean: SHA-256 over the vocabulary with its ids, as hexadecimal digits."""
+    """Returns the SHA-256 of a tokenizer's vocabulary with its ids, as hexadecimal digits."""
     entries = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(entries, ensure_ascii=True).encode()).hexdigest()

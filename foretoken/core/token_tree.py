@@ -1,8 +1,8 @@
-"""The token tree: the only thing that passes from drafting to verifying.
+"""The token tree: the value that drafting hands to verification.
 
-A tree holds candidate continuations of a committed sequence. Node 0 is the root, the last committed token; every other
-node is a drafted token whose parent comes before it. A chain is a tree. What the tree deliberately does not know: which
-drafter made it, how its tokens are scored, where its KV rows live.
+A tree holds candidate continuations of a committed sequence. Node 0 is the root, the last committed token. Every other
+node is a drafted token with a parent before it. A chain is a tree. A tree does not know its drafter, the scoring of its
+tokens, or its KV rows.
 
 Letters: B sequences, N nodes (root included), D greatest depth, R draft distributions, V vocabulary.
 """
@@ -28,21 +28,21 @@ PROBE = 1 << 62  # bit of `TokenTree.source`: the node is verified only to read 
 
 
 class DrawKind(IntEnum):
-    """How a drafted token was chosen, which decides how it may be tested without bias."""
+    """How a drafted token was chosen; acceptance without bias depends on it."""
 
-    ONE_HOT = 0  # chosen by any rule at all: top-k, lookup, beam, rerank, argmax
+    ONE_HOT = 0  # chosen by any rule: top-k, lookup, beam, rerank, argmax
     INDEPENDENT = 1  # drawn from its draft distribution, independently of its siblings
-    WITHOUT_REPLACEMENT = 2  # drawn from its draft distribution without the tokens of earlier siblings drawn from it
+    WITHOUT_REPLACEMENT = 2  # drawn from its draft distribution, without the tokens of its earlier siblings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftDistributions:
-    """The exact distributions that sampled nodes were drawn from.
+    """The exact draft distributions of sampled nodes.
 
     Attributes:
-        kinds: (B, N) int64, a `DrawKind` per node; the root's is ignored.
+        kinds: (B, N) int64, a `DrawKind` for each node; the root's is ignored.
         rows: (B, R, V) float32, draft distributions, each summing to 1.
-        row_of: (B, N) int64, the index in `rows` of the distribution that node was drawn from; -1 for one-hot nodes.
+        row_of: (B, N) int64, the index in `rows` of the node's distribution; -1 for one-hot nodes.
         max_siblings: Upper bound, known on the host, of sampled children under one parent.
     """
 
@@ -53,24 +53,23 @@ class DraftDistributions:
 
 
 class TreeRow(NamedTuple):
-    """One sequence's tree as plain lists; the root is entry 0, siblings stand in draw order."""
+    """One sequence's tree as plain lists; the root is entry 0, siblings are in draw order."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
 
 
 class HostFacts(NamedTuple):
-    """What the producer of a batch of trees guarantees, known on the host: nobody has to look at the tensors.
+    """Facts about a batch of trees that its producer guarantees, so that nobody reads the tensors on the host.
 
-    Their structure is that of trees, and the draft distributions are those that nodes were drawn from.
+    The producer also guarantees that the trees are valid, and that sampled nodes come from `distributions`.
 
     Attributes:
         roots: Root token of each sequence.
-        depths: Greatest depth of each tree, or no less than that, see `are_depths_exact`.
+        depths: Greatest depth of each tree, or an upper bound, see `are_depths_exact`.
         num_nodes: Nodes of each tree, root included.
-        num_tokens: All tokens are at least 0 and below this.
-        are_depths_exact: Whether `depths` are the greatest depths themselves. Which nodes of a dynamic tree were chosen
-            is known on its device alone.
+        num_tokens: All tokens are at least 0 and below this number.
+        are_depths_exact: Whether `depths` are the greatest depths. Only the device knows the nodes of a dynamic tree.
     """
 
     roots: Sequence[int]
@@ -84,8 +83,8 @@ class HostFacts(NamedTuple):
 class TokenTree:
     """A batch of token trees, padded to the widest and topologically sorted.
 
-    Padding nodes have parent -1, depth 0 and token 0: nothing descends from them, nothing reaches them, and they never
-    influence a result. Siblings stand in draw order. Values on one device; nothing is modified in place.
+    Padding nodes have parent -1, depth 0 and token 0. They have no children and never influence a result. Siblings are
+    in draw order. All tensors are on one device; no method modifies them in place.
 
     Attributes:
         tokens: (B, N) int64.
@@ -93,14 +92,17 @@ class TokenTree:
         depths: (B, N) int64, 0 at the root and at padding.
         num_nodes: (B,) int64, real nodes including the root, at least 1.
         max_depth: Upper bound of `depths`, known on the host so that loops over depth need no synchronisation.
-        scores: (B, N) float32 or None, the drafter's log-probability that the whole path down to the node is accepted,
-            as well as it can tell: the draft distribution's. Controllers calibrate it by what was accepted.
-        source: (B, N) int64 or None for the one drafter there is: a bit set of the drafters that proposed the node, bit
-            i for drafter i. `PROBE` marks nodes that are verified only to read the target's answer there
-            (`foretoken.drafters.base.Verified.top_ids`): they are never accepted, nor are nodes below them.
-        distributions: How the nodes were drawn, or None when all are one-hot.
-        host_facts: What the producer guarantees; None where nobody does. `dataclasses.replace` carries it over: pass
-            another one, or None, along with changed tensors.
+        scores: (B, N) float32 or None, the drafter's estimate of the log-probability that the whole path down to the
+            node
+            is accepted. Controllers calibrate it by acceptance.
+        source: (B, N) int64, a bit set of the drafters that proposed the node, bit i for drafter i; None with one
+            drafter.
+            `PROBE` marks nodes that are verified only to read the target's answer
+            (`foretoken.drafters.base.Verified.top_ids`). Probes and the nodes below them are never accepted.
+        distributions: The draft distributions; None if all nodes are one-hot.
+        host_facts: The producer's guarantees; None without any. `dataclasses.replace` keeps them: pass new ones, or
+            None,
+            along with changed tensors.
     """
 
     tokens: Tensor
@@ -128,11 +130,11 @@ class TokenTree:
         """Pads plain lists into a batch and computes depths.
 
         Args:
-            rows: One `TreeRow` a sequence; `parents[0]` is -1.
-            device: Where the tensors go.
+            rows: One `TreeRow` for each sequence; `parents[0]` is -1.
+            device: Device of the tensors.
 
         Raises:
-            TreeError: When a row breaks the invariants, naming row and node.
+            TreeError: When a row is invalid; names row and node.
         """
         width = max(len(row.tokens) for row in rows)
         tokens, parents, depths = [], [], []
@@ -166,7 +168,7 @@ class TokenTree:
 
     @classmethod
     def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
-        """A batch of trees that hold the root alone: a plain decoding step; perhaps of no sequence at all."""
+        """Returns a batch of trees with the root alone, for a plain decoding step; the batch may be empty."""
         roots, zeros, ones = list(tokens), [0] * len(tokens), [1] * len(tokens)
         facts = HostFacts(roots=roots, depths=zeros, num_nodes=ones, num_tokens=max(roots, default=-1) + 1)
         columns = integers_on([roots, [-1] * len(roots), zeros, ones], torch.device(device))
@@ -181,7 +183,7 @@ class TokenTree:
         )
 
     def with_roots(self, tokens: Sequence[int]) -> TokenTree:
-        """This batch followed by trees that hold the root alone, one for each token."""
+        """Returns this batch, followed by a tree with the root alone for each token."""
         if not tokens:
             return self
         roots = TokenTree.roots(tokens, device=self.tokens.device)
@@ -218,16 +220,16 @@ class TokenTree:
         )
 
     def node_counts(self) -> list[int]:
-        """Nodes of each tree, root included. Synchronises with the host without `host_facts`."""
+        """Returns the number of nodes of each tree, root included. Synchronises with the host without `host_facts`."""
         return self.num_nodes.tolist() if self.host_facts is None else list(self.host_facts.num_nodes)
 
     def rows(self) -> list[TreeRow]:
-        """The batch as plain lists, without padding. Synchronises with the host."""
+        """Returns the batch as plain lists, without padding. Synchronises with the host."""
         tokens, parents, counts = self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist()
         return [TreeRow(t[:n], p[:n]) for t, p, n in zip(tokens, parents, counts, strict=True)]
 
     def select(self, rows: Tensor) -> TokenTree:
-        """The trees of some sequences of the batch.
+        """Returns the trees of some sequences of the batch.
 
         Args:
             rows: (R,) int64, indices into the batch.
@@ -248,7 +250,7 @@ class TokenTree:
         )
 
     def narrowed(self) -> TokenTree:
-        """Valid trees without columns that are padding in all of them, and with `host_facts`. Synchronises once."""
+        """Returns valid trees without columns that are all padding, with `host_facts`. Synchronises once."""
         is_node = self.parents >= 0
         values = torch.stack([
             self.num_nodes, (self.depths * is_node).amax(1), self.tokens[:, 0], self.tokens.amax(1),
@@ -258,7 +260,7 @@ class TokenTree:
         return replace(self.first_nodes(max(counts)), max_depth=max(depths), host_facts=facts)
 
     def first_nodes(self, most: int) -> TokenTree:
-        """The trees without nodes from the place `most` on, which are trees too; without `host_facts`."""
+        """Returns the trees of the first `most` nodes, without `host_facts`."""
         drafts = self.distributions
         if drafts is not None:
             drafts = replace(drafts, kinds=drafts.kinds[:, :most], row_of=drafts.row_of[:, :most])
@@ -275,7 +277,7 @@ class TokenTree:
         )
 
     def without_probes(self) -> TokenTree:
-        """The tree as acceptance may walk it: probes have no parent, so nothing reaches them. No synchronisation."""
+        """Returns the tree for acceptance: probes lose their parent, so no path reaches them. No synchronisation."""
         if self.source is None:
             return self
         return replace(self, parents=torch.where((self.source & PROBE) != 0, -1, self.parents))
@@ -284,7 +286,7 @@ class TokenTree:
         """Checks every invariant. Synchronises with the host.
 
         Raises:
-            TreeError: Naming the first thing that is wrong.
+            TreeError: Names the first error.
         """
         if self.width > MAX_NODES:
             raise TreeError(f"a tree has {self.width} nodes. Expected at most {MAX_NODES}. Lower max_nodes.")
@@ -305,7 +307,7 @@ class TokenTree:
             _check_distributions(self, self.distributions)
 
     def ancestor_mask(self) -> Tensor:
-        """Which nodes each node sees inside the tree: its ancestors and itself.
+        """Returns which nodes each node sees inside the tree: its ancestors and itself.
 
         For the tree 0-(1-(3), 2)::
 
@@ -320,7 +322,7 @@ class TokenTree:
         return ancestor_mask(self.parents)
 
     def ancestor_words(self) -> Tensor:
-        """The ancestor mask as bit sets, for kernels; made without the mask itself.
+        """Returns the ancestor mask as bit sets, for kernels.
 
         Returns:
             (B, N, ceil(N / 64)) int64; bit j % 64 of word j // 64 of node i is set when j is i or an ancestor of i.
@@ -328,10 +330,10 @@ class TokenTree:
         return ancestor_words(self.parents)
 
     def path_nodes(self, nodes: Tensor) -> Tensor:
-        """The nodes from below the root down to a node of each sequence.
+        """Returns the nodes from below the root down to a node of each sequence.
 
         Args:
-            nodes: (B,) int64, one node a sequence.
+            nodes: (B,) int64, one node of each sequence.
 
         Returns:
             (B, D) int64, entry d is the node at depth d + 1 on the path, -1 past its end.
@@ -344,7 +346,7 @@ class TokenTree:
         return path[:, 1:]
 
     def path_tokens(self, nodes: Tensor) -> Tensor:
-        """The tokens along `path_nodes`: (B, D) int64, -1 past the end."""
+        """Returns the tokens along `path_nodes`: (B, D) int64, -1 past the end."""
         path = self.path_nodes(nodes)
         return torch.where(path >= 0, self.tokens.gather(1, path.clamp_min(0)), -1)
 
@@ -374,7 +376,7 @@ class TokenTree:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """`TokenTree.ancestor_mask` of (B, N) int64 parents, -1 where there is none."""
+    """Returns `TokenTree.ancestor_mask` of (B, N) int64 parents; -1 means no parent."""
     width = parents.shape[1]
     node = torch.arange(width, device=parents.device)
     words = ancestor_words(parents)
@@ -383,12 +385,12 @@ def ancestor_mask(parents: Tensor) -> Tensor:
 
 
 def ancestor_words(parents: Tensor) -> Tensor:
-    """`TokenTree.ancestor_words` of (B, N) int64 parents, -1 where there is none."""
+    """Returns `TokenTree.ancestor_words` of (B, N) int64 parents; -1 means no parent."""
     batch, width = parents.shape
     node = torch.arange(width, device=parents.device)
     words = torch.zeros(batch, width, -(-width // 64), dtype=torch.int64, device=node.device)
     words.scatter_(2, (node // 64).expand(batch, width).unsqueeze(2), (1 << node % 64).expand(batch, -1).unsqueeze(2))
-    # Each node takes what its ancestor so far has seen, and that ancestor's ancestor as its next: distances double.
+    # Pointer doubling: each node adds the words of its present ancestor, then jumps to that ancestor's ancestor.
     ancestor = torch.where(parents < 0, node, parents)
     for _ in range((width - 1).bit_length()):
         words = words | words.gather(1, ancestor.unsqueeze(2).expand_as(words))
@@ -397,7 +399,6 @@ def ancestor_words(parents: Tensor) -> Tensor:
 
 
 def _check_row(index: int, row: TreeRow) -> None:
-    """Raises `TreeError` when a row is empty, has no root or has a parent that does not come before its child."""
     if not row.tokens:
         raise TreeError(f"tree {index} is empty. Expected at least the root.")
     if len(row.tokens) != len(row.parents):
@@ -410,7 +411,6 @@ def _check_row(index: int, row: TreeRow) -> None:
 
 
 def _check_distributions(tree: TokenTree, drafts: DraftDistributions) -> None:
-    """Raises `TreeError` when distributions cannot be what the sampled nodes were drawn from."""
     if drafts.kinds.shape != tree.tokens.shape or drafts.row_of.shape != tree.tokens.shape:
         shapes = {"kinds": tuple(drafts.kinds.shape), "row_of": tuple(drafts.row_of.shape)}
         raise TreeError(f"draft distributions {shapes} do not fit the tree {tuple(tree.tokens.shape)}.")

@@ -1,8 +1,8 @@
-"""torch's state outside of tensors, kept apart: the caller's from the engine, and foreign code's from both.
+"""Separates torch's global state: the caller's from the engine's, and foreign code's from both.
 
-Some of it belongs to the thread (autocast, inference mode, gradients, default device and other function modes), some to
-the process (default dtype, deterministic algorithms, matmul precision, threads). torch's random generators are left
-alone: nothing here draws from them, and a drafter may.
+Some state belongs to the thread (autocast, inference mode, gradients, default device and other function modes), some to
+the process (default dtype, deterministic algorithms, matmul precision, threads). torch's random generators are not
+touched: the engine does not use them, and a drafter may.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @contextmanager
 def own_torch_state() -> Iterator[None]:
-    """Without the caller's autocast, inference mode and default device, whichever of them is on.
+    """Switches off the caller's autocast, inference mode and default device.
 
-    An iteration serves the requests of all threads in the thread of one of them. Under its autocast their logits would
-    round differently, on its default device their tensors would lie elsewhere, and what is kept from one iteration to
-    the next would be inference tensors, which nothing may write to outside inference mode.
+    An iteration serves the requests of all threads in one thread. The autocast of that thread would change the rounding
+    of their logits, its default device would move their tensors, and its inference mode would make tensors that later
+    iterations cannot write to.
     """
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
@@ -42,11 +42,11 @@ def own_torch_state() -> Iterator[None]:
 
 @contextmanager
 def restored_torch_state() -> Iterator[None]:
-    """Puts torch back to what it was: what foreign code switches on inside and leaves on ends with the block."""
+    """Restores torch's state at the end of the block, whatever foreign code switched on inside."""
     before = [read() for read, _ in _SETTINGS]
     modes, default = _function_modes()
     try:
-        # Leaving this guard restores inference mode and gradients, whatever was entered inside and not left.
+        # This guard restores inference mode and gradients at its end.
         with torch.inference_mode(mode=torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(before[0])
             yield
@@ -59,15 +59,14 @@ def restored_torch_state() -> Iterator[None]:
 
 
 def _function_modes() -> tuple[list[Any], Any]:
-    """Function modes of torch from the outermost in, the default device among them, and what set that device."""
+    """Returns torch's function modes from the outermost in, and the context of the default device."""
     return overrides._get_current_function_mode_stack(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def _set_function_modes(modes: list[Any], default: Any) -> None:
-    """Puts back what `_function_modes` gave.
+    """Restores the result of `_function_modes`.
 
-    `torch.set_default_device` would not do: it refuses to work inside `with torch.device(...)`, having taken half of
-    the modes off by then.
+    `torch.set_default_device` fails inside `with torch.device(...)`, after it has removed half of the modes.
     """
     while overrides._get_current_function_mode_stack():
         overrides._pop_mode()
@@ -77,19 +76,18 @@ def _set_function_modes(modes: list[Any], default: Any) -> None:
 
 
 def _autocast() -> tuple[Any, ...]:
-    """Whether autocast is on and to which dtype, by device, whether it caches weights, and how often it was entered."""
+    """Returns by device whether autocast is on and its dtype, whether it caches weights, and its nesting."""
     by_device = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES]
     return (*by_device, torch.is_autocast_cache_enabled(), _autocast_nesting())
 
 
 def _autocast_nesting() -> int:
-    """How many autocast blocks are open; the weights that autocast keeps are given up when the last one is left."""
+    """Returns the number of open autocast blocks; autocast drops its cached weights at the end of the last one."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 def _set_autocast(state: tuple[Any, ...]) -> None:
-    """Puts back what `_autocast` gave."""
     *by_device, is_cached, nesting = state
     for kind, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, by_device, strict=True):
         torch.set_autocast_enabled(kind, is_enabled)
@@ -103,25 +101,23 @@ def _set_autocast(state: tuple[Any, ...]) -> None:
 
 
 def _deterministic() -> tuple[bool, bool]:
-    """Whether deterministic algorithms are asked for, and whether their lack is a warning only."""
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _matmul_precision() -> str | None:
-    """How float32 products are computed; None where it cannot be told, being set for single backends."""
+    """Returns the precision of float32 GEMMs; None if single backends have their own."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch's way to say so
+    except RuntimeError:  # raised when backends differ
         return None
 
 
 def _set_matmul_precision(precision: str | None) -> None:
-    """Puts back what `_matmul_precision` gave, for all backends."""
     if precision is not None:
         torch.set_float32_matmul_precision(precision)
 
 
-# How each is read and written back.
+# Each setting with the functions that read and write it.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (_autocast, _set_autocast),

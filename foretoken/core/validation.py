@@ -1,4 +1,4 @@
-"""Checking a mapping of a user's values against a pydantic model, with one sentence about what does not fit."""
+"""Checks a mapping of a user's values against a pydantic model; an error is one sentence."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def validated(
     other_keys: Iterable[str] = (),
     advice: str = "",
 ) -> Model:
-    """An instance of a pydantic model.
+    """Returns an instance of a pydantic model.
 
     Args:
         kind: The model.
         values: A mapping of its fields; anything else is refused.
-        what: What the values describe, in words, such as "a medusa head".
-        error: What to raise.
-        other_keys: Further keys to suggest where one is unknown.
+        what: Describes the values in messages, such as "a medusa head".
+        error: The exception type.
+        other_keys: Further keys to suggest for an unknown key.
         advice: How to mend it, a sentence at the end of every message.
 
     Raises:
-        ForetokenError: Of type `error`, about the first unknown key (with the nearest known one) or else the first
-            value that does not fit.
+        ForetokenError: Of type `error`, about the first unknown key (with the nearest known key), else about the first
+            invalid value.
     """
     end = f" {advice}" if advice else ""
     if not isinstance(values, Mapping):
@@ -59,18 +59,18 @@ def validated(
 
 
 def _sentences(errors: list[ErrorDetails], values: Mapping[str, Any], what: str) -> str:
-    """What is wrong with the first value that does not fit; a value of several types is told all that is allowed."""
+    """Describes the first invalid value; for a value of several types names all that is allowed."""
     path, value = _found(values, errors[0]["loc"])
     if errors[0]["type"] == "missing":
         return f"{shown('.'.join([*path, str(errors[0]['loc'][-1])]))} of {what} is missing. Expected a value."
-    if not path:  # a rule about several keys, which names them itself
+    if not path:  # the message of a rule about several keys names them
         return f"{what}: {_reason(errors[0])}."
     reasons = dict.fromkeys(_reason(each) for each in errors if _found(values, each["loc"])[0] == path)
     return f"{shown('.'.join(path))} of {what} is {shown(value)}. {'; or: '.join(reasons)}."
 
 
 def _found(values: Any, place: tuple[int | str, ...]) -> tuple[list[str], Any]:
-    """Follows a pydantic location, which ends in names of types, as far as there are keys and entries."""
+    """Follows a pydantic location through keys and entries; the location ends with names of types."""
     path: list[str] = []
     for step in place:
         is_there = step in values if isinstance(values, Mapping) else _is_index(values, step)
@@ -82,12 +82,11 @@ def _found(values: Any, place: tuple[int | str, ...]) -> tuple[list[str], Any]:
 
 
 def _is_index(values: Any, step: int | str) -> bool:
-    """Whether a list has such an entry."""
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     return is_list and isinstance(step, int) and step < len(values)
 
 
 def _reason(error: ErrorDetails) -> str:
-    """What pydantic or a rule of ours says, without its final stop."""
+    """Returns the message of pydantic or of a rule of ours, without the final stop."""
     is_ours = error["type"] == "value_error"
     return (str(error["ctx"]["error"]) if is_ours else error["msg"]).rstrip(".")

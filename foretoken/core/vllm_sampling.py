@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class OtherField(NamedTuple):
-    """A field of vLLM's.
+    """A field that only vLLM has.
 
     Attributes:
-        neutral: Values, besides None, that ask for nothing.
-        instead: What there is instead of the others.
+        neutral: Values, besides None, with no effect.
+        instead: Advice for all other values.
     """
 
     neutral: tuple[Any, ...]
     instead: str
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `RequestError` for a value that is not neutral; the message names what to use instead."""
+        """Raises `RequestError` for a value that is not neutral; the message has the advice."""
         is_neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
         if value is not None and not is_neutral:
             raise RequestError(f"{name} = {shown(value)} is not supported. {self.instead}")
@@ -67,13 +67,13 @@ OTHER_KEYWORDS: Mapping[str, OtherField] = MappingProxyType(
 
 
 def without_other_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are ours.
+    """Returns the fields without those that only vLLM has.
 
     Args:
-        values: By name.
+        values: Values by field name.
 
     Raises:
-        RequestError: For a field of vLLM's with a value that asks for what there is not, with what there is instead.
+        RequestError: For a field of vLLM with a value that is not neutral.
     """
     for name, value in values.items():
         other = OTHER_FIELDS.get(name)
@@ -91,7 +91,7 @@ def check_other_keywords(call: str, given: Mapping[str, Any], known: Iterable[st
         known: The keywords of the call.
 
     Raises:
-        RequestError: For unknown ones, with the nearest name, and for values that ask for what there is not.
+        RequestError: For unknown keywords, with the nearest name, and for values that are not neutral.
     """
     for name, value in given.items():
         if name not in OTHER_KEYWORDS:
