@@ -1,13 +1,11 @@
-"""Runs the drafting of lookahead decoding, token recycling and Falcon beside ours, on what decides the drafts.
+"""Runs the drafting of lookahead decoding and token recycling beside ours, on what decides the drafts.
 
 LADE's whole greedy search and Token Recycling's whole decoding run around a stand-in for the target whose answers
-depend on tokens alone, so that attention masks are not compared, but every window, guess and tree is. Falcon's network
-reads the same features.
+depend on tokens alone, so that attention masks are not compared, but every window, guess and tree is.
 """
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from itertools import chain, pairwise
 from types import SimpleNamespace
@@ -19,12 +17,8 @@ import torch
 
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.outcome import Outcome, compared
-from benchmarks.interop.samples import E, H, Target, V, random_head, texts, written
 from foretoken.drafters.lookahead import Answers, NgramPool, Window
 from foretoken.drafters.recycling import SuccessorMatrix
-from foretoken.formats.saving import FALCON_CODE
-from foretoken.heads.decoder_layer import LayerConfig
-from foretoken.heads.falcon import FalconConfig
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import Trie
 
@@ -33,6 +27,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from benchmarks.interop.samples import Target
+
 
 LADE, RECYCLING = "hao-ai-lab/LookaheadDecoding", "Luowaterbi/TokenRecycling"
 _TOKENS = 40
@@ -88,27 +85,6 @@ def recycling(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # n
         RECYCLING, f"{len(theirs)} trees of {shape.num_nodes} nodes, {float((found >= 0).float().mean()):.0%} known",
         claimed=True, ours=[found], theirs=lambda: [known],
     )  # fmt: skip
-
-
-def falcon(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
-    """Falcon's network as it is released, and with its LSTM's output alone handed on, as it must have been trained."""
-    network, configs = borrow(root, "models.cnets", "models.configs")
-    layer = LayerConfig(num_attention_heads=H, num_key_value_heads=2, head_dim=E // H, intermediate_size=24)
-    for block, has_bias, is_mended in ((2, True, False), (2, True, True), (3, True, True), (2, False, True)):
-        config = FalconConfig(hidden_size=E, vocab_size=V, layer=layer, block=block, num_steps=4 * block,
-                              has_bias=has_bias, lstm_mode="per_position")  # fmt: skip
-        place = work / f"{block}-{has_bias}-{is_mended}"
-        back, readers = written("falcon", random_head(config, target), target, place)
-        features, tokens = texts()
-        module: Any = back.module()
-        with torch.no_grad():
-            ours = module.block_outputs(features[:1, :-1], target.parts.embed(tokens[:1, 1:]))
-        how = "with its LSTM's state left out" if is_mended else "as released"
-        yield compared(
-            FALCON_CODE, f"blocks of {block}, {'a' if has_bias else 'no'} bias, {how}",
-            claimed=True if is_mended else readers[FALCON_CODE].reads, ours=[ours],
-            theirs=partial(_falcon_outputs, network, configs, place, is_mended=is_mended),
-        )  # fmt: skip
 
 
 class _Step(NamedTuple):
@@ -205,19 +181,3 @@ def _recycled(module: Any, logits: Tensor) -> list[Tensor]:
     ):
         module.recycling_forward(prompt, model, SimpleNamespace(eos_token_id=_TOKENS), 40)
     return trees[1:]  # the first is the prompt
-
-
-@torch.no_grad()
-def _falcon_outputs(network: Any, configs: Any, place: Path, *, is_mended: bool) -> list[Tensor]:
-    """(1, S - 1, E) of the original network, whose LSTM takes the texts of a batch for its steps."""
-    stated = json.loads((place / "config.json").read_text())
-    config = configs.FConfig.from_pretrained(str(place / "config.json"))
-    for key in ("rope_scaling", "rope_theta"):  # which transformers 5 rewrites
-        object.__setattr__(config, key, stated[key])
-    model = network.Model(config, bias=stated["bias"]).eval()
-    model.load_state_dict(torch.load(place / "pytorch_model.bin", weights_only=True), strict=False)
-    if is_mended:
-        forward = model.lstm.forward
-        model.lstm.forward = lambda inputs: forward(inputs)[0]
-    features, tokens = texts()
-    return [model(features[:1, :-1], input_ids=tokens[:1, 1:])]
