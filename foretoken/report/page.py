@@ -1,4 +1,4 @@
-"""One HTML page that holds everything: no network, no other file, and no text that could become markup or script."""
+"""Makes self-contained HTML pages: no network, no other file, and no text that could become markup or script."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from markupsafe import Markup
 if TYPE_CHECKING:
     from foretoken.report.sources import RunView
 
-_COMMON = "foretoken.report"  # has the style that all pages begin with
+_COMMON = "foretoken.report"  # the package with the common style
 
 
 def render_inlined(package: str, name: str, **values: Any) -> tuple[str, str]:
-    """A page from templates/NAME.html, NAME.css and NAME.js.
+    """Renders a page from templates/NAME.html, NAME.css and NAME.js of a package.
 
     Args:
-        package: Has these files.
-        name: Theirs.
+        package: The package with the files.
+        name: NAME.
         values: Further variables of the template, which also has `script`, `style` and `policy`.
 
     Returns:
@@ -51,18 +51,18 @@ def _asset(package: str, name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """How a content security policy names an inline script or style."""
+    """Returns the hash by which a content security policy allows an inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def render(run: RunView) -> str:
-    """The page as HTML."""
+    """Returns the page as HTML."""
     page, _ = render_inlined("foretoken.report", "report", run=run, embedded=embedded)
     return page
 
 
 def embedded(value: Any) -> Markup:
-    """JSON that may stand inside a script element: in ASCII, without characters that HTML knows."""
+    """Returns JSON for a script element: ASCII, without characters special to HTML."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")

@@ -1,4 +1,4 @@
-"""What a report is made of: traces, results of sweeps and their pictures, found in a file or a directory."""
+"""Reads the parts of a report: traces, results of sweeps and their pictures, from a file or a directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RESULTS = "results.jsonl"
 _DARK = "-dark"
 _MOST_PICTURE_BYTES = 16 * MIB
-# Columns of a table of a sweep's points: heading, place in a line's `result`, and how it is written.
+# Columns of a table of a sweep's points: heading, keys in a line's `result`, and format.
 _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("point", ("name",), ""),
     ("batch", ("serving", "batch_size"), ""),
@@ -36,12 +36,12 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A picture that the page holds.
+    """A picture of the page.
 
     Attributes:
-        name: Of its file, without the ending.
-        light: As a data URL.
-        dark: For a dark page, where there is one.
+        name: Name of its file, without suffix.
+        light: A data URL.
+        dark: A data URL for a dark page, or None.
     """
 
     name: str
@@ -54,8 +54,8 @@ class SweepView:
     """Results of a sweep as a table.
 
     Attributes:
-        name: Of the directory.
-        headings: Those for which any point has a value.
+        name: Name of the directory.
+        headings: Columns with at least one value.
         rows: Cells as text, the fastest point first.
     """
 
@@ -66,7 +66,7 @@ class SweepView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """All that one page shows."""
+    """The contents of one page."""
 
     title: str
     traces: list[TraceView]
@@ -75,11 +75,11 @@ class RunView:
 
 
 def read_run(run: Path) -> RunView:
-    """Reads a trace, or every trace, `results.jsonl` and SVG picture that lies in a directory.
+    """Reads a trace, or every trace, `results.jsonl` and SVG picture in a directory.
 
     Raises:
-        ConfigError: When there is nothing of these, or something is damaged.
-        OSError: When the system refuses.
+        ConfigError: When there is none of these, or a file is damaged.
+        OSError: When a file cannot be read.
     """
     if not run.exists():
         raise ConfigError(f"there is no '{run}'. Expected a file of `foretoken generate --trace`, or a directory.")
@@ -103,7 +103,7 @@ def read_run(run: Path) -> RunView:
 
 
 def _pictures(files: Iterable[Path], base: Path) -> list[Picture]:
-    """Pictures, one for light and dark pages together where there are both."""
+    """Returns the pictures; joins versions for light and dark pages."""
     by_name = {str(path.relative_to(base).with_suffix("")): path for path in files}
     return [
         Picture(
@@ -117,13 +117,12 @@ def _pictures(files: Iterable[Path], base: Path) -> list[Picture]:
 
 
 def _data_url(path: Path) -> str:
-    """A picture as a browser takes it for an image, in which no script runs and nothing is fetched."""
+    """Returns a picture as a URL that browsers show as an image, without scripts or requests."""
     data = read_named(path, limit=_MOST_PICTURE_BYTES, error=ConfigError)
     return f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
 
 
 def _sweep(path: Path, name: str) -> SweepView:
-    """The points of a sweep as a table."""
     points = []
     for number, line in enumerate(read_named(path, limit=MOST_TRACE_BYTES, error=ConfigError).split(b"\n"), start=1):
         if not line.strip():
@@ -141,7 +140,7 @@ def _sweep(path: Path, name: str) -> SweepView:
 
 
 def _at(value: Any, keys: tuple[str, ...]) -> Any:
-    """What stands at a place of nested mappings, or None."""
+    """Returns a value of nested mappings, or None."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -152,7 +151,6 @@ def _number(value: Any) -> float:
 
 
 def _cell(value: Any, form: str) -> str:
-    """A value of a table as text."""
     if isinstance(value, int | float) and form:
         return format(value, form)
     return "" if value is None else visible(str(value))

@@ -1,6 +1,6 @@
-"""A generation's trace as a file of JSON lines: the conditions, one line an iteration, and how it ended.
+"""Writes and reads the trace of a generation: JSON lines with conditions, one line an iteration, and the end.
 
-What is read may come from anywhere: it is checked against the models below, and damage is named with its line.
+A trace may come from anywhere: the models below check it, and errors name the damaged line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ADVICE = "Expected a place for a file that may be written to. Name another, or 
 
 
 class _Line(BaseModel):
-    """A line of the file; keys that a later version may add are left out."""
+    """A line of the file; ignores keys that a later version may add."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -45,10 +45,10 @@ class Header(_Line):
 
     Attributes:
         format: "foretoken trace".
-        version: Of the format.
+        version: Version of the format.
         conditions: Model, drafter, machine, versions and sampling parameters, by name.
-        prompt: As text.
-        prompt_token_ids: As tokens.
+        prompt: The prompt as text.
+        prompt_token_ids: The prompt as tokens.
     """
 
     format: str
@@ -78,7 +78,7 @@ class TreeLine(_Line):
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> TreeLine:
-        """Lists that belong together have one length, and every parent stands before its children."""
+        """Checks that lists have equal lengths and that every parent comes before its children."""
         count = len(self.tokens)
         for name in ("parents", "depths", "drafters", "scores", "draft_probs", "token_probs", "target_tokens"):
             values = getattr(self, name)
@@ -97,15 +97,15 @@ class Iteration(_Line):
     """One iteration of the generation.
 
     Attributes:
-        tokens: Added to the text: accepted ones, then the target's own, where there was room.
-        accepted_from: Of each accepted token, the drafters that proposed it.
+        tokens: Tokens added to the text: accepted ones, then the target's own if there was room.
+        accepted_from: The drafters that proposed each accepted token.
         num_drafted: See `SequenceStep`.
         num_proposed: See `SequenceStep`.
-        seconds: By stage.
+        seconds: Seconds by stage.
         declined: Why no drafter was asked.
         draft_error: Why a drafter was ignored.
-        tree: What became of every node; None where it could not be traced.
-        texts: Of all tokens named here, by id, each decoded alone.
+        tree: The outcome of every node; None if the tree was not traced.
+        texts: Text of each token of this line, by id, decoded alone.
     """
 
     tokens: list[int]
@@ -130,8 +130,8 @@ class End(_Line):
 
     Attributes:
         text: The whole output.
-        parts: What each output token brought to it.
-        finish_reason: See `CompletionOutput`; None where it was interrupted.
+        parts: The text that each output token added.
+        finish_reason: See `CompletionOutput`; None for an interrupted generation.
         metrics: `GenerationMetrics.as_dict`.
     """
 
@@ -142,7 +142,7 @@ class End(_Line):
 
 
 class Trace(_Line):
-    """A whole file; a generation that was killed has no `end`."""
+    """A whole file; without `end` for a generation that was killed."""
 
     header: Header
     iterations: list[Iteration]
@@ -153,7 +153,7 @@ class TraceRecorder:
     """Collects the iterations of one sequence as lines.
 
     Attributes:
-        metrics: Of what was added.
+        metrics: Metrics of these iterations.
     """
 
     def __init__(self, codec: Codec, prompt: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ class TraceRecorder:
         self.metrics = GenerationMetrics()
 
     def add(self, record: StepRecord) -> None:
-        """Takes in an iteration of one sequence."""
+        """Adds an iteration of one sequence."""
         step, seconds = record.sequences[0], record.decode_seconds
         self.metrics.add_step(step, record)
         self._spans.push(step.tokens)
@@ -189,17 +189,17 @@ class TraceRecorder:
     def write(
         self, path: Path, *, conditions: dict[str, Any], prompt: str, text: str | None, finish_reason: str | None
     ) -> None:
-        """Writes the file, whole or not at all.
+        """Writes the file, whole or not at all; replaces an existing file.
 
         Args:
-            path: Where; what is there is replaced.
+            path: The path of the file.
             conditions: See `Header`.
             prompt: See `Header`.
-            text: See `End`; None for what is certain so far.
+            text: See `End`; None for the text so far.
             finish_reason: See `End`.
 
         Raises:
-            ConfigError: When it cannot be written.
+            ConfigError: When the file cannot be written.
         """
         header = {
             "format": FORMAT, "version": VERSION, "conditions": conditions, "prompt": prompt,
@@ -216,7 +216,7 @@ class TraceRecorder:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file begins as a trace does."""
+    """Returns whether a file begins like a trace."""
     with path.open("rb") as file:
         return f'"format": "{FORMAT}"'.encode() in file.read(200)
 
@@ -225,8 +225,8 @@ def read_trace(path: Path) -> Trace:
     """Reads and checks a trace.
 
     Raises:
-        ConfigError: When it is none, of another version, or damaged, naming the line.
-        OSError: When it cannot be read.
+        ConfigError: When the file is not a trace, of another version, or damaged; names the line.
+        OSError: When the file cannot be read.
     """
     lines = read_named(path, limit=MOST_TRACE_BYTES, error=ConfigError).split(b"\n")
     lines = [line for line in lines if line.strip()]
@@ -246,7 +246,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def tree_of(line: TreeLine) -> TreeTrace:
-    """The trace that a line holds; scores that were not finite are minus infinity."""
+    """Returns the tree's trace in a line; scores that were not finite are minus infinity."""
     values = {each.name: getattr(line, each.name) for each in fields(TreeTrace)}
     if line.scores is not None:
         values["scores"] = [-math.inf if score is None else score for score in line.scores]
@@ -254,7 +254,6 @@ def tree_of(line: TreeLine) -> TreeTrace:
 
 
 def _read(model: type[_LineT], line: bytes, path: Path, number: int) -> _LineT:
-    """A line as what it has to be."""
     try:
         return model.model_validate_json(line)
     except ValidationError as err:
@@ -267,7 +266,6 @@ def _read(model: type[_LineT], line: bytes, path: Path, number: int) -> _LineT:
 
 
 def _tree(step: SequenceStep) -> dict[str, Any] | None:
-    """A step's trace, JSON-ready."""
     if step.trace is None:
         return None
     values = {each.name: getattr(step.trace, each.name) for each in fields(step.trace)}
@@ -278,10 +276,9 @@ def _tree(step: SequenceStep) -> dict[str, Any] | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Six digits; None where it is not finite, which JSON cannot say."""
+    """Rounds to six digits; None for values that are not finite, which JSON cannot express."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def _json(value: Any) -> str:
-    """One line."""
     return json.dumps(value, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What a page shows of one trace: figures, tokens with their origin, and trees as compact lists for its script.
+"""Makes the view of one trace: figures, tokens with their origin, and trees as compact lists for the page's script.
 
 Letters: N nodes of a tree.
 """
@@ -26,17 +26,12 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp", "Co"}
 
 
 def visible(text: str, kept: str = "\n\t") -> str:
-    """Text in which characters that a browser would obey or hide are escapes.
-
-    Args:
-        text: Anything.
-        kept: Control characters that stay.
-    """
+    """Returns a text with escapes for characters that a browser would obey or hide; `kept` names exceptions."""
     return "".join(char if char in kept or char in _KEPT or not _is_hidden(char) else _escape(char) for char in text)
 
 
 def label(text: str) -> str:
-    r"""A token in one line: white space that would not be seen is a symbol."""
+    r"""Returns a token in one line, with symbols for white space."""
     text = visible(text, kept="\n\t ")
     if not text:
         return "(no text)"
@@ -61,12 +56,12 @@ BY_OUTCOME = {
 
 
 def reason(trace: TreeTrace, node: int, shown: Callable[[int], str]) -> str:
-    """Why a rejected node was.
+    """Returns why a node was rejected.
 
     Args:
-        trace: Of its tree.
-        node: Whose outcome is `REJECTED`.
-        shown: A token as it is shown.
+        trace: The trace of its tree.
+        node: A node with the outcome `REJECTED`.
+        shown: Returns the text of a token id.
     """
     parent = trace.parents[node]
     written, target, prob = trace.written_after(parent), trace.target_tokens[parent], trace.target_probs[parent]
@@ -85,7 +80,6 @@ def reason(trace: TreeTrace, node: int, shown: Callable[[int], str]) -> str:
 
 
 def _probability(value: float | None) -> str:
-    """A probability in words."""
     if value is None:
         return "no finite probability"
     return f"p = {value:.2g}" if value < 0.1 else f"p = {value:.2f}"
@@ -100,10 +94,10 @@ class TokenView:
     """One output token.
 
     Attributes:
-        lines: Its text, cut at newlines, which stand between the parts.
-        iteration: Which one wrote it, from 0.
-        origin: Index of who proposed it; 0 for the target itself.
-        is_shown: Whether it brought any text; else `lines` says what it is.
+        lines: Its text, cut at newlines.
+        iteration: The iteration that wrote the token, from 0.
+        origin: Index of its drafter; 0 for the target.
+        is_shown: Whether the token added any text; if not, `lines` describes it.
     """
 
     lines: list[str]
@@ -114,7 +108,7 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginView:
-    """Who proposed tokens: the target's own, a drafter, or several at once."""
+    """An origin of tokens: the target, a drafter, or several drafters at once."""
 
     name: str
     colour: int
@@ -124,19 +118,19 @@ class OriginView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceView:
-    """One trace on a page; all text in it is safe to look at, none of it is markup.
+    """One trace on a page; its text is escaped and never markup.
 
     Attributes:
-        name: Of the file.
-        conditions: By name.
-        figures: Name and value of what is worth a large number.
-        prompt: As text.
-        tokens: Of the output, in order.
-        origins: Who proposed them; the target's own first.
+        name: Name of the file.
+        conditions: Conditions by name.
+        figures: Name and value of the summary's large numbers.
+        prompt: The prompt as text.
+        tokens: The output tokens, in order.
+        origins: Origins of tokens; the target first.
         acceptance: For each depth from 1: the acceptance rate, and its counts if the trace has them.
         stages: Name and share of the time.
         finish_reason: Why the text ended.
-        data: For the script.
+        data: Data for the script.
     """
 
     name: str
@@ -152,7 +146,7 @@ class TraceView:
 
 
 def view_of(name: str, trace: Trace) -> TraceView:
-    """What is shown of a trace; name: of its file."""
+    """Returns the view of a trace; name: the name of its file."""
     origins: dict[tuple[str, ...], int] = {(): 0}
     counts: Counter[tuple[str, ...]] = Counter()
     tokens: list[TokenView] = []
@@ -189,13 +183,13 @@ def view_of(name: str, trace: Trace) -> TraceView:
 
 
 def _token(part: str, alone: str, iteration: int, origin: int) -> TokenView:
-    """A token by the text that it brought, or, where it brought none, by its own."""
+    """Returns a token with the text that it added; without any, with the text of the token alone."""
     lines = visible(part).split("\n") if part else [label(alone)]
     return TokenView(lines=lines, iteration=iteration, origin=_colour(origin), is_shown=bool(part))
 
 
 def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dict[str, Any]:
-    """What the script draws of an iteration; changes `origins`."""
+    """Returns the data of an iteration for the script; adds new origins to `origins`."""
     texts = {token: label(text) for token, text in iteration.texts.items()}
     view: dict[str, Any] = {
         "written": [texts.get(token, str(token)) for token in iteration.tokens],
@@ -241,7 +235,7 @@ def _drafts(iteration: Iteration) -> str:
     forced = 0 if iteration.tree is None else iteration.tree.drafters.count((FORCED,))
     grafted = verified - proposed - forced
     reasons = [f"{forced} forced by the grammar"] if forced else []
-    if grafted > 0:  # some of those that were proposed may have been left out beside
+    if grafted > 0:  # some proposed nodes may have been dropped too
         reasons.append(f"{grafted} or more grafted: a lookup went on below another drafter's draft")
     elif grafted < 0:
         reasons.append("the others were proposed twice, or not expected to pay")
@@ -251,7 +245,7 @@ def _drafts(iteration: Iteration) -> str:
 def _draft_probs(
     parents: Sequence[int], scores: Sequence[float] | None, drawn: Sequence[float | None] | None
 ) -> list[float | None] | None:
-    """N draft probabilities under the parent: those of draws, else what the estimates of paths say."""
+    """Returns N draft probabilities given the parent: of draws, or else from the estimates of paths."""
     if scores is None and drawn is None:
         return None
     found: list[float | None] = []
@@ -264,7 +258,6 @@ def _draft_probs(
 
 
 def _figures(trace: Trace, num_tokens: int, counts: Mapping[tuple[str, ...], int]) -> list[tuple[str, str]]:
-    """Names and values of the summary's large numbers."""
     passes = max(len(trace.iterations), 1)
     seconds = sum(sum(iteration.seconds.values()) for iteration in trace.iterations)
     drafted = sum(iteration.num_drafted for iteration in trace.iterations)
@@ -280,7 +273,6 @@ def _figures(trace: Trace, num_tokens: int, counts: Mapping[tuple[str, ...], int
 
 
 def _stages(iterations: Sequence[Iteration]) -> list[tuple[str, float]]:
-    """Name and share of the time of each stage."""
     totals: defaultdict[str, float] = defaultdict(float)
     for iteration in iterations:
         for stage in ("draft", "verify", "accept", "commit"):
@@ -294,12 +286,10 @@ def _name(origin: tuple[str, ...]) -> str:
 
 
 def _colour(index: int) -> int:
-    """Number of a colour on the page, 0 for the target's own tokens."""
     return 0 if not index else (index - 1) % NUM_COLOURS + 1
 
 
 def _acceptance(metrics: Mapping[str, Any]) -> list[tuple[float, str]]:
-    """See `TraceView`."""
     shares = [min(max(float(value), 0.0), 1.0) for value in metrics.get("acceptance_by_depth", [])]
     accepted, drafted = (metrics.get(f"{name}_at_depth", []) for name in ("accepted", "drafted"))
     counts = [f"{some} of {all_}" for some, all_ in zip(accepted, drafted, strict=False)]

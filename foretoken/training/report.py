@@ -1,7 +1,7 @@
-"""Measures a trained head on held-out prompts and saves it together with the results.
+"""Measures a trained head on held-out prompts, and saves it with the results.
 
-Acceptance by depth and rank is that of `foretoken.training.acceptance`; the acceptance length comes from drafting
-through the real engine.
+`foretoken.training.acceptance` measures acceptance by depth and rank. The acceptance length comes from drafting in the
+engine.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _HASS = "An EAGLE head, trained as HASS has it (arXiv 2408.15766)"
 def head_card(
     checkpoint: HeadCheckpoint, facts: Mapping[str, Any], curve: Sequence[Mapping[str, Any]], command: str
 ) -> str:
-    """Writes a card in Markdown.
+    """Returns a model card in Markdown.
 
     Args:
         checkpoint: The head, with the notes of its run.
-        facts: What `saved_head` found.
+        facts: The result of `saved_head`.
         curve: Lines of the run's `metrics.jsonl`.
-        command: What trained it, with its prompt: `$` of a shell or `>>>` of Python.
+        command: The command of the training with its prompt: `$` of a shell or `>>>` of Python.
     """
     target = Path(checkpoint.target.name or "its target").name if checkpoint.target else "its target"
     settings = checkpoint.notes["settings"]
@@ -109,19 +109,19 @@ prompts, 128 tokens each; tau with the static tree `mc_sim_7b_63`{_dynamic(facts
 
 
 def _unit(checkpoint: HeadCheckpoint) -> str:
-    """What drafts a token: a head, or a step of the only one."""
+    """Returns the word for a drafter of one token: "head", or "step" of a single head."""
     return "step" if isinstance(checkpoint.config, AutoregressiveConfig) else "head"
 
 
 def _dynamic(facts: Mapping[str, Any]) -> str:
-    """What else tau is quoted with."""
+    """Returns the further conditions of the quoted tau."""
     nodes = facts.get("dynamic_tree_nodes")
     static = f", {facts['tree_nodes']} nodes at this depth" if "tree_nodes" in facts else ""
     return static if nodes is None else f"{static}, and with dynamic trees (EAGLE-2) of at most {nodes} nodes"
 
 
 def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> dict[str, str]:
-    """What a head of the EAGLE family or Falcon reads and drafts, and how far it was unrolled; nothing of others."""
+    """Returns rows about taps, draft vocabulary and unrolled steps of EAGLE and Falcon heads; empty for others."""
     config = checkpoint.config
     if not isinstance(config, AutoregressiveConfig):
         return {}
@@ -138,13 +138,13 @@ def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> 
 
 
 def read_curve(run: Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics; none where there are none."""
+    """Returns the lines of a run's metrics; empty without metrics."""
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values worth a word: nested ones in brackets, without the target's own sizes."""
+    """Returns values as text, nested ones in brackets, without the target's own sizes."""
     shown = {}
     for key, value in values.items():
         if key in ("hidden_size", "vocab_size") or value is None:
@@ -155,7 +155,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> dict[str, str]:
-    """What was measured on held-out prompts, if anything was."""
+    """Returns the measurements on held-out prompts, if any."""
     rows = {}
     if checkpoint.acceptance is not None:
         first = " ".join(f"{row[0]:.3f}" for row in checkpoint.acceptance)
@@ -172,7 +172,7 @@ def _measured(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> dict[str,
 
 
 def _thinned(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A few points of a curve, each the mean of the steps since the one before."""
+    """Returns a few points of a curve, each the mean of the steps since the previous one."""
     size = max(1, -(-len(curve) // _NUM_POINTS))
     points = []
     for begin in range(0, len(curve), size):
@@ -192,7 +192,7 @@ _MAX_TOKENS = 128
 _TEMPERATURES = (0.0, 0.8)
 _AT_ONCE = 4
 _ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
-_QUOTED_TREE = "mc_sim_7b_63"  # the one published figures have, so that they compare across machines
+_QUOTED_TREE = "mc_sim_7b_63"  # the tree of published figures, so that figures compare across machines
 _QUOTED_NODES = 64  # nodes of `_QUOTED_TREE`, root included
 
 
@@ -212,20 +212,20 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
 
     Args:
         checkpoint: The head.
-        out: Where it goes; appears whole or not at all.
-        target: Its target.
-        tokenizer: The target's.
-        dtype: Of the weights; "auto" for that of the target's checkpoint.
-        workload: Held-out prompts and how they are continued; None measures nothing.
+        out: Directory of the head; appears whole or not at all.
+        target: The head's target.
+        tokenizer: The target's tokenizer.
+        dtype: Dtype of the weights; "auto" for that of the target's checkpoint.
+        workload: Held-out prompts; None for no measurement.
         run: The run's directory, for the curve on the card.
-        command: What trained it, for the card: see `head_card`.
+        command: The command of the training, see `head_card`.
         on_progress: Called with held-out tokens decoded and such tokens in all.
 
     Returns:
-        What was found, JSON-ready; None in every process but the first.
+        The facts, JSON-ready; None in every process but the first.
 
     Raises:
-        ConfigError: When it cannot be written, or something is in its place.
+        ConfigError: When a file cannot be written, or `out` is taken.
     """
     if training_processes().process_index:
         return None
@@ -257,7 +257,7 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
 
 
 def held_out_workload(prompts: str, num_prompts: int) -> Workload | None:
-    """What a head is measured on; None for no prompts. Raises as `load_prompts`."""
+    """Returns the workload of a head's measurement; None for no prompts. Raises as `load_prompts`."""
     if not num_prompts:
         return None
     texts = load_prompts(prompts, limit=num_prompts)
@@ -269,11 +269,11 @@ def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | N
 
     Args:
         target: The head's target.
-        tokenizer: Its tokenizer.
-        workload: Held-out prompts; None for nothing to measure.
+        tokenizer: The target's tokenizer.
+        workload: Held-out prompts; None for no measurement.
 
     Returns:
-        Tokens a target pass that drafts are expected to bring, to seconds.
+        A function from the expected acceptance length to seconds.
     """
     if workload is None or training_processes().process_index:
         return lambda _: 0.0
@@ -281,35 +281,35 @@ def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | N
     batch = min(_AT_ONCE, len(workload.prompts))
     passes = len(workload.temperatures) * workload.max_tokens * math.ceil(len(workload.prompts) / _AT_ONCE)
     plain, drafted = costs.verification(batch, batch), costs.verification(batch, batch * _QUOTED_NODES)
-    return lambda tau: passes * (plain + 2 * drafted / tau)  # texts of the target, then a static and a dynamic tree
+    return lambda tau: passes * (plain + 2 * drafted / tau)  # plain texts, then a static and a dynamic tree
 
 
 def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) -> LoadedModel:
-    """Writes a target that learned along with heads as a transformers model directory.
+    """Writes a target that was trained with its heads as a transformers model directory.
 
     Args:
         target: The new target.
-        out: Where it goes; appears whole or not at all.
-        tokenizer: Its tokenizer, the old one's.
+        out: Directory of the target; appears whole or not at all.
+        tokenizer: The old target's tokenizer.
         like: The old target, for its dtype.
 
     Returns:
-        The target under its new name. Every process gets it; the first one writes.
+        The target under its new name, in every process; the first process writes.
 
     Raises:
-        ConfigError: When it cannot be written, or something is in its place.
+        ConfigError: When a file cannot be written, or `out` is taken.
     """
     if training_processes().process_index == 0:
         module: Any = target.module
         with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place, safetensors_errors():
             module.to(_stored_dtype(load_config(like).get_text_config(), target.dtype)).save_pretrained(place)
             tokenizer.save_pretrained(place)
-        module.to(target.dtype)  # with the rounding of what was written
+        module.to(target.dtype)  # with the rounding of the written weights
     return replace(target, name=str(out))
 
 
 def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
-    """The dtype of a model's files by its configuration, which may name it or hold it."""
+    """Returns the dtype of a model's files from its configuration, which may hold a name or a dtype."""
     stored = getattr(config, "dtype", None)
     return stored if isinstance(stored, torch.dtype) else DTYPES.get(str(stored), default)
 
@@ -322,14 +322,14 @@ def _drafting(
     workload: Workload,
     progress: TokenProgress,
 ) -> dict[str, Any]:
-    """What the engine makes of the head: tokens a target pass and acceptance by depth, at every temperature.
+    """Returns the engine's tokens a target pass and acceptance by depth, at every temperature.
 
-    First with a static tree, then with dynamic ones of at most as many nodes, whose facts begin with "dynamic".
+    Uses a static tree, then dynamic trees of at most as many nodes; the keys of the latter begin with "dynamic".
     """
     facts: dict[str, Any] = {}
 
     def run(tree: dict[str, Any], name: str) -> int:
-        """Adds the facts of a tree; gives its nodes."""
+        """Adds the facts of a tree; returns its nodes."""
         llm = LLM(
             target,
             tokenizer=tokenizer,

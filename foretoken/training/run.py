@@ -1,7 +1,7 @@
-"""Runs one training from its settings to a saved head: starts or resumes, evaluates, saves, reports.
+"""Runs one training from its settings to a trained head: starts or resumes, trains, evaluates, keeps curves.
 
 A run keeps its checkpoints, settings and curves in a directory of its own. The head appears in the output directory
-only when the run is over.
+only at the end of the run.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _SETTINGS = "settings.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Everything that decides a run's weights, and where it lives.
+    """The settings that determine a run's weights, and its directories.
 
     Attributes:
         head: Sizes of the head.
-        objective: What it learns.
-        train: How.
-        data: Names the training tokens, such as a hash of them.
-        directory: Checkpoints, settings and curves.
+        objective: The objective.
+        train: Batches and optimiser.
+        data: Identifies the training tokens, such as a hash of them.
+        directory: Directory of checkpoints, settings and curves.
         save_every_s: Seconds between checkpoints.
-        cache: Where features are kept between steps and runs, or None to compute them every time.
-        cache_bytes: Most bytes of it.
-        joint: How the target learns along, for `train_jointly`.
-        draft_vocab: Ascending ids of the tokens that a head with a draft vocabulary drafts.
-        evaluation: Held-out text to look at now and then, with a frozen target; decides nothing about weights.
+        cache: Directory of features that are kept between steps and runs; None to compute them every time.
+        cache_bytes: Most bytes of the cache.
+        joint: Settings of the target's training, for `train_jointly`.
+        draft_vocab: Ascending ids of the tokens of a draft vocabulary.
+        evaluation: Held-out text for evaluations with a frozen target; changes no weights.
     """
 
     head: HeadConfig
@@ -77,7 +77,7 @@ class RunSettings:
     evaluation: EvaluationConfig | None = None
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
-        """What must stay the same when a run goes on, JSON-ready; null is the same as nothing at all."""
+        """Returns the settings that a resumed run must share, JSON-ready; null equals a missing key."""
         return {
             "method": self.head.method,
             "head": self.head.model_dump(mode="json"),
@@ -91,11 +91,11 @@ class RunSettings:
 
 
 class Interrupted(Exception):
-    """The run was stopped by a signal after its state was saved.
+    """A signal stopped the run after its state was saved.
 
     Attributes:
-        number: The signal's.
-        directory: Where the state is.
+        number: The number of the signal.
+        directory: The directory of the state.
     """
 
     def __init__(self, number: int, directory: Path) -> None:
@@ -111,13 +111,13 @@ def train_head(
     initial: HeadCheckpoint | None = None,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> HeadCheckpoint:
-    """Begins a run, or goes on with the one in its directory, to the last step.
+    """Starts a run, or resumes the one in its directory, and trains to the last step.
 
     Args:
         target: The frozen target.
         batches: Training tokens.
-        settings: Of the run.
-        initial: Weights to begin from instead of neutral ones.
+        settings: The settings of the run.
+        initial: Initial weights; None for neutral ones.
         on_step: Called after every step.
 
     Returns:
@@ -125,7 +125,7 @@ def train_head(
 
     Raises:
         ConfigError: When the directory holds a run with other settings.
-        ModelError: When the loss is not finite, or a checkpoint damaged.
+        ModelError: When the loss is not finite, or a checkpoint is damaged.
         Interrupted: After SIGTERM or SIGINT; the state is saved.
     """
     processes = training_processes()
@@ -149,10 +149,10 @@ def train_jointly(
     initial: HeadCheckpoint | None = None,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> tuple[HeadCheckpoint, LoadedModel]:
-    """Trains a head and its target together; see `train_head`. The target given is used up.
+    """Trains a head and its target together; see `train_head`. Consumes the given target.
 
     Returns:
-        The trained head, and the new target that it belongs to.
+        The trained head, and its new target.
     """
     assert settings.joint is not None, "the settings say how the target learns along"
     processes = training_processes()
@@ -168,7 +168,6 @@ def train_jointly(
 
 
 def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoint | None) -> tuple[Head, TargetParts]:
-    """A head with the weights that training begins from, and what it shares with the target."""
     torch.manual_seed(settings.train.seed)
     head = build_head(settings.head, device=target.device, dtype=torch.float32)
     parts = target_parts(target, dtype=settings.train.compute_dtype)
@@ -188,8 +187,8 @@ def _run(
     on_step: Callable[[StepReport], None] | None,
     evaluation: Evaluation | None = None,
 ) -> dict[str, Any]:
-    """Trains from the last checkpoint, or from the beginning, to the last step; gives what a head's notes say of it."""
-    # Every process has its own stream of dropout; weights are the same in all.
+    """Trains to the last step, from the last checkpoint if any; returns the notes for the head."""
+    # Every process has its own dropout; weights are the same in all.
     torch.manual_seed(settings.train.seed + 1 + processes.process_index)
     trainer.resume(settings.directory)
     log = MetricsLog(settings.directory, trainer.progress.step) if processes.process_index == 0 else None
@@ -227,7 +226,7 @@ def _run(
 def _evaluated(
     report: StepReport, trainer: Trainer, evaluation: Evaluation | None, precision: torch.dtype
 ) -> StepReport:
-    """A step's report, with what an evaluation found where one is due."""
+    """Adds an evaluation to a step's report if one is due."""
     if evaluation is None or not evaluation.is_due(report.step):
         return report
     found = evaluation.acceptance(trainer.head, precision=precision)
@@ -235,7 +234,7 @@ def _evaluated(
 
 
 def _logged(report: StepReport) -> dict[str, Any]:
-    """What the curves keep of a step."""
+    """Returns the values of a step for the curves."""
     values = asdict(report).items()
     return {key: value for key, value in values if key != "step" and value is not None}
 
@@ -244,11 +243,9 @@ def _logged(report: StepReport) -> dict[str, Any]:
 def _claimed(
     settings: RunSettings, target: LoadedModel, initial: HeadCheckpoint | None, processes: Processes
 ) -> Iterator[None]:
-    """The run's directory for this run alone, for as long as it lasts; the system ends it with the process.
+    """Locks the run's directory and checks the settings; the system releases the lock with the process.
 
-    Raises:
-        ConfigError: When another run is at work there, when a run with other settings is there, or when a head could
-            never learn.
+    Raises `ConfigError` if another run holds the directory, its settings differ, or the head could never learn.
     """
     heads, length = settings.head.steps, settings.train.length
     if length < heads + 2:
@@ -265,7 +262,7 @@ def _claimed(
     dtype = str(target.dtype).removeprefix("torch.")
     begun_from = None if initial is None else _weights_sha(initial)
     ours = {**settings.as_dict(TargetFingerprint.of(target)), "target_dtype": dtype, "initial": begun_from}
-    if processes.process_index > 0:  # the first process holds the directory for all
+    if processes.process_index > 0:  # the first process holds the lock for all
         if (settings.directory / _SETTINGS).is_file():
             _compare(settings.directory, ours)
         yield
@@ -276,11 +273,7 @@ def _claimed(
 
 
 def _compare(directory: Path, ours: dict[str, Any]) -> None:
-    """Writes the settings into a new run's directory, or compares them with those of the run that is there.
-
-    Raises:
-        ConfigError: When they differ, naming how, or cannot be read.
-    """
+    """Writes the settings of a new run, or raises `ConfigError` if they differ from those in the directory."""
     path = directory / _SETTINGS
     if not path.is_file():
         with told_as(ConfigError, f"'{path}'", "Expected a place for the run. Pass another --run-dir, or make room."):
@@ -297,12 +290,10 @@ def _compare(directory: Path, ours: dict[str, Any]) -> None:
 
 
 def _short_sha(data: bytes) -> str:
-    """What tells one list from another."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _weights_sha(head: HeadCheckpoint) -> str:
-    """Which weights a run begins from."""
     digest = hashlib.sha256()
     for key, value in sorted(head.weights.items()):
         digest.update(key.encode())
@@ -311,14 +302,14 @@ def _weights_sha(head: HeadCheckpoint) -> str:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names and JSON text, without what is null."""
+    """Returns nested settings as dotted names and JSON text, without nulls."""
     if not isinstance(value, dict):
         return {} if value is None else {prefix or _SETTINGS: json.dumps(value)}
     return {k: v for key, part in value.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()}
 
 
 def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int) -> Callable[[int, Tensor], Tensor]:
-    """The teacher, with a cache in front of it where one is wanted."""
+    """Returns the teacher, behind a cache if the settings ask for one."""
     train, taps = settings.train, settings.head.taps
     teacher = Teacher(target, taps)
 
@@ -345,7 +336,7 @@ def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int)
 
 
 def _told_to_stop(received: list[int], processes: Processes, device: torch.device) -> int | None:
-    """The signal that any process got: all stop after the same step, or the others would wait for those that did."""
+    """Returns the signal that any process got: all stop after the same step, since none may wait for a stopped one."""
     told = torch.tensor([float(number in received) for number in STOP_SIGNALS], device=device)
     counts = processes.sum(told).tolist()
     return next((number for number, count in zip(STOP_SIGNALS, counts, strict=True) if count), None)

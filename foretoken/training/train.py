@@ -150,7 +150,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     packed = PackedTokens.open(Path(data))
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)
-    packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # too little data: said before the work
+    packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # reports too little data before the work
     initial = None if init is None else _initial_head(init, method, target)
     drafted = None if draft_vocab is None else _drafted_tokens(Path(draft_vocab), packed, target.vocab_size)
     values = _with_vocabulary(dict(sizes or {}), method, drafted)
@@ -180,7 +180,6 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
 def _with_seconds_after(
     on_step: Callable[[StepReport], None], seconds_after: Callable[[float], float]
 ) -> Callable[[StepReport], None]:
-    """Returns `on_step`, called with reports that hold the expected seconds after the last step."""
     return lambda report: on_step(replace(report, seconds_after=seconds_after(report.tau)))
 
 
@@ -198,7 +197,7 @@ def _result(out: Path, run_dir: Path, target: LoadedModel, facts: dict[str, Any]
 
 
 def _call_text(arguments: Mapping[str, Any]) -> str:
-    """Returns a call of `train` as text, without the arguments that have their defaults."""
+    """Returns a call of `train` as text, without default arguments."""
     given = {
         name: arguments[name]
         for name, each in inspect.signature(train).parameters.items()
@@ -213,7 +212,7 @@ def _path(place: Place | None) -> Path | None:
 
 
 def _check_begun_from(sizes: Mapping[str, Any] | None, draft_vocab: Place | None) -> None:
-    """Raises `ConfigError` where what --init brings is given once more."""
+    """Raises `ConfigError` for options that --init already sets."""
     if sizes:
         raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
     if draft_vocab is not None:
@@ -221,7 +220,7 @@ def _check_begun_from(sizes: Mapping[str, Any] | None, draft_vocab: Place | None
 
 
 def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_prompts: int) -> None:
-    """Raises `ConfigError` for values that would end a run after the work."""
+    """Raises `ConfigError` for values that would fail only after the training."""
     counts = (("--save-every-s", save_every_s), ("--cache-gib", cache_gib), ("--num-prompts", num_prompts))
     for option, value in counts:
         if not math.isfinite(value) or value < 0:
@@ -232,7 +231,7 @@ def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_pr
 
 
 def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Path | None, *, is_joint: bool) -> None:
-    """Raises `ConfigError` where files would be replaced, or those of a run mixed with others."""
+    """Raises `ConfigError` if files would be replaced or mixed with those of a run."""
     if is_joint != (target_out is not None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     for place in (out, target_out):
@@ -252,7 +251,7 @@ def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Pa
 
 
 def _check_data(packed: PackedTokens, tokenizer: Any, vocab_size: int, *, data: str, model: str) -> None:
-    """Raises `ConfigError` when tokens were made with another tokenizer."""
+    """Raises `ConfigError` if the tokens come from another tokenizer."""
     if packed.meta["tokenizer_sha"] != tokenizer_sha(tokenizer) or packed.meta["largest_token_id"] >= vocab_size:
         raise ConfigError(
             f"'{data}' was not packed with the tokenizer of '{model}'. Expected data for this target: make it with "
@@ -261,7 +260,7 @@ def _check_data(packed: PackedTokens, tokenizer: Any, vocab_size: int, *, data: 
 
 
 def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> Path | None:
-    """Where tokens for evaluations lie; None where none are asked for. Raises `ConfigError` where there are none."""
+    """Returns the tokens' path for evaluations, None without them; raises `ConfigError` if it is missing."""
     if every < 0:
         raise ConfigError(f"--eval-every is {every}. Expected a number of steps, or 0 for no evaluations.")
     if not every:
@@ -284,7 +283,6 @@ def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> 
 def _evaluation(
     place: Path | None, every: int, length: int, tokenizer: Any, vocab_size: int, *, model: str
 ) -> EvaluationConfig | None:
-    """Windows of held-out tokens, or None; raises `ForetokenError` when they are of another tokenizer, or damaged."""
     if place is None:
         return None
     packed = PackedTokens.open(place)
@@ -293,7 +291,7 @@ def _evaluation(
 
 
 def _drafted_tokens(path: Path, packed: PackedTokens, vocab_size: int) -> tuple[int, ...]:
-    """The ids of a draft vocabulary; raises `ConfigError` when it is of another tokenizer than data or target."""
+    """Returns the ids of a draft vocabulary; raises `ConfigError` if it is of another tokenizer than data or target."""
     drafted = DraftVocabulary.read(path)
     if drafted.tokenizer_sha != packed.meta["tokenizer_sha"] or drafted.token_ids[-1] >= vocab_size:
         raise ConfigError(
@@ -304,11 +302,7 @@ def _drafted_tokens(path: Path, packed: PackedTokens, vocab_size: int) -> tuple[
 
 
 def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...] | None) -> dict[str, Any]:
-    """Sizes of a head that drafts some tokens alone, or all of them.
-
-    Raises:
-        ConfigError: When heads of the method always draft all tokens, or the sizes say another number.
-    """
+    """Adds the draft vocabulary to a head's sizes; raises `ConfigError` if the method or the sizes forbid it."""
     if drafted is None:
         return sizes
     if not has_size(method, "draft_vocab_size"):
@@ -326,7 +320,6 @@ def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...
 
 
 def _initial_head(name: str, method: str, target: LoadedModel) -> HeadCheckpoint:
-    """Returns the head to begin from; raises `ConfigError` when it is of another method or target."""
     initial, wanted = read_head(local_head(name))[1], trained_head(method)
     if initial.config.method != wanted:
         raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {wanted} head to begin from.")

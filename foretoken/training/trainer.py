@@ -1,8 +1,8 @@
-"""The training loop: one process or many, resumable at any step, the same weights whether it was interrupted or not.
+"""The training loop: for one process or many, resumable at any step with the same weights as without an interruption.
 
-A global batch is a function of seed and step. Every process computes its rows of it, losses are means over the global
-batch, and gradients are summed over processes: the number of processes changes nothing but the time (and, where a head
-uses dropout, which units are dropped).
+A global batch is a function of seed and step. Every process computes its rows of the batch. Losses are means over the
+global batch, and gradients are summed over processes. So the number of processes changes only the time (and, for a
+head with dropout, which units are dropped).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Batches(Protocol):
     """Training tokens, see `foretoken.training.data.packed.PackedTokens`."""
 
     def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """(B, S) int64 tokens and (B, S) bool, which of them are labels; the same for the same arguments."""
+        """Returns (B, S) int64 tokens and (B, S) bool labels; the same for the same arguments."""
 
 
 class Processes(Protocol):
-    """What the loop needs of the processes that train together; `accelerate`'s state has it."""
+    """The processes that train together; `accelerate`'s state fits."""
 
     num_processes: int
     process_index: int
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Returns the sum over all processes."""
 
 
 class OneProcess:
@@ -60,13 +60,13 @@ class OneProcess:
     num_processes, process_index = 1, 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """See `Processes`."""
+        """Returns the tensor."""
         return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one optimiser step did.
+    """The result of one optimiser step.
 
     Attributes:
         step: Steps done, this one included.
@@ -74,10 +74,10 @@ class StepReport:
         head_losses: Mean loss of each head.
         head_matches: Share of positions at which each head's first candidate is the target's.
         rate: Learning rate.
-        grad_norm: Before clipping.
-        tokens_per_s: Over the last steps.
-        held_out_tau: After an evaluation: see `foretoken.training.evaluation.ChainAcceptance.tau`; else None.
-        held_out_acceptance: Likewise, `ChainAcceptance.by_depth`.
+        grad_norm: Norm of the gradient before clipping.
+        tokens_per_s: Speed of the last steps.
+        held_out_tau: `foretoken.training.evaluation.ChainAcceptance.tau` after an evaluation; else None.
+        held_out_acceptance: `ChainAcceptance.by_depth` after an evaluation; else None.
         seconds_after: Of `foretoken.train`, expected seconds of the measurement after the last step; else None.
     """
 
@@ -94,7 +94,7 @@ class StepReport:
 
     @property
     def tau(self) -> float:
-        """Tokens a target pass of a chain, by `head_matches`: the acceptance length that training text shows."""
+        """Acceptance length of a chain on training text, from `head_matches`."""
         return 1.0 + sum(itertools.accumulate(self.head_matches, lambda left, right: left * right))
 
 
@@ -102,8 +102,8 @@ class Trainer:
     """A head in training.
 
     Attributes:
-        head: What is trained, in float32.
-        progress: How far it has come.
+        head: The trained head, in float32.
+        progress: The progress of the run.
     """
 
     def __init__(
@@ -120,14 +120,13 @@ class Trainer:
         """Prepares a run at step 0.
 
         Args:
-            head: With the weights to begin from.
-            parts: What it shares with the target.
-            objective: What it learns.
-            config: How.
-            batches: From what.
-            features: Step and this process's (B, S) tokens of it to the target's features, as `Teacher.read` gives
-                them.
-            processes: Others that train along; None for none.
+            head: The head, with initial weights.
+            parts: The modules that the head shares with the target.
+            objective: The objective.
+            config: Batches and optimiser.
+            batches: Training tokens.
+            features: Returns the target's features, as `Teacher.read`, for a step and this process's (B, S) tokens.
+            processes: Further processes of the training; None for none.
         """
         self.head, self._parts, self._objective, self._config = head, parts, objective, config
         self._batches, self._features = batches, features
@@ -142,7 +141,7 @@ class Trainer:
         """Writes a checkpoint; only the first process does.
 
         Raises:
-            ModelError: When weights are not finite, which would replace good checkpoints, or it cannot be written.
+            ModelError: When weights are not finite (good checkpoints stay), or the checkpoint cannot be written.
         """
         if not all(bool(p.isfinite().all()) for p in self._module.parameters()):
             raise ModelError(
@@ -153,10 +152,10 @@ class Trainer:
             save_state(run, self._module, self._optimizer, self.progress)
 
     def resume(self, run: Path) -> bool:
-        """Goes back to the last checkpoint of a run; False when it has none.
+        """Restores the last checkpoint of a run; returns False if there is none.
 
         Raises:
-            ModelError: When it is damaged.
+            ModelError: When the checkpoint is damaged.
         """
         states = saved_states(run)
         if not states:
@@ -165,11 +164,10 @@ class Trainer:
         return True
 
     def steps(self) -> Iterator[StepReport]:
-        """Trains to the last step, pausing after every step.
+        """Trains to the last step; yields after every step.
 
         Raises:
-            ModelError: After several steps in a row whose loss or gradient was not finite; weights stay as they were
-                before them.
+            ModelError: After several steps in a row without a finite loss or gradient; these steps change no weights.
         """
         while self.progress.step < self._config.schedule.num_steps:
             yield self._step()
@@ -180,12 +178,12 @@ class Trainer:
             )
 
     def _step(self) -> StepReport:
-        """One optimiser step."""
         begin = time.perf_counter()
         config, step = self._config, self.progress.step
         world = self._processes.num_processes
         if world > 1:
-            # Every process drops units of its own, the same ones after a resume: a checkpoint knows one stream alone.
+            # Every process has its own dropout, the same after a resume, although a checkpoint holds the state of one
+            # process.
             torch.manual_seed(derive_seed(config.seed, 1 + step * world + self._processes.process_index))
         tokens, supervised = self._batches.batch(
             step, batch_size=config.batch_size, length=config.length, seed=config.seed
@@ -224,38 +222,38 @@ class Trainer:
         )
 
     def _trained(self) -> nn.Module:
-        """What is optimised and saved; by default the head alone."""
+        """Returns the module that is optimised and saved; by default the head alone."""
         return self.head
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Parameters for the optimiser, each group with the factor of its learning rate."""
+        """Returns the optimiser's parameter groups, each with its factor of the learning rate."""
         return parameter_groups(self.head, self._config.weight_decay)
 
     def _counts(self, supervised: Tensor) -> Tensor:
-        """(K,) positions of the global batch over which each loss is a mean; supervised: (B, S) bool."""
+        """Returns (K,) positions of the global batch for each loss; supervised: (B, S) bool."""
         return label_counts(supervised, self._objective.steps(self.head.config))
 
     def _divisors(self, counts: Tensor) -> Tensor:
-        """(K,) what the sums of these losses are divided by in what is minimised; counts: their positions."""
+        """Returns (K,) divisors of the sums of these losses; counts: (K,) positions."""
         return self._objective.divisors(counts)
 
     def _weights(self, step: int) -> list[float]:
-        """What each of these losses counts in a step."""
+        """Returns the weight of each of these losses in a step."""
         del step
         return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
 
     def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
-        """Adds the gradient of one micro-batch to the parameters; features: as `Teacher.read` gives them."""
+        """Adds the gradient of one micro-batch to the parameters; features: see `Teacher.read`."""
         progress = step / self._config.schedule.num_steps
         examples = Examples.of(tokens, supervised, features, self.head.config, progress=progress)
         return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
 
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:
-        """Leaves the gradient of the global batch's loss in the parameters; gives the global sums."""
+        """Leaves the gradient of the global batch's loss in the parameters; returns the global sums."""
         world, rank = self._processes.num_processes, self._processes.process_index
         device = next(self.head.parameters()).device
         own_tokens, own_supervised = tokens[rank::world].to(device), supervised[rank::world].to(device)
-        # With more processes than windows some have none, and targets cannot run on nothing.
+        # With more processes than windows some have none, and targets cannot run on an empty batch.
         features = self._features(step, own_tokens).to(device) if len(own_tokens) else own_tokens
         self._module.train()
         total: HeadSums | None = None
@@ -271,7 +269,6 @@ class Trainer:
         return self._shared(total)
 
     def _shared(self, sums: HeadSums) -> HeadSums:
-        """Adds gradients and sums over all processes."""
         if self._processes.num_processes == 1:
             return HeadSums(sums.loss.cpu(), sums.matches.cpu(), sums.count.cpu())
         parameters = [p for p in self._module.parameters() if p.requires_grad]
@@ -285,7 +282,7 @@ class Trainer:
         return HeadSums(*packed.cpu().unbind(0))
 
     def _count_bad_step(self, step: int, loss: float) -> None:
-        """Leaves a step out; gives up after several in a row."""
+        """Skips a step; raises `ModelError` after several in a row."""
         self.progress.skipped += 1
         self._bad_steps += 1
         if self._bad_steps >= _BAD_STEPS_IN_A_ROW:
@@ -297,12 +294,12 @@ class Trainer:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float, rate_factor: float = 1.0) -> list[dict[str, Any]]:
-    """Trainable parameters of a module for AdamW: matrices decay, vectors do not.
+    """Returns trainable parameters for AdamW: matrices decay, vectors do not.
 
     Args:
-        module: What is trained.
-        weight_decay: Of the matrices.
-        rate_factor: Of the learning rate.
+        module: The module to train.
+        weight_decay: Weight decay of matrices.
+        rate_factor: Factor of the learning rate.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
     matrices, others = [p for p in trainable if p.dim() > 1], [p for p in trainable if p.dim() <= 1]
@@ -313,10 +310,10 @@ def parameter_groups(module: nn.Module, weight_decay: float, rate_factor: float 
 
 
 class MetricsLog:
-    """One JSON object a step in `metrics.jsonl`, and tensorboard curves where the extra `tensorboard` is installed."""
+    """Writes one JSON object a step to `metrics.jsonl`, and tensorboard curves if tensorboard is installed."""
 
     def __init__(self, run: Path, first_step: int) -> None:
-        """Opens the log and drops lines of steps that are about to be done again."""
+        """Opens the log and drops lines of steps that will be repeated."""
         path = run / "metrics.jsonl"
         kept = []
         if path.is_file():
@@ -328,7 +325,7 @@ class MetricsLog:
         self._board = _board(run / "tensorboard", first_step)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Adds what is known of a step; lists give one curve an entry."""
+        """Adds the values of a step; a list gives one curve an entry."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is None:
             return
@@ -340,14 +337,14 @@ class MetricsLog:
                 self._board.add_scalar(key, value, step)
 
     def close(self) -> None:
-        """Ends the log."""
+        """Closes the log."""
         self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 def _board(directory: Path, first_step: int) -> Any:
-    """A tensorboard writer that hides curves of steps that are done again, or None where it is not installed."""
+    """Returns a tensorboard writer that hides curves of repeated steps; None if tensorboard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,7 +1,7 @@
-"""Measures how often a head predicts the target's token, at its own position and at those it is often mistaken for.
+"""Measures how often a head predicts the target's token, at the right position and at positions often confused with it.
 
-The texts are prompts that the target itself went on with, greedily: there the target's choice, the text and the label
-are the same token, and a head that is fed the text is in the very situation in which it drafts.
+The texts are prompts that the target continued greedily. There the target's choice, the text and the label are the same
+token, and a head that is fed the text is in the same situation as in drafting.
 
 Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
 """
@@ -36,14 +36,14 @@ MOVED_BLOCKS = {BLOCK_BEFORE: -1, BLOCK_AFTER: 1}
 
 
 def moved_taps(taps: Sequence[Tap], by: int, num_layers: int) -> tuple[Tap, ...] | None:
-    """All taps so many blocks later, `final` where it is; None where there is no such block, or nothing moves."""
+    """Returns all taps moved by some blocks, except `final`; None if a block does not exist or no tap moves."""
     moved = tuple(tap if tap == "final" else tap + by for tap in taps)
     is_there = all(tap == "final" or 0 <= tap <= num_layers for tap in moved)
     return moved if is_there and moved != tuple(taps) else None
 
 
 def read_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap]) -> dict[str | None, Tensor]:
-    """Features of some taps and of their neighbours, of one run of the target.
+    """Returns the features of some taps and of their neighbours, from one run of the target.
 
     Args:
         target: The target.
@@ -51,8 +51,8 @@ def read_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap]) -> dict[
         taps: F taps.
 
     Returns:
-        (B, S, F E) float32 by reading: of the taps themselves under None, and `BLOCK_BEFORE` and `BLOCK_AFTER` where
-        these blocks are there.
+        (B, S, F E) float32 by reading: the taps themselves under None, and `BLOCK_BEFORE` and `BLOCK_AFTER` if these
+        blocks exist.
     """
     wanted: dict[str | None, tuple[Tap, ...]] = {None: tuple(taps)}
     for name, by in MOVED_BLOCKS.items():
@@ -66,24 +66,24 @@ def read_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap]) -> dict[
     return {name: torch.cat([parts[tap] for tap in each], dim=-1).float() for name, each in wanted.items()}
 
 
-SHIFTS = (0, -1, 1, 2)  # tokens later than head i's own label; the first is where it belongs
+SHIFTS = (0, -1, 1, 2)  # offsets from head i's own label; 0 is the right one
 AT_ONCE = 8  # sequences decoded together
 _LONGEST_PROMPT = 128
 _PORTION_VALUES = 1 << 24  # logits made at once
 IN_PLACE, PRE_NORM, NORMED_TWICE = "in place", "pre-norm", "normed twice"
 EARLIER, LATER = "one position earlier", "one position later"
 _MOVED = {EARLIER: -1, LATER: 1}  # positions by which these readings are off
-_SURE = 3.0  # standard deviations beyond which a difference at the same positions is none of chance
+_SURE = 3.0  # standard deviations; a larger difference at the same positions is not chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """Prompts and what the target wrote after them.
+    """Prompts and the target's continuations.
 
     Attributes:
         prompts: Token ids of each prompt.
         texts: Token ids of each prompt with its continuation.
-        device: Where tensors go.
+        device: Device of the tensors.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -92,17 +92,17 @@ class Texts:
 
     @property
     def tokens(self) -> Tensor:
-        """(B, S) int64, padded on the right, where no causal model looks."""
+        """Returns (B, S) int64, padded on the right, where no causal model looks."""
         rows = [torch.tensor(list(text), device=self.device) for text in self.texts]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def judged(self, *, last: int = 0) -> Tensor:
-        """(B, S) bool: positions from which drafts start, without the last ones of each text.
+        """Returns (B, S) bool: positions from which drafts start, without the last ones of each text.
 
         The first draft is made when the last token of the prompt is the root, from the feature before it.
 
         Raises:
-            RequestError: When none is left.
+            RequestError: When no position is left.
         """
         mask = torch.zeros(self.tokens.shape, dtype=torch.bool)
         for row, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
@@ -114,20 +114,20 @@ class Texts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How often head i's first candidate is the target's choice, by the feature it is fed and the label asked for.
+    """How often head i's first candidate is the target's choice, by its input feature and its label.
 
     Attributes:
-        table: By reading of the feature: (K, shifts) shares, shifts as in `SHIFTS`. Of heads that feed themselves with
-            their own states the first step alone: what the later ones say depends on what it gave.
-        next_token: By reading: (K,) shares of answers that are the token right after the feature that the head is fed.
-            Every head can tell it before any training, since the feature is what the LM head makes it from.
-        most_frequent: Share of the label that is most frequent: what one gets without looking at the text.
-        num_positions: From which the deepest head was judged.
-        reads_tokens: Whether heads look at the tokens between the feature and their own.
-        is_autoregressive: Whether they feed themselves.
-        taps: What the head reads.
-        gains: By reading one block off: how many standard deviations more often the first step is right with it than
-            with the reading in place, at the positions where exactly one of them is.
+        table: By reading of the feature: (K, shifts) shares, shifts as in `SHIFTS`. For autoregressive heads the first
+            step alone, since later steps depend on its output.
+        next_token: By reading: (K,) shares of answers that are the token right after the input feature. Untrained heads
+            give that token, since the LM head computes it from the feature.
+        most_frequent: Share of the most frequent label: the accuracy of a constant guess.
+        num_positions: Positions at which the deepest head was judged.
+        reads_tokens: Whether heads read the tokens between the feature and their own.
+        is_autoregressive: Whether heads read their own states.
+        taps: The taps that the head reads.
+        gains: By reading one block off: by how many standard deviations the first step is right more often than with
+            the reading in place, at positions where exactly one of them is right.
     """
 
     table: Mapping[str, Sequence[Sequence[float]]]
@@ -141,34 +141,34 @@ class Agreement:
 
     @property
     def margin(self) -> float:
-        """Differences below are chance: three standard deviations of a share, and never less than 0.05."""
+        """Differences below are chance: three standard deviations of a share, at least 0.05."""
         return max(0.05, 1.5 / math.sqrt(max(self.num_positions, 1)))
 
     def score(self, reading: str) -> float:
-        """Mean over heads of the share at the shift that suits each best: says how right the feature is."""
+        """Returns the mean over heads of the share at the best shift: high for the right feature."""
         return sum(max(row) for row in self.table[reading]) / len(self.table[reading])
 
     @property
     def best_reading(self) -> str:
-        """The reading that suits the head best; the one in place where that could be chance."""
+        """The best reading for the head; the one in place unless another is better beyond chance."""
         return max((name for name in self.table if self._is_better(name)), key=self.score, default=IN_PLACE)
 
     def _is_better(self, name: str) -> bool:
-        """Whether a reading suits the head better than the one in place, and not by chance."""
-        if name in self.gains:  # neighbouring blocks are much alike: compared position by position
+        if name in self.gains:  # neighbouring blocks are similar: compared position by position
             return self.gains[name] > _SURE
-        # The feature of the position after tells the first step's label outright, and a head that hands features on, as
-        # a fresh one does, repeats it: one that was trained on it is found as one that says its own next token.
+        # The feature of the next position contains the first step's label. A head that hands features on, as a fresh
+        # one does, repeats that label. `lagging` finds a head trained on that feature.
         if name == LATER and self.is_autoregressive:
             return False
         return self.score(name) > self.score(IN_PLACE) + self.margin
 
     @property
     def best_shifts(self) -> list[int]:
-        """The shift that suits each head best with the best reading; 0 where it could be chance, or little training.
+        """Returns the best shift of each head with the best reading; 0 if another could be chance or little training.
 
-        A head that has learnt little still says the token right after its feature, which may be that of a shift: it
-        counts as shifted only when another head, whose shifted label is another token, is shifted alike.
+        A head that has learnt little still predicts the token right after its feature, which may be the label of a
+        shift. Such
+        a head counts as shifted only if another head, with another shifted label, is shifted too.
         """
         reading = self.best_reading
         found, doubtful = [], []
@@ -182,7 +182,7 @@ class Agreement:
 
     @property
     def lagging(self) -> list[int]:
-        """Heads that say the token right after their feature more often than their own; none where labels are off."""
+        """The heads that predict the token right after their feature more often than their own, if labels fit."""
         if any(self.best_shifts):
             return []
         rows = zip(self.table[self.best_reading], self.next_token[self.best_reading], strict=True)
@@ -190,13 +190,13 @@ class Agreement:
 
 
 def greedy_texts(target: LoadedModel, tokenizer: Any, prompts: Sequence[str], *, max_tokens: int, runner: str) -> Texts:
-    """Has the target go on with prompts; long ones are cut.
+    """Continues prompts with the target; long prompts are cut.
 
     Args:
         target: The target.
-        tokenizer: Its tokenizer.
+        tokenizer: The target's tokenizer.
         prompts: Texts; those of fewer than two tokens are left out.
-        max_tokens: Tokens to write, fewer where the context is short.
+        max_tokens: Tokens to write, fewer if the context is short.
         runner: See `LLM`.
 
     Raises:
@@ -216,21 +216,21 @@ def greedy_texts(target: LoadedModel, tokenizer: Any, prompts: Sequence[str], *,
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    """Greedy decoding that no end-of-sequence token stops."""
+    """Returns greedy sampling parameters that ignore the end-of-sequence token."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def read_features(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap] = ("final",)) -> dict[str, Tensor]:
-    """The features of a head and what is taken for them.
+    """Returns the features of a head and features that are confused with them.
 
     Args:
         target: The target.
         tokens: (B, S) int64.
-        taps: What the head reads, F taps.
+        taps: The head's F taps.
 
     Returns:
-        (B, S, F E) float32 by reading, that in place first. Of `final` also those around the norm, where one is found;
-        of other taps those one block earlier and later, where they are.
+        (B, S, F E) float32 by reading, the right one first. For `final` also the features around the norm, if the norm
+        is found; for other taps also those one block earlier and later, if these exist.
     """
     if tuple(taps) == ("final",):
         readings = _around_the_norm(target, tokens)
@@ -243,7 +243,7 @@ def read_features(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap] = ("f
 
 
 def _around_the_norm(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """(B, S, E), the feature `final`, what the final norm reads, and what a second one would give."""
+    """Returns (B, S, E) readings: the feature `final`, the final norm's input, and the output of a second norm."""
     teacher, inputs = Teacher(target), []
     try:
         norm = find_final_norm(target.module, find_blocks(target.module, target.num_layers))
@@ -266,14 +266,14 @@ def _around_the_norm(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
 def predictions(
     head: Head, parts: TargetParts, features: Tensor, texts: Texts, *, num_steps: int | None = None
 ) -> Tensor:
-    """Every head's predictions at the judged positions, fed the text itself.
+    """Returns every head's predictions at the judged positions, with the text itself as input.
 
     Args:
         head: In float32.
-        parts: What it shares with the target, in float32.
+        parts: The modules that the head shares with the target, in float32.
         features: (B, S, F E) float32.
         texts: The texts.
-        num_steps: K, where not all steps are asked for.
+        num_steps: K, to compute fewer than all steps.
 
     Returns:
         (K, B, S) int64, first candidates; -1 at positions that are not judged.
@@ -288,7 +288,7 @@ def predictions(
 
 @torch.no_grad()
 def target_choices(parts: TargetParts, features: Tensor, texts: Texts) -> Tensor:
-    """(B, S) int64, the target's most probable next token at the judged positions; -1 elsewhere."""
+    """Returns (B, S) int64, the target's most probable next token at the judged positions; -1 elsewhere."""
     where = texts.judged()
     said = torch.full(where.shape, -1, device=where.device)
     said[where] = _argmax(parts.lm_head, features[where], parts)
@@ -298,17 +298,17 @@ def target_choices(parts: TargetParts, features: Tensor, texts: Texts) -> Tensor
 def measure(
     head: Head, parts: TargetParts, readings: Mapping[str, Tensor], texts: Texts, *, choices: Tensor
 ) -> Agreement:
-    """Holds a head against the target, reading by reading and shift by shift.
+    """Compares a head with the target, by reading and by shift.
 
     Args:
         head: In float32.
-        parts: What it shares with the target, in float32.
-        readings: As `read_features` gives them.
+        parts: The modules that the head shares with the target, in float32.
+        readings: The result of `read_features`.
         texts: The texts.
-        choices: As `target_choices` gives them.
+        choices: The result of `target_choices`.
     """
     is_autoregressive = isinstance(head, AutoregressiveHead)
-    # From a feature alone, one position off is the same as a label one position off: that is the shifts' matter.
+    # For a head of features alone, a position off and a label off are the same: the shifts cover that case.
     looks = reads_tokens(head, parts, readings[IN_PLACE])
     tried = [name for name in readings if looks or name not in (EARLIER, LATER)]
     heads = range(1 if is_autoregressive else head.config.steps)
@@ -335,14 +335,14 @@ def measure(
 
 
 def _gain(before: Tensor, after: Tensor) -> float:
-    """Standard deviations by which (N,) bool holds more often after than before, by the positions that changed."""
+    """Returns the gain of (N,) bool in standard deviations, at the positions that changed."""
     changed = int((before ^ after).sum())
     return (int(after.sum()) - int(before.sum())) / math.sqrt(max(changed, 1))
 
 
 @torch.no_grad()
 def reads_tokens(head: Head, parts: TargetParts, features: Tensor) -> bool:
-    """Whether a head looks at the tokens after the feature; features: (B, S, E) to try it with."""
+    """Decides by trial whether a head reads the tokens after the feature; features: (B, S, E)."""
     few = features[:1, :4]
     zeros = torch.zeros(few.shape[:2], dtype=torch.int64, device=few.device)
     with_zeros, with_ones = (next(iter(head.teacher_forced(few, zeros + token, parts))) for token in (0, 1))
@@ -350,6 +350,6 @@ def reads_tokens(head: Head, parts: TargetParts, features: Tensor) -> bool:
 
 
 def _argmax(logits: Callable[[Tensor], Tensor], rows: Tensor, parts: TargetParts) -> Tensor:
-    """(M,) first candidates from (M, W), a portion at a time."""
+    """Returns (M,) first candidates of (M, W), a portion at a time."""
     size = max(1, _PORTION_VALUES // parts.lm_head_weight.shape[0])
     return torch.cat([logits(part).argmax(-1) for part in rows.split(size)])

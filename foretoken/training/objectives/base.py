@@ -1,7 +1,7 @@
 """The objective that all heads share: a weighted sum of distances, head by head, over every position of the text.
 
-Head i, counted from 0, learns at position t the token t + 2 + i and the target's distribution over it, which stands at
-position t + 1 + i. Logits are made, used and dropped a portion of positions at a time, so that memory does not grow
+At position t, head i (from 0) learns the token t + 2 + i and the target's distribution of that token, which the target
+computes at position t + 1 + i. Logits are computed for a portion of positions at a time, so that memory does not grow
 with the vocabulary.
 
 Letters: B sequences, S positions, K heads, E hidden size, M positions of one portion, V vocabulary.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def layer_like(target: LoadedModel) -> dict[str, Any]:
-    """Values of `LayerConfig`, rotary scaling included where that is static."""
+    """Returns values of `LayerConfig` like the target's, with its rotary scaling if that is static."""
     config = target.config
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -58,12 +58,12 @@ _PORTION_VALUES = 1 << 24  # logits of one portion
 
 
 class Fed(NamedTuple):
-    """What a step gives when the text itself is fed.
+    """The output of a step that is fed the text itself.
 
     Attributes:
-        hidden: (B, Q, W), what its logits are read from, at Q positions of every sequence.
-        offset: The first of them.
-        stride: From one to the next; the step's loss and counts are those of all positions, estimated by these.
+        hidden: (B, Q, W), input of its logits at Q positions of every sequence.
+        offset: The first of these positions.
+        stride: Distance of these positions; they estimate the step's loss and counts over all positions.
     """
 
     hidden: Tensor
@@ -71,19 +71,19 @@ class Fed(NamedTuple):
     stride: int = 1
 
     def has(self, positions: Tensor) -> Tensor:
-        """Which positions it has."""
+        """Returns which positions are among these."""
         return (positions >= self.offset) & ((positions - self.offset) % self.stride == 0)
 
 
 class Objective(BaseModel):
-    """Weights of the parts of a loss; a method's own defaults derive from it.
+    """Weights of the terms of a loss; a method's own defaults derive from it.
 
     Attributes:
-        ce_weight: Of the cross-entropy with the text.
-        kl_weight: Of KL(target || head).
-        tv_weight: Of the total variation between target and head.
-        feature_weight: Of the smooth L1 distance between what an LM head reads and the target's feature there.
-        head_decay: Head i counts `head_decay ** i`.
+        ce_weight: Weight of the cross-entropy with the text.
+        kl_weight: Weight of KL(target || head).
+        tv_weight: Weight of the total variation between target and head.
+        feature_weight: Weight of the smooth L1 distance between the head's feature and the target's.
+        head_decay: Head i has the weight `head_decay ** i`.
         noise: Uniform noise on features, within noise / sqrt(S E) (after NEFTune 2310.05914); 0 for none.
     """
 
@@ -104,24 +104,24 @@ class Objective(BaseModel):
 
     @property
     def distance_weights(self) -> LossWeights:
-        """What the distances between distributions count."""
+        """The weights of the distances between distributions."""
         return LossWeights(token=self.ce_weight, kl=self.kl_weight, tv=self.tv_weight)
 
     def steps(self, config: HeadConfig) -> int:
-        """K, how many steps of a head are trained."""
+        """Returns K, the number of trained steps of a head."""
         return config.steps
 
     def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
-        """`Head.teacher_forced` as the objective wants it; given: with noise on what the head reads."""
+        """Yields `Head.teacher_forced` for this objective; given: with noise on the features that the head reads."""
         for hidden in head.teacher_forced(given.features, given.tokens, parts):
             yield Fed(hidden)
 
     def divisors(self, counts: Tensor) -> Tensor:
-        """(K,) what each step's sum of losses is divided by; counts: (K,) its positions in the whole batch."""
+        """Returns (K,) divisors of the sums of losses; counts: (K,) positions of each step in the whole batch."""
         return counts
 
     def noise_bound(self, num_positions: int, size: int) -> float:
-        """Greatest noise on a feature; of S positions and features of so many elements."""
+        """Returns the largest noise on a feature, for S positions and features of `size` elements."""
         return float(self.noise / (num_positions * size) ** 0.5)
 
 
@@ -132,9 +132,9 @@ class Examples:
     Attributes:
         tokens: (B, S) int64.
         supervised: (B, S) bool, tokens that count as labels.
-        features: (B, S, F E), the target's that the head reads, side by side.
-        final: (B, S, E), what the target's LM head reads.
-        progress: Part of the training that is over, from 0 to 1.
+        features: (B, S, F E), the target's features that the head reads, side by side.
+        final: (B, S, E), input of the target's LM head.
+        progress: Completed part of the training, from 0 to 1.
     """
 
     tokens: Tensor
@@ -147,7 +147,7 @@ class Examples:
     def of(
         cls, tokens: Tensor, supervised: Tensor, read: Tensor, config: HeadConfig, *, progress: float = 0.0
     ) -> Examples:
-        """A micro-batch from what `foretoken.training.teacher.Teacher.read` gave for the taps of a head."""
+        """Makes a micro-batch from the result of `foretoken.training.teacher.Teacher.read` for the taps of a head."""
         size = config.hidden_size
         return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:], progress)
 
@@ -171,12 +171,7 @@ class HeadSums:
 
 
 def label_counts(supervised: Tensor, num_heads: int) -> Tensor:
-    """(K,) float64, how many positions each head learns from.
-
-    Args:
-        supervised: (B, S) bool.
-        num_heads: K.
-    """
+    """Returns (K,) float64, the number of positions each head learns from; supervised: (B, S) bool."""
     return torch.stack([supervised[:, index + 2 :].sum() for index in range(num_heads)]).to(torch.float64)
 
 
@@ -192,12 +187,12 @@ def accumulate(
     """Adds the gradients of one micro-batch to the head's, in place.
 
     Args:
-        objective: What to learn.
-        head: In training mode or not; gradients are only computed where it has any.
+        objective: The objective.
+        head: In training mode or not; without parameters that need a gradient, none is computed.
         examples: The micro-batch.
-        parts: What the head shares with the target.
+        parts: The modules that the head shares with the target.
         counts: (K,) positions of the whole batch, see `Objective.divisors`.
-        weight: Of the whole objective beside others.
+        weight: Weight of the whole objective among others.
 
     Returns:
         Sums for reports.
@@ -226,15 +221,12 @@ def accumulate(
 
 
 def _labelled(supervised: Tensor, num_heads: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Where the target's distributions are learned, late places first: each head has a position for the first of them.
-
-    Args:
-        supervised: (B, S) bool.
-        num_heads: K.
+    """Returns the places with labels, late ones first, since every head has a position for the first places.
 
     Returns:
-        (N,) sequences and (N,) places p, at which the label is the token p + 1 and head i learns at position p - 1 - i;
-        and for how many of them each head has one.
+        (N,) sequences and (N,) places p, where the label is the token p + 1 and head i learns at position p - 1 - i;
+        and
+        the number of these places for each head.
     """
     sequence, column = supervised[:, 2:].nonzero().unbind(1)
     order = column.argsort(descending=True, stable=True)
@@ -243,14 +235,14 @@ def _labelled(supervised: Tensor, num_heads: int) -> tuple[Tensor, Tensor, list[
 
 
 class _Portion(NamedTuple):
-    """What N places teach.
+    """The labels and distributions of N places.
 
     Attributes:
-        features: (N, E), what the target's LM head reads.
-        target: Its distributions, over the draft vocabulary where the head has one.
-        labels: (N,) of the text, likewise.
-        is_drafted: (N,) bool, where the target's choice, and the label where it counts, are in the draft vocabulary:
-            nothing is learned elsewhere. None where they always are.
+        features: (N, E), input of the target's LM head.
+        target: The target's distributions, over the draft vocabulary if the head has one.
+        labels: (N,) labels of the text, over the same vocabulary.
+        is_drafted: (N,) bool, whether the draft vocabulary has the target's choice and the label (if it counts): only
+            there the head learns. None for all places.
     """
 
     features: Tensor
@@ -267,7 +259,7 @@ def _portion(
     parts: TargetParts,
     token_map: Tensor | None,
 ) -> _Portion:
-    """What some places teach all steps; rows: (N,) sequences and (N,) places."""
+    """Returns the portion of some places for all steps; rows: (N,) sequences and (N,) places."""
     sequence, place = rows
     features = examples.final[sequence, place]
     weights, labels = objective.distance_weights, examples.tokens[sequence, place + 1]
@@ -286,11 +278,11 @@ def _portion(
 
 
 class _StepLoss:
-    """What one step learns from a micro-batch, a portion of places at a time.
+    """The loss of one step over a micro-batch, a portion of places at a time.
 
     Attributes:
-        read: (N, W), what its `logits` reads at its positions, with a graph.
-        grad: (N, W), the loss's gradient there; None where it has none.
+        read: (N, W), input of its `logits` at its positions, with a graph.
+        grad: (N, W), the loss's gradient there; None without a gradient.
     """
 
     def __init__(
@@ -303,17 +295,7 @@ class _StepLoss:
         scale: float,
         stride: int,
     ) -> None:
-        """Nothing learned so far.
-
-        Args:
-            objective: What is learned.
-            head: Whose step it is.
-            index: Which step.
-            read: See above.
-            known: (N,) ascending, which places these are; None for the first N.
-            scale: Of the gradient.
-            stride: Of sums, see `Fed`.
-        """
+        """`known`: (N,) ascending, indices of these places, None for the first N; `stride`: see `Fed`."""
         self._objective, self._head, self._index, self._scale = objective, head, index, scale
         self._known, self._stride = known, stride
         self.read = read
@@ -322,7 +304,7 @@ class _StepLoss:
         self._matches = torch.zeros_like(self._loss)
 
     def add(self, begin: int, portion: _Portion, parts: TargetParts) -> None:
-        """Backward through the LM head down to what it reads; begin: of the portion's rows among all."""
+        """Computes the backward pass through the LM head to `read`; begin: first row of the portion among all."""
         end = begin + len(portion.labels)
         rows, known = slice(begin, end), self._known
         places: slice | Tensor = slice(max(min(end, len(self.read)) - begin, 0))
@@ -359,13 +341,12 @@ class _StepLoss:
         self._matches += matches.sum()
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, matches and count, float64 scalars."""
+        """Returns loss, matches and count, float64 scalars."""
         count = torch.full_like(self._loss, len(self.read))
         return self._loss * self._stride, self._matches * self._stride, count * self._stride
 
 
 def _noisy(features: Tensor, objective: Objective) -> Tensor:
-    """Features with uniform noise."""
     bound = objective.noise_bound(features.shape[1], features.shape[2])
     if not bound:
         return features
@@ -373,6 +354,6 @@ def _noisy(features: Tensor, objective: Objective) -> Tensor:
 
 
 def mean_by_head(values: Tensor, counts: Tensor) -> Sequence[float]:
-    """(K,) sums over (K,) counts, as numbers."""
+    """Returns (K,) sums divided by (K,) counts, as numbers."""
     means: list[float] = (values / counts.clamp_min(1)).tolist()
     return means
