@@ -72,8 +72,7 @@ class KeyedDecisions:
     """Decisions from position-keyed noise.
 
     Target tokens are keyed by their absolute position, so they do not depend on drafter or tree. Everything else is
-    keyed
-    by the root's position. No two iterations of a sequence share a root position, so no number is used twice.
+    keyed by the root's position. No two iterations of a sequence share a root position, so no number is used twice.
 
     Attributes:
         noise: The requests' random numbers.

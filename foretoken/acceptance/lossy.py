@@ -22,8 +22,7 @@ def accept_lenient(
 
     The correction token comes from norm(max(p - q, 0)), which only fills deficits. The total-variation distance of one
     position is therefore exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request accepts
-    the
-    most probable token, and any token whose probability at temperature 1 is above l times the largest.
+    the most probable token, and any token whose probability at temperature 1 is above l times the largest.
 
     Args:
         tree: Chains (node i's parent is i - 1), sampled or one-hot.
@@ -82,10 +81,8 @@ def accept_typical(
     """Accepts the longest path of typical tokens: p(x) > min(epsilon, delta exp(-H(p))).
 
     The sum of log p decides among equal lengths. The token after the path is drawn, so a text whose drafts are all
-    refused
-    has the target's distribution. Medusa's code takes the argmax instead: it draws nothing, and such a text is greedy
-    at
-    any temperature.
+    refused has the target's distribution. Medusa's code takes the argmax instead: it draws nothing, and such a text is
+    greedy at any temperature.
 
     Args:
         tree: Candidates drawn in any way.

@@ -37,8 +37,7 @@ class AcceptancePolicy:
         posterior_threshold: Epsilon of the typical rule, in (0, 1].
         posterior_alpha: Delta of the typical rule, in (0, 1].
         typical_end: The token after a path of the typical rule: "draw" from the target's distribution, or its "argmax"
-            as
-            in Medusa's code.
+            as in Medusa's code.
 
     Raises:
         ConfigError: When the rule does not exist or a value is outside its range.
@@ -76,21 +75,17 @@ class AcceptancePolicy:
 
         Seeded requests are coupled, so that their text depends on the seed alone. Without a seed, a chain with draft
         distributions is verified as a block, a tree with draft distributions by the sequential test, and one-hot drafts
-        by
-        coupling, which for them is sample and match. The block and lenient rules exist for chains only; a tree that is
-        no chain
-        is verified by the sequential test. Synchronises with the host.
+        by coupling, which for them is sample and match. The block and lenient rules exist for chains only; a tree that
+        is no chain is verified by the sequential test. Synchronises with the host.
 
         Args:
             tree: The batch's trees.
             is_greedy: Whether the request is decoded greedily.
             is_seeded: Whether it has a seed.
             row: Its index in the batch, so that the rule cannot depend on other sequences; None asks for one rule that
-                fits all
-                rows.
+                fits all rows.
             is_plain: Whether only temperature changes its distribution, on a device with kernels for that. "coupled"
-                then
-                becomes "drawn": the same rule with the tokens after all nodes drawn at once.
+                then becomes "drawn": the same rule with the tokens after all nodes drawn at once.
             is_mixed: Whether chosen tokens, of other drafters or a grammar, may join drawn tokens. Such a tree is never
                 verified as a block: whether it is a chain depends on what was drawn, and the rule must not.
         """

@@ -78,8 +78,7 @@ def _walk_kernel(
     """Walks one sequence in one warp: a step is a minimum over registers and a few exchanges within the warp.
 
     All edges are matched beforehand. The path stays in registers and is stored once, so that no store follows another
-    to
-    the same address.
+    to the same address.
     """
     sequence = tl.program_id(0)
     node = tl.arange(0, BLOCK_N)

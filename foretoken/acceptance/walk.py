@@ -178,10 +178,8 @@ def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -
     """Draws the target's token after each node and accepts the path of drawn tokens.
 
     With position-keyed decisions the text is that of plain Gumbel-max sampling with the same seed, for every drafter,
-    tree
-    and batch (Daliri et al. 2024, arXiv 2408.07978). Lossless if the tree depends on the target's decisions only
-    through
-    the shared noise.
+    tree and batch (Daliri et al. 2024, arXiv 2408.07978). Lossless if the tree depends on the target's decisions only
+    through the shared noise.
 
     Args:
         tree: Candidates drawn in any way.

@@ -125,8 +125,7 @@ class KernelModule:
         Args:
             name: Of an `extern "C"` kernel.
             arguments: The struct; copied before this returns. Memory that it points to must live until the kernel has
-                run.
-                Torch's allocator ensures this for tensors used on one stream.
+                run. Torch's allocator ensures this for tensors used on one stream.
             grid: Blocks along x, y and z.
             threads: Threads of a block, along x.
             shared_bytes: Dynamic shared memory of a block, at most `max_shared_bytes`.
@@ -282,8 +281,7 @@ def tree_attention_cuda(  # noqa: PLR0913 - the tables by name, as the kernel re
         prefix: (B,) int32, prefix lengths.
         positions: (B, T) int32, of the nodes.
         parents: (B, T) int32, less than the node's own index, -1 at the root and at padding nodes, which see the prefix
-            and
-            themselves; None for causal tokens: t sees scratch rows 0 … t.
+            and themselves; None for causal tokens: t sees scratch rows 0 … t.
         scale: Factor of the dot products.
         window: Only keys less than this many positions back, or None.
         softcap: c in c tanh(score / c), or None.

@@ -24,8 +24,7 @@ class PassTables:
     """The rows of each sequence's keys, and which of them each token sees.
 
     Row r of a slot holds position r for r < prefix; every token sees those rows within its sliding window. Row prefix +
-    i
-    is node i of the sequence; its tokens are the last of its nodes.
+    i is node i of the sequence; its tokens are the last of its nodes.
 
     Attributes:
         slots: (S,) int32, cache slots.
@@ -60,8 +59,7 @@ class AttentionLayout:
 
     Attributes:
         is_captured: Whether a CUDA graph of the pass is being captured; replays change the contents of its tensors.
-            Only
-            tables exist then, and host values are bounds.
+            Only tables exist then, and host values are bounds.
     """
 
     def __init__(self, work: Pass) -> None:

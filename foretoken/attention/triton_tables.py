@@ -94,9 +94,9 @@ def _tables_kernel(
     The grid is (S + 1, N32): the last sequence holds the tokens that belong to none.
 
     Pointer doubling: after r rounds `seen` holds the nodes up to 2^r - 1 edges above, and `ancestor` is the node 2^r
-    edges
-    above, or the topmost. A chain of N nodes has N - 1 edges, so bit_length(N - 1) rounds are enough. Nothing passes
-    through memory between rounds: `tl.gather` works on registers, and the compiler inserts its exchanges and barriers.
+    edges above, or the topmost. A chain of N nodes has N - 1 edges, so bit_length(N - 1) rounds are enough. Nothing
+    passes through memory between rounds: `tl.gather` works on registers, and the compiler inserts its exchanges and
+    barriers.
     """
     sequence, word, num_words = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     node = tl.arange(0, BLOCK)

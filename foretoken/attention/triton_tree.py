@@ -65,8 +65,7 @@ def tree_attention_triton(
         softcap: Soft cap of the scores, or None.
         sinks: (H,) attention sinks, or None.
         num_splits: Programs that share a tile of rows: 1, or one for the nodes and the others for the prefix. None for
-            the
-            fastest.
+            the fastest.
 
     Returns:
         (M, H, Dv) in the query's dtype. A token that sees nothing gets 0. Padding tokens of no sequence get arbitrary
@@ -172,8 +171,7 @@ def choose_tiling(key_width: int, value_width: int, num_rows: int, dtype: torch.
     """Returns the tiling for a Hopper multiprocessor: 227 KiB of shared memory, 65536 registers.
 
     Few rows are bound by memory: two programs per multiprocessor with their next key tiles in flight. Many rows are
-    bound
-    by arithmetic: 128 rows, and again two programs, so that one multiplies while the other exponentiates.
+    bound by arithmetic: 128 rows, and again two programs, so that one multiplies while the other exponentiates.
 
     Args:
         key_width: Dk.
@@ -200,8 +198,7 @@ def choose_num_splits(programs: int, prefix_tiles: int, node_tiles: int, places:
     """Returns how many programs should share a tile of rows, by estimated time from host values.
 
     Time is counted in key tiles. A program costs about two more to begin and end. Merging costs about three, and a
-    little
-    for each part.
+    little for each part.
 
     Args:
         programs: Programs without splits; an upper bound.

@@ -50,8 +50,7 @@ class TargetReads:
         taps: Features, see `foretoken.core.passes`; `Committed.features` has them in this order.
         top_k: Most probable tokens needed at every verified node, see `Verified.top_ids`; 0 for none.
         is_last_enough: Whether `commit` is only needed before a proposal. Iterations without a later draft are then
-            left
-            out, and their features are not read.
+            left out, and their features are not read.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -79,8 +78,7 @@ class TargetHandle:
             rows of some slots; the next verification overwrites their rows. Trusted drafters only: others get
             `PassError`.
         draft_trees: Drafts trees with the target in one call if its decoder can, see `Runner.draft_trees`. Trusted
-            drafters
-            only.
+            drafters only.
         measured_costs: Returns `costs`.
     """
 
@@ -145,8 +143,7 @@ class DraftContext:
     Attributes:
         slots: B slots; a drafter keeps its state by slot.
         tokens: All committed tokens of each sequence, the root last. Must not be changed: methods of this package get
-            the
-            engine's own lists and parameters, other drafters get copies.
+            the engine's own lists and parameters, other drafters get copies.
         max_depth: Deepest node of each sequence, bounded by the controller and by what the request still needs.
         max_nodes: Most nodes of each tree, root included, that the controller allows.
         sampling: Sampling parameters, processors and noise of the B requests.
@@ -175,8 +172,7 @@ class Verified:
         paths: Accepted nodes of each, in order, without the root.
         offsets: B + 1; node i of sequence b is row `offsets[b] + i` of `top_ids`.
         top_ids: (M, k) int64, the target's most probable tokens after every node of every tree, best first. k is at
-            most
-            the vocabulary size and may exceed what was asked for. None if no drafter reads them.
+            most the vocabulary size and may exceed what was asked for. None if no drafter reads them.
     """
 
     tree: TokenTree
@@ -190,8 +186,7 @@ class Committed:
     """Positions that entered the target's KV cache, at prefill and after every accepted path; packed.
 
     After a verification these are the root and the accepted path, without the new root, which follows them. The last
-    part
-    of a prompt also ends with the root, after which the target has chosen a token.
+    part of a prompt also ends with the root, after which the target has chosen a token.
 
     Attributes:
         slots: B slots.
@@ -268,10 +263,8 @@ class PrefixKeeper(Protocol):
     """Optional interface of a trusted drafter that can reuse a cached prefix.
 
     A prefix that the target does not read again is not committed to the drafter. `begin` names the prefix, and the
-    drafter
-    continues from its own state of that slot, whose sequence may be finished. Other drafters get the prefix as a part
-    of
-    the prompt without features; for drafters that read features the whole prompt is read again.
+    drafter continues from its own state of that slot, whose sequence may be finished. Other drafters get the prefix as
+    a part of the prompt without features; for drafters that read features the whole prompt is read again.
     """
 
     def reusable(self, slot: int, length: int) -> int:

@@ -49,20 +49,16 @@ class Options(DrafterOptions):
         model: Directory or hub id of the draft model.
         revision: Of the hub, if `model` is a hub id; None for its main branch.
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
-            requests;
-            "greedy" always takes its most probable tokens.
+            requests; "greedy" always takes its most probable tokens.
         quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
             float32 and bfloat16; no mixture of experts): one more byte per weight. "none" drafts with the weights as
             stored. "auto" takes int8 where possible.
         vocab_match: How a draft model with another tokenizer drafts. "same" refuses it, "intersection" drafts tokens
-            that
-            both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" means "same" for
-            equal
-            vocabularies, else "intersection" if most of the target's tokens are shared. None means "intersection" with
-            `use_heterogeneous_vocab`, else "same".
-            The draft model's context counts its own tokens. With "intersection" CPUs draft one pass per level: the
-            kernels
-            that draft a tree in one call know one vocabulary.
+            that both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" means "same"
+            for equal vocabularies, else "intersection" if most of the target's tokens are shared. None means
+            "intersection" with `use_heterogeneous_vocab`, else "same". The draft model's context counts its own tokens.
+            With "intersection" CPUs draft one pass per level: the kernels that draft a tree in one call know one
+            vocabulary.
         use_heterogeneous_vocab: vLLM's name for `vocab_match="intersection"`.
     """
 

@@ -207,8 +207,7 @@ class Options(DrafterOptions):
     """Options of lookahead decoding.
 
     `tree` is "tree", all guesses in a trie, or "chain", the most recent guess. `num_speculative_tokens` bounds the
-    depth of
-    guesses.
+    depth of guesses.
 
     Attributes:
         lookahead_window: W, columns of the window. LADE's `WINDOW_SIZE`.

@@ -37,8 +37,7 @@ class NgramIndex:
     """Ends of each run of tokens of a growing sequence.
 
     Memory grows by one number and at most one dictionary entry per token and match length. A look-up takes the same
-    time
-    for any tokens.
+    time for any tokens.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -88,8 +87,7 @@ class NgramIndex:
         """Yields ends of earlier occurrences of the sequence's last tokens, each once.
 
         The `MOST_MATCHES` most recent of the longest match come first, most recent first, then those of each shorter
-        length. An
-        end of a longer match is not repeated.
+        length. An end of a longer match is not repeated.
         """
         found: set[int] = set()
         for length in self._lengths:

@@ -37,8 +37,7 @@ class DrafterOptions(BaseModel):
         num_speculative_tokens: Depth of a draft; None lets the engine choose from measured costs and acceptance.
         tree: "chain", "tree" (the method's own branching shape), "dynamic" (the most probable nodes of each draft, see
             `foretoken.trees.dynamic`), the name of a published tree (see `foretoken.trees.choices`), Medusa choices
-            such as
-            [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; choices and widths become a `TreeShape`.
+            such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; choices and widths become a `TreeShape`.
         max_nodes: Most nodes of a tree, root included. For dynamic trees, EAGLE's `total_token` and SGLang's
             `num_draft_tokens`; `num_speculative_tokens` is then EAGLE's `depth` plus 1, and SGLang's `num_steps`.
         tree_top_k: For dynamic trees: candidates of each node, and nodes expanded per level. EAGLE's `top_k`, SGLang's

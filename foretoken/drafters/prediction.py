@@ -35,8 +35,7 @@ class FollowedText:
 
     While the output repeats the text, the place moves along. After a differing token, the place is searched among the
     matches of the output's last tokens, nearest to the old place first. Until it is found, the first few tokens count
-    as
-    replacements of as many tokens of the text, as when a name was replaced.
+    as replacements of as many tokens of the text, as when a name was replaced.
     """
 
     def __init__(self, text: Sequence[int], *, shortest: int, longest: int) -> None:
@@ -64,8 +63,7 @@ class FollowedText:
 
         Args:
             output: The whole output so far, perhaps with a prompt before it; or its end, from `longest` tokens before
-                the new
-                tokens on.
+                the new tokens on.
             begin: Where the output begins in `output`; earlier tokens are not matched. Below 0 if its first tokens are
                 missing.
         """

@@ -131,8 +131,7 @@ class Options(DrafterOptions):
     Attributes:
         suffix_decoding_max_tree_depth: Longest match and its draft together, in tokens.
         suffix_decoding_max_cached_requests: Most outputs of the pool, running ones included; the oldest leave first. 0
-            for
-            no pool.
+            for no pool.
         suffix_decoding_max_cached_bytes: Most bytes of the pool.
         suffix_decoding_max_spec_factor: Drafted tokens per token of the match.
         suffix_decoding_min_token_prob: Least estimated probability of a drafted token's whole path.

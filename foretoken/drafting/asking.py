@@ -2,8 +2,8 @@
 
 L_b,d is the probability that the trees at hand are right down to depth d of sequence b. R_d is the probability that the
 candidate drafter is right at depth d where the trees at hand are wrong (`reach`). Calling the drafter for D levels adds
-Σ_b Σ_d≤D (1 - L_b,d) R_d expected tokens. It costs the drafter's seconds and those of verifying its nodes. The nodes
-at hand are bought together with the new ones, see `buying`.
+Σ_b Σ_d≤D (1 - L_b,d) R_d expected tokens. It costs the drafter's seconds and those of verifying its nodes. The nodes at
+hand are bought together with the new ones, see `buying`.
 
 Arctic's rule is a special case: take a lookup's draft instead of a model's where it is expected to be accepted as far.
 

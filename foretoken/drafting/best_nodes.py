@@ -100,8 +100,7 @@ class BestNodes:
             cost: Seconds of a pass.
             max_nodes: Most nodes of a verified tree, root included.
             deepest: Most levels of drafts that are made level by level; the controller chooses how many. None for
-                drafts
-                that take the same time at any depth.
+                drafts that take the same time at any depth.
         """
         self._cost, self._max_nodes = cost, max_nodes
         self._calibration = Calibration()

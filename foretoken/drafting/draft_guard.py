@@ -122,10 +122,8 @@ def cut_invalid_nodes(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]
     """Cuts off nodes that can never be accepted: tokens outside the vocabulary, and nodes too deep.
 
     A cut node loses its parent, so that nothing reaches its subtree. Invalid draft distributions, and distributions
-    that
-    name cut nodes, are dropped: every node then counts as one-hot, which is lossless for any token. Scores and sources
-    of a
-    wrong shape are dropped too.
+    that name cut nodes, are dropped: every node then counts as one-hot, which is lossless for any token. Scores and
+    sources of a wrong shape are dropped too.
 
     Args:
         tree: A tree without a fault, see `find_fault`.
@@ -198,8 +196,7 @@ def within_node_limits(tree: TokenTree, limits: Sequence[int | None]) -> TokenTr
     """Returns the first nodes of each tree, which form a tree too.
 
     In a tree with a limit every token counts as chosen, not drawn, even if no node is cut: the number of nodes may
-    depend
-    on what was drawn. Trees without a limit keep their draft distributions.
+    depend on what was drawn. Trees without a limit keep their draft distributions.
 
     Args:
         tree: Of B sequences.

@@ -48,8 +48,7 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float
 
     Returns:
         One entry per draft with nodes. Empty for a drafter from another package, which would take the text for a
-        request,
-        and for one that proposes nothing or fails.
+        request, and for one that proposes nothing or fails.
     """
     deepest = min(_DEEPEST, len(drafter.nodes_by_depth) - 1)
     if isinstance(drafter, UntrustedDrafter) or target.context_len <= _PROMPT_LEN + deepest:

@@ -86,8 +86,7 @@ def choose_controller(
     Returns:
         `Fixed` if options fix the draft size or a caller made the drafter; `SeveralDrafters` for several drafters;
         `BestNodes` for dynamic trees and trees drafted at once; `AdaptiveDepth` for drafts made level by level. The
-        last
-        three stand in a `MeasuredGain`.
+        last three stand in a `MeasuredGain`.
     """
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     if len(options) > 1 and all(each.is_adaptive for each in options):
@@ -148,8 +147,7 @@ def most_nodes(drafters: Sequence[Drafter]) -> int:
     """Returns the nodes of the widest tree that is verified, root included.
 
     The width has room for the proposals of all drafters together, up to the bound of trees. Whole drafts are verified
-    as
-    they are. Where nodes are bought, drawn nodes and probes are never left out.
+    as they are. Where nodes are bought, drawn nodes and probes are never left out.
     """
     return min(1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters), MAX_NODES)
 

@@ -94,8 +94,7 @@ class _Measured:
         """Decides whether to measure an iteration without drafts.
 
         Looks come in pairs, and the faster one counts, because the first pass of a width may be slow. Drafting
-        iterations stand
-        between the two, so that one busy moment of the machine does not slow both.
+        iterations stand between the two, so that one busy moment of the machine does not slow both.
         """
         if self._held_off > 0 or self._is_half:
             return self._held_off <= 0
@@ -129,8 +128,7 @@ class _Measured:
         """Learns from an iteration with drafts.
 
         Returns the loss against plain decoding of its tokens, in plain iterations; None while unknown. While plain
-        decoding is
-        measured anew, returns a lower bound of the loss, at least 0.
+        decoding is measured anew, returns a lower bound of the loss, at least 0.
         """
         self._age += 1
         self._since_look += 1

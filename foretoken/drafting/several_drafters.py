@@ -213,8 +213,7 @@ class SeveralDrafters:
         """Returns the trees to merge, in the order of arrival.
 
         Drawn nodes and probes are verified at any cost, so a tree with such nodes is merged as a whole or not at all.
-        The size
-        of its drafter's greatest tree decides: the size of the tree at hand may depend on what was drawn.
+        The size of its drafter's greatest tree decides: the size of the tree at hand may depend on what was drawn.
         """
         room, result = self._max_nodes - 1, dict[int, _Answer]()
         for i, answer in self._answers.items():

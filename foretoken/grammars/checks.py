@@ -46,8 +46,7 @@ class GrammarChecks:
 
         Args:
             setup: Returns the input of the process: `tokenizer`, as JSON of tokenizers, `vocab_size`, `eos_ids` and
-                `limits`,
-                of llguidance's `LLParserLimits`.
+                `limits`, of llguidance's `LLParserLimits`.
         """
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None

@@ -58,8 +58,7 @@ def best_possible(scores: Tensor) -> Tensor:
 
     Args:
         scores: (B, V) logits or noisy log-probabilities; -inf for impossible tokens. A NaN or +inf anywhere in a row
-            makes
-            the whole row impossible.
+            makes the whole row impossible.
 
     Returns:
         (B,) int64, the lowest index among equals.

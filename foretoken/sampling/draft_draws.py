@@ -101,9 +101,8 @@ class DraftDraws:
 
         Returns:
             Draft log-probabilities in the shape of `logits`, warped if a draw is made; and keys: these plus the noise,
-            (B, P,
-            V), or (B, 1, V) if every request's keys are the same after all nodes. The largest keys are draws without
-            replacement, in order (Gumbel top-k).
+            (B, P, V), or (B, 1, V) if every request's keys are the same after all nodes. The largest keys are draws
+            without replacement, in order (Gumbel top-k).
         """
         log_probs, keys = self.guesses(logits, depth)
         if self.has_sampled:
@@ -121,8 +120,7 @@ class DraftDraws:
 
         Returns:
             Draft log-probabilities as from `keys`; and keys: the same, plus the target's noise for coupled requests.
-            Nothing is
-            drawn. Both in the shape of `logits`.
+            Nothing is drawn. Both in the shape of `logits`.
         """
         if not (self.has_coupled or self.has_sampled):
             log_probs = logits.log_softmax(2)
@@ -143,8 +141,7 @@ class DraftDraws:
         """Returns the log-probability that each token is the target's choice, as the drafter knows it.
 
         For coupled requests the noise of the target is given: the draft distribution times exp(noise), normalised. For
-        all
-        others the draft distribution.
+        all others the draft distribution.
 
         Args:
             log_probs: (B, P, V) or (B, 1, V), from `keys` or `guesses`.

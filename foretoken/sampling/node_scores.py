@@ -111,8 +111,7 @@ class NodeScores:
         """Returns the target's draw after every node: argmax of logits / temperature plus the noise of its position.
 
         For requests whose distribution temperature alone changes. Each request must always use this function, or never:
-        it
-        rounds differently from the walk node by node, so two almost equal tokens could swap.
+        it rounds differently from the walk node by node, so two almost equal tokens could swap.
 
         Args:
             root_positions: (B,) int64, absolute position of each root.

@@ -239,8 +239,7 @@ def gumbel(bits: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of 53 random bits, `KeyedNoise.gumbel`; float32, finite.
 
     Triton has no log1p. This is Goldberg's form: with u = 1 - v as float32 rounds it, log1p(-v) = log(u) * v / (1 - u).
-    The
-    factor corrects the rounding of u; 1 - u is exact.
+    The factor corrects the rounding of u; 1 - u is exact.
     """
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-53, 1 - 2.0**-24)
     u = 1.0 - v

@@ -312,8 +312,7 @@ class DynamicExpansion:
         """Returns the best candidates after each node of a depth, and what they add to the scores of paths.
 
         logits: (B, P, V) or (B, 1, V) float32. Returns (B, P, K) int64 tokens and (B, P, K) float32 gains, or both (B,
-        1, K).
-        Gains are at most 0 and never NaN; -inf for impossible and pruned candidates.
+        1, K). Gains are at most 0 and never NaN; -inf for impossible and pruned candidates.
         """
         self._num_tokens = logits.shape[2]
         _, keys = self.draws.guesses(logits, depth)

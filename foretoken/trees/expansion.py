@@ -39,8 +39,7 @@ class Frontier(NamedTuple):
     Attributes:
         tokens: (B, P) int64.
         origins: (B, P) or (1, P) int64, index of each node's parent in the frontier above. None at the root, and if
-            node i
-            descends from node i of a frontier above that also has P nodes.
+            node i descends from node i of a frontier above that also has P nodes.
     """
 
     tokens: Tensor
@@ -122,8 +121,7 @@ class TreeTensors(NamedTuple):
         kinds: (B, N) int64, for sampled drafts; else None.
         row_of: (B, N) int64, for sampled drafts; else None.
         rows: (B, R, V) float32, uninitialised, for sampled drafts; else None. One row per node with children, in order,
-            or
-            one per level.
+            or one per level.
         node_parents: (B, N) int64, for dynamic trees; else None, as are the fields below.
         node_numbers: (B, N) int64, index of each node among the candidates.
         candidates: (B, C) int64, tokens of all candidates, the root first.

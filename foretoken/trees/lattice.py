@@ -40,8 +40,7 @@ class DraftLattice:
         log_probs: (B, D, K) float32, at most 0 and never NaN; -inf for impossible candidates.
         pair_log_probs: (B, D, K, K) float32, at most 0 and never NaN. Entry (b, d, i, j) is the log-probability of
             candidate j of depth d after candidate i of depth d - 1; it replaces `log_probs[b, d, j]`. Entries of depth
-            0
-            are not read. None if candidates are independent.
+            0 are not read. None if candidates are independent.
     """
 
     ids: Tensor

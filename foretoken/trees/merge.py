@@ -29,12 +29,9 @@ def merge_trees(
     """Unites trees over the same roots; equal tokens under one parent become one node. No synchronisation.
 
     A node that was drawn from a draft distribution stays a trial of its own. A chosen (one-hot) node with its token
-    joins
-    it; another drawn node does not. Nodes stand tree by tree in their own order. When `max_nodes` cuts, earlier trees
-    keep
-    their nodes. A tree with drawn nodes that does not fit is left out as a whole, because a cut that looks at drawn
-    tokens
-    would bias the output.
+    joins it; another drawn node does not. Nodes stand tree by tree in their own order. When `max_nodes` cuts, earlier
+    trees keep their nodes. A tree with drawn nodes that does not fit is left out as a whole, because a cut that looks
+    at drawn tokens would bias the output.
 
     Args:
         trees: Trees of the same batch, each with at most `max_nodes` nodes. Trees with drawn nodes come first in the
@@ -43,13 +40,11 @@ def merge_trees(
         max_nodes: Most nodes of a merged tree, root included.
         drafters: Index of the drafter of each tree; 0, 1, … if None.
         most_nodes: Most nodes that each tree could have had, root included, whatever was drawn. Decides whether a tree
-            with
-            drawn nodes fits. If None, the trees' own widths, which depend on draws in pruned trees.
+            with drawn nodes fits. If None, the trees' own widths, which depend on draws in pruned trees.
 
     Returns:
         A tree whose `source` holds bit i if drafter i proposed the node, and `PROBE` if all of them meant a probe. The
-        root
-        has every bit. `scores` are the greatest of all proposers, 0 without any.
+        root has every bit. `scores` are the greatest of all proposers, 0 without any.
 
     Raises:
         TreeError: When a tree has more than `max_nodes` nodes or another number of sequences.

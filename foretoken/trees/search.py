@@ -72,8 +72,7 @@ def best_shape(
     If drafting takes time per level, a shallower tree may pay more than any beginning of `best_nodes`. Every depth is
     therefore tried as the greatest. With a number for `level_seconds` the result is the best of all shapes; with a
     function, the best of the shapes tried. Among equals the shape with the fewest nodes wins. The shape has at least
-    one
-    drafted node.
+    one drafted node.
 
     Args:
         acceptance: K rows, see `best_nodes`.

@@ -132,8 +132,7 @@ class HeadDrafter:
     """Drafts with a trained head, evaluated at every node that has children.
 
     A method overrides `fill` if its head works differently, `state_of` if steps do not start from the feature itself,
-    and
-    `features_for` if features are encoded first.
+    and `features_for` if features are encoded first.
 
     Attributes:
         shape: The tree that is drafted, cut off at the allowed depth.

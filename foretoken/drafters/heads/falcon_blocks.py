@@ -7,8 +7,8 @@ block before.
 The positions of a block see each other, but a node of a pass sees only its ancestors. Each position's output is
 therefore taken at the end of its own chain, after all other positions of the block. The order within a chain does not
 matter: keys and values do not depend on what is seen, and rotary positions are given. The chain of position K - 1 is in
-order, 0 … K - 1; further blocks descend from it. The chain of position i leaves it after i - 1 and continues with
-i + 1 … K - 1, i. With K = 2 these are four nodes, two of them for keys and values alone.
+order, 0 … K - 1; further blocks descend from it. The chain of position i leaves it after i - 1 and continues with i + 1
+… K - 1, i. With K = 2 these are four nodes, two of them for keys and values alone.
 
 Letters: B sequences, T positions of one, P nodes of a level, G nodes of a block, M positions of a pass, K size of a
 block, L layers of the LSTM, W width.

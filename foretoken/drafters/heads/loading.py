@@ -31,16 +31,13 @@ class HeadOptions(DrafterOptions):
         model: Directory or hub id of the head, in any format that `foretoken convert` knows.
         revision: Of the hub, if `model` is a hub id; None for its main branch.
         tree: As for every method. "tree" is the static tree that pays most on this machine by the acceptance stored
-            with
-            the head, or else the head's published tree; in each iteration as deep as pays, down to no draft at all.
+            with the head, or else the head's published tree; in each iteration as deep as pays, down to no draft at
+            all.
         draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
-            without a
-            seed; "greedy" always takes its most probable tokens.
+            without a seed; "greedy" always takes its most probable tokens.
         quantization: "int8" drafts with all matrices in int8, with a scale per row, on CPUs: one byte per weight, also
-            for
-            a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
-            target's
-            precision: float32, or bfloat16 if the target is. "auto" takes int8 where possible.
+            for a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
+            target's precision: float32, or bfloat16 if the target is. "auto" takes int8 where possible.
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
 

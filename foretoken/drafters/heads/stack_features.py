@@ -143,8 +143,7 @@ class StackFeatures:
 
         Args:
             encode: Feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W), whose last
-                rows are
-                stored.
+                rows are stored.
             cache: The block's.
             target: Gives slots and device.
             width: W.
@@ -249,8 +248,7 @@ class StackFeatures:
         """Notes that the result of `waiting` is in the cache now.
 
         It keeps waiting until more comes: only that draft knows the block's output, so another draft before that feeds
-        it
-        again.
+        it again.
         """
         for slot in slots:
             self._has_seen[slot] = True
