@@ -1,1 +1,1 @@
-"""Indexes of text that drafters look up in: suffix trees, and a sorted corpus in files."""
+"""Text indexes of drafters: suffix trees, and a sorted corpus in files."""

@@ -1,7 +1,7 @@
-"""A corpus of token ids with its sorted suffixes, in files that are mapped into memory: what followed a run of tokens.
+"""A corpus of token ids with its sorted suffixes, in files mapped into memory, for looking up what followed a run.
 
-Files are refused when their sizes or any number in them are out of range; anything else that is wrong with them gives
-bad continuations, which cost speed and no text. See `foretoken.drafters.lookups.datastore` for what they hold.
+Files are refused if their sizes or any number in them are out of range. Any other damage gives bad continuations, which
+cost speed and do not change the output.
 
 Letters: N tokens, R continuations, D tokens of each.
 """
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-MOST_TOKENS = (1 << 31) - 1  # so that two ranks make one number of 63 bits
-BYTES_A_TOKEN = 60  # of memory while sorting; measured: 56 of 16 million
+MOST_TOKENS = (1 << 31) - 1  # two ranks fit one number of 63 bits
+BYTES_A_TOKEN = 60  # of memory while sorting; measured: 56 with 16 million tokens
 
 
 def sorted_suffixes(
     tokens: NDArray[Any], depth: int, *, on_round: Callable[[int], None] | None = None
 ) -> NDArray[np.uint32]:
-    """Where the suffixes of a text begin, in the order of their first tokens.
+    """Returns where the suffixes of a text begin, in the order of their first tokens.
 
     Args:
         tokens: (N,) unsigned integers, N from 1 to `MOST_TOKENS`; not modified. Takes `BYTES_A_TOKEN` of memory.
-        depth: Tokens that are compared at least; a suffix that ends sooner comes before those that go on.
-        on_round: Called with the number of tokens by which suffixes are sorted so far, after every round.
+        depth: Fewest tokens that are compared; a suffix that ends sooner comes before those that continue.
+        on_round: Called after every round with the number of tokens that suffixes are sorted by so far.
 
     Returns:
-        (N,) uint32, each of 0 … N - 1 once. Suffixes that agree in the tokens compared stand in the order of the text.
+        (N,) uint32, each of 0 … N - 1 once. Suffixes that agree in the compared tokens keep the order of the text.
     """
     keys, length = _first_keys(tokens, depth)
     while True:
@@ -63,7 +63,7 @@ def sorted_suffixes(
 
 
 def _first_keys(tokens: NDArray[Any], depth: int) -> tuple[NDArray[np.int64], int]:
-    """Numbers that order suffixes by as many tokens as 63 bits hold, `depth` at most, and how many these are."""
+    """Returns numbers that order suffixes by as many tokens as 63 bits hold, at most `depth`, and that count."""
     bits = (int(tokens.max()) + 1).bit_length()
     length = max(1, min(63 // bits, depth))
     keys = np.zeros(len(tokens), dtype=np.int64)
@@ -76,7 +76,7 @@ def _first_keys(tokens: NDArray[Any], depth: int) -> tuple[NDArray[np.int64], in
 
 
 def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """(N,) ranks of suffixes from 1, equal where their keys are, and the greatest of them."""
+    """(N,) ranks of suffixes from 1, equal for equal keys, and the greatest rank."""
     ordered = keys[order]
     is_new = np.ones(len(ordered), dtype=np.int64)
     is_new[1:] = ordered[1:] != ordered[:-1]
@@ -87,22 +87,22 @@ def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> tuple[NDArray[n
 
 INDEX, TOKENS, SUFFIXES = "index.json", "tokens.bin", "suffixes.bin"
 FORMAT: Literal["foretoken-datastore"] = "foretoken-datastore"
-SORTED_DEPTH = 64  # tokens by which suffixes are sorted: the longest match and what is drafted after it
+SORTED_DEPTH = 64  # tokens that suffixes are sorted by: the longest match and its draft
 ADVICE = "Make it with `foretoken data index`."
 _READ_AT_ONCE = 1 << 22
 DATASTORE = OutputDirectory("a datastore", lambda place: (place / INDEX).is_file() and (place / SUFFIXES).is_file())
 
 
 class DatastoreIndex(BaseModel):
-    """What `index.json` holds.
+    """The content of `index.json`.
 
     Attributes:
         num_tokens: N.
         vocab_size: All token ids are below.
         dtype: Of the token ids.
-        eos_id: Token between documents, after which nothing is continued; None without one.
+        eos_id: Token between documents; nothing is continued after it. None without one.
         depth: Tokens by which suffixes are sorted.
-        tokenizer_sha: Of the tokenizer that the ids are of, see `foretoken.core.token_ids`.
+        tokenizer_sha: Of the tokenizer of the ids, see `foretoken.core.token_ids`.
         tokens_sha256: Of the packed tokens that it was made from.
     """
 
@@ -130,21 +130,21 @@ def write_datastore(
     force: bool = False,
     on_round: Callable[[int], None] | None = None,
 ) -> DatastoreIndex:
-    """Sorts a corpus and writes its datastore, whole or not at all.
+    """Sorts a corpus and writes its datastore, completely or not at all.
 
     Args:
-        directory: Where to; its parents are made.
+        directory: Of the datastore; its parents are made.
         tokens: (N,) token ids, documents one after another.
         vocab_size: All ids are below.
-        eos_id: See `DatastoreIndex`, like the next two.
-        tokenizer_sha: Likewise.
-        tokens_sha256: Likewise.
-        force: Replaces a datastore that is there.
+        eos_id: See `DatastoreIndex`.
+        tokenizer_sha: See `DatastoreIndex`.
+        tokens_sha256: See `DatastoreIndex`.
+        force: Replaces an existing datastore.
         on_round: See `sorted_suffixes`.
 
     Raises:
-        RequestError: When the place is taken, the tokens are too many or none, or an id is out of range. Nothing is
-            written then.
+        RequestError: When the directory is taken, there are too many tokens or none, or an id is out of range. Nothing
+            is written then.
     """
     if not 1 <= len(tokens) <= MOST_TOKENS:
         raise RequestError(f"the data has {len(tokens)} tokens. Expected 1 to {MOST_TOKENS}.")
@@ -169,7 +169,7 @@ def write_datastore(
 
 
 def _sorted(tokens: NDArray[Any], on_round: Callable[[int], None] | None) -> NDArray[np.uint32]:
-    """`sorted_suffixes`; raises `RequestError` where memory is short."""
+    """Returns `sorted_suffixes`; raises `RequestError` if memory is short."""
     try:
         return sorted_suffixes(tokens, SORTED_DEPTH, on_round=on_round)
     except MemoryError as err:
@@ -180,7 +180,7 @@ def _sorted(tokens: NDArray[Any], on_round: Callable[[int], None] | None) -> NDA
 
 
 def read_index(directory: Path) -> DatastoreIndex:
-    """The checked `index.json`."""
+    """Returns the checked `index.json`."""
     path = directory / INDEX
     if not path.exists():
         raise ConfigError(f"'{directory}' holds no datastore. Expected {INDEX}, {TOKENS} and {SUFFIXES}. {ADVICE}")
@@ -191,10 +191,10 @@ def read_index(directory: Path) -> DatastoreIndex:
 
 
 def mapped(path: Path, size: int) -> mmap.mmap:
-    """A file of a known size, mapped into memory to be read.
+    """Maps a file of a known size into memory for reading.
 
     Raises:
-        ConfigError: When it is missing, no regular file, or of another size.
+        ConfigError: When the file is missing, no regular file, or of another size.
     """
     try:
         check_regular(path, error=ConfigError)
@@ -210,7 +210,7 @@ def mapped(path: Path, size: int) -> mmap.mmap:
 
 
 def largest_of(values: NDArray[Any]) -> int:
-    """The largest of some numbers, read in parts: they may be a file."""
+    """Returns the largest number, read in parts: `values` may be a file."""
     return max(int(values[at : at + _READ_AT_ONCE].max()) for at in range(0, len(values), _READ_AT_ONCE))
 
 
@@ -229,12 +229,12 @@ class Datastore:
     """An open datastore.
 
     Attributes:
-        index: What `index.json` holds.
+        index: Content of `index.json`.
         largest_id: Largest token id of the corpus.
     """
 
     def __init__(self, index: DatastoreIndex, tokens: mmap.mmap | bytes, suffixes: NDArray[np.uint32]) -> None:
-        """Takes what the files hold, of the sizes that `index` tells; `open` checks them.
+        """Takes the files' content, of the sizes in `index`; `open` checks them.
 
         Raises:
             ValueError: When a token id is out of range.
@@ -251,10 +251,10 @@ class Datastore:
         """Maps a datastore into memory and reads it once, to check it.
 
         Args:
-            directory: What `write_datastore` wrote. Its files may not be changed while it is in use.
+            directory: Written by `write_datastore`. Its files may not be changed while it is in use.
 
         Raises:
-            ConfigError: When there is none, or it is damaged.
+            ConfigError: When there is no datastore, or it is damaged.
         """
         index = read_index(directory)
         width = np.dtype(index.dtype).itemsize
@@ -272,25 +272,21 @@ class Datastore:
         return store
 
     def __len__(self) -> int:
-        """N."""
         return len(self._suffixes)
 
     def longest_match(self, context: Sequence[int], *, shortest: int, longest: int) -> Found | None:
-        """The longest run of last tokens that occurs in the corpus.
+        """Returns the longest run of last tokens that occurs in the corpus; None if not even the shortest occurs.
 
         Args:
             context: Token ids.
-            shortest: Tokens of a run at least.
-            longest: Tokens of a run at most.
-
-        Returns:
-            None where not even the shortest run occurs.
+            shortest: Fewest tokens of a run.
+            longest: Most tokens of a run.
         """
         longest = self._num_known(context, min(longest, len(context)))
         found = self._find(context, shortest) if longest >= shortest else None
         if found is None:
             return None
-        low, high = shortest, longest  # a run of `low` occurs, none of more than `high` does
+        low, high = shortest, longest  # a run of `low` tokens occurs, none of more than `high` does
         while low < high:
             middle = (low + high + 1) // 2
             longer = self._find(context, middle)
@@ -301,12 +297,12 @@ class Datastore:
         return found
 
     def continuations(self, found: Found, depth: int, most: int) -> NDArray[np.int64]:
-        """What follows a run of tokens in the corpus.
+        """Returns what follows a run of tokens in the corpus.
 
         Args:
             found: The run.
-            depth: D at most: no deeper than suffixes are sorted, so that equal beginnings stand together.
-            most: R at most; of more occurrences, as many evenly spread over their order.
+            depth: Most tokens D, at most as many as suffixes are sorted by, so that equal beginnings are adjacent.
+            most: Most continuations R; of more occurrences, so many evenly spread over their order.
 
         Returns:
             (R, D) token ids in ascending order, -1 after the end of a document and of the corpus.
@@ -328,14 +324,14 @@ class Datastore:
         return rows
 
     def _num_known(self, context: Sequence[int], longest: int) -> int:
-        """How many of the last `longest` tokens come after the last one that no run of the corpus can hold."""
+        """Returns how many of the last `longest` tokens follow the last token that no run of the corpus can hold."""
         length = 0
         while length < longest and context[len(context) - length - 1] <= self.largest_id:
             length += 1
         return length
 
     def _find(self, context: Sequence[int], length: int) -> Found | None:
-        """The last `length` tokens in the corpus; None where they do not occur."""
+        """Finds the last `length` tokens in the corpus; None if they do not occur."""
         run = context[len(context) - length :]
         pattern = np.array(run, dtype=self._tokens.dtype).tobytes()
         content, suffixes, width, size = self._bytes, self._suffixes, self._width, len(pattern)
@@ -352,11 +348,7 @@ class Datastore:
 
 
 def _token_counts(tokens: NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
-    """How often each token occurs, up to the largest one.
-
-    Raises:
-        ValueError: When an id is outside the vocabulary.
-    """
+    """Returns how often each token occurs, up to the largest; raises `ValueError` for an id outside the vocabulary."""
     largest = largest_of(tokens)
     if largest >= vocab_size:
         raise ValueError(f"holds token {largest}, and ids are below {vocab_size}")

@@ -1,7 +1,7 @@
-"""Where the last tokens of a text occurred in a suffix tree, and what followed them how often.
+"""Where the last tokens of a text occurred in a suffix tree, and how often each token followed them.
 
-The tree counts the suffixes of an open sequence with a delay. Where the text is itself such a sequence, its last ones
-are looked through here, so that counts are exact and short repetitions are found at once.
+The tree counts the suffixes of an open sequence with a delay. If the text is such a sequence, its last suffixes are
+searched here, so that counts are exact and short repetitions are found at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Match:
     """All occurrences of a run of tokens.
 
     Attributes:
-        branch: Those in the tree; None where there are none.
+        branch: Occurrences in the tree; None for none.
         depth: Tokens of the run.
-        count: How many occurrences.
-        ends: Ends of those that the tree does not count yet, in the text itself.
+        count: Number of occurrences.
+        ends: Ends of occurrences in the text itself that the tree does not count yet.
     """
 
     __slots__ = ("branch", "count", "depth", "ends")
@@ -36,7 +36,7 @@ class Match:
         self.branch, self.depth, self.count, self.ends = branch, depth, count, ends
 
     def longer(self, more: int) -> Match:
-        """The match with as many tokens more that followed all its occurrences."""
+        """Returns the match with `more` further tokens, which followed all its occurrences."""
         return Match(self.branch, self.depth + more, self.count)
 
 
@@ -51,9 +51,9 @@ class SuffixMatches:
         """Finds the longest match.
 
         Args:
-            tree: Where to look.
+            tree: The tree to search.
             text: Any text.
-            num_counted: Suffixes of the text that the tree counts, where it is one of the tree's open sequences, or
+            num_counted: Suffixes of the text that the tree counts, if the text is one of the tree's open sequences or
                 begins with one; else None.
         """
         self._tree, self._text, self._first = tree, text, num_counted
@@ -64,9 +64,9 @@ class SuffixMatches:
         self.longest = self._longest(min(tree.max_depth - 1, len(text)))
 
     def match(self, length: int) -> Match | None:
-        """Occurrences of the last `length` tokens, the end of the text itself among them where the tree counts it.
+        """Returns occurrences of the last `length` tokens; None if there are none besides the end of the text.
 
-        None where there are no others.
+        The end of the text is among them if the tree counts it.
         """
         run = self._text[len(self._text) - length :]
         branch = self._tree.find(run)
@@ -79,13 +79,13 @@ class SuffixMatches:
         return Match(branch, length, count, ends) if count > 1 else None
 
     def followed(self, match: Match) -> int:
-        """How many occurrences of a match something may have followed: not the end of the text itself."""
+        """Returns how many occurrences of a match something may have followed: all but the end of the text."""
         return match.count - (bool(match.ends) and match.ends[-1] == len(self._text))
 
     def run(self, match: Match, most: int) -> array[int] | None:
-        """Tokens that followed every occurrence of a match, `most` at most.
+        """Returns up to `most` tokens that followed every occurrence of a match.
 
-        None where the tree does not tell at a glance, because a node or the end of the text is reached.
+        None if a look at one edge does not tell, because a node or the end of the text is reached.
         """
         branch, depth = match.branch, match.depth
         if branch is None or match.ends:
@@ -94,7 +94,7 @@ class SuffixMatches:
         return tokens[start + depth : start + min(end, depth + most)] if depth < end else None
 
     def most_frequent(self, match: Match, least: float) -> tuple[int, Match] | None:
-        """The first of `following`, in less time; None where there is none."""
+        """Returns the first of `following`, in less time; None if there is none."""
         found = self._found(match, least)
         ends = self._ends_in_text(match)
         if ends or not found:
@@ -108,7 +108,7 @@ class SuffixMatches:
         return best_token, Match(best_branch, match.depth + 1, best_count)
 
     def following(self, match: Match, least: float) -> list[tuple[int, Match]]:
-        """What followed a match: tokens with the matches that they make longer.
+        """Returns what followed a match: tokens with the longer matches that they make.
 
         Args:
             match: Of this object.
@@ -120,20 +120,19 @@ class SuffixMatches:
         return self._with_ends(self._found(match, least), self._ends_in_text(match), match.depth + 1)
 
     def _found(self, match: Match, least: float) -> Collection[tuple[int, Branch]]:
-        """What followed a match in the tree."""
         depth, branch = match.depth, match.branch
         if branch is None:
             return ()
         if isinstance(branch, Node) and depth == branch.depth:
-            # What the tree lacks may make up for a missing count.
+            # Occurrences outside the tree may make up for a missing count.
             return self._tree.likely_children(branch, least - len(match.ends))
         tokens, start, end = self._tree.edge(branch)
         return ((tokens[start + depth], branch),) if depth < end else ()
 
     def _ends_in_text(self, match: Match) -> list[int]:
-        """Where a match goes on in the end of the text, no deeper than the tree is.
+        """Returns where a match continues in the end of the text, at most as deep as the tree.
 
-        Suffixes that are not counted yet are shorter than that, unless the text goes on behind the tree's sequence.
+        Uncounted suffixes are shorter than that, unless the text continues behind the tree's sequence.
         """
         if match.depth >= self._tree.max_depth:
             return []
@@ -142,7 +141,7 @@ class SuffixMatches:
     def _with_ends(
         self, found: Collection[tuple[int, Branch]], ends: Sequence[int], depth: int
     ) -> list[tuple[int, Match]]:
-        """What followed in the tree and at the end of the text, in order."""
+        """Returns what followed in the tree and at the end of the text, in order."""
         places: dict[int, list[int]] = {}
         for end in ends:
             places.setdefault(self._text[end], []).append(end + 1)
@@ -157,11 +156,8 @@ class SuffixMatches:
         return [(token, longer) for _, token, longer in each]
 
     def _longest(self, most: int) -> int:
-        """By bisection: where a run occurs, its own end does.
-
-        The last suffix that is counted of another open sequence may be missed so.
-        """
-        if most and self.match(most) is not None:  # as while a text is repeated
+        """Bisects: if a run occurs, its end occurs too. May miss the last counted suffix of another open sequence."""
+        if most and self.match(most) is not None:  # usual while a text is repeated
             return most
         least, most = 0, most - 1
         while least < most:
@@ -174,7 +170,7 @@ class SuffixMatches:
 
 
 def _place(branch: Branch) -> int:
-    """Where the youngest suffix of a branch begins."""
+    """Returns where the youngest suffix of a branch begins."""
     return branch.place if isinstance(branch, Node) else branch
 
 
@@ -182,12 +178,12 @@ _ROUNDING = 1e-9  # of a product of shares
 
 
 class SuffixDraft(NamedTuple):
-    """Nodes below a root that is not among them.
+    """Nodes below a root, without the root.
 
     Attributes:
         tokens: Of each node.
         parents: Node 0 is the root, so node i + 1 is entry i.
-        probs: Estimate that the path down to each node is accepted.
+        probs: Estimated probability that the path down to each node is accepted.
     """
 
     tokens: list[int]
@@ -196,7 +192,7 @@ class SuffixDraft(NamedTuple):
 
     @property
     def score(self) -> float:
-        """Tokens expected to be accepted."""
+        """Expected number of accepted tokens."""
         return sum(self.probs)
 
 
@@ -204,14 +200,14 @@ NO_DRAFT = SuffixDraft([], [], [])
 
 
 class DraftLimits(NamedTuple):
-    """How large a draft may be.
+    """Bounds of a draft.
 
     Attributes:
         most_nodes: Without the root.
         most_depth: Levels below it.
         spec_factor: Nodes for each token of a match.
         least_prob: Of a node's path.
-        is_path: Whether nodes have one child at most.
+        is_path: Whether nodes have at most one child.
     """
 
     most_nodes: int
@@ -226,7 +222,7 @@ class DraftLimits(NamedTuple):
 
 
 def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLimits) -> SuffixDraft:
-    """The draft with the greatest score; among equals that of the earlier source, then that of the longer match.
+    """Returns the draft with the greatest score; among equals that of the earlier source, then of the longer match.
 
     Args:
         sources: Matches of one text with several trees.
@@ -240,9 +236,9 @@ def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLi
 
 
 def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, known: SuffixDraft) -> SuffixDraft:
-    """The best draft of one source, or `known` where none is better."""
+    """Returns the best draft of one source, or `known` if none is better."""
     best, best_score, best_length = known, known.score, max_depth
-    tried: dict[int, int] = {}  # greatest size by number of occurrences: as many are the same ones
+    tried: dict[int, int] = {}  # greatest size by number of occurrences: as many occurrences are the same ones
     draw = _likely_path if limits.is_path else _likely_tree
     for length, room, bound in _lengths(matches.longest, max_depth, limits):
         if bound < best_score:
@@ -262,9 +258,9 @@ def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, k
 
 @lru_cache(maxsize=4096)
 def _lengths(longest: int, max_depth: int, limits: DraftLimits) -> list[tuple[int, int, int]]:
-    """Lengths of matches whose drafts may have nodes, with their number and a bound of the score, the greatest first.
+    """Returns lengths of matches whose drafts may have nodes, with node bounds and score bounds, the greatest first.
 
-    No score is above the depth: the probabilities of a level sum to one at most.
+    No score is above the depth: the probabilities of a level sum to at most 1.
     """
     found = []
     for length in range(longest, 0, -1):
@@ -276,7 +272,7 @@ def _lengths(longest: int, max_depth: int, limits: DraftLimits) -> list[tuple[in
 
 
 def _likely_path(matches: SuffixMatches, match: Match, room: int, limits: DraftLimits, to_beat: float) -> SuffixDraft:
-    """The most frequent continuation, token by token; given up where its score must stay below `to_beat`."""
+    """Returns the most frequent continuation, token by token; stops if its score must stay below `to_beat`."""
     tokens: list[int] = []
     probs: list[float] = []
     prob, score, room = 1.0, 0.0, min(room, limits.most_depth)
@@ -306,12 +302,12 @@ def _likely_path(matches: SuffixMatches, match: Match, room: int, limits: DraftL
 
 
 def _likely_tree(matches: SuffixMatches, match: Match, room: int, limits: DraftLimits, to_beat: float) -> SuffixDraft:
-    """The nodes with the greatest path probabilities; given up where the score must stay below `to_beat`.
+    """Returns the nodes with the greatest path probabilities; stops if the score must stay below `to_beat`.
 
-    Of nodes with equal probabilities those come first that followed every occurrence of their parent.
+    Among equal probabilities, nodes that followed every occurrence of their parent come first.
     """
     draft = _Growing(limits.most_depth)
-    heap: list[tuple[float, int, int, int, Match]] = []  # less the probability, order of arrival, parent, token
+    heap: list[tuple[float, int, int, int, Match]] = []  # negative probability, order of arrival, parent, token
     num_offered, node, prob = 0, 0, 1.0
     while True:
         run = matches.run(match, min(room - len(draft.tokens), draft.depth_below(node)))
@@ -348,7 +344,7 @@ class _Growing:
         self.depths, self.most_depth, self.score = [0], most_depth, 0.0
 
     def add(self, parent: int, token: int, prob: float) -> int:
-        """A new node's number."""
+        """Returns the new node's number."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.probs.append(prob)
@@ -357,5 +353,5 @@ class _Growing:
         return len(self.tokens)
 
     def depth_below(self, node: int) -> int:
-        """Levels that there may be below a node."""
+        """Returns the levels that a node may have below it."""
         return self.most_depth - self.depths[node]

@@ -1,13 +1,13 @@
-"""How often every run of tokens occurs in some sequences, up to a length: a compressed tree of their suffixes.
+"""Counts how often every run of tokens occurs in some sequences, up to a length: a compressed suffix tree.
 
-A path from the root spells a run of tokens, and its node knows how many suffixes begin with it. Runs that occur once
-need no node: they are an entry of their parent, the place where they begin. Other edges carry no tokens either: they
-are read where the youngest occurrence begins. A token costs one walk down, of few nodes whatever the depth.
+A path from the root spells a run of tokens. Its node counts the suffixes that begin with that run. Runs that occur once
+need no node: their parent holds the place where they begin. Edges hold no tokens: tokens are read where the youngest
+occurrence begins. Adding a token takes one walk down, through few nodes at any depth.
 
-Sequences grow at the end and leave in the order in which they came, with all their suffixes. That order is what makes
-eviction cheap: a node's place is that of its youngest suffix, which is still there as long as the node is.
+Sequences grow at the end and leave in the order in which they came, with all their suffixes. This makes eviction cheap:
+a node's place is that of its youngest suffix, which exists as long as the node.
 
-What it deliberately does not know: what drafts are, or who may see which sequence.
+The tree knows neither drafts nor who may read which sequence.
 
 Source: Oliaro et al. 2024 (arXiv 2411.04975), section 4; the layout of nodes is our own.
 """
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-_OFFSET_BITS = 32  # of a place, which is a sequence and the offset of a suffix in it
+_OFFSET_BITS = 32  # of a place: a sequence, and the offset of a suffix in it
 _OFFSET = (1 << _OFFSET_BITS) - 1
-_WIDE = 32  # nodes with more children remember the frequent ones
+_WIDE = 32  # nodes with more children keep a set of frequent ones
 FREQUENT_SHARE = 20  # a frequent child has at least one in so many of its parent's occurrences
 _INT_BYTES = 32
 _FREQUENT_BYTES = getsizeof(set(range(2 * FREQUENT_SHARE)))
@@ -31,15 +31,14 @@ _SEQUENCE_BYTES = 512  # of a sequence without its tokens: objects, and entries 
 
 
 class Node:
-    """The end of an edge: two suffixes at least begin with the tokens down to here.
+    """The end of an edge: at least two suffixes begin with the tokens down to here.
 
     Attributes:
-        count: Suffixes that do.
+        count: Number of these suffixes.
         depth: Tokens from the root.
-        place: Where the youngest of them begins.
-        children: By the first token of their edge; a place where one suffix alone goes on that way.
-        frequent: Tokens of the children with a share of `FREQUENT_SHARE` at least and some more; None where nobody
-            knows.
+        place: Where the youngest of these suffixes begins.
+        children: By the first token of their edge; a place if only one suffix continues that way.
+        frequent: Tokens of the children with a share of at least 1 / `FREQUENT_SHARE`, and some more; None if unknown.
     """
 
     __slots__ = ("children", "count", "depth", "frequent", "place")
@@ -49,7 +48,7 @@ class Node:
         self.frequent: set[int] | None = None
 
 
-Branch = Node | int  # what a child is
+Branch = Node | int  # a child
 _NODE_BYTES = getsizeof(Node(0, 0, 0, {})) + 2 * _INT_BYTES
 
 
@@ -57,8 +56,8 @@ class Text:
     """A sequence.
 
     Attributes:
-        tokens: As far as they are known. Not to be changed outside.
-        num_counted: Suffixes that are in the tree: those that begin before this offset.
+        tokens: Known tokens. Must not be changed outside.
+        num_counted: Suffixes in the tree: those that begin before this offset.
         is_open: Whether tokens may follow.
     """
 
@@ -71,37 +70,32 @@ class Text:
 class SuffixTree:
     """Counts of the runs of up to `max_depth` tokens in sequences that come, grow and leave.
 
-    A suffix of an open sequence is counted once it is `max_depth` tokens long, one of a closed sequence always.
+    A suffix of an open sequence is counted once it has `max_depth` tokens, a suffix of a closed sequence always.
 
     Attributes:
         max_depth: Longest run that is counted.
-        num_bytes: What the tree takes, sequences included: sizes of dictionaries and arrays as Python tells them, and
-            upper bounds for the rest. What the allocator adds is not in it.
+        num_bytes: Size of the tree, sequences included: dictionaries and arrays by `sys.getsizeof`, upper bounds for
+            the rest, nothing for the allocator.
     """
 
     def __init__(self, max_depth: int) -> None:
-        """An empty tree.
-
-        Args:
-            max_depth: At least 1.
-        """
+        """Makes an empty tree; max_depth: at least 1."""
         self.max_depth = max_depth
         self._root = Node(0, 0, 0, {})
-        self._texts: dict[int, Text] = {}  # the oldest first
+        self._texts: dict[int, Text] = {}  # oldest first
         self._next = 0
         self.num_bytes = _NODE_BYTES + getsizeof(self._root.children) + _SEQUENCE_BYTES
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self._texts)
 
     @property
     def root(self) -> Node:
-        """The node of the empty run, whose count is that of all suffixes."""
+        """The node of the empty run; counts all suffixes."""
         return self._root
 
     def begin(self) -> int:
-        """A sequence without tokens; numbers rise."""
+        """Adds a sequence without tokens and returns its number; numbers rise."""
         text = self._texts[self._next] = Text()
         self._next += 1
         self.num_bytes += _SEQUENCE_BYTES + getsizeof(text.tokens)
@@ -117,18 +111,14 @@ class SuffixTree:
         self._count_to(sequence, text, len(text.tokens) - self.max_depth + 1)
 
     def close(self, sequence: int) -> None:
-        """Counts the last suffixes of a sequence, which grows no further."""
+        """Counts the last suffixes of a sequence, which no longer grows."""
         text = self._texts[sequence]
         if text.is_open:
             text.is_open = False
             self._count_to(sequence, text, len(text.tokens))
 
     def drop_oldest(self) -> int:
-        """Removes the oldest sequence, open or closed, with everything that was counted of it.
-
-        Returns:
-            Its number.
-        """
+        """Removes the oldest sequence, open or closed, with all its counts; returns its number."""
         sequence, text = next(iter(self._texts.items()))
         tokens = text.tokens
         for offset in range(text.num_counted):
@@ -138,11 +128,11 @@ class SuffixTree:
         return sequence
 
     def text(self, sequence: int) -> Text:
-        """A sequence that has not been removed."""
+        """Returns a sequence that has not been removed."""
         return self._texts[sequence]
 
     def find(self, run: array[int]) -> Branch | None:
-        """The branch that a run of tokens leads to, or into; None where it does not occur."""
+        """Returns the branch that a run of tokens leads to, or into; None if the run does not occur."""
         branch: Branch = self._root
         depth, length = 0, len(run)
         while depth < length:
@@ -153,7 +143,7 @@ class SuffixTree:
                 return None
             if isinstance(child, int):
                 tokens, start, end = self.edge(child)
-            else:  # as `edge` has it
+            else:  # as in `edge`
                 place, end = child.place, child.depth
                 tokens, start = self._texts[place >> _OFFSET_BITS].tokens, place & _OFFSET
             stop = end if end < length else length
@@ -164,17 +154,16 @@ class SuffixTree:
         return branch
 
     def edge(self, branch: Branch) -> tuple[array[int], int, int]:
-        """Where a branch can be read: tokens, the offset of its first occurrence's first one, and its depth."""
+        """Returns where a branch can be read: tokens, the offset where its first occurrence begins, and its depth."""
         if isinstance(branch, int):
             tokens, start = self._texts[branch >> _OFFSET_BITS].tokens, branch & _OFFSET
             return tokens, start, min(self.max_depth, len(tokens) - start)
         return self._texts[branch.place >> _OFFSET_BITS].tokens, branch.place & _OFFSET, branch.depth
 
     def likely_children(self, node: Node, least: float) -> Collection[tuple[int, Branch]]:
-        """First tokens and branches of the children that have a count of `least` and at most some others.
+        """Returns first tokens and branches of the children with a count of at least `least`, and at most some others.
 
-        Takes time by their number, not that of all children, where `least` is no less than `node.count` divided by
-        `FREQUENT_SHARE`.
+        If `least` is at least `node.count` / `FREQUENT_SHARE`, the time depends on the number of results alone.
         """
         children = node.children
         if len(children) <= _WIDE or least * FREQUENT_SHARE < node.count:
@@ -185,13 +174,13 @@ class SuffixTree:
         return [(token, children[token]) for token in node.frequent]
 
     def _count_to(self, sequence: int, text: Text, stop: int) -> None:
-        """Counts the suffixes that begin before an offset and are not counted yet."""
+        """Counts the uncounted suffixes that begin before an offset."""
         for offset in range(text.num_counted, stop):
             self._insert(sequence << _OFFSET_BITS | offset, text.tokens, offset)
             text.num_counted = offset + 1
 
     def _insert(self, place: int, tokens: array[int], offset: int) -> None:
-        """Counts the suffix at an offset of a sequence, `place` for short."""
+        """Counts the suffix at an offset of a sequence; place: sequence and offset in one number."""
         length = min(self.max_depth, len(tokens) - offset)
         node, depth = self._root, 0
         node.count += 1
@@ -217,7 +206,7 @@ class SuffixTree:
             node, depth = child, end
 
     def _add_leaf(self, node: Node, token: int, place: int) -> None:
-        """A run that occurs once."""
+        """Adds a run that occurs once."""
         before = getsizeof(node.children)
         node.children[token] = place
         self.num_bytes += getsizeof(node.children) - before + 2 * _INT_BYTES
@@ -225,7 +214,7 @@ class SuffixTree:
             self.num_bytes += _FREQUENT_BYTES
 
     def _split(self, node: Node, token: int, child: Branch, depth: int) -> Node:
-        """A new node on the edge to a child, or at its end where that is a suffix's."""
+        """Makes a node on the edge to a child, or at its end if the child is a suffix."""
         tokens, start, end = self.edge(child)
         place = child if isinstance(child, int) else child.place
         upper = node.children[token] = Node(count_of(child), depth, place, {})
@@ -233,24 +222,24 @@ class SuffixTree:
             upper.children[tokens[start + depth]] = child
             self.num_bytes += _INT_BYTES
         else:
-            self.num_bytes -= _INT_BYTES  # the suffix that ended here has no entry any more
+            self.num_bytes -= _INT_BYTES  # the suffix that ended here loses its entry
         self.num_bytes += _NODE_BYTES + getsizeof(upper.children)
         return upper
 
     def _note_frequent(self, node: Node, token: int) -> None:
-        """Keeps a child among the frequent ones, as long as they are few."""
+        """Adds a child to the frequent ones while these are few."""
         assert node.frequent is not None
         node.frequent.add(token)
-        if len(node.frequent) >= 2 * FREQUENT_SHARE:  # counts of most have fallen behind
+        if len(node.frequent) >= 2 * FREQUENT_SHARE:  # the counts of most have fallen behind
             bound = node.count / FREQUENT_SHARE
             node.frequent = {each for each in node.frequent if count_of(node.children[each]) >= bound}
 
     def _remove(self, tokens: array[int], offset: int, length: int) -> None:
-        """Forgets the oldest suffix that is counted."""
+        """Removes the oldest counted suffix."""
         above, edge, node, depth = self._root, 0, self._root, 0
         while True:
             node.count -= 1
-            node.frequent = None  # others may be frequent now
+            node.frequent = None  # other children may be frequent now
             if depth == length:
                 break
             token = tokens[offset + depth]
@@ -261,7 +250,7 @@ class SuffixTree:
                 if len(node.children) == _WIDE:
                     self.num_bytes -= _FREQUENT_BYTES
                 break
-            if child.count == 2:  # one suffix is left, the younger one
+            if child.count == 2:  # only the younger suffix is left
                 node.children[token] = child.place
                 self.num_bytes -= self._size(child) - _INT_BYTES
                 return
@@ -273,18 +262,18 @@ class SuffixTree:
 
     @staticmethod
     def _size(node: Node) -> int:
-        """Bytes of a node that is not wide, without those of the nodes below it."""
+        """Returns the bytes of a node that is not wide, without the nodes below it."""
         entries = sum(2 if isinstance(child, int) else 1 for child in node.children.values())
         return _NODE_BYTES + getsizeof(node.children) + _INT_BYTES * entries
 
 
 def count_of(branch: Branch) -> int:
-    """Suffixes that go through a branch."""
+    """Returns the number of suffixes that go through a branch."""
     return 1 if isinstance(branch, int) else branch.count
 
 
 def _shared(one: array[int], start: int, other: array[int], at: int, begin: int, end: int) -> int:
-    """How far two suffixes agree, at most `end`, when they agree up to `begin`."""
+    """Returns how far two suffixes agree, at most `end`, given that they agree up to `begin`."""
     if one[start + begin : start + end] == other[at + begin : at + end]:
         return end
     while one[start + begin] == other[at + begin]:

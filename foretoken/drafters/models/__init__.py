@@ -1,1 +1,1 @@
-"""What drafting with a second language model is made of."""
+"""Parts of drafting with a second language model."""

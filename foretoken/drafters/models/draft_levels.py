@@ -1,7 +1,7 @@
-"""A draft model's KV cache and its passes: what is committed is fed once, and drafts are expanded level by level.
+"""A draft model's KV cache and passes: committed tokens are fed once, and drafts are expanded level by level.
 
-Knows ids of the draft model alone, but for the logits that expansions get and the frontiers that they give, which a
-`VocabularyMap` takes to the target's ids and back.
+Works with ids of the draft model. Only logits for expansions and frontiers from them use the target's ids; a
+`VocabularyMap` translates.
 
 Letters: B sequences, P parents of one level, W nodes that were fed, V target vocabulary.
 """
@@ -28,44 +28,39 @@ if TYPE_CHECKING:
     from foretoken.trees.dynamic import ShapedExpansion
     from foretoken.trees.expansion import Expansion
 
-_LONGEST_CATCH_UP = 2  # after full acceptance the last drafted token and the bonus token are new to the draft model
-_LONGEST_MAPPED_CATCH_UP = 8  # tokens of the target that are several of the draft model's make it longer
+_LONGEST_CATCH_UP = 2  # after full acceptance, the last drafted token and the bonus token are new to the draft model
+_LONGEST_MAPPED_CATCH_UP = 8  # longer if tokens of the target are several of the draft model's
 
 
 class _Drafted:
-    """What the last proposal fed below the roots, looked at when the next one asks: by then nobody has to wait for it.
+    """The nodes that the last proposal fed below the roots. Read by the next proposal, so that nothing waits.
 
-    It need not be what was proposed: nodes without children are not fed, and fed ones may have been left out.
+    Fed nodes may differ from proposed ones: nodes without children are not fed, and fed nodes may have been left out.
     """
 
     def __init__(self, tokens: Tensor, parents: Tensor) -> None:
-        """W nodes of each sequence.
-
-        Args:
-            tokens: (B, W) int64.
-            parents: (B, W) or (1, W) int64, of each node among these; -1 below the root.
-        """
+        """tokens: (B, W) int64; parents: (B, W) or (1, W) int64, indices among these nodes, -1 below the root."""
         self._tokens, self._parents = tokens, parents
 
     @cached_property
     def rows(self) -> list[list[list[int]]]:
-        """Tokens and parents of each sequence."""
+        """Returns tokens and parents of each sequence."""
         rows: list[list[list[int]]] = torch.stack([self._tokens, self._parents.expand_as(self._tokens)], dim=1).tolist()
         return rows
 
     def child(self, row: int, node: int, token: int) -> int | None:
-        """The first child of a node, -1 for the root, that was fed with a token."""
+        """Returns the first child of a node, -1 for the root, that was fed with a token."""
         tokens, parents = self.rows[row]
         return next((i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token), None)
 
 
 @dataclass(slots=True)
 class _SlotState:
-    """What the draft model's KV holds for one sequence.
+    """The draft model's KV rows of one sequence.
 
     Attributes:
-        tokens: Tokens whose rows are in place, positions 0 …
-        drafted: What the last proposal fed after them, and which row of it is this sequence's; node i lies in cache row
+        tokens: Tokens with rows, positions 0 …
+        drafted: Nodes that the last proposal fed after them, and the index of this sequence; node i is in cache row
             `len(tokens) + i`.
     """
 
@@ -77,24 +72,24 @@ class DraftLevels:
     """Fills expansions with a draft model's tokens."""
 
     def __init__(self, runner: Runner, *, vocab_size: int, mapping: VocabularyMap | None = None) -> None:
-        """Nothing is in the cache yet.
+        """Starts with an empty cache.
 
         Args:
             runner: Of the draft model.
             vocab_size: V.
-            mapping: Of the target's vocabulary to the draft model's; None where they are the same.
+            mapping: From the target's vocabulary to the draft model's; None if they are the same.
         """
         self._runner, self._vocab_size, self._mapping = runner, vocab_size, mapping
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
 
     def begin(self, slot: int, source: int | None = None, tokens: Sequence[int] = ()) -> None:
-        """Starts a sequence; the prompt is read when the first draft is asked for.
+        """Starts a sequence; the first draft reads the prompt.
 
         Args:
-            slot: Where.
-            source: A slot whose text begins alike, which may be the same slot; None for an empty cache.
-            tokens: The draft model's ids of the prompt, to be compared with those of that text.
+            slot: Of the sequence.
+            source: A slot whose text has the same prefix, possibly the same slot; None for an empty cache.
+            tokens: The draft model's ids of the prompt, compared with those of that text.
         """
         known = self._slots[source].tokens if source is not None and source in self._slots else []
         length = common_prefix_len(known, tokens)
@@ -103,14 +98,14 @@ class DraftLevels:
         self._slots[slot] = _SlotState(list(tokens[:length]))
 
     def crop(self, slot: int, length: int) -> None:
-        """Forgets a sequence's rows from position `length` on, and what was drafted behind them."""
+        """Forgets a sequence's rows from position `length` on, and its drafted rows."""
         state = self._slots[slot]
         if length < len(state.tokens):
             del state.tokens[length:]
             state.drafted = None
 
     def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], expansion: ShapedExpansion) -> None:
-        """Feeds what is new of some sequences, and expands drafts behind them.
+        """Feeds the new tokens of some sequences, and expands drafts after them.
 
         Args:
             slots: B slots.
@@ -127,7 +122,7 @@ class DraftLevels:
             state.drafted = drafted, row
 
     def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Pass:
-        """Brings the draft model's KV close to the roots; gives the pass over what is left, with their logits."""
+        """Feeds all but the last new tokens; returns the pass over the rest, with logits of the roots."""
         states = [self._keep_accepted(slot, ids) for slot, ids in zip(slots, tokens, strict=True)]
         for slot, state, ids in zip(slots, states, tokens, strict=True):
             while len(ids) - len(state.tokens) > self._longest_catch_up:
@@ -145,9 +140,9 @@ class DraftLevels:
         )
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
-        """Moves the rows of drafted nodes that were accepted into place; forgets the others."""
+        """Moves the rows of accepted drafted nodes into place; forgets the others."""
         state = self._slots[slot]
-        del state.tokens[len(tokens) - 1 :]  # the last proposal was thrown away: its root is fed again for its logits
+        del state.tokens[len(tokens) - 1 :]  # the last proposal was discarded: its root is fed again for its logits
         path: list[int] = []
         if state.drafted is not None:
             drafted, row = state.drafted
@@ -164,16 +159,16 @@ class DraftLevels:
         return state
 
     def _drafted_at_once(self, work: Pass, expansion: ShapedExpansion) -> _Drafted | None:
-        """Fills trees in one call of the decoder, which feeds all levels but the last; None where it cannot.
+        """Fills trees in one call of the decoder, which feeds all levels but the last; None if it cannot.
 
-        The decoder feeds the ids that it chooses, so a map of vocabularies drafts by levels.
+        The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
         """
         if self._mapping is not None or not self._runner.draft_trees(work, expansion, vocab_size=self._vocab_size):
             return None
         return _Drafted(*expansion.fed_nodes())
 
     def _drafted_by_levels(self, work: Pass, expansion: Expansion) -> _Drafted:
-        """Fills trees with a pass for each level; work: the one that ends with their roots."""
+        """Fills trees with one pass per level; work: the pass that ends with their roots."""
         lengths = [end - start for start, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
         passes = LevelPasses(work.slots, prefix_lens, self._runner.device)
@@ -192,8 +187,8 @@ class DraftLevels:
         work = replace(
             level,
             tokens=level.tokens.clamp_max(self._runner.vocab_size - 1),
-            # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
-            # drafts there is cut off, so its positions only have to be valid.
+            # A sequence near the draft model's context limit is fed beyond its own depth, together with deeper ones.
+            # Its drafts there are cut off, so its positions only have to be valid.
             positions=level.positions.clamp_max(self._runner.context_len - 1),
             logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
         )
@@ -207,7 +202,7 @@ class DraftLevels:
         return self._in_target_vocabulary(logits)
 
     def _embeddable(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens with ids that only the target has replaced by one that the draft model can embed."""
+        """Replaces ids that only the target has by an id that the draft model can embed."""
         last = self._runner.vocab_size - 1
         return [min(token, last) for token in tokens]
 

@@ -1,4 +1,4 @@
-"""Loading a draft model, and how its vocabulary goes with the target's."""
+"""Loads a draft model, and maps its vocabulary to the target's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class VocabularyMap:
-    """Tokens of a target in ids of a draft model, and distributions of a draft model in ids of a target.
+    """Maps tokens of a target to ids of a draft model, and distributions of the draft model to ids of the target.
 
     Attributes:
         pairs: The draft model's id of each of the K shared tokens by the target's; no id occurs twice.
-        share: K by the number of the target's tokens, 0 to 1.
+        share: K divided by the number of the target's tokens, 0 to 1.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class VocabularyMap:
         Args:
             target: Of V ids.
             draft: Of D ids.
-            device: Where distributions lie.
+            device: Of distributions.
         """
         self._target, self._draft = target, draft
         self.pairs = {
@@ -55,28 +55,18 @@ class VocabularyMap:
         self._translated: dict[int, tuple[int, ...]] = {token: (other,) for token, other in self.pairs.items()}
 
     def to_target(self, logits: Tensor) -> Tensor:
-        """A draft model's logits over the target's ids, -inf at those that are not shared.
+        """Returns logits, (R, D), of a draft model over the target's ids, (R, V), -inf at ids that are not shared.
 
         Softmax makes them the draft distribution, restricted to the shared tokens and renormalised.
-
-        Args:
-            logits: (R, D).
-
-        Returns:
-            (R, V).
         """
         return logits.index_select(1, self._fed).masked_fill_(self._is_absent, float("-inf"))
 
     def shared_probability(self, logits: Tensor) -> float:
-        """How probable shared tokens are to the target, which no acceptance rate exceeds.
-
-        Args:
-            logits: (R, V), the target's; the mean over rows is taken.
-        """
+        """Returns the target's mean probability of shared tokens, which bounds the acceptance rate; logits: (R, V)."""
         return float(logits.softmax(1).masked_fill(self._is_absent, 0.0).sum(1).mean())
 
     def fed(self, tokens: Tensor) -> Tensor:
-        """The draft model's ids of drafted tokens, in their shape; its stand-in for those that are not shared.
+        """Returns the draft model's ids of drafted tokens, in their shape; its stand-in for tokens that are not shared.
 
         Args:
             tokens: Int64, of any shape, below V.
@@ -84,7 +74,7 @@ class VocabularyMap:
         return self._fed[tokens]
 
     def translated(self, token: int) -> tuple[int, ...]:
-        """The draft model's ids of a token of the target, one at least: of its bytes where the token is not shared."""
+        """Returns the draft model's ids of a token of the target, at least one; of its bytes if it is not shared."""
         ids = self._translated.get(token)
         if ids is None:
             spelling = self._target.spellings[token] if token < len(self._target.spellings) else None
@@ -93,11 +83,7 @@ class VocabularyMap:
         return ids
 
     def of_text(self, tokens: Sequence[int]) -> list[int]:
-        """The draft model's ids of a text, encoded as a whole between special tokens; one id at least.
-
-        Args:
-            tokens: The target's.
-        """
+        """Returns the draft model's ids of target tokens, encoded as text between special tokens; at least one."""
         ids: list[int] = []
         data = b""
         for token in tokens:
@@ -114,18 +100,18 @@ class VocabularyMap:
 class Translation:
     """A growing sequence of the target's tokens in ids of the draft model.
 
-    The prompt is encoded as a text, which gives the draft model the tokens that it was trained on; what follows token
-    by token, so that nothing changes that was translated before.
+    The prompt is encoded as a text, which gives the tokens that the draft model was trained on. Later tokens are
+    translated one by one, so that earlier ids never change.
     """
 
     def __init__(self, mapping: VocabularyMap, prompt_len: int) -> None:
-        """Nothing is translated yet; prompt_len: tokens of the prompt."""
+        """Starts empty; prompt_len: tokens of the prompt."""
         self._mapping, self._prompt_len = mapping, prompt_len
         self._ids: list[int] = []
         self._num_read = 0
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """The draft model's ids of the whole sequence; not to be changed, and valid until the next call.
+        """Returns the draft model's ids of the whole sequence; must not be changed, and valid until the next call.
 
         Args:
             tokens: The target's, which continue those of the last call.
@@ -142,7 +128,7 @@ class Translation:
 
 
 def shared_specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """The draft model's special token for each of the target's: of the same role, else of the same content.
+    """Returns the draft model's special token for each of the target's: of the same role, else of the same content.
 
     Args:
         target: Of the target.
@@ -161,17 +147,17 @@ def shared_specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
 
 
 VocabMatch = Literal["auto", "same", "intersection", "text"]
-_LEAST_SHARE = 0.1  # of the target's tokens, below which a draft of shared tokens is refused
-_LEAST_SHARE_UNASKED = 0.5  # below which "auto" does not choose it
+_LEAST_SHARE = 0.1  # of the target's tokens: drafts of shared tokens are refused below this share
+_LEAST_SHARE_UNASKED = 0.5  # "auto" does not choose them below this share
 _BY_TEXT = "'text', which drafts text"
 _OTHERWISE = f"'intersection', which drafts the tokens that both have, or to {_BY_TEXT}"
-# On which an upper bound of acceptance is measured: prose and code.
+# Prose and code, for an upper bound of acceptance.
 _SAMPLE = b"""The library opens at nine. "Is it far from here?" she asked, and he showed her the way on a map.
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 """
-_SAMPLE_LEN = 64  # tokens of it, at most
+_SAMPLE_LEN = 64  # tokens of the sample
 _log = logging.getLogger(__name__)
 
 
@@ -183,7 +169,7 @@ class DraftModelFiles:
         self.name, self._revision = name, revision
 
     def model(self, target: TargetHandle | LoadedModel) -> LoadedModel:
-        """The model, where and in what dtype the target is.
+        """Loads the model on the target's device, in the target's dtype.
 
         Raises:
             ModelError: When it cannot be loaded.
@@ -192,7 +178,7 @@ class DraftModelFiles:
         return load_model(self.name, dtype=dtype, device=device, revision=self._revision)
 
     def tokenizer(self) -> Any | None:
-        """Its tokenizer, or None where there is none.
+        """Loads its tokenizer; None if there is none.
 
         Raises:
             ModelError: When it cannot be loaded.
@@ -203,20 +189,17 @@ class DraftModelFiles:
 def vocabulary_map(
     match: VocabMatch, target: TargetHandle, model: LoadedModel, tokenizer: Any | None
 ) -> VocabularyMap | None:
-    """How a draft model's tokens become the target's.
+    """Returns the map from a draft model's tokens to the target's; None if the vocabularies are the same.
 
     Args:
-        match: "same", "intersection", or "auto" for the first of these that goes.
+        match: "same", "intersection", or "auto" for the first of these that works.
         target: The target.
         model: The draft model.
         tokenizer: Its tokenizer, or None.
 
-    Returns:
-        None where the vocabularies are the same.
-
     Raises:
-        ConfigError: When they are not and should be, when they have too little in common, or when the tokenizers do not
-            tell.
+        ConfigError: When the vocabularies differ and must not, have too little in common, or a tokenizer does not list
+            its tokens.
     """
     ours = target.tokenizer
     if tokenizer is None or not hasattr(ours, "get_vocab"):
@@ -253,18 +236,15 @@ def vocabulary_map(
 
 
 def _bound(mapping: VocabularyMap, known: Vocabulary, target: TargetHandle) -> str:
-    """How probable shared tokens are to the target, in words; nothing where the target may not be run.
+    """Returns the target's probability of shared tokens in words; empty if the target may not be run.
 
-    Args:
-        mapping: Knows the shared tokens.
-        known: The target's tokens.
-        target: Runs one pass; the rows of slot 0 are written.
+    Runs one pass of the target, which writes the rows of slot 0.
     """
     tokens = [piece.token for piece in known.encode(_SAMPLE)][: min(_SAMPLE_LEN, target.context_len)]
     work = Pass.of_chains([tokens], slots=[0], prefix_lens=[0], device=target.device)
     try:
         logits = target.run(replace(work, logit_rows=torch.arange(len(tokens), device=target.device))).logits
-    except PassError:  # an untrusted drafter's
+    except PassError:  # the drafter is not trusted
         return ""
     assert logits is not None, "the pass asks for them"
     bound = mapping.shared_probability(logits)
@@ -272,10 +252,10 @@ def _bound(mapping: VocabularyMap, known: Vocabulary, target: TargetHandle) -> s
 
 
 def vocabularies(target: TargetHandle, model: LoadedModel, tokenizer: Any | None) -> tuple[Vocabulary, Vocabulary]:
-    """The target's tokens and the draft model's by their bytes.
+    """Returns the target's tokens and the draft model's by their bytes.
 
     Raises:
-        ConfigError: When there is no tokenizer, or it does not tell.
+        ConfigError: When there is no tokenizer, or it does not list its tokens.
     """
     for name, each in ((target.name, target.tokenizer), (model.name, tokenizer)):
         if each is None:

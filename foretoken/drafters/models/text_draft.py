@@ -1,9 +1,8 @@
-"""A draft model of any tokenizer drafts text, which the target's tokenizer makes a chain of.
+"""A draft model of any tokenizer drafts text, which the target's tokenizer turns into a chain.
 
-The draft model reads the committed text in its own tokens and goes on greedily; what it wrote is encoded as the target
-would encode it behind what is committed. Every node is chosen, none is drawn, so any rule accepts them without bias at
-any temperature (string-level exact match). Texts are bytes throughout; special tokens go from one vocabulary to the
-other by their role or content.
+The draft model reads the committed text in its own tokens and continues greedily. Its text is encoded as the target
+would encode it after the committed text. Every node is chosen, none is drawn, so any rule accepts the nodes without
+bias at any temperature (string-level exact match). Texts are bytes. Special tokens are translated by role or content.
 
 Source: Timor et al. 2025 (arXiv 2502.05202), algorithm 2 (SLEM).
 """
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.models.token_bytes import Piece, Vocabulary
     from foretoken.models.loading import LoadedModel
 
-_LOOK_BEHIND = 12  # tokens before what is new that are encoded along with it
+_LOOK_BEHIND = 12  # tokens before new text that are encoded again with it
 
 
 class TextNode(NamedTuple):
@@ -47,7 +46,7 @@ class TextNode(NamedTuple):
 
 
 class Retokenizer:
-    """Two vocabularies and what goes between them."""
+    """Translates between the vocabularies of target and draft model."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         """Compares the special tokens of both."""
@@ -56,13 +55,13 @@ class Retokenizer:
         self._back = {theirs: ours for ours, theirs in self.specials.items()}
 
     def chain(self, committed: Sequence[int], drafted: Sequence[int]) -> list[TextNode]:
-        """The target's tokens for what a draft model wrote.
+        """Returns the target's tokens for the text of a draft model.
 
-        The last one is left out where the text may go on inside of it, unless it is the only one.
+        The last token is left out if the text may continue inside it, unless it is the only one.
 
         Args:
             committed: The target's tokens.
-            drafted: The draft model's tokens behind them.
+            drafted: The draft model's tokens after them.
         """
         data, end = b"", None
         ends: list[int] = []
@@ -78,7 +77,7 @@ class Retokenizer:
         data = _whole_characters(data) if end is None else data
         for token, part in self._behind(committed, data):
             if self.target.spellings[token] != part:
-                return nodes  # bytes that the target has no token for
+                return nodes  # bytes without a token of the target
             position += len(part)
             while ends[num_drafted] < position:
                 num_drafted += 1
@@ -88,7 +87,7 @@ class Retokenizer:
         return nodes[:-1] if len(nodes) > 1 and _may_go_on(data) else nodes
 
     def _behind(self, committed: Sequence[int], data: bytes) -> list[Piece]:
-        """The target's tokens for text behind committed tokens, which stay as they are."""
+        """Returns the target's tokens for text after committed tokens, which do not change."""
         before = b""
         for token in reversed(committed[-_LOOK_BEHIND:]):
             spelling = self.target.spellings[token] if token < len(self.target.spellings) else None
@@ -107,18 +106,17 @@ class DraftText:
     """A growing sequence of the target's tokens as the draft model reads it.
 
     Attributes:
-        ids: The draft model's ids of what was read; at least one of them then.
+        ids: The draft model's ids of the text so far; at least one after the first `read`.
     """
 
     def __init__(self, retokenizer: Retokenizer) -> None:
-        """Nothing is read yet."""
         self._retokenizer = retokenizer
         self.ids: list[int] = []
         self._parts: list[bytes | None] = []  # bytes of each id; None for special tokens
         self._num_read = 0
 
     def read(self, tokens: Sequence[int]) -> int:
-        """Reads what is new of a sequence; gives how many of the earlier ids stay as they were.
+        """Reads the new tokens of a sequence; returns how many of the earlier ids stay the same.
 
         Args:
             tokens: The target's, which continue those of the last call.
@@ -148,7 +146,7 @@ class DraftText:
         return next((i for i, (old, now) in pairs if old != now), min(start + len(earlier), len(self.ids)))
 
     def _window(self) -> int:
-        """The first of the ids that are encoded anew along with what follows; no special token is among them."""
+        """Returns the first id that is encoded again with new text; no special token follows it."""
         start = len(self._parts)
         while start and len(self._parts) - start < _LOOK_BEHIND and self._parts[start - 1] is not None:
             start -= 1
@@ -156,7 +154,7 @@ class DraftText:
 
 
 def _whole_characters(data: bytes) -> bytes:
-    """Bytes without those of a character that is not over at their end."""
+    """Returns the bytes without an incomplete character at their end."""
     for back in range(1, min(3, len(data)) + 1):
         lead = data[-back]
         if lead >= 0xC0:
@@ -186,11 +184,11 @@ class TextDraftDrafter:
         chain_len: int,
         quantization: QuantizationOption,
     ) -> None:
-        """A drafter whose model is not loaded yet.
+        """Makes a drafter; `attach` loads the model.
 
         Args:
-            load: Gives the draft model for a target.
-            vocabularies: Gives the tokens of the target and of the draft model.
+            load: Returns the draft model for a target.
+            vocabularies: Returns the tokens of the target and of the draft model.
             chain_len: Most tokens of a chain, of either vocabulary.
             quantization: Of the draft model.
         """
@@ -204,7 +202,7 @@ class TextDraftDrafter:
         """Loads the model, and allocates its KV cache.
 
         Raises:
-            ConfigError: When a tokenizer does not tell the bytes of its tokens.
+            ConfigError: When a tokenizer does not list the bytes of its tokens.
             ModelError: When the model cannot be loaded.
         """
         model = self._load(target)
@@ -218,16 +216,12 @@ class TextDraftDrafter:
         self._levels = DraftLevels(self._runner, vocab_size=self._runner.vocab_size)
 
     def _quantize(self, quantization: Quantization | None) -> None:
-        """Quantises the model, or leaves it as it is stored.
-
-        Raises:
-            UnsuitableError: When it cannot be quantised; it is as it was.
-        """
+        """Raises `UnsuitableError`, and leaves the model as it is, if it cannot be quantised."""
         if quantization is not None:
             self._runner.quantize(quantization)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Starts with what another text left that begins alike; the rest is read when the first draft is asked for."""
+        """Reuses the rows of a text with the same prefix; the first proposal reads the rest."""
         text = self._texts[slot] = DraftText(self._retokenizer)
         if request.prefix is None:
             self._levels.begin(slot)
@@ -236,7 +230,7 @@ class TextDraftDrafter:
             self._levels.begin(slot, request.prefix.slot, text.ids)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """What the draft model goes on with, in the target's tokens."""
+        """Returns the draft model's continuation, in the target's tokens."""
         room = []
         for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True):
             self._levels.crop(slot, self._texts[slot].read(tokens))
@@ -255,21 +249,14 @@ class TextDraftDrafter:
         return _with_scores(TokenTree.from_rows(rows, device=self._device), scores)
 
     def commit(self, committed: Committed) -> None:
-        """Nothing to learn: the next proposal reads the committed tokens."""
+        """Learns nothing: the next proposal reads the committed tokens."""
 
     def release(self, slot: int) -> None:
-        """Forgets the sequence, but for its rows."""
+        """Forgets the sequence, except its KV rows."""
         self._texts.pop(slot, None)
 
     def _written(self, context: DraftContext, rows: Sequence[int], slots: Sequence[int], depth: int) -> list[_Written]:
-        """What the draft model writes behind some sequences of the batch; synchronises once.
-
-        Args:
-            context: Of the batch.
-            rows: The sequences.
-            slots: Theirs.
-            depth: Tokens that it writes.
-        """
+        """Returns what the draft model writes after some sequences, `depth` tokens each; synchronises once."""
         texts = [self._texts[slot].ids for slot in slots]
         _, draws = self._draws.of(context, rows, self._runner.device)
         roots = torch.tensor([ids[-1] for ids in texts], device=self._runner.device)
@@ -282,11 +269,11 @@ class TextDraftDrafter:
 
 
 class _Written(NamedTuple):
-    """Tokens of a draft model behind a text.
+    """Tokens of a draft model after a text.
 
     Attributes:
         tokens: Its ids.
-        scores: Log-probability of each and all before it.
+        scores: Log-probability of each token and all before it.
     """
 
     tokens: list[int]
@@ -294,6 +281,6 @@ class _Written(NamedTuple):
 
 
 def _with_scores(tree: TokenTree, scores: Sequence[Sequence[float]]) -> TokenTree:
-    """A tree with the scores of its nodes, 0 at padding."""
+    """Returns a tree with the scores of its nodes, 0 at padding."""
     padded = [[*row, *[0.0] * (tree.width - len(row))] for row in scores]
     return replace(tree, scores=torch.tensor(padded, dtype=torch.float32, device=tree.tokens.device))

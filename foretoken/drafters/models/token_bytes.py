@@ -1,9 +1,8 @@
-"""What bytes each token of a tokenizer stands for, and bytes as tokens.
+"""The bytes of each token of a tokenizer, and bytes as tokens.
 
-Works on bytes, not on decoded text: a token may hold a part of a character, and what a space is written as (Ġ, ▁)
-differs between tokenizers. Tokens are encoded without special tokens, without a space put before the text, and without
-tidying; where a tokenizer changes text all the same (by Unicode normalisation, say), the longest tokens that spell the
-bytes take its place.
+Works on bytes, not on decoded text: a token may hold a part of a character, and tokenizers write spaces differently (Ġ,
+▁). Encoding adds no special tokens and no space before the text. If a tokenizer still changes text, for example by
+Unicode normalisation, the longest tokens that spell the bytes are used instead.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # as "surrogateescape" decodes bytes that make no character
-_NEUTRAL_DECODERS = {"Fuse", "Strip"}  # they change no token in the midst of a text
+_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # invalid bytes as "surrogateescape" decodes them
+_NEUTRAL_DECODERS = {"Fuse", "Strip"}  # these change no token inside a text
 
 
 class Piece(NamedTuple):
-    """A token and the bytes that it stands for in a text; its own, but for `Vocabulary.stand_in`."""
+    """A token and its bytes in a text: the token's own bytes, except for `Vocabulary.stand_in`."""
 
     token: int
     data: bytes
@@ -34,23 +33,23 @@ class Vocabulary:
 
     Attributes:
         spellings: Bytes of every id; None for special tokens and ids without a token.
-        specials: Special tokens: their content by id.
+        specials: Content of each special token by id.
         bos: Token that begins texts, or None.
-        eos: Token that ends them, or None.
-        ids: The token of some bytes; a plain one where a token for a single byte (<0x41>) has the same.
-        stand_in: Token in the place of bytes that no token spells, and of special tokens that are not there.
+        eos: Token that ends texts, or None.
+        ids: Token by bytes; an ordinary token is preferred to a byte token (<0x41>) of the same bytes.
+        stand_in: Token for bytes that no token spells, and for missing special tokens.
     """
 
     def __init__(self, tokenizer: Any, size: int, name: str) -> None:
-        """Reads the tokenizer, which stays as it is.
+        """Reads the tokenizer without changing it.
 
         Args:
             tokenizer: A fast tokenizer of transformers.
-            size: V of its model; ids past it are left out.
+            size: V of its model; larger ids are left out.
             name: Of the model, for messages.
 
         Raises:
-            ConfigError: When the bytes of its tokens cannot be told.
+            ConfigError: When the bytes of its tokens are unknown.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         with foreign_errors_as(
@@ -90,7 +89,7 @@ class Vocabulary:
         self.stand_in: int = next(token for token in known if token is not None and token < size)
 
     def encode(self, data: bytes) -> list[Piece]:
-        """Tokens that spell some bytes together: the tokenizer's own where they make characters."""
+        """Returns tokens that together spell some bytes: the tokenizer's own if the bytes are characters."""
         pieces: list[Piece] = []
         for part in _NOT_UTF8.split(data.decode("utf-8", "surrogateescape")):
             if part:
@@ -100,13 +99,13 @@ class Vocabulary:
         return pieces
 
     def _tokenized(self, text: str, data: bytes) -> list[Piece] | None:
-        """What the tokenizer makes of text; None where that does not spell it."""
+        """Returns the tokenizer's tokens of a text; None if they do not spell it."""
         ids = self._backend.encode(text, add_special_tokens=False).ids
         pieces = [Piece(token, self.spellings[token] or b"" if token < len(self.spellings) else b"") for token in ids]
         return pieces if b"".join(piece.data for piece in pieces) == data and all(p.data for p in pieces) else None
 
     def _longest_tokens(self, data: bytes) -> Iterator[Piece]:
-        """Tokens from left to right, each the longest one there is."""
+        """Yields tokens from left to right, each the longest possible."""
         start = 0
         while start < len(data):
             ends = range(min(len(data), start + self._longest), start, -1)
@@ -115,7 +114,7 @@ class Vocabulary:
             start = end
 
     def _text(self, token: int) -> str:
-        """A token as the tokenizer writes it."""
+        """Returns a token as the tokenizer writes it."""
         return str(self._backend.id_to_token(token))
 
 
@@ -124,7 +123,7 @@ class _Rules(NamedTuple):
 
     Attributes:
         alphabet: Byte of each character of byte-level tokenizers; None for others.
-        replacements: What stands for what in others, such as ▁ for a space.
+        replacements: Replacements of other tokenizers, such as ▁ for a space.
         has_byte_tokens: Whether <0x0A> stands for one byte.
     """
 
@@ -134,14 +133,7 @@ class _Rules(NamedTuple):
 
     @classmethod
     def read(cls, decoder: Any) -> _Rules:
-        """The rules that a decoder applies.
-
-        Args:
-            decoder: As `tokenizer.json` has it.
-
-        Raises:
-            ValueError: For one with other rules.
-        """
+        """Reads the rules of a decoder of `tokenizer.json`; raises `ValueError` if it has others."""
         steps = decoder["decoders"] if decoder is not None and decoder["type"] == "Sequence" else [decoder]
         kinds = {"none" if step is None else step["type"] for step in steps}
         replacements = []
@@ -156,7 +148,6 @@ class _Rules(NamedTuple):
         return cls(byte_alphabet() if "ByteLevel" in kinds else None, replacements, "ByteFallback" in kinds)
 
     def spelling(self, text: str) -> bytes:
-        """The bytes of a token that is written so."""
         byte = _BYTE_TOKEN.fullmatch(text) if self.has_byte_tokens else None
         if byte:
             return bytes([int(byte[1], 16)])
@@ -168,14 +159,14 @@ class _Rules(NamedTuple):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte of each character that byte-level tokenizers write (GPT-2's table)."""
+    """Returns the byte of each character that byte-level tokenizers write (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _without_prefix(step: Any) -> Any:
-    """A normaliser or pre-tokenizer as `tokenizer.json` has it, one that puts no space before a text."""
+    """Returns a normaliser or pre-tokenizer of `tokenizer.json` that puts no space before a text."""
     if step is None or step["type"] == "Prepend":
         return None
     changed = dict(step)

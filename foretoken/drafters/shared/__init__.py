@@ -1,1 +1,1 @@
-"""What several kinds of drafters are made of."""
+"""Parts that several kinds of drafters share."""

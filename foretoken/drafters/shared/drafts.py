@@ -1,4 +1,4 @@
-"""What drafters with weights share: how drafts are chosen, passes level by level, and copies of weights in int8."""
+"""Common parts of drafters with weights: how drafts are chosen, passes level by level, and int8 copies of weights."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _Made = TypeVar("_Made")
 
 
 def with_quantization(option: QuantizationOption, make: Callable[[Quantization | None], _Made]) -> _Made:
-    """What `make` gives for int8 where that is wanted and can be, else for the weights as they are stored.
+    """Returns the result of `make` for int8 if it is wanted and possible, else for the weights as stored.
 
     Args:
-        option: "int8" insists on it, "auto" takes it where it can be.
-        make: Gives it; raises `UnsuitableError` where the drafter cannot be quantised.
+        option: "int8" requires it, "auto" takes it if possible.
+        make: Makes the result; raises `UnsuitableError` if the drafter cannot be quantised.
 
     Raises:
-        ConfigError: For "int8" where that cannot be.
+        ConfigError: For "int8" if it is not possible.
     """
     if option == "none":
         return make(None)
@@ -53,7 +53,7 @@ class KeptDraws:
     """The draws of the last proposal."""
 
     def __init__(self, *, greedy: bool, pruning: Pruning | None = None) -> None:
-        """Nothing is kept yet.
+        """Starts without draws.
 
         Args:
             greedy: Whether all requests are drafted greedily.
@@ -64,7 +64,7 @@ class KeptDraws:
         self._are_coupled: list[bool] = []
 
     def of(self, context: DraftContext, rows: Sequence[int], device: torch.device) -> tuple[Tensor, DraftDraws]:
-        """Roots and draws of some sequences of a batch.
+        """Returns roots and draws of some sequences of a batch.
 
         Args:
             context: Of the whole batch.
@@ -96,7 +96,7 @@ class LevelPasses:
     """
 
     def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        """Before the first level.
+        """Starts before the first level.
 
         Args:
             slots: Cache slots of the B sequences.
@@ -110,7 +110,7 @@ class LevelPasses:
         self._above: range | None = None  # nodes of the level above
 
     def next(self, frontier: Frontier) -> Pass:
-        """The pass over a frontier, without logits. A node of depth d stands d - 1 positions behind the prefix."""
+        """Returns the pass over a frontier, without logits. A node of depth d is d - 1 positions after the prefix."""
         tokens, origins = frontier
         (batch, count), earlier = tokens.shape, self.tokens.shape[1]
         if self._above is None:
