@@ -1,11 +1,11 @@
-"""Writes files and directories whole or not at all: beside their destination, synced to disk, then renamed.
+"""Writes files and directories whole or not at all: beside their place, synced to disk, then renamed.
 
-Whatever ends the writing (a full disk, missing rights, Ctrl-C) removes what was begun and leaves the place as it was. A
-process that is killed leaves what it had begun beside the place, under a hidden name; a directory that was just being
-replaced waits there too, in `.NAME-…/old`.
+If anything ends the writing (a full disk, missing rights, Ctrl-C), unfinished files are removed and the place stays as
+it was. A killed process leaves unfinished files beside the place, under a hidden name; a directory that was being
+replaced is then in `.NAME-…/old`.
 
-A place that is a symbolic link is written through: the link stays, and what it leads to is replaced. Where links are
-not trusted, and for links inside a directory that is merged into, there is an error instead. No link is replaced.
+If the place is a symbolic link, the link stays and its target is replaced. Untrusted links, and links inside a
+directory that is merged into, raise an error.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
     from foretoken.core.errors import ForetokenError
 
-_LONGEST_NAME = 40  # characters of the place's name in that of its neighbour: file systems allow 255 bytes
+_LONGEST_NAME = 40  # characters of the place's name in the hidden name; file systems allow 255 bytes
 _log = logging.getLogger(__name__)
 
 
 class NotPutBackError(OSError):
-    """Writing failed, and so did putting back what was there; the message says where that lies."""
+    """Writing failed, and so did restoring the old content; the message says where the old content is."""
 
 
 @contextmanager
 def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True) -> Iterator[Path]:
-    """A new empty file to write to, which takes its place when the block ends without an error.
+    """Yields a new empty file to write to, which replaces the place when the block ends without an error.
 
     Args:
         path: The place, in a directory that exists.
-        mode: Its permissions; None for those of the file that is replaced, or what the umask allows a new one.
-        follows_links: Whether a place that is a symbolic link is written through, or an error.
+        mode: Permissions; None for those of the replaced file, or of the umask for a new file.
+        follows_links: Whether to write through a place that is a symbolic link; raises an error otherwise.
 
     Yields:
         The file's temporary name, in the same directory.
 
     Raises:
-        OSError: When it cannot be written, or something that is no regular file is in its place.
+        OSError: When it cannot be written, or the place is not a regular file.
     """
     place = _resolved(path, follows_links=follows_links)
     if os.path.lexists(place) and not place.is_file():
@@ -81,10 +81,10 @@ def write_file(path: Path, data: bytes | str, *, mode: int | None = None, follow
 
 
 def put_file(written: Path, place: Path) -> None:
-    """Moves a file that was written in pieces to its place, on the same file system, where it replaces another one.
+    """Moves a finished file to its place on the same file system; replaces another file there.
 
     Args:
-        written: Closed by now.
+        written: The file, already closed.
         place: The place, in a directory that exists.
     """
     _sync(written)
@@ -96,21 +96,22 @@ def put_file(written: Path, place: Path) -> None:
 def new_directory(
     path: Path, *, existing: Literal["refuse", "replace", "merge"] = "refuse", last: str = ""
 ) -> Iterator[Path]:
-    """A new directory to write into, which takes its place when the block ends without an error.
+    """Yields a new directory to write into, which moves to its place when the block ends without an error.
 
-    Parents that are missing are made then, and removed again when that fails.
+    Missing parents are made at the end, and removed again if that fails.
 
     Args:
         path: The place.
-        existing: What becomes of a directory that is there. "refuse": an error, unless it is empty. "replace": it goes,
-            with everything in it. "merge": new files take the place of files of their names, and the others stay.
+        existing: What to do with an existing directory. "refuse": an error, unless it is empty. "replace": it is
+            removed
+            with all its content. "merge": new files replace files of the same names; the others stay.
         last: Name of the file that is merged last.
 
     Yields:
-        The directory to write into, on the disk of the place.
+        The directory to write into, on the same file system.
 
     Raises:
-        OSError: When it cannot be written, or what is in its place is not replaced.
+        OSError: When it cannot be written, or the place must not be replaced.
     """
     place = _resolved(path)
     _check_place(place, existing)
@@ -128,7 +129,7 @@ def new_directory(
             _check_place(place, existing)
             _put(new, place, old)
             _sync_names(place.parent)
-    except NotPutBackError:  # what was there lies in it
+    except NotPutBackError:  # `work` holds the old content
         is_needed = True
         raise
     finally:
@@ -138,16 +139,16 @@ def new_directory(
 
 @contextmanager
 def told_as(error: type[ForetokenError], what: str, advice: str) -> Iterator[None]:
-    """Turns an `OSError` of the block into one sentence: what cannot be written, why, and how to mend that.
+    """Turns an `OSError` of the block into one sentence: what cannot be written, why, and how to mend it.
 
     Args:
-        error: The exception that is raised.
-        what: Names what is written, as in "'out'".
+        error: The exception type to raise.
+        what: Names the file or directory, such as "'out'".
         advice: What was expected and how to mend it, as sentences.
     """
     try:
         yield
-    except BrokenPipeError:  # nobody reads our output any longer: nothing that was written here
+    except BrokenPipeError:  # standard output was closed; no file is concerned
         raise
     except OSError as err:
         reason = " ".join((err.strerror or str(err) or type(err).__name__).split()).rstrip(".")
@@ -156,7 +157,7 @@ def told_as(error: type[ForetokenError], what: str, advice: str) -> Iterator[Non
 
 
 def _check_place(place: Path, existing: str) -> None:
-    """Raises `OSError` when what is in a directory's place may not go."""
+    """Raises `OSError` if the content of a place must not be replaced."""
     if os.path.lexists(place) and not place.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
     if existing == "refuse" and place.exists() and any(place.iterdir()):
@@ -164,14 +165,14 @@ def _check_place(place: Path, existing: str) -> None:
 
 
 def _put(new: Path, place: Path, old: Path) -> None:
-    """Moves a directory to its place; one that is there goes to `old`, and comes back when this fails."""
+    """Moves a directory to its place. An existing directory goes to `old`, and returns if this fails."""
     made = [above for above in place.parents if not above.exists()]  # deepest first
 
     def undo() -> None:
         if old.exists() and not place.exists():
             _put_back({old: place}, old)
         for parent in made:
-            with suppress(OSError):  # it was not made, or somebody else put something there
+            with suppress(OSError):  # not made, or not empty any more
                 parent.rmdir()
 
     with undone_on_error(undo):
@@ -183,7 +184,7 @@ def _put(new: Path, place: Path, old: Path) -> None:
 
 
 def _merge(new: Path, place: Path, old: Path, last: str) -> None:
-    """Moves files beside those that are there; ones of the same name go to `old`, and come back when this fails."""
+    """Moves files into an existing directory. Files of the same name go to `old`, and return if this fails."""
     old.mkdir()
     moved: list[str] = []
 
@@ -205,7 +206,7 @@ def _merge(new: Path, place: Path, old: Path, last: str) -> None:
 
 
 def _put_back(moves: dict[Path, Path], old: Path) -> None:
-    """Undoes renames; raises `NotPutBackError` when that fails."""
+    """Undoes renames; raises `NotPutBackError` if that fails."""
     try:
         for source, place in moves.items():
             source.rename(place)
@@ -215,13 +216,12 @@ def _put_back(moves: dict[Path, Path], old: Path) -> None:
 
 
 def _remove_begun(path: Path) -> None:
-    """Removes a file that was being written, if it is there and can be."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def _resolved(path: Path, *, follows_links: bool = True) -> Path:
-    """Where a path leads, which may not exist; raises `OSError` for links in a circle, and for any if so asked."""
+    """Returns the target of a path, which may not exist; raises `OSError` for loops of links, and for refused links."""
     if path.is_symlink() and not follows_links:
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     place = Path(os.path.realpath(path))
@@ -231,12 +231,11 @@ def _resolved(path: Path, *, follows_links: bool = True) -> Path:
 
 
 def _beside(place: Path, directory: Path) -> Path:
-    """A hidden name that nothing has, for what will move to a place."""
+    """Returns an unused hidden name for a file that will move to a place."""
     return directory / f".{place.name[:_LONGEST_NAME]}-{secrets.token_hex(4)}"
 
 
 def _sync_tree(directory: Path) -> None:
-    """Brings everything in a directory to disk."""
     for folder, _, names in os.walk(directory, topdown=False):
         for path in (Path(folder, name) for name in names):
             if not path.is_symlink():
@@ -245,7 +244,7 @@ def _sync_tree(directory: Path) -> None:
 
 
 def _sync_names(directory: Path) -> None:
-    """Brings the names in a directory to disk where that can be done: what they name is there already."""
+    """Syncs a directory's names where the system can; the files are on disk already."""
     try:
         _sync(directory)
     except OSError as err:  # some systems open no directories, or sync files alone; it may also not be readable
@@ -253,7 +252,6 @@ def _sync_names(directory: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Brings a file or directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -263,21 +261,21 @@ def _sync(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OutputDirectory:
-    """One kind of such directories.
+    """A type of output directory.
 
     Attributes:
-        what: Names its contents, as "packed tokens".
-        holds_it: Whether a directory that is not empty is one of the kind, which `force` may replace.
+        what: Names its contents, such as "packed tokens".
+        holds_it: Whether a non-empty directory is of this type; `force` may replace only those.
     """
 
     what: str
     holds_it: Callable[[Path], bool]
 
     def check(self, directory: Path, *, force: bool) -> None:
-        """Whether one may be written to a place.
+        """Checks that a directory may be written to.
 
         Raises:
-            RequestError: When something is there, unless it is one of the kind and `force` allows to replace it.
+            RequestError: When the directory has content, unless it is of this type and `force` is set.
         """
         if not directory.exists():
             return
@@ -292,14 +290,11 @@ class OutputDirectory:
 
     @contextmanager
     def new(self, directory: Path, *, force: bool) -> Iterator[Path]:
-        """Builds one beside its place and moves it there at the end.
+        """Yields a directory to write into, which moves to its place at the end; see `new_directory`.
 
         Args:
             directory: The place.
-            force: Replaces one of the kind that is there.
-
-        Yields:
-            The directory to write into; see `new_directory`.
+            force: Whether to replace an existing directory of this type.
 
         Raises:
             RequestError: When the place is taken or cannot be written to.

@@ -1,6 +1,6 @@
-"""Reads files that a user names: bounded in size, never a device or a pipe, and damage named in one sentence.
+"""Reads files that a user names: bounded in size, never a device or a pipe; damage is named in one sentence.
 
-Also JSON objects, and the headers of safetensors files, which say what tensors they hold.
+Also reads JSON objects, and the tensors' names, shapes and dtypes in headers of safetensors files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NONBLOCKING = getattr(os, "O_NONBLOCK", 0)  # Windows has neither the flag nor 
 
 
 def read_regular(path: Path, *, limit: int = MOST_JSON_BYTES, error: type[ForetokenError] = ModelError) -> bytes:
-    """The bytes of a file that belongs to a model, a head or a data set.
+    """Returns the bytes of a file of a model, a head or a data set.
 
     Args:
         path: A regular file, or a link to one.
-        limit: Most bytes it may have.
-        error: What to raise.
+        limit: Greatest size in bytes.
+        error: The exception type.
 
     Raises:
         ForetokenError: Of type `error`, when it is a device, a pipe, a socket or a directory, or too large.
@@ -46,22 +46,22 @@ def read_regular(path: Path, *, limit: int = MOST_JSON_BYTES, error: type[Foreto
 
 
 def check_regular(path: Path, *, error: type[ForetokenError] = ModelError) -> None:
-    """Raises `error` when there is something at `path` that is not a regular file, and `OSError` when nothing is."""
+    """Raises `error` if `path` is not a regular file, and `OSError` if nothing is there."""
     kind = _kind(path.stat().st_mode)
     if kind is not None:
         raise error(f"'{path}' is {kind}. Expected a regular file. Copy or download it again.")
 
 
 def read_named(path: Path, *, limit: int = MOST_TEXT_BYTES, error: type[ForetokenError] = RequestError) -> bytes:
-    """The bytes of what a command line names: a file, or a pipe such as a shell's `<(command)`.
+    """Returns the bytes of a file that a command line names; it may be a pipe such as a shell's `<(command)`.
 
     Args:
-        path: Of anything that can be read.
-        limit: Most bytes that are read.
-        error: What to raise.
+        path: Any readable file.
+        limit: Most bytes to read.
+        error: The exception type.
 
     Raises:
-        ForetokenError: Of type `error`, when it holds more, or is a pipe that nobody writes to.
+        ForetokenError: Of type `error`, when it is larger, or is a pipe without a writer.
         OSError: When the system refuses.
     """
     if stat.S_ISFIFO(path.stat().st_mode):
@@ -77,16 +77,16 @@ def read_named(path: Path, *, limit: int = MOST_TEXT_BYTES, error: type[Foretoke
 def read_stream(
     stream: BinaryIO, where: str, *, limit: int = MOST_TEXT_BYTES, error: type[ForetokenError] = RequestError
 ) -> bytes:
-    """All bytes of a stream.
+    """Returns all bytes of a stream.
 
     Args:
         stream: Open for reading.
-        where: Names it in messages.
-        limit: Most bytes that are read.
-        error: What to raise.
+        where: Names the stream in messages.
+        limit: Most bytes to read.
+        error: The exception type.
 
     Raises:
-        ForetokenError: Of type `error`, when it holds more.
+        ForetokenError: Of type `error`, when the stream is larger.
     """
     data = bytearray()
     while piece := stream.read(_PIECE_BYTES):
@@ -96,13 +96,13 @@ def read_stream(
 
 
 def _read_pipe(descriptor: int, where: str, limit: int, error: type[ForetokenError]) -> bytes:
-    """All bytes of a pipe that was opened without waiting for a writer."""
+    """Reads all bytes of a pipe that was opened without waiting for a writer."""
     data, waits_until = bytearray(), time.monotonic() + _WRITER_WAIT_S
     has_writer = False
     while True:
         try:
             piece = os.read(descriptor, _PIECE_BYTES)
-        except BlockingIOError:  # somebody has it open and may write whenever he likes
+        except BlockingIOError:  # a writer has the pipe open and may write at any time
             has_writer = True
             select.select([descriptor], [], [])
             continue
@@ -128,13 +128,12 @@ def _is_hung_up(descriptor: int) -> bool:
 
 
 def _check_length(data: bytearray, where: str, limit: int, error: type[ForetokenError]) -> None:
-    """Raises `error` when there are too many bytes."""
     if len(data) > limit:
         raise error(f"{where} holds more than {limit // MIB} MiB. Expected at most that. Shorten it.")
 
 
 def _kind(mode: int) -> str | None:
-    """What a file is, in words; None for a regular one."""
+    """Returns the kind of a file in words; None for a regular file."""
     if stat.S_ISREG(mode):
         return None
     if stat.S_ISDIR(mode):
@@ -147,16 +146,15 @@ def _kind(mode: int) -> str | None:
 def read_json_object(
     path: Path, *, error: type[ForetokenError] = ModelError, advice: str = "Copy or download it again."
 ) -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """Returns the object in a JSON file.
 
     Args:
         path: A regular file of at most `MOST_JSON_BYTES`.
-        error: What to raise.
+        error: The exception type.
         advice: How to mend a damaged file, a sentence.
 
     Raises:
-        ForetokenError: Of type `error`, when it is missing, no regular file, too large, damaged, or holds something
-            else.
+        ForetokenError: Of type `error`, when the file is missing, not regular, too large, damaged, or holds no object.
     """
     try:
         value = json.loads(read_regular(path, error=error).decode("utf-8"))
@@ -168,19 +166,19 @@ def read_json_object(
 
 
 class TensorHeader(NamedTuple):
-    """What a file says of one tensor: its shape, and its dtype in the words of safetensors, such as "BF16"."""
+    """Shape and dtype of a tensor in a file; the dtype as safetensors writes it, such as "BF16"."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def tensor_headers(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of a file, by name.
+    """Returns the headers of the tensors in a file, by name.
 
     Raises:
-        SafetensorError, OSError: When it is damaged or cannot be read.
+        SafetensorError, OSError: When the file is damaged or cannot be read.
     """
     with safe_open(path, framework="np") as file:
-        names = file.keys()  # of the file itself, which is no mapping
+        names = file.keys()  # the file is no mapping
         parts = {name: file.get_slice(name) for name in names}
         return {name: TensorHeader(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}

@@ -1,7 +1,7 @@
-"""A file of JSON lines that long work appends to, so that after an interruption the same command goes on.
+"""A file of JSON lines that long work appends to, so that the same command continues after an interruption.
 
-The first line holds the conditions that everything else was found under; every other line is one result. A line is on
-disk when `add` returns. A last line that an interruption cut off is removed when the file is opened again.
+The first line holds the conditions of all results; every other line is one result. `add` returns when the line is on
+disk. An unfinished last line is removed when the file is opened again.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _MOST_BYTES = 512 * MIB
 
 
 class JournalFile:
-    """One file.
+    """A journal.
 
     Attributes:
-        conditions: That all lines were found under.
-        date: On which the file was begun, as in 2026-11-22.
-        lines: All lines, the oldest first.
+        conditions: Conditions of all lines.
+        date: Date when the file was begun, such as 2026-11-22.
+        lines: All results, the oldest first.
     """
 
     def __init__(self, path: Path, conditions: Mapping[str, Any] | None = None, *, advice: str) -> None:
-        """Opens the file, or begins it.
+        """Opens or begins the file.
 
         Args:
-            path: Of the file; directories above it that are missing are made.
-            conditions: JSON-ready; None takes those of a file that is there.
-            advice: What to do where the file has other conditions or cannot be used, a sentence.
+            path: The file; missing parents are made.
+            conditions: JSON-ready; None for those of an existing file.
+            advice: How to mend other conditions or an unusable file, a sentence.
 
         Raises:
-            ConfigError: When the file has other conditions, is damaged anywhere but at its end, or cannot be read or
+            ConfigError: When the file has other conditions, is damaged before its last line, or cannot be read or
                 written.
         """
         self._path, self._advice = path, advice
-        # As they are read back: JSON knows no tuples.
+        # In JSON's types, for the comparison: JSON has no tuples.
         ours = None if conditions is None else json.loads(json.dumps(conditions))
         head, self.lines = self._read()
         if head is None:
@@ -61,10 +61,10 @@ class JournalFile:
             self._check(ours)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Appends a line and brings it to disk.
+        """Appends a line and syncs it to disk.
 
         Raises:
-            ConfigError: When it cannot be written, as on a full disk.
+            ConfigError: When the line cannot be written, as on a full disk.
         """
         advice = "Expected room for one more line. Make some, and go on."
         with told_as(ConfigError, f"'{self._path}'", advice), self._path.open("a", encoding="utf-8") as file:
@@ -74,7 +74,7 @@ class JournalFile:
         self.lines.append(json.loads(json.dumps(line)))
 
     def _check(self, ours: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` with the first condition that differs."""
+        """Raises `ConfigError` for the first condition that differs."""
         for name in dict.fromkeys([*ours, *self.conditions]):
             theirs, now = self.conditions.get(name), ours.get(name)
             if theirs != now:
@@ -84,7 +84,7 @@ class JournalFile:
                 )
 
     def _read(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-        """Head and lines of the file, of which an unfinished last line is removed; None where there is none."""
+        """Returns head and lines of the file; removes an unfinished last line. The head is None without a file."""
         try:
             data = read_regular(self._path, limit=_MOST_BYTES, error=ConfigError) if self._path.exists() else b""
         except OSError as err:

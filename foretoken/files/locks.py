@@ -1,8 +1,7 @@
-"""Locks: a name of a file for one process, a directory for one run, a lock that survives forks, and a fair one.
+"""Locks: a file for one process, a directory for one run, a lock that survives forks, and a fair lock.
 
-The system gives a file's lock back when the process ends, however it ends. The file is removed while it is held, so a
-run that ended leaves none. A process that opened the file before that, and gets the lock after, has a file without a
-name: `filelock` sees that it has no links any more, and opens the name anew.
+The system releases a file's lock at the end of the process. The holder removes the file, so finished runs leave none.
+Another process may have opened the removed file: `filelock` then sees no links, and opens the name anew.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-_ENDING_SECONDS = 0.5  # for a run that is just giving the name back
+_ENDING_SECONDS = 0.5  # waits for a run that is just ending
 
 
 @contextmanager
 def file_lock(path: Path, *, refusal: str) -> Iterator[None]:
-    """The name for this run alone while the block lasts.
+    """Holds a lock file for this run alone during the block.
 
     Args:
-        path: Of the lock file, in a directory that exists.
-        refusal: What is said when another run holds it.
+        path: The lock file, in a directory that exists.
+        refusal: Message if another run holds it.
 
     Raises:
         ConfigError: When another run holds it.
-        OSError: When there can be no such file.
+        OSError: When the file cannot be made.
     """
     lock = FileLock(path)
     try:
@@ -45,8 +44,8 @@ def file_lock(path: Path, *, refusal: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if not isinstance(lock, SoftFileLock):  # what it becomes where the file's existence is the lock
-            with suppress(OSError):  # on Windows, where files that are open stay, the library removes it
+        if not isinstance(lock, SoftFileLock):  # a soft lock is the file itself
+            with suppress(OSError):  # Windows keeps open files; the library removes it there
                 path.unlink()
         lock.release()
 
@@ -56,14 +55,14 @@ _LOCK = "run.lock"
 
 @contextmanager
 def run_lock(directory: Path, *, option: str) -> Iterator[None]:
-    """The directory for this run alone while the block lasts; it is made where it is missing.
+    """Holds a directory for this run alone during the block; makes the directory if needed.
 
     Args:
-        directory: Of the run.
-        option: That named it, for the message.
+        directory: The run's directory.
+        option: The option that named it, for the message.
 
     Raises:
-        ConfigError: When another run is at work there.
+        ConfigError: When another run works there.
     """
     directory.mkdir(parents=True, exist_ok=True)
     refusal = (
@@ -74,20 +73,18 @@ def run_lock(directory: Path, *, option: str) -> Iterator[None]:
 
 
 class ForkLock:
-    """Mutual exclusion for short work, as a context manager; not to be forked while it is held by the same thread."""
+    """A lock for short work that a forked child finds released, as a context manager."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         _alive.add(self)
 
     def __enter__(self) -> None:
-        """Waits until nobody holds it."""
         self._lock.acquire()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Lets others in."""
         self._lock.release()
 
 
@@ -95,7 +92,7 @@ _alive: weakref.WeakSet[ForkLock] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In a forked child: only the thread that forked lives on."""
+    """Renews the locks in a forked child; only the forking thread lives on there."""
     for lock in _alive:
         lock._lock = threading.Lock()
 
@@ -105,10 +102,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class FairLock:
-    """Mutual exclusion, first come first served, as a context manager.
+    """A lock for the thread that has waited longest, as a context manager.
 
-    `threading.Lock` goes to whoever is awake when it is released, which in a loop is nearly always the thread that just
-    released it: a thread that steps the engine again and again would keep the others from adding their requests.
+    A `threading.Lock` usually goes back to the thread that just released it. A thread that steps the engine in a loop
+    would then keep other threads from adding their requests.
     """
 
     def __init__(self) -> None:
@@ -123,7 +120,7 @@ class FairLock:
         return self._owner == threading.get_ident()
 
     def check_not_mine(self) -> None:
-        """Raises `ForetokenError` when the calling thread holds the lock already."""
+        """Raises `ForetokenError` if the calling thread holds the lock."""
         if self.is_mine:
             raise ForetokenError(
                 "an LLM was called from within one of its own callbacks. Expected calls from outside an iteration. "
@@ -131,10 +128,10 @@ class FairLock:
             )
 
     def __enter__(self) -> None:
-        """Waits for its turn.
+        """Waits for the lock.
 
         Raises:
-            ForetokenError: When the calling thread holds the lock already, as a call from within a callback would.
+            ForetokenError: When the calling thread already holds the lock, as in a callback.
         """
         self.check_not_mine()
         with self._condition:
@@ -144,18 +141,17 @@ class FairLock:
                 self._condition.wait_for(lambda: self._serving == ticket)
                 self._owner = threading.get_ident()
             finally:
-                if not self.is_mine:  # interrupted while waiting: nobody may wait for this ticket for ever
+                if not self.is_mine:  # interrupted while waiting: skip this ticket
                     self._abandoned.add(ticket)
                     self._skip_abandoned()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Lets the next thread in."""
         self.release()
 
     def release(self) -> None:
-        """Gives the lock to the thread that has waited longest."""
+        """Passes the lock to the thread that has waited longest."""
         with self._condition:
             self._owner = None
             self._serving += 1
@@ -171,7 +167,7 @@ class FairLock:
             return True
 
     def _skip_abandoned(self) -> None:
-        """Passes over tickets whose threads stopped waiting, and wakes the others."""
+        """Skips tickets of threads that stopped waiting, and wakes the others."""
         while self._serving in self._abandoned:
             self._abandoned.remove(self._serving)
             self._serving += 1

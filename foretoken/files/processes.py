@@ -1,4 +1,4 @@
-"""What long work asks of its process: to end at a point of its own choosing, and to keep the memory that it frees."""
+"""Process-wide settings of long work: collect stop signals, and keep freed memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collects signals instead of dying of them, in the main thread; elsewhere the list stays empty.
+    """Collects stop signals instead of ending the process. Works in the main thread; elsewhere the list stays empty.
 
     Yields:
-        The numbers of those that came, which grows while the block lasts.
+        The numbers of the received signals; the list grows during the block.
     """
     received: list[int] = []
     try:
         before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in STOP_SIGNALS}
-    except ValueError:  # not the main thread: the program that started it handles signals
+    except ValueError:  # not the main thread: the calling program handles signals
         before = {}
     try:
         yield received
@@ -33,16 +33,20 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
-_NEVER, _LARGE, _LARGEST_OF_OLD = 2**31 - 1, 1 << 30, 32 << 20  # bytes; glibc before 2.35 takes at most the last
+_NEVER, _LARGE, _LARGEST_OF_OLD = (
+    2**31 - 1,
+    1 << 30,
+    32 << 20,
+)  # bytes; glibc before 2.35 accepts at most `_LARGEST_OF_OLD`
 
 
 def keep_freed_memory() -> bool:
-    """Makes the whole process keep what it frees, about as much as its peak; False where the C library is not glibc."""
+    """Makes the whole process keep freed memory, up to about its peak; returns False if the C library is not glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    # Without the first one the second would only switch off what glibc learns of a program's sizes by itself.
+    # Both are needed: the trim threshold alone would only switch off glibc's own tuning.
     if not (mallopt(_MMAP_THRESHOLD, _LARGE) or mallopt(_MMAP_THRESHOLD, _LARGEST_OF_OLD)):
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _NEVER))

@@ -1,8 +1,8 @@
-"""The user's cache directory: compiled kernels and measured costs, made once a machine.
+"""The user's cache directory: compiled kernels and measured costs, made once for each machine.
 
-What is kept is run as code, or steers the engine. So nothing is read or written unless this user and root are the only
-ones who can put it there: the directory, those above it and every file are asked for their owner and mode. Where that
-does not hold, or there is no home directory, everything works and nothing is kept.
+Cached files are run as code, or steer the engine. So the cache is used only if no user but this one and root can write
+to it: owner and mode of the directory, its parents and every file are checked. Otherwise, or without a home directory,
+everything works without a cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _said: list[str] = []
 
 
 def cache_directory() -> Path:
-    """`FORETOKEN_CACHE`, or `foretoken` in the user's cache directory; may not exist yet.
+    """Returns `FORETOKEN_CACHE`, or `foretoken` in the user's cache directory; it may not exist yet.
 
     Raises:
         OSError: When there is neither, as in a container whose user has no home.
@@ -51,10 +51,10 @@ def cache_directory() -> Path:
 
 
 def open_cache() -> Path | None:
-    """The cache directory, made where it is missing; None where nothing can be kept, which is logged once."""
+    """Returns the cache directory, and makes it if needed. Returns None if it is unsafe; logs the reason once."""
     try:
         directory = cache_directory()
-        # A link that somebody else made may lead anywhere, later to another place than now.
+        # Another user can change the target of his link at any time.
         for part in (directory, *directory.parents):
             if part.is_symlink() and not _is_owned(part.lstat()):
                 raise PermissionError(f"the link '{part}' belongs to another user")
@@ -70,14 +70,14 @@ def open_cache() -> Path | None:
 
 
 def read_kept(path: Path, *, limit: int) -> bytes | None:
-    """Contents of a file of the cache.
+    """Returns the contents of a file of the cache.
 
     Args:
-        path: In `open_cache`.
-        limit: Most bytes it may have.
+        path: A path in `open_cache`.
+        limit: Greatest size in bytes.
 
     Returns:
-        None where there is no regular file, it is longer, or somebody else could have written it.
+        None if there is no regular file, it is larger, or another user can write to it.
     """
     try:
         with os.fdopen(os.open(path, _READING), "rb") as file:
@@ -91,14 +91,14 @@ def read_kept(path: Path, *, limit: int) -> bytes | None:
 
 
 def may_replace(path: Path, *, mark: bytes) -> bool:
-    """Whether nobody loses anything when a file of the cache is written.
+    """Whether a file of the cache can be written without loss of other data.
 
     Args:
-        path: In `open_cache`, which may be a directory that holds other things as well.
-        mark: What our own file begins with.
+        path: A path in `open_cache`; the directory may hold other files as well.
+        mark: First bytes of our own file.
 
     Returns:
-        True where there is nothing, or a regular file that is empty or begins with `mark`, whoever can write to it.
+        True if there is no file, or a regular file that is empty or begins with `mark`.
     """
     try:
         with os.fdopen(os.open(path, _READING), "rb") as file:
@@ -110,20 +110,20 @@ def may_replace(path: Path, *, mark: bytes) -> bool:
 
 
 def write_kept(path: Path, data: bytes) -> None:
-    """Replaces a file of the cache in one move; only this user can read it.
+    """Replaces a file of the cache atomically; only this user can read it.
 
     Args:
-        path: In `open_cache`.
+        path: A path in `open_cache`.
         data: Its contents.
 
     Raises:
-        OSError: When that is not possible, or a symbolic link is in its place.
+        OSError: When it cannot be written, or the place is a symbolic link.
     """
     write_file(path, data, mode=0o600, follows_links=False)
 
 
 def say_nothing_is_kept(reason: str) -> None:
-    """Logs why nothing is kept; once a process."""
+    """Logs once a process why the cache is not used."""
     if _said:
         return
     _said.append(reason)
@@ -134,10 +134,9 @@ def say_nothing_is_kept(reason: str) -> None:
 
 
 def _check_directory(directory: Path, *, is_parent: bool) -> None:
-    """Raises `PermissionError` when somebody else can put files there.
+    """Raises `PermissionError` if another user can put files into a directory.
 
-    Where everybody may make entries but not touch those of others (the sticky bit, as /tmp has it), what lies below is
-    safe with an owner of its own.
+    A parent with the sticky bit, such as /tmp, is safe: others cannot touch entries of this user.
     """
     facts = directory.stat()
     if not stat.S_ISDIR(facts.st_mode):
@@ -150,17 +149,15 @@ def _check_directory(directory: Path, *, is_parent: bool) -> None:
 
 
 def _is_owned(facts: os.stat_result) -> bool:
-    """Whether a file belongs to this user or to root."""
     return os.name != "posix" or facts.st_uid in (0, os.geteuid())
 
 
 def _others_write(facts: os.stat_result) -> bool:
-    """Whether group or others may write."""
     return os.name == "posix" and bool(facts.st_mode & _OTHERS_WRITE)
 
 
 def _is_private_group(facts: os.stat_result) -> bool:
-    """Whether it is only the group that may write too, and that is the group which many systems give each user."""
+    """Whether only the group may write besides, and the group has this user alone."""
     import grp  # POSIX alone has these
     import pwd
 
@@ -173,19 +170,19 @@ def _is_private_group(facts: os.stat_result) -> bool:
 
 
 _FORMAT = 1
-_LARGEST_FILE = 1 << 20  # bytes; the oldest entries go when there are more
-_LONGEST_AGE_S = 30 * 24 * 3600  # drivers, clocks, texts and the machine's other users change
+_LARGEST_FILE = 1 << 20  # bytes; the oldest entries are dropped above that
+_LONGEST_AGE_S = 30 * 24 * 3600  # after a month drivers, clocks, texts and other load have changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEntries:
-    """A kind of entries.
+    """A file of cached entries.
 
     Attributes:
-        file: Name of their file in the cache directory.
-        mark: The first key of the file, by which it is known as ours.
-        holder: The key under which the entries stand.
-        what: What they are, for messages.
+        file: Name of the file in the cache directory.
+        mark: First key of the file, which shows that foretoken wrote it.
+        holder: Key of the entries.
+        what: Describes the entries in messages.
     """
 
     file: str
@@ -194,12 +191,12 @@ class KeptEntries:
     what: str
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """The entry under a key as it was kept, whatever it holds; None where there is none of the last month."""
+        """Returns the entry of a key; None without an entry of the last month. The entry is not checked."""
         directory = open_cache()
         return None if directory is None else self._entries(directory / self.file).get(key)
 
     def keep(self, key: str, entry: Mapping[str, Any]) -> None:
-        """Keeps an entry beside what the file holds of the last month; the file is replaced in one move."""
+        """Writes an entry beside the other entries of the last month; replaces the file atomically."""
         directory = open_cache()
         if directory is None:
             return
@@ -218,11 +215,10 @@ class KeptEntries:
 
     @property
     def _beginning(self) -> bytes:
-        """What the file begins with."""
         return f'{{"{self.mark}":'.encode()
 
     def _as_bytes(self, entries: dict[str, Any]) -> bytes:
-        """The file, without the oldest entries where it would be too large to be read again."""
+        """Returns the file's bytes; drops the oldest entries if it would be too large."""
         while True:
             data = json.dumps({self.mark: _FORMAT, self.holder: entries}).encode()
             if len(data) <= _LARGEST_FILE or len(entries) < 2:
@@ -231,24 +227,23 @@ class KeptEntries:
             entries = {key: entries[key] for key in oldest_first[(len(entries) + 3) // 4 :]}
 
     def _entries(self, path: Path) -> dict[str, Any]:
-        """Entries of the last month; nothing where there is no file of ours or it is damaged."""
+        """Returns the entries of the last month; none if the file is missing, foreign or damaged."""
         data = read_kept(path, limit=_LARGEST_FILE)
         if data is None or not data.startswith(self._beginning):
             return {}
         try:
             known = json.loads(data).get(self.holder)
-        except (ValueError, RecursionError):  # no JSON, no UTF-8; nested beyond what the parser bears
+        except (ValueError, RecursionError):  # no JSON, no UTF-8, or nested too deeply
             return {}
         now = time.time()
         return {key: entry for key, entry in known.items() if _is_recent(entry, now)} if isinstance(known, dict) else {}
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON, which may be a truth value, NaN or an integer of any size, is a finite number."""
+    """Whether a value of JSON is a finite number; booleans and NaN are not."""
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _is_recent(entry: Any, now: float) -> bool:
-    """Whether an entry of the file was made in the last month."""
     measured: Any = entry.get("measured") if isinstance(entry, dict) else None
     return is_number(measured) and now - _LONGEST_AGE_S < measured <= now

@@ -42,7 +42,7 @@ class Acceleration(BuiltPerProcess):
     """
 
     def __init__(self, model: Any, make: Callable[[], LLM]) -> None:
-        """Makes the engine; make: builds an engine over the model in its present state."""
+        """Makes the engine; `make` builds an engine over the model in its present state."""
         self.model, self._make, self._lock = model, make, threading.Lock()
         self._llm: LLM | None = make()
         self._structure = model_structure(model)
@@ -100,7 +100,6 @@ class Acceleration(BuiltPerProcess):
 
 
 def _summary(metrics: GenerationMetrics | None) -> str:
-    """Returns the counts and speed of a call in a line."""
     if metrics is None:
         return "none yet"
     speed = "plain decoding not measured" if metrics.speedup is None else f"{metrics.speedup:.2f}x plain decoding"
@@ -155,7 +154,7 @@ def accelerate(
     if isinstance(standing, AcceleratedGenerate):
         standing.engine.rest()
     given: dict[str, Any] = {"allow_unknown_ids": True, "tokenizer": tokenizer, **_drafter_arguments(drafter)}
-    given = {"generation_config": "vllm", **given, **arguments}  # transformers fills in the sampling defaults itself
+    given = {"generation_config": "vllm", **given, **arguments}  # transformers fills in sampling defaults
     acceleration = Acceleration(model, lambda: LLM(model, **given))
     setattr(model, NAME, AcceleratedGenerate(model, acceleration, tokenizer))
     return acceleration
@@ -180,7 +179,6 @@ def _uncover(model: Any) -> None:
 
 
 def _drafter_arguments(drafter: Any) -> dict[str, Any]:
-    """Returns the arguments of `LLM` for a drafter in any form."""
     if isinstance(drafter, torch.nn.Module):
         return {"drafter": _drafts_with(drafter), "trust_drafter": True}
     if isinstance(drafter, str | os.PathLike | Mapping):
@@ -194,8 +192,6 @@ def _drafter_arguments(drafter: Any) -> dict[str, Any]:
 
 
 def _drafts_with(module: torch.nn.Module) -> Callable[[], Drafter]:
-    """Returns a function that makes a drafter from a smaller model in memory."""
-
     def load(target: TargetHandle) -> LoadedModel:
         draft = wrap_model(module, name=type(module).__name__)
         if draft.vocab_size != target.vocab_size:

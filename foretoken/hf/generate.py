@@ -1,7 +1,7 @@
-"""The `generate` of an accelerated model: transformers' own, whose decoding loop is replaced where an engine can serve.
+"""The `generate` of an accelerated model: transformers' own, with another decoding loop where an engine can serve.
 
 transformers still reads the arguments, fills in defaults, checks, pads and warns; `custom_generate` is its hook for the
-loop. Knows nothing of the engine but how to ask it.
+decoding loop.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def replay(
     config: GenerationConfig,
     streamer: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    """What `generate` returns for tokens that an engine generates.
+    """Returns the result of `generate` for tokens of an engine.
 
     Args:
-        chunks: Of B sequences; `prompt_index` is the row.
+        chunks: Chunks of B sequences; `prompt_index` is the row.
         input_ids: (B, T) int64, the prompts with their padding.
-        criteria: All that may end a row.
+        criteria: All stopping criteria.
         config: As `read_request` takes it.
-        streamer: Gets the tokens, one of each row at a time, or None.
+        streamer: Gets the tokens, one of each row at a time; None for no streamer.
 
     Raises:
-        RequestError: When the engine could not go on with a row.
+        RequestError: When the engine could not finish a row.
     """
     num_rows, device = input_ids.shape[0], input_ids.device
     pads_what_is_over = any(hasattr(each, "eos_token_id") for each in criteria)
@@ -75,7 +75,7 @@ def replay(
 
 
 def _take(chunks: Iterator[StreamChunk], waiting: list[deque[int]]) -> None:
-    """Adds what an engine generated next to what waits to be handed out."""
+    """Adds the next tokens of the engine to the waiting ones."""
     chunk = next(chunks, None)
     if chunk is None or chunk.finish_reason in ("error", "abort"):
         reason = "it was ended." if chunk is None or chunk.error is None else chunk.error
@@ -92,7 +92,7 @@ _Answer = TypeVar("_Answer")
 
 
 class GenerateEngine(Protocol):
-    """What serves the calls."""
+    """An engine that serves `generate`."""
 
     is_released: bool
 
@@ -105,30 +105,30 @@ class GenerateEngine(Protocol):
         ...
 
     def limits(self) -> EngineLimits:
-        """What it can take, of the model as it is now."""
+        """Returns the limits of the engine for the present model."""
         ...
 
     def stream(self, request: GenerateRequest) -> Generator[StreamChunk]:
-        """Tokens as they come; raises `RequestError` before any of them where it cannot serve the request."""
+        """Yields chunks; raises `RequestError` before the first if it cannot serve the request."""
         ...
 
 
 class AcceleratedGenerate:
-    """Stands on a model in the place of its `generate`; a copied or unpickled model has the original one again.
+    """Replaces a model's `generate`; a copied or unpickled model has the original one.
 
     Attributes:
-        beneath: The bound method that it replaces: transformers' own, or an enclosing acceleration.
+        beneath: The replaced bound method: transformers' own, or an enclosing acceleration.
         original: transformers' own bound method.
-        engine: Serves it.
+        engine: Serves the calls.
     """
 
     def __init__(self, model: Any, engine: GenerateEngine, tokenizer: Any) -> None:
-        """Prepares to stand on a model; does not change it.
+        """Makes the replacement; does not change the model.
 
         Args:
             model: A transformers causal LM.
-            engine: Serves it.
-            tokenizer: For stop strings of calls that bring none, or None.
+            engine: Serves the calls.
+            tokenizer: For stop strings of calls without a tokenizer; may be None.
         """
         self.beneath: Callable[..., Any] = getattr(model, NAME)
         self.original: Callable[..., Any] = getattr(self.beneath, "original", self.beneath)
@@ -137,7 +137,7 @@ class AcceleratedGenerate:
         functools.update_wrapper(self, self.original)
 
     def __reduce__(self) -> Any:
-        """A copy is the original method of the model's copy."""
+        """Returns the original method of the model's copy."""
         return getattr, (self._model, NAME)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ class AcceleratedGenerate:
         try:
             given = inspect.signature(self.original).bind(*args, **kwargs).arguments
         except TypeError:
-            return self.original(*args, **kwargs)  # says itself what is wrong
+            return self.original(*args, **kwargs)  # raises transformers' own error
         more = given.pop("kwargs", {})
         try:
             changes = self._changes(given, more)
@@ -155,15 +155,7 @@ class AcceleratedGenerate:
         return self.original(**{**given, **more, **changes, "custom_generate": self._decoder(given.get("streamer"))})
 
     def _changes(self, given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-        """How the arguments have to be changed for the hook.
-
-        Args:
-            given: Arguments by their names.
-            more: What came as further keywords: fields of the configuration, and inputs of the model.
-
-        Raises:
-            Unserved: When transformers has to serve the call.
-        """
+        """Returns the arguments that the hook changes; raises `Unserved` if transformers has to serve the call."""
         _check_state(self._model)
         tokenizer = more.get("tokenizer") or self._tokenizer
         config, others = self._prepared(given.get("generation_config"), more)
@@ -184,18 +176,14 @@ class AcceleratedGenerate:
     def _prepared(
         self, config: GenerationConfig | None, more: dict[str, Any]
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """The configuration with defaults and keywords, and the keywords that are none of its fields.
-
-        Raises:
-            Unserved: When transformers refuses them; it will say why.
-        """
+        """Returns the full configuration and the other keywords; raises `Unserved` if transformers refuses them."""
         inputs = {name: value for name, value in more.items() if name not in ("tokenizer", "trust_remote_code")}
         with foreign_errors_as(Unserved, lambda _: "transformers refuses its arguments"):
             prepared: tuple[GenerationConfig, dict[str, Any]] = self._model._prepare_generation_config(config, **inputs)
         return prepared
 
     def _decoder(self, streamer: Any) -> Callable[..., Any]:
-        """What takes the place of the decoding loop; transformers calls it with everything prepared."""
+        """Returns the replacement of the decoding loop; transformers calls it with prepared arguments."""
 
         def decode(
             model: Any,
@@ -224,34 +212,26 @@ class AcceleratedGenerate:
 
     @staticmethod
     def _asked(ask: Callable[[], _Answer]) -> _Answer:
-        """What the engine answers.
-
-        Raises:
-            Unserved: When it cannot serve the request, or the model as it has become.
-        """
+        """Calls the engine; raises `Unserved` if it cannot serve the request or the present model."""
         try:
             return ask()
         except (RequestError, ModelError, ConfigError) as err:
             raise Unserved(str(err)) from err
 
     def _tell(self, reason: str) -> None:
-        """Logs why transformers serves a call, each reason once."""
+        """Logs once for each reason why transformers serves a call."""
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("generate() is served by transformers, without speculation: %s", reason.rstrip("."))
 
 
 def _check_state(model: nn.Module) -> None:
-    """Looks at what is switched on around a call.
-
-    Raises:
-        Unserved: When it would change what the model computes, and not what the engine does.
-    """
+    """Raises `Unserved` if a mode or hook changes what the model computes, but not what the engine computes."""
     if model.training:
         raise Unserved("the model is in training mode; model.eval() ends it")
     device = next(model.parameters()).device.type
     if torch.is_autocast_enabled(device):
         raise Unserved("autocast is on")
     call = foreign_call(model)
-    if call is not None:  # which sees the passes of the engine otherwise than those of transformers
+    if call is not None:  # the hook would see other passes than those of transformers
         raise Unserved(call)

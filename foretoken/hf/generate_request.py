@@ -1,4 +1,4 @@
-"""A prepared call of transformers' `generate` as prompts and parameters, or why transformers has to serve it."""
+"""Turns a prepared call of transformers' `generate` into prompts and parameters, or says why transformers serves it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Meaning(NamedTuple):
-    """What is done with a field or an argument.
+    """What acceleration does with a field or an argument.
 
     Attributes:
-        how: "works", "no effect" (it changes nothing that is served here), or "by transformers" (once it is set).
-        neutral: Values, besides None, with which a field that is served by transformers asks for nothing.
-        note: What a user should know.
+        how: "works", "no effect" (nothing that is served here depends on it), or "by transformers" (once it is set).
+        neutral: Values, besides None, with which transformers need not serve the call.
+        note: A note for users.
     """
 
     how: str
@@ -143,7 +143,7 @@ ARGUMENTS: Mapping[str, Meaning] = {
 
 
 def set_field(config: GenerationConfig) -> str | None:
-    """The first field with which a configuration asks for what transformers has to do; None where there is none.
+    """Returns the first field that only transformers can serve; None without any.
 
     Args:
         config: With transformers' defaults filled in.
@@ -157,10 +157,10 @@ def set_field(config: GenerationConfig) -> str | None:
 
 
 def set_argument(arguments: Mapping[str, Any]) -> str | None:
-    """The first argument that asks for what transformers has to do; None where there is none.
+    """Returns the first argument that only transformers can serve; None without any.
 
     Args:
-        arguments: Of `generate`, those that are no fields of its configuration.
+        arguments: Arguments of `generate` besides fields of its configuration.
     """
     for name, value in arguments.items():
         meaning = ARGUMENTS.get(name, _theirs())
@@ -171,16 +171,16 @@ def set_argument(arguments: Mapping[str, Any]) -> str | None:
 
 
 class Unserved(Exception):
-    """A call is left to transformers; its text says why."""
+    """transformers has to serve a call; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What an engine can take.
+    """Limits of an engine.
 
     Attributes:
         context_len: Most tokens of a sequence.
-        eos_ids: End-of-sequence tokens that its model was loaded with.
+        eos_ids: End-of-sequence tokens of the loaded model.
     """
 
     context_len: int
@@ -189,11 +189,11 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What the engine is asked for.
+    """A request for the engine.
 
     Attributes:
         prompts: Token ids of each row, without padding.
-        params: The same for all rows. They end a row at the tokens and lengths at which transformers ends it, or later.
+        params: The same for all rows. A row ends where transformers ends it, or later.
     """
 
     prompts: list[list[int]]
@@ -211,13 +211,13 @@ def read_request(
 
     Args:
         input_ids: (B, T) int64, padded.
-        attention_mask: (B, T), 0 where a row is padded; None where none is.
-        criteria: All that may end a row.
-        config: With defaults and `generate`'s own tensors of special tokens filled in.
-        limits: Of the engine.
+        attention_mask: (B, T), 0 at padding; None without padding.
+        criteria: All stopping criteria.
+        config: With defaults and `generate`'s own tensors of special tokens.
+        limits: Limits of the engine.
 
     Raises:
-        Unserved: When transformers has to serve it.
+        Unserved: When transformers has to serve the call.
     """
     prompts, width = _prompts(input_ids, attention_mask), input_ids.shape[1]
     if criteria.max_length is None:
@@ -247,21 +247,18 @@ def read_request(
 
 
 def _sampling(config: GenerationConfig) -> dict[str, Any]:
-    """Temperature and truncation."""
     if not config.do_sample:
         return {"temperature": 0.0}
     return {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p}
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The rows without padding.
-
-    Raises:
-        Unserved: When something is masked that does not stand on the left, or nothing is left of a row.
-    """
+    """Returns the rows without padding; raises `Unserved` for empty rows, and for masks within a row."""
     rows: list[list[int]] = input_ids.tolist()
     if attention_mask is not None:
-        if bool(((attention_mask != 0) & (attention_mask != 1)).any()):  # of which transformers makes positions
+        if bool(
+            ((attention_mask != 0) & (attention_mask != 1)).any()
+        ):  # transformers derives positions from other values
             raise Unserved("the attention mask holds other values than 0 and 1")
         mask = attention_mask.bool().tolist()
         if [len(row) for row in mask] != [len(row) for row in rows]:

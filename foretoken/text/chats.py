@@ -1,4 +1,4 @@
-"""Conversations as prompts: checked, rendered by the tokenizer's chat template, and encoded without further tokens."""
+"""Turns conversations into prompts: checks them, renders them with the chat template, and encodes the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from foretoken.text.codec import Codec
 
 Message = Mapping[str, Any]
-"""`{"role": ..., "content": ...}`, and whatever else a template reads, as `tool_calls`."""
+"""`{"role": ..., "content": ...}`, and other keys that a template reads, such as `tool_calls`."""
 
 CONTENT_FORMAT = OtherField(("auto", "string"), "Templates get the content of messages as text. Leave it out.")
 
@@ -28,8 +28,8 @@ class ChatFormat:
 
     Attributes:
         chat_template: A template in Jinja; None for the tokenizer's own.
-        add_generation_prompt: Ends with what begins an answer.
-        continue_final_message: Ends within the last message, for the model to go on with it.
+        add_generation_prompt: Whether the text ends with the beginning of an answer.
+        continue_final_message: Whether the text ends inside the last message, so that the model continues it.
         tools: Descriptions of functions, for templates that show them.
         chat_template_kwargs: Further variables of the template.
     """
@@ -41,7 +41,6 @@ class ChatFormat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks types, and that only one of the two endings is asked for."""
         for name in ("add_generation_prompt", "continue_final_message"):
             check_boolean(name, getattr(self, name))
         if self.chat_template is not None:
@@ -54,10 +53,10 @@ class ChatFormat:
 
 
 def chat_format(given: Mapping[str, Any]) -> ChatFormat:
-    """How the keywords of `LLM.chat` say that conversations are rendered; vLLM's others may ask for nothing.
+    """Returns the chat format for keywords of `LLM.chat`.
 
     Raises:
-        RequestError: For unknown keywords, and values that do not fit.
+        RequestError: For unknown keywords, invalid values, and vLLM's other keywords unless neutral.
     """
     names = [each.name for each in fields(ChatFormat)]
     others = {name: value for name, value in given.items() if name not in names}
@@ -69,17 +68,17 @@ def chat_format(given: Mapping[str, Any]) -> ChatFormat:
 def chat_prompts(
     messages: Any, tokenizer: Any, codec: Codec | None, form: ChatFormat, context_len: int
 ) -> list[dict[str, Any]]:
-    """Prompts with text and token ids.
+    """Returns prompts with text and token ids.
 
     Args:
-        messages: A conversation, a list of messages, or several of them.
+        messages: A conversation, which is a list of messages, or several conversations.
         tokenizer: Renders them.
-        codec: The same tokenizer, which encodes the text; None without one.
+        codec: Encodes the text with the same tokenizer; None without a tokenizer.
         form: How they are rendered.
-        context_len: Most tokens of a sequence; one that is certainly longer is refused.
+        context_len: Most tokens of a sequence; longer conversations are refused.
 
     Raises:
-        RequestError: When there is no template, or a conversation is not one, or the template refuses it.
+        RequestError: When there is no template, a conversation is invalid, or the template refuses it.
     """
     if codec is None or not callable(getattr(tokenizer, "apply_chat_template", None)):
         raise RequestError("the model has no tokenizer that knows chat templates. Pass one as LLM(tokenizer=...).")
@@ -94,7 +93,6 @@ def chat_prompts(
 def _prompt(
     conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, form: ChatFormat, context_len: int
 ) -> dict[str, Any]:
-    """One conversation as text and token ids."""
     with foreign_errors_as(RequestError, lambda err: f"the chat template refuses the conversation: {one_line(err)}."):
         text = _rendered(conversation, tokenizer, form)
     check_text("what the chat template makes", text)
@@ -103,7 +101,7 @@ def _prompt(
 
 
 def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, form: ChatFormat) -> Any:
-    """What the template makes of a conversation, whichever form of calls it takes."""
+    """Renders a conversation; tries the forms of tool calls until the template accepts one."""
     forms = _CALL_FORMS if any("tool_calls" in message for message in conversation) else _CALL_FORMS[:1]
     for as_text, content in forms:
         messages = [_with_arguments(message, as_text=as_text, content=content) for message in conversation]
@@ -119,13 +117,12 @@ def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, form: ChatForm
     raise AssertionError("the last form was rendered, or raised")
 
 
-# Whether arguments are text, and what stands for no content: most templates take objects and look whether there is a
-# content, DeepSeek's adds both to text, Llama 4's goes through the content. What a template does not take, raises.
+# Whether arguments are text, and the value of missing content. Most templates take objects and check for content.
+# DeepSeek's joins both with text, Llama 4's iterates over the content. A template raises for forms that it cannot take.
 _CALL_FORMS: tuple[tuple[bool, str | None], ...] = ((False, None), (True, None), (False, ""), (True, ""))
 
 
 def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """Checked conversations, also where one was given."""
     if not _is_list(messages) or not messages:
         raise RequestError(f"messages are {shown(messages)}. Expected a list of messages with a role and content.")
     several = messages if _is_list(messages[0]) else [messages]
@@ -135,7 +132,7 @@ def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message whose content is text."""
+    """Returns a checked message with its content as text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message is {shown(message)}. Expected {{'role': 'user', 'content': 'text'}}.")
     made = {name: value for name, value in message.items() if value is not None}
@@ -144,14 +141,13 @@ def _message(message: Any) -> dict[str, Any]:
     if calls:
         _check_calls(calls)
     else:
-        made.pop("tool_calls", None)  # an empty list, which some templates take for calls
-    if "reasoning" in made:  # as some clients call it
+        made.pop("tool_calls", None)  # some templates treat an empty list as calls
+    if "reasoning" in made:  # the name that some clients use
         made.setdefault("reasoning_content", made["reasoning"])
     return made
 
 
 def _check_calls(calls: Any) -> None:
-    """Raises `RequestError` for invalid `tool_calls`."""
     functions = [
         call.get("function") if isinstance(call, Mapping) else None for call in (calls if _is_list(calls) else ())
     ]
@@ -161,7 +157,7 @@ def _check_calls(calls: Any) -> None:
 
 
 def _with_arguments(message: dict[str, Any], *, as_text: bool, content: str | None) -> dict[str, Any]:
-    """A message whose calls have their arguments as text, or as objects if they are such; content: if it has none."""
+    """Returns a message with the arguments of its calls as text or as objects; `content` replaces missing content."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -172,7 +168,7 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool, content: str | No
 
 
 def _arguments(given: Any, as_text: bool) -> Any:
-    """Returns the arguments of a call as text or as an object; other values as they are."""
+    """Returns the arguments of a call as text or as an object; other values unchanged."""
     try:
         told = json.loads(given) if isinstance(given, str) else given
         text = given if isinstance(given, str) else json.dumps(given)
@@ -182,7 +178,7 @@ def _arguments(given: Any, as_text: bool) -> Any:
 
 
 def _text(content: Any) -> str:
-    """Content as text; of several parts, each on its own line, as vLLM joins them."""
+    """Returns content as text; joins several parts by line breaks, as vLLM does."""
     if isinstance(content, str):
         return content
     parts = content if _is_list(content) else [content]
@@ -197,5 +193,4 @@ def _text(content: Any) -> str:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a value is a list or tuple."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -1,9 +1,9 @@
-"""A tokenizer with what it gives checked: one that a caller brings may be any object with `__call__` and `decode`.
+"""Encodes and decodes with any tokenizer that has `__call__` and `decode`, and checks its results.
 
-Any number of threads may use it. Fast tokenizers of transformers encode and decode in many at once, so that the engine
-never waits while a long text is encoded; others, which may keep state of their own, are called by one at a time.
+Any number of threads may use a `Codec`. Fast tokenizers of transformers run in many threads at once, so that the engine
+never waits for a long text. Other tokenizers may have state, and run in one thread at a time.
 
-Knows, besides, what text each token adds to others, so that most text is decoded many tokens at once.
+A `Codec` also knows the text that each token adds to others, so that most text is decoded many tokens at once.
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
-# By what normalizers divide the bytes of a text at most. Of all characters in NFC none has more than 3.5 times as many
-# bytes in the longest text that becomes it.
+# Upper bounds of how much normalizers shorten a text, in bytes. NFC: the longest text that becomes one character has at
+# most 3.5 times the character's bytes.
 _MOST_SHRINKING = {"NFC": 4, "Prepend": 1, "ByteLevel": 1}
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # pre-tokenizers that drop nothing
 _KEEPING_BY_BEHAVIOR = {"Split", "Punctuation"}
-_BYTES = [*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5)]  # those that occur in UTF-8
+_BYTES = [*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5)]  # bytes that occur in UTF-8
 
 
 def longest_token_bytes(tokenizer: Any) -> int | None:
-    """Most bytes of a text that a tokenizer makes one token of.
+    """Returns an upper bound of the bytes of text in one token.
 
     Args:
         tokenizer: Any object.
 
     Returns:
-        An upper bound; None where none is known: for other tokenizers than fast ones of transformers, those that do not
-        spell every byte, and those that drop or shorten parts of a text.
+        None if no bound is known: for tokenizers other than fast ones of transformers, those that do not encode every
+            byte,
+        and those that drop or shorten parts of a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     try:
         return _longest(json.loads(backend.to_str()), backend.get_vocab())
-    except Exception:  # noqa: BLE001 - a file of a form that is not known, or any object of the caller's
+    except Exception:  # noqa: BLE001 - an unknown form of file, or any object of the caller
         return None
 
 
 def _longest(parts: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
-    """See `longest_token_bytes`; parts: as `tokenizer.json` has them."""
+    """Returns the result of `longest_token_bytes` for the parts of a `tokenizer.json`."""
     model, splitting = parts["model"], list(_steps(parts["pre_tokenizer"], "pretokenizers"))
     added = {token["content"]: token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]}
     shrinking = _shrinking(parts["normalizer"])
@@ -65,13 +66,13 @@ def _longest(parts: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | N
     alphabet = {byte: character for character, byte in byte_alphabet().items()}
     if not all((alphabet[byte] if is_byte_level else f"<0x{byte:02X}>") in vocabulary for byte in _BYTES):
         return None
-    # A character of a byte-level token is a byte.
+    # In a byte-level token each character is a byte.
     sizes = (len(text) if is_byte_level and text not in added else len(text.encode()) for text in vocabulary)
     return shrinking * max(sizes)
 
 
 def _shrinking(normalizer: Any) -> int | None:
-    """By what a normalizer divides the bytes of a text at most; None where that is not known."""
+    """Returns an upper bound of how much a normalizer shortens a text, in bytes; None if unknown."""
     product = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step["type"]
@@ -91,7 +92,7 @@ def _keeps(step: Mapping[str, Any]) -> bool:
 
 
 def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer as `tokenizer.json` has it; inner: where a sequence has its own."""
+    """Yields the steps of a normalizer or pre-tokenizer; `inner` is the key of the steps of a sequence."""
     if step is None:
         return
     if step["type"] != "Sequence":
@@ -101,36 +102,35 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
         yield from _steps(each, inner)
 
 
-_SHORT_TOKEN = 16  # characters a token below which no text is looked at
-REPLACEMENT = "\ufffd"  # what decoding shows for bytes that do not make a character
+_SHORT_TOKEN = 16  # characters for each token; shorter text is not checked
+REPLACEMENT = "\ufffd"  # decoding gives it for bytes that make no character
 
 
 class Codec:
-    """Text to token ids and back, with a tokenizer."""
+    """Converts text to token ids and back."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """Takes the tokenizer; vocab_size: V of the target."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock: AbstractContextManager[None] = ForkLock()
         if getattr(tokenizer, "is_fast", False) is True:
-            with suppress(Exception):  # what it raises is told where text is encoded
-                tokenizer("")  # switches off truncation and padding, which later calls leave alone then
+            with suppress(Exception):  # `encode` reports errors
+                tokenizer("")  # switches off truncation and padding for later calls
             self._lock = nullcontext()
         self._alone: dict[tuple[int, bool], str] = {}
         self._added: dict[tuple[int, bool], str | None] = {}
         self._longest: int | None = None  # bytes of one token; found when a text is long
 
     def check_length(self, text: str, where: str, most: int, limit: str) -> None:
-        """Refuses text that makes too many tokens for certain, by its bytes: encoding it would hold up all others.
+        """Refuses text with certainly too many tokens, by its bytes. Encoding it would delay all other requests.
 
         Args:
-            text: What is to be encoded.
-            where: What holds the text, for the message.
-            most: Most tokens that it may make.
-            limit: What that number is, for the message.
+            text: The text.
+            where: Names the text in messages.
+            most: Most tokens of the text.
+            limit: Names that limit in messages.
 
         Raises:
-            RequestError: When no text of so many bytes is within the limit.
+            RequestError: When no text with as many bytes can be within the limit.
         """
         if len(text) <= _SHORT_TOKEN * most:
             return
@@ -144,15 +144,15 @@ class Codec:
             )
 
     def encode(self, text: str, where: str, **options: Any) -> list[int]:
-        """Token ids of text.
+        """Returns the token ids of text.
 
         Args:
-            text: What to encode.
-            where: What holds the text, for messages.
-            options: Of the tokenizer, such as `add_special_tokens`.
+            text: The text.
+            where: Names the text in messages.
+            options: Options of the tokenizer, such as `add_special_tokens`.
 
         Raises:
-            RequestError: When the tokenizer fails or gives anything but ids of the target's vocabulary.
+            RequestError: When the tokenizer fails, or returns anything but ids of the target's vocabulary.
         """
         expected = "a call that gives a mapping with 'input_ids', as transformers tokenizers do"
         with _telling(f"encode {where}", expected), self._lock:
@@ -166,10 +166,10 @@ class Codec:
         return checked_token_ids(ids, self._vocab_size, where)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of tokens.
+        """Returns the text of tokens.
 
         Raises:
-            RequestError: When the tokenizer fails or gives no text.
+            RequestError: When the tokenizer fails or returns no text.
         """
         with _telling("decode token ids", "what transformers tokenizers take and give"), self._lock:
             text = self._tokenizer.decode(
@@ -180,17 +180,17 @@ class Codec:
         return text
 
     def alone(self, token: int, *, skip_special_tokens: bool) -> str:
-        """Text of one token; decoded once."""
+        """Returns the text of one token; caches it."""
         key = token, skip_special_tokens
         if key not in self._alone:
             self._alone[key] = self.decode([token], skip_special_tokens=skip_special_tokens)
         return self._alone[key]
 
     def added(self, token: int, *, skip_special_tokens: bool) -> str | None:
-        """What a token adds to the text of another, found by decoding it twice in a row; decoded once.
+        """Returns the text that a token adds after another token, found by decoding it twice; caches it.
 
         Returns:
-            None where it adds nothing, or bytes that make no character by themselves.
+            None if it adds no text, or bytes that make no character alone.
         """
         key = token, skip_special_tokens
         if key not in self._added:
@@ -202,7 +202,7 @@ class Codec:
 
 
 def _telling(what: str, expected: str) -> AbstractContextManager[None]:
-    """Turns whatever a tokenizer raises into a `RequestError` that says what it cannot do."""
+    """Turns any error of a tokenizer into a `RequestError`."""
     return foreign_errors_as(
         RequestError,
         lambda err: f"the tokenizer cannot {what}: {type(err).__name__}: {one_line(err)}. Expected {expected}.",

@@ -1,4 +1,4 @@
-"""Turning committed tokens into text as they come, without ever taking a character back."""
+"""Turns tokens into text as they come; never takes a character back."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ _TOGETHER = 32  # tokens that are decoded at once
 
 
 class Detokenizer:
-    """Incremental decoding of one sequence's output.
+    """Decodes one sequence's output incrementally.
 
-    Tokens are decoded with the few before them, because a token's text can depend on them, and text that ends
-    inside a character is held back until the character is whole.
-
-    The text is that of pushing token by token, however the tokens come: drafting changes how many come at once.
+    A token's text can depend on the tokens before it, so a few of them are decoded again. Text that ends inside a
+    character is held back until the character is whole. The text does not depend on how many tokens come at once.
 
     Attributes:
-        text: What is certain so far.
-        ends: Of each token, the characters that were certain with it. Of several tokens that make one character, it
-            belongs to the last.
+        text: The certain text so far.
+        ends: For each token the number of certain characters. If several tokens make one character, the last one has
+            it.
     """
 
     def __init__(self, codec: Codec, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -38,7 +36,7 @@ class Detokenizer:
         self.ends: list[int] = []
 
     def push(self, token: int) -> str:
-        """Adds a token and gives the text that became certain, which may be empty."""
+        """Adds a token; returns the text that became certain, which may be empty."""
         self._tokens.append(token)
         before = self._decode(self._tokens[self._prefix : self._read])
         now = self._decode(self._tokens[self._prefix :])
@@ -50,7 +48,7 @@ class Detokenizer:
         return new
 
     def push_all(self, tokens: Sequence[int]) -> None:
-        """Adds several tokens: what `push` makes of each, at a fraction of its cost for most text."""
+        """Adds several tokens; the result is that of `push` for each, in less time for most text."""
         for start in range(0, len(tokens), _TOGETHER):
             some = tokens[start : start + _TOGETHER]
             if not self._push_together(some):
@@ -58,13 +56,12 @@ class Detokenizer:
                     self.push(token)
 
     def _push_together(self, tokens: Sequence[int]) -> bool:
-        """Adds tokens that only add their own text to each other, which decoding them together confirms.
+        """Adds tokens at once if each adds its own text alone, which decoding them together confirms.
 
-        `push` gives each one's text then, and remembers the last as it is done here. Bytes of a character, tokens that
-        are not shown and text that changes beside other text are left to it.
+        Bytes of a character, hidden tokens, and text that changes beside other text need `push`.
 
         Returns:
-            Whether they are such; else nothing has been done.
+            Whether the tokens were added.
         """
         added = [self._codec.added(token, skip_special_tokens=self._skip) for token in tokens]
         text = "".join(part for part in added if part is not None)
@@ -81,7 +78,7 @@ class Detokenizer:
         return True
 
     def flush(self) -> str:
-        """Gives what is held back, incomplete characters included."""
+        """Returns the held-back text, incomplete characters included."""
         before = self._decode(self._tokens[self._prefix : self._read])
         rest = self._decode(self._tokens[self._prefix :])[len(before) :]
         self._prefix = self._read = len(self._tokens)
@@ -95,19 +92,19 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds stop strings in growing text and says how much of it can be shown already."""
+    """Finds stop strings in growing text, and tells how much of the text can be shown."""
 
     def __init__(self, stops: Sequence[str], *, keep: bool) -> None:
-        """Looks for `stops`; `keep` leaves the stop string in the text. `is_empty` tells that there is none."""
+        """Looks for `stops`; `keep` leaves the stop string in the text."""
         self._stops, self._keep = stops, keep
         self.is_empty = not stops
         self._held_back = max((len(stop) for stop in stops), default=1) - 1
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """The first stop string that ends within the last `num_new` characters.
+        """Returns the first stop string that ends within the last `num_new` characters.
 
         Returns:
-            The stop string and where to cut the text, or None.
+            The stop string and the length of the text after the cut, or None.
         """
         best: tuple[int, str] | None = None
         for stop in self._stops:
@@ -120,24 +117,24 @@ class StopStrings:
         return stop, at + len(stop) * self._keep
 
     def showable(self, text: str) -> int:
-        """Characters that no stop string can take back."""
+        """Returns the number of characters that no stop string can cut any more."""
         return len(text) - min(self._held_back, len(text))
 
 
 class TokenSpans:
-    """Follows one sequence's output token by token.
+    """Maps the characters of one sequence's output to its tokens.
 
-    A character belongs to the token with which it became certain: of several tokens that make one character, to the
-    last. Stop strings may have cut the text that a caller gets; its characters are the first ones here.
+    If several tokens make one character, it belongs to the last of them. A stop string may have cut the caller's text;
+    its characters are the first ones here.
     """
 
     def __init__(self, codec: Codec, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
-        """Begins behind a prompt, of which the last few tokens matter."""
+        """Begins after a prompt; only its last tokens matter."""
         self._detokenizer = Detokenizer(codec, prompt, skip_special_tokens=skip_special_tokens)
 
     @property
     def text(self) -> str:
-        """What is certain so far."""
+        """The certain text so far."""
         return self._detokenizer.text
 
     def push(self, tokens: Iterable[int]) -> None:
@@ -146,11 +143,11 @@ class TokenSpans:
             self._detokenizer.push(token)
 
     def token_of(self, character: int) -> int:
-        """The place among the tokens of the one that a character came from; the last one for what is held back."""
+        """Returns the index of a character's token; the last token for held-back text."""
         ends = self._detokenizer.ends
         return min(bisect_right(ends, character), len(ends) - 1)
 
     def parts(self, text: str) -> list[str]:
-        """What each token brought to a text: as many as there are tokens, together the text."""
+        """Splits a text by token; returns one part for each token."""
         ends = [*self._detokenizer.ends[:-1], len(text)] if self._detokenizer.ends else []
         return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,4 +1,4 @@
-"""The forms in which prompts come, and turning each into checked token ids."""
+"""Reads prompts in all their forms, and turns them into checked token ids."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_vocabulary(tokenizer: Any) -> None:
-    """Refuses a tokenizer whose `get_vocab`, where it has one, gives anything but tokens and their ids.
-
-    Raises:
-        ConfigError: Naming what it gives.
-    """
+    """Raises `ConfigError` unless `get_vocab` of a tokenizer, if it exists, returns tokens with their ids."""
     if not hasattr(tokenizer, "get_vocab"):
         return
     with foreign_errors_as(
@@ -43,14 +39,14 @@ def check_vocabulary(tokenizer: Any) -> None:
 
 
 def ids_without_token(tokenizer: Any, target: Runner) -> Tensor | None:
-    """Ids that the tokenizer does not have: many models pad their vocabulary to a round number of rows.
+    """Returns ids that the tokenizer lacks; many models pad their vocabulary to a round number of rows.
 
     Args:
-        tokenizer: A transformers tokenizer; None, or one without a vocabulary to look at, knows every id.
-        target: The runner; its end-of-sequence ids always count as known.
+        tokenizer: A transformers tokenizer. None, or a tokenizer without `get_vocab`, has every id.
+        target: The runner; its end-of-sequence ids always exist.
 
     Returns:
-        (U,) int64 on the target's device, or None when there are none.
+        (U,) int64 on the target's device, or None without such ids.
     """
     if not hasattr(tokenizer, "get_vocab"):
         return None
@@ -97,14 +93,14 @@ _LONGEST_SALT = 1024  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPrompt:
-    """A prompt whose parts have been checked.
+    """A checked prompt.
 
     Attributes:
-        text: As it was given, where that is text; None for token ids, which nobody has to decode.
-        token_ids: At least one.
-        prediction: Token ids that the output probably repeats in part; None without any.
+        text: The text of a text prompt; None for token ids.
+        token_ids: At least one token.
+        prediction: Token ids that the output probably repeats in part; None for none.
         cache_salt: See `foretoken.drafters.base.DraftRequest`.
-        max_nodes: Most nodes of its trees, root included, so 1 for no drafts; None for no bound of its own.
+        max_nodes: Most nodes of a tree, root included, so 1 for no drafts; None for no limit.
     """
 
     text: str | None
@@ -115,17 +111,18 @@ class ReadPrompt:
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """Several prompts, also where one was given.
+    """Returns a list of prompts from one or several prompts.
 
     Args:
-        prompts: One prompt, or a list, tuple, array or tensor of them, or what a tokenizer returns (`input_ids`, with
-            an `attention_mask` where rows are padded).
+        prompts: One prompt, or a list, tuple, array or tensor of prompts, or the output of a tokenizer (`input_ids`,
+            with
+            `attention_mask` for padded rows).
 
     Returns:
         Prompts, not checked yet.
 
     Raises:
-        RequestError: When it is none of these.
+        RequestError: For anything else.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         return _encoded(prompts)
@@ -142,14 +139,14 @@ class PromptReader:
     """Reads prompts with a target's tokenizer."""
 
     def __init__(self, codec: Codec | None, vocab_size: int, context_len: int) -> None:
-        """Takes the tokenizer, where there is one; vocab_size: V; context_len: most tokens of a sequence."""
         self._codec, self._vocab_size, self._context_len = codec, vocab_size, context_len
 
     def read(self, prompt: Any) -> ReadPrompt:
-        """A prompt as token ids, with what came along with it.
+        """Returns a prompt as token ids, with its other keys.
 
         Raises:
-            RequestError: When a part is of no known form, empty, text without a tokenizer, too long, or holds ids that
+            RequestError: When a part has an unknown form, is empty or too long, is text without a tokenizer, or holds
+                ids that
                 do not exist.
         """
         more = prompt if isinstance(prompt, Mapping) else {}
@@ -166,7 +163,6 @@ class PromptReader:
         )
 
     def _prediction(self, given: Any) -> list[int]:
-        """A prediction as token ids."""
         ids = self._token_ids(given, "the prediction", "the prediction is {}. Expected text or a list of token ids.")
         if len(ids) > self._context_len:
             raise RequestError(
@@ -176,12 +172,12 @@ class PromptReader:
         return ids
 
     def _token_ids(self, given: Any, where: str, other: str) -> list[int]:
-        """Text or ids as checked ids.
+        """Returns text or ids as checked ids.
 
         Args:
-            given: In any form.
-            where: Names it in messages.
-            other: What to say of something else, with a place for its type.
+            given: A value in any form.
+            where: Names the value in messages.
+            other: Message for other types, with a field for the type.
         """
         if hasattr(given, "tolist"):
             given = given.tolist()
@@ -197,7 +193,7 @@ class PromptReader:
         return checked_token_ids(ids, self._vocab_size, where)
 
     def _encode(self, text: str, where: str) -> list[int]:
-        """Token ids of text; a prompt's with the special tokens that the tokenizer adds."""
+        """Returns the token ids of text; a prompt gets the special tokens that the tokenizer adds."""
         if self._codec is None:
             raise RequestError(f"{where} is text but the model has no tokenizer. Pass token ids.")
         check_text(where, text)
@@ -209,7 +205,6 @@ class PromptReader:
 
 
 def _salt(given: Any) -> str:
-    """A checked cache salt."""
     check_text("cache_salt", given)
     if not 0 < len(given) <= _LONGEST_SALT:
         raise RequestError(f"cache_salt has {len(given)} characters. Expected 1 to {_LONGEST_SALT}, or None.")
@@ -217,7 +212,7 @@ def _salt(given: Any) -> str:
 
 
 def _max_nodes(speculative: Any) -> int | None:
-    """Most nodes of a request's trees by its `speculative`, checked; None for no bound."""
+    """Returns the most nodes of a request's trees by its checked `speculative`; None for no limit."""
     if speculative is None:
         return None
     if not isinstance(speculative, Mapping) or not set(speculative) <= set(_SPECULATIVE_KEYS):
@@ -234,12 +229,11 @@ def _max_nodes(speculative: Any) -> int | None:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a value is a list, tuple or range, and not text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def _value(prompt: Mapping[str, Any]) -> Any:
-    """What a mapping holds: token ids, or else text."""
+    """Returns the token ids of a mapping, else its text."""
     for key in _MEDIA_KEYS:
         if prompt.get(key):
             raise RequestError(f"the prompt has {key}, which is not supported. Expected text or token ids alone.")
@@ -254,13 +248,13 @@ def _value(prompt: Mapping[str, Any]) -> Any:
 
 
 def _names(prompt: Mapping[str, Any]) -> str:
-    """The first few keys of a mapping, for a message."""
+    """Returns the first keys of a mapping, for a message."""
     names = [shown(key) for key in islice(prompt, _KEYS_SHOWN + 1)]
     return f"[{', '.join(names if len(names) <= _KEYS_SHOWN else [*names[:-1], '…'])}]"
 
 
 def _encoded(encoding: Mapping[str, Any]) -> list[list[Any]]:
-    """The rows of what a tokenizer returned, without padding."""
+    """Returns the rows of a tokenizer's output, without padding."""
     rows, mask = (_plain(encoding.get(name)) for name in ("input_ids", "attention_mask"))
     if not _is_list(rows):
         raise RequestError(f"input_ids are {shown(rows)}. Expected token ids or rows of them.")
@@ -277,10 +271,9 @@ def _encoded(encoding: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """An array or tensor as lists."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _length(row: Any) -> int:
-    """Length of a row; -1 for what is none."""
+    """Returns the length of a row; -1 for other values."""
     return len(row) if _is_list(row) else -1
