@@ -1,14 +1,15 @@
-// The forward pass of a decoder on the CPU, written for few tokens at a time: one token, or a tree of them.
+// The forward pass of a decoder on the CPU, for few tokens at a time: one token, or a tree of tokens.
 //
-// Weights are used where transformers put them: row-major, never copied, each read once a pass. A row of weights times a
-// token is one dot product, and a weight that is in a register meets every token of the tree before the next is loaded,
-// so that a pass costs the reading of the weights until arithmetic takes longer than memory.
+// Weights stay where transformers put them: row-major, not copied, each read once a pass. A row of weights times a
+// token is one dot product. A weight in a register is multiplied with every token of the tree before the next weight is
+// loaded. A pass therefore costs the reading of the weights, until arithmetic takes longer than memory.
 //
-// Every sum is taken in an order that depends on the model alone, not on how many tokens or sequences share the pass:
-// a token's logits are the same, bit for bit, whether it is decoded alone or in a tree beside others. (Hence std::fma in
-// the scalar loops: a compiler that vectorises some of their steps would round those twice.)
+// The order of every sum depends on the model alone, not on the number of tokens or sequences in the pass. A token's
+// logits have the same bits, whether it is decoded alone or in a tree beside others. (Scalar loops call std::fma for
+// this reason: a compiler that vectorises some of their steps would round those twice.)
 //
-// Letters: S sequences, M tokens of a pass, W nodes of its trees, R rows of logits, K and N inputs and outputs of a matrix.
+// Letters: S sequences, M tokens of a pass, W nodes of its trees, R rows of logits, K and N inputs and outputs of a
+// matrix.
 
 #include <algorithm>
 #include <cstdint>
@@ -34,7 +35,7 @@
 
 namespace {
 
-// Calls run(T, W) with the dtype of a model and that of its matrices.
+// Calls run(T, W) with the dtypes of a model and of its matrices.
 template <class Run>
 auto with_dtypes(const Model& model, Run&& run) {
   const bool is_int8 = model.layers[0].query.scales != nullptr;
@@ -46,14 +47,14 @@ auto with_dtypes(const Model& model, Run&& run) {
 
 extern "C" {
 
-// -1 where that is beyond what 64 bits count.
+// -1 if 64 bits cannot count the bytes.
 int64_t foretoken_workspace_bytes(const Model* model, int64_t num_nodes, int64_t num_threads) {
   return with_dtypes(*model, [&](auto type, auto weights) {
     return Workspace<decltype(type), decltype(weights)>(*model, num_nodes, num_threads, nullptr).size;
   });
 }
 
-// Gives a `Status`; a pass that is refused has written nothing.
+// Returns a `Status`; a refused pass writes nothing.
 Status foretoken_decode(const Model* model, const Pass* pass) {
   if (pass->num_sequences < 1) return Status::kDone;
   const Status status = check(*model, *pass);
@@ -66,17 +67,17 @@ Status foretoken_decode(const Model* model, const Pass* pass) {
   return Status::kDone;
 }
 
-// Of `foretoken_draft`, whose pass has so many nodes; -1 where that is beyond what 64 bits count.
+// Bytes of the workspace of `foretoken_draft`, for a pass of this many nodes; -1 if 64 bits cannot count them.
 int64_t foretoken_draft_bytes(const Model* model, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
   return with_dtypes(*model, [&](auto type, auto weights) {
     return ModelDraftSpace<decltype(type), decltype(weights)>(*model, *draft, num_nodes, num_threads, nullptr).size;
   });
 }
 
-// Runs a pass that ends with the roots of draft trees and asks for the logits after them, and drafts the trees: every level
-// that has children is fed to the cache rows behind the root's. Gives a `Status`; where it refuses it has written nothing.
+// Runs a pass that ends with the roots of draft trees and computes their logits, and drafts the trees. Every level with
+// children is fed to the cache rows behind the root's. Returns a `Status`; a refused call writes nothing.
 Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft, int64_t last_position) {
-  if (has_side(*model)) return Status::kMissing;  // nothing says what a level reads there
+  if (has_side(*model)) return Status::kMissing;  // a level would have no second input
   const int64_t width = seen_logits(*model, *draft);
   const int64_t rows = draft->candidates == nullptr ? draft->num_nodes : draft->num_nodes - draft->num_candidates;
   const Status status = check_trees(*model, *pass, *draft, width, rows, last_position);
@@ -95,16 +96,16 @@ Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft,
   return Status::kDone;
 }
 
-// Of `foretoken_autoregressive_draft`, as `foretoken_draft_bytes`.
+// Bytes for `foretoken_autoregressive_draft`, like `foretoken_draft_bytes`.
 int64_t foretoken_autoregressive_draft_bytes(const Model* model, const AutoregressiveHead* head, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
   return with_dtypes(*model, [&](auto type, auto weights) {
     return HeadDraftSpace<decltype(type), decltype(weights)>(*model, *head, *draft, num_nodes, num_threads, nullptr).size;
   });
 }
 
-// Runs a pass over pairs of states (M, hidden) and the tokens after them, that of a root's position last in each sequence,
-// and drafts the trees: nodes that have children are fed to the cache rows behind these. Gives a `Status`; where it refuses
-// it has written nothing.
+// Runs a pass over pairs of states (M, hidden) and the next tokens, the root's pair last in each sequence, and drafts
+// the trees. Nodes with children are fed to the cache rows behind the pairs. Returns a `Status`; a refused call writes
+// nothing.
 Status foretoken_autoregressive_draft(const Model* model, const AutoregressiveHead* head, const Pass* pass, const Draft* draft, const float* states, int64_t last_position) {
   const Status status = check_head_trees(*model, *head, *pass, *draft, states, last_position);
   if (status != Status::kDone) return status;
@@ -122,7 +123,7 @@ Status foretoken_autoregressive_draft(const Model* model, const AutoregressiveHe
   return Status::kDone;
 }
 
-// y (M, rows) = x (M, cols) times the transposed matrix, and its bias; x and y row-major. Gives a `Status`.
+// y (M, rows) = x (M, cols) times the transposed matrix, plus its bias; x and y row-major. Returns a `Status`.
 Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
   if (M < 1 || matrix->rows < 1) return Status::kDone;
   if (matrix->weight == nullptr || x == nullptr || y == nullptr) return Status::kMissing;
@@ -149,19 +150,19 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
     } else {
       is_bfloat16 ? run(Bfloat16{}) : run(float{});
     }
-  } catch (const std::exception&) {  // of the allocation: it must not cross into C
+  } catch (const std::exception&) {  // of the allocation; it must not cross into C
     return Status::kNoMemory;
   }
   return Status::kDone;
 }
 
-// Of `foretoken_children`; -1 where that is beyond what 64 bits count.
+// Bytes of the workspace of `foretoken_children`; -1 if 64 bits cannot count them.
 int64_t foretoken_children_bytes(const Draft* draft, int64_t width) {
   return width < 1 ? 0 : ChildrenSpace(*draft, width, nullptr).size;
 }
 
-// Chooses the children of all nodes of one depth that have some. logits: (B, P, width) of them, or (B, 1, width) where
-// `is_shared`. Gives a `Status`; where it refuses it has written nothing.
+// Chooses the children of all nodes of one depth that have some. logits: (B, P, width) of these nodes, or (B, 1, width)
+// with `is_shared`. Returns a `Status`; a refused call writes nothing.
 Status foretoken_children(const Draft* draft, int64_t depth, float* logits, int64_t width, int64_t is_shared, int64_t num_threads, void* workspace) {
   if (logits == nullptr || workspace == nullptr) return Status::kMissing;
   if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
@@ -175,15 +176,15 @@ Status foretoken_children(const Draft* draft, int64_t depth, float* logits, int6
   return Status::kDone;
 }
 
-// Of `foretoken_head_draft`, behind those of `foretoken_children`; -1 where that is beyond what 64 bits count.
+// Bytes for `foretoken_head_draft`, besides those of `foretoken_children`; -1 if 64 bits cannot count them.
 int64_t foretoken_head_draft_bytes(const Head* head, const Draft* draft, int64_t num_rows) {
   const int64_t first = ChildrenSpace(*draft, head->vocab, nullptr).size;
   const int64_t second = HeadSpace(*head, num_rows, draft->num_nodes, nullptr).size;
   return first < 0 || second < 0 || first > std::numeric_limits<int64_t>::max() - second ? -1 : first + second;
 }
 
-// Drafts whole trees with a head, whose steps give at most `num_rows` rows of logits. features: (B, E). Gives a `Status`;
-// where it refuses it has written nothing.
+// Drafts whole trees with a head of up to `num_rows` rows of logits a step. features: (B, E). Returns a `Status`; a
+// refused call writes nothing.
 Status foretoken_head_draft(const Head* head, const Draft* draft, const float* features, int64_t num_rows, int64_t num_threads, void* workspace) {
   if (draft->num_sequences < 1) return Status::kDone;
   if (workspace == nullptr) return Status::kMissing;

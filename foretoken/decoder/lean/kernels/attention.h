@@ -13,8 +13,8 @@
 
 namespace {
 
-// What one token sees: the cache rows low..prefix of its sequence, then `count` scratch rows, numbered from the prefix, the
-// first `run` of which are 0 to `run` - 1.
+// The rows that one token sees: the cache rows low..prefix of its sequence, then `count` scratch rows, numbered from
+// the prefix. The first `run` scratch rows are 0 to `run` - 1.
 struct View {
   int64_t low, prefix, count, run;
   const int32_t* scratch;
@@ -22,8 +22,8 @@ struct View {
   int64_t size() const { return prefix - low + count; }
 };
 
-// What node t of sequence s sees. `runs` says of each node how many nodes before it are its nearest ancestors; `every` has
-// the numbers of all scratch rows, for nodes that see all before them.
+// Returns the rows that node t of sequence s sees. `runs`: for each node, how many nodes before it are its nearest
+// ancestors. `every`: the numbers of all scratch rows, for nodes that see all rows before them.
 View view_of(const Pass& pass, const int32_t* runs, const int32_t* every, int64_t window, int64_t s, int64_t t, int32_t* scratch) {
   const int64_t first = pass.node_starts[s], prefix = pass.prefix[s], position = pass.positions[first + t];
   const int64_t low = window > 0 ? std::min(std::max<int64_t>(0, position - window + 1), prefix) : 0;
@@ -55,10 +55,11 @@ class VectorDots {
 
   VectorDots(const Inputs<T>& queries, int64_t first, int64_t D) : queries_(queries.at(first, 0)), D_(D) {}
 
-  // As how many so many queries stand side by side.
+  // The number of queries that the buffers hold for this many queries.
   static int64_t padded(int64_t queries) { return (queries + kQueries - 1) / kQueries * kQueries; }
 
-  // With the first `count` of some keys: kKeys a query, the rest of which is anything, `stride` elements from one query to the next.
+  // With the first `count` of some keys. Writes kKeys values a query, of which the rest is undefined; `stride` elements
+  // from one query to the next.
   void run(const T* keys, int64_t count, float* out, int64_t stride) const {
     const T* rows[kKeys];
     float dots[kQueries * kKeys];
@@ -80,10 +81,10 @@ template <class T>
 using Dots = VectorDots<T>;
 #endif
 
-constexpr int64_t kMostPerQuery = 4;  // `Dots<T>::padded(n)` is at most that many times n
+constexpr int64_t kMostPerQuery = 4;  // `Dots<T>::padded(n)` is at most this many times n
 
-// Attention of up to kQueries queries that share keys and values: (rows, D) of one head of one sequence. What a query gets
-// does not depend on the others: its keys are taken in the order of its view.
+// Attention of up to kQueries queries that share keys and values: (rows, D) of one head of one sequence. A query's
+// result does not depend on other queries: its keys come in the order of its view.
 template <class T>
 class SharedAttention {
  public:
@@ -93,7 +94,8 @@ class SharedAttention {
   SharedAttention(const MatrixInputs<T>& queries, int64_t first, const View* views, int count, const T* keys, const T* values, int64_t D, float* scores, int64_t stride)
       : dots_(queries, first, D), views_(views), count_(count), keys_(keys), values_(values), D_(D), scores_(scores), stride_(stride) {}
 
-  // Scores of the queries; then what exp leaves of them, and 1 / its sum. A softcap above 0 bounds the scores.
+  // Computes scores of the queries, then the numerators of their softmax and 1 / its sum. A softcap above 0 bounds the
+  // scores.
   void score(float scale, float softcap) {
     const Seen seen(views_, count_);
     score_prefix(seen);
@@ -105,7 +107,7 @@ class SharedAttention {
     store_lanes(factors_, 1.0f / sums_over_lanes<std::max(kQueries, 4)>(sums));
   }
 
-  // Calls emit(query, d, values...) with the values' mixture: kLanes at a time, the last ones of an odd D one by one.
+  // Calls emit(query, d, values...) with the mixture of values: kLanes at a time, the last ones of an odd D one by one.
   template <class Emit>
   void mix(Emit&& emit) const {
     for (int first = 0; first < count_; first += kTokens) {
@@ -125,8 +127,8 @@ class SharedAttention {
   }
 
  private:
-  // What some queries see: cache rows from `low` on, and all of them those from `common` on; scratch rows before `scratch`,
-  // and all of them those before `shared`.
+  // The rows that some queries see: cache rows from `low` on, and all queries those from `common` on; scratch rows
+  // before `scratch`, and all queries those before `shared`.
   struct Seen {
     int64_t low = INT64_MAX, common = 0, scratch = 0, shared = INT64_MAX;
 
@@ -149,8 +151,8 @@ class SharedAttention {
 
   float* of(int c) const { return scores_ + c * stride_; }
 
-  // Scores of cache rows; where all queries see the same, straight to where they belong. What is written past the last row is
-  // written over by those of scratch rows.
+  // Scores of cache rows. If all queries see the same rows, scores go straight to their places. Scores of scratch rows
+  // overwrite the values past the last row.
   void score_prefix(const Seen& seen) {
     const int64_t prefix = views_[0].prefix;
     float out[kQueries * kKeys];
@@ -169,8 +171,8 @@ class SharedAttention {
     }
   }
 
-  // Scores of scratch rows. Where a query sees all rows so far, and not all of these, what is written too much is
-  // written over.
+  // Scores of scratch rows. A query that sees all rows so far, but not all of these, gets too many scores; later ones
+  // overwrite them.
   void score_scratch(const Seen& seen) {
     const int64_t prefix = views_[0].prefix;
     float out[kQueries * kKeys];
@@ -194,14 +196,14 @@ class SharedAttention {
     }
   }
 
-  // Scales and caps scores. Past the last one there is room for a register.
+  // Scales and caps scores; the buffer has room for a register past the last score.
   static void cap(float* scores, int64_t size, float scale, float softcap) {
     for (int64_t j = 0; j < size; j += kLanes) {
       store_lanes(scores + j, hyperbolic_tangent(load_lanes(scores + j) * scale / softcap) * softcap);
     }
   }
 
-  // Turns scores into the numerators of a softmax and gives the denominator, lane by lane.
+  // Turns scores into the numerators of a softmax and returns the denominator, lane by lane.
   static Lanes soften(float* scores, int64_t size, float scale) {
     const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
     for (int64_t j = size; j < padded; ++j) scores[j] = -INFINITY;
@@ -254,7 +256,7 @@ class SharedAttention {
     }
   }
 
-  // Adds a row's values times the weight of query c that stands at `place`.
+  // Adds a row's values times the weight of query c at `place`.
   template <int kRegisters>
   FORETOKEN_INLINE void add(int c, int64_t place, int64_t row, int64_t d, Lanes (&sums)[kRegisters]) const {
     const Lanes weight = in_all_lanes(of(c)[place - views_[c].low]);
@@ -262,8 +264,8 @@ class SharedAttention {
     for (int i = 0; i < kRegisters; ++i) sums[i] = multiply_add(weight, load_lanes(values_ + row * D_ + d + i * kLanes), sums[i]);
   }
 
-  // The rows that all queries see: each value is loaded once for all of them. Their number is known when this is compiled,
-  // or their sums would not stay in registers.
+  // Adds the rows that all queries see: each value is loaded once for all queries. The compiler knows their number, or
+  // their sums would not stay in registers.
   template <int kCount, int kRegisters>
   void add_common(const Group& group, int64_t d, Lanes (&totals)[kTokens][kRegisters]) const {
     static_assert(kCount <= kTokens);

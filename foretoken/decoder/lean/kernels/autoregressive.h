@@ -1,8 +1,8 @@
-// Draft trees of heads that read pairs of a state and the token after it with a decoder block (EAGLE). Of a committed
-// position the state comes from the target's features; of a drafted node it is what the block gave for its parent. Nodes
-// without children are not fed: nobody keeps the rows of drafted nodes.
+// Draft trees of heads that read pairs of a state and the next token with a decoder block (EAGLE). The state of a
+// committed position comes from the target's features, that of a drafted node is the block's output for its parent.
+// Nodes without children are not fed: the rows of drafted nodes are not kept.
 //
-// Letters: B sequences, P nodes of a level that have children, M pairs of a pass: of those that catch up, or B * P; E hidden
+// Letters: B sequences, P nodes of a level with children, M pairs of a pass: the committed ones, or B * P; E hidden
 // size of the block, V vocabulary.
 #pragma once
 
@@ -28,10 +28,10 @@ template <class T, class W = T>
 struct HeadDraftSpace {
   LevelSpace<T, W> levels;
   float* logits;               // (B * P, V)
-  float *inputs, *sides;       // (M, E), what the block reads
-  float* outputs;              // (M, E), what it gave
-  float* rows;                 // inputs of any matrix of the head, as wide as those of any dtype
-  int64_t *tokens, *sources;   // (B, P), of a level: the token of each pair, and the row of `outputs` that is its state
+  float *inputs, *sides;       // (M, E), inputs of the block
+  float* outputs;              // (M, E), outputs of the block
+  float* rows;                 // inputs of any matrix of the head, as wide as those of the widest dtype
+  int64_t *tokens, *sources;   // (B, P), of a level: the token of each pair, and the row of `outputs` with its state
   int64_t size;
 
   HeadDraftSpace(const Model& model, const AutoregressiveHead& head, const Draft& draft, int64_t pairs, int64_t threads, void* base)
@@ -47,17 +47,17 @@ struct HeadDraftSpace {
   }
 };
 
-// Whether drafts stay within the tables of a head, the cache and their own buffers. states: (M, E), of the pass that catches
-// up, whose tokens are those after them.
+// Checks that drafts stay within the tables of a head, the cache and their own buffers. states: (M, E), of the pass
+// over committed pairs; its tokens are those after the states.
 inline Status check_head_trees(const Model& model, const AutoregressiveHead& head, const Pass& pass, const Draft& draft, const float* states, int64_t last_position) {
   if (states == nullptr || pass.tokens == nullptr || head.embedding == nullptr || head.lm_head.matrix.weight == nullptr) return Status::kMissing;
-  if ((head.fuse.matrix.weight == nullptr) != has_side(model)) return Status::kMissing;  // one way to read the token
+  if ((head.fuse.matrix.weight == nullptr) != has_side(model)) return Status::kMissing;  // exactly one way to read the token
   if (draft.vocab != head.vocab) return Status::kShape;
   if (head.num_tokens < head.vocab) return Status::kTokens;
   Pass fed = pass;
   fed.inputs = states;  // for the shape alone
   fed.sides = states;
-  int64_t rows = 0;  // nodes behind the root that have children
+  int64_t rows = 0;  // nodes below the root with children
   for (int64_t i = 2; draft.parents != nullptr && i < draft.num_nodes; ++i) rows += draft.parents[i] != draft.parents[i - 1];
   const Status status = check_trees(model, fed, draft, head.vocab, rows, last_position);
   if (status != Status::kDone) return status;
@@ -119,7 +119,7 @@ class HeadLevels {
   }
 
  private:
-  // What the block reads of each pair. Ends with a barrier.
+  // Computes the block's inputs for each pair. Ends with a barrier.
   void set_inputs(int64_t depth) {
     const int64_t M = passes_.num_tokens(), E = model_.hidden;
     const auto state = [&](int64_t m) { return depth == 0 ? states_ + m * E : space_.outputs + space_.sources[m] * E; };
@@ -141,8 +141,8 @@ class HeadLevels {
     barrier_.wait();
   }
 
-  // Outputs as a pass alone gives them, in T: trees are the same, whether levels are passes of their own or not. Ends with a
-  // barrier.
+  // Rounds outputs like a separate pass, in T: trees are the same, whether or not levels are separate passes. Ends with
+  // a barrier.
   void round(int64_t count) {
     const int64_t portions = portions_of(count);
     share(portions, [&](int64_t i) {
@@ -169,7 +169,7 @@ class HeadLevels {
   const HeadDraftSpace<T, W>& space_;
   const HeadLayers layers_;
   const float* states_;
-  const int64_t *tokens_, *last_rows_;  // tokens of the pairs of the next pass; where the roots' stand in the first one
+  const int64_t *tokens_, *last_rows_;  // tokens of the next pass; rows of the roots in the first pass
   const int64_t tap_;
   mutable Barrier barrier_;
 };

@@ -1,4 +1,4 @@
-// Where the threads of a pass wait for each other, several times a layer.
+// Barrier of the threads of a pass, reached several times a layer.
 #pragma once
 
 #include <atomic>
@@ -13,12 +13,12 @@
 
 namespace {
 
-// Threads that wait look for the others for as long as a step of a pass takes, and then sleep. OpenMP's own barrier looks for
-// milliseconds: beside another busy process, which holds one of our threads up, ours would use up their share of the
-// processor by looking, at every barrier anew.
+// Waiting threads spin for as long as a step of a pass takes, and then sleep. OpenMP's barrier spins for milliseconds:
+// beside another busy process, which delays one of our threads, ours would spend their share of the processor on
+// spinning at every barrier.
 class Barrier {
  public:
-  // Returns when all threads of the parallel region have called it; what they wrote before is seen after it.
+  // Returns when all threads of the parallel region have called it; earlier writes are visible afterwards.
   void wait() {
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(omp_get_num_threads())) {

@@ -1,4 +1,4 @@
-// Whether a pass stays within the model's tables, the cache and its own buffers.
+// Checks that a pass stays within the model's tables, the cache and its own buffers.
 #pragma once
 
 #include <algorithm>
@@ -11,18 +11,18 @@
 namespace {
 
 bool all_within(const int64_t* values, int64_t count, int64_t end) {
-  // One comparison a value: a negative one is a large unsigned one.
+  // One comparison a value: a negative value is a large unsigned one.
   return std::all_of(values, values + count, [&](int64_t value) { return uint64_t(value) < uint64_t(end); });
 }
 
-// Whether a sequence may have so many rows behind its prefix. Its slot and its prefix are within bounds.
+// Decides whether a sequence may have this many rows behind its prefix. Its slot and its prefix are within bounds.
 inline bool has_rows(const Model& model, const Pass& pass, int64_t s, int64_t rows) {
   if (rows > model.capacity - pass.prefix[s]) return false;
   const int64_t first = pass.slots[s] * model.slot_rows + (model.kv_heads - 1) * model.head_rows;
   return first + pass.prefix[s] + rows <= model.layer_rows;
 }
 
-// Whether a pass stays within the model's tables, the cache and its own buffers.
+// Checks that a pass stays within the model's tables, the cache and its own buffers.
 Status check(const Model& model, const Pass& pass) {
   if ((pass.tokens == nullptr && pass.inputs == nullptr) || pass.positions == nullptr || pass.parents == nullptr ||
       pass.slots == nullptr || pass.prefix == nullptr || pass.starts == nullptr || pass.node_starts == nullptr ||
@@ -49,7 +49,7 @@ Status check(const Model& model, const Pass& pass) {
   if (pass.inputs == nullptr && !all_within(pass.tokens, M, model.vocab)) return Status::kTokens;
   if (!all_within(pass.positions, node_starts[S], model.num_positions)) return Status::kPositions;
   if (pass.logits == nullptr) return Status::kDone;
-  int64_t last = -1;  // ascending, so that there are at most M
+  int64_t last = -1;  // ascending rows are at most M
   for (int64_t r = 0; r < pass.num_logits; ++r) {
     if (pass.logit_rows[r] <= last || pass.logit_rows[r] >= M) return Status::kLogitRows;
     last = pass.logit_rows[r];

@@ -1,8 +1,8 @@
-// The children of the nodes of draft trees, a level at a time, chosen from logits as `TreeExpansion.grow` chooses them, or
-// the candidates of dynamic trees and the best of them, as `DynamicExpansion.grow` does.
+// Chooses the children of the nodes of draft trees, a level at a time, from logits like `TreeExpansion.grow`; for
+// dynamic trees the candidates and the best of them, like `DynamicExpansion.grow`.
 //
-// A row of logits is divided into parts, so that all threads share even a single one. What comes of a row depends on its
-// parts and not on the threads.
+// A row of logits is divided into parts, so that all threads share even a single row. The result of a row depends on
+// its parts, not on the threads.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ inline int64_t part_size(int64_t width) {  // whole registers
   return (std::max((width + kMostParts - 1) / kMostParts, kLeastPart) + kLanes - 1) / kLanes * kLanes;
 }
 
-// The greatest of some keys in order, the one that came first among equals.
+// The largest keys in order; among equals the first.
 class Best {
  public:
   Best(float* keys, int64_t* tokens, int64_t size) : keys_(keys), tokens_(tokens), size_(size) {}
@@ -52,23 +52,23 @@ class Best {
   int64_t count_ = 0;
 };
 
-// Buffers of `Children`; `size` is what they take, -1 where that is beyond what 64 bits count.
+// Buffers of `Children`; `size` is their bytes, -1 if 64 bits cannot count them.
 struct ChildrenSpace {
-  int64_t *levels;        // (N + 1,), where the nodes of each level begin
-  int64_t *first;         // (N + 1,), where the children of each node begin, which stand side by side
-  int64_t *inner;         // (N,), the nodes that have children
-  int64_t *inner_levels;  // (N + 1,), where those of each level begin
-  // Of each sequence, node of a level that has children, and part of a row:
-  float *tops, *sums;     // the greatest scaled logit, and the sum of exp of all of them less that
+  int64_t *levels;        // (N + 1,), the first node of each level
+  int64_t *first;         // (N + 1,), the first child of each node; children stand side by side
+  int64_t *inner;         // (N,), the nodes with children
+  int64_t *inner_levels;  // (N + 1,), the first of those of each level
+  // For each sequence, node with children, and part of a row:
+  float *tops, *sums;     // the largest scaled logit, and the sum of exp(logit - largest)
   float *keys;            // of the candidates, in descending order
   int64_t *candidates, *counts;
-  float *row_tops, *factors;  // of a whole row, NaN where nothing can be drawn from it; 1 / its sum
-  int64_t* order;  // (B, K K), of dynamic trees: candidates of a level, the best first
+  float *row_tops, *factors;  // of a whole row, NaN if it has no distribution; 1 / its sum
+  int64_t* order;  // (B, K K), for dynamic trees: candidates of a level, the best first
   int64_t size = 0;
 
   ChildrenSpace(const Draft& draft, int64_t width, void* base) {
     const int64_t N = draft.num_nodes, parts = (width + part_size(width) - 1) / part_size(width);
-    int64_t rows = 1;  // nodes that have children, of all sequences
+    int64_t rows = 1;  // nodes with children, of all sequences
     for (int64_t i = 2; i < N; ++i) rows += draft.parents[i] != draft.parents[i - 1];
     if (__builtin_mul_overflow(draft.num_sequences, rows, &rows)) size = -1;
     for (int64_t** each : {&levels, &first, &inner, &inner_levels}) take(base, *each, N + 1, 1);
@@ -88,7 +88,7 @@ struct ChildrenSpace {
   }
 };
 
-// Whether the shape is that of dynamic trees, and all that they are written to is there.
+// Decides whether the shape is that of dynamic trees, with all output buffers.
 inline Status check_dynamic(const Draft& draft) {
   if (draft.node_parents == nullptr || draft.node_numbers == nullptr || draft.path_scores == nullptr || draft.candidate_parents == nullptr) return Status::kMissing;
   const int64_t K = draft.num_candidates;
@@ -99,7 +99,7 @@ inline Status check_dynamic(const Draft& draft) {
   return Status::kDone;
 }
 
-// Whether the shape is one, and what is said of the sequences is known. is_shared: see `Children::choose`.
+// Decides whether the shape is valid and the sequences' draws are known. is_shared: see `Children::choose`.
 inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = false) {
   if (draft.parents == nullptr || draft.ranks == nullptr || draft.draws == nullptr || draft.inverse_temperature == nullptr ||
       draft.seeds == nullptr || draft.root_positions == nullptr || draft.tokens == nullptr || draft.scores == nullptr ||
@@ -110,7 +110,7 @@ inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = fa
       width > draft.vocab) {
     return Status::kShape;
   }
-  int64_t num_inner = 0, depth = 0, level = 0;  // level: the first node of the deepest one so far
+  int64_t num_inner = 0, depth = 0, level = 0;  // level: the first node of the deepest level so far
   for (int64_t i = 1; i < draft.num_nodes; ++i) {
     const int64_t parent = draft.parents[i];
     const bool is_first = parent != draft.parents[i - 1];
@@ -163,16 +163,16 @@ class Children {
   int64_t num_inner(int64_t depth) const { return space_.inner_levels[depth + 1] - space_.inner_levels[depth]; }
   int64_t inner(int64_t depth, int64_t i) const { return space_.inner[space_.inner_levels[depth] + i]; }  // node i of them
   bool is_dynamic() const { return draft_.candidates != nullptr; }
-  // The parent of a node that is not the root, as far as the levels above it have been chosen.
+  // The parent of a node below the root, valid once the levels above it are chosen.
   int64_t parent(int64_t sequence, int64_t node) const {
     return is_dynamic() ? draft_.node_parents[sequence * draft_.num_nodes + node] : draft_.parents[node];
   }
 
-  // Chooses the children of all nodes of one depth that have some, all threads together. The tokens are there when it is
-  // over, the stated distributions after the next barrier.
+  // Chooses the children of all nodes of one depth that have some, all threads together. The tokens are valid on
+  // return, the draft distributions after the next barrier.
   //
-  // logits: a row for each sequence and node that has children, or, where `is_shared`, one row for each sequence; of dynamic
-  // trees changed.
+  // logits: a row for each sequence and node with children, or, with `is_shared`, one row for each sequence; changed
+  // for dynamic trees.
   void choose(int64_t depth, float* logits, bool is_shared) const {
     const int64_t P = num_inner(depth), looks = draft_.num_sequences * P;
     share(looks * parts_, [&](int64_t unit) { scan(depth, logits, is_shared, unit / parts_, unit % parts_); });
@@ -193,9 +193,9 @@ class Children {
   }
 
  private:
-  // One row of logits as one node of one sequence looks at it.
+  // One row of logits for one node of one sequence.
   struct Look {
-    int64_t sequence, node, place, source;  // source: the look whose candidates are its own
+    int64_t sequence, node, place, source;  // source: the look that has its candidates
     float* logits;
     float scale;
     bool is_noisy;
@@ -222,8 +222,8 @@ class Children {
     };
   }
 
-  // The candidates of one part of a row, and the greatest of its logits and their sum. Dynamic trees go by how probable a
-  // token is given the noise, where there is some: there noisy logits take the place of the others.
+  // The candidates of one part of a row, its largest logit and the sum of exp. Dynamic trees rank tokens by their
+  // probability given the noise, if there is noise: noisy logits replace the others.
   void scan(int64_t depth, float* logits, bool is_shared, int64_t index, int64_t part) const {
     const Look look = look_at(depth, logits, is_shared, index);
     if (look.source != index) return;
@@ -250,12 +250,12 @@ class Children {
     space_.counts[at] = best.count();
   }
 
-  // The greatest element of a row, NaN where a distribution has none, and the sum of exp of all of them less that.
+  // The largest element of a row, NaN without a distribution, and the sum of exp(element - largest).
   struct Total {
     float top, sum;
   };
 
-  // Of all parts of a row, from `at` on.
+  // Over all parts of a row, from `at` on.
   Total total_of(int64_t at) const {
     float top = -INFINITY, sum = 0;
     bool is_odd = false;
@@ -286,8 +286,8 @@ class Children {
     }
   }
 
-  // All candidates of one node of dynamic trees: what they add to the path never lifts them above their parent, and is -inf
-  // for impossible ones and where logits are no numbers.
+  // All candidates of one node of dynamic trees. A candidate's score is at most its parent's, and -inf for impossible
+  // tokens and logits that are not finite.
   void keep_candidates(int64_t depth, int64_t index) const {
     const int64_t P = num_inner(depth), K = draft_.num_candidates, s = index / P, place = index % P;
     const int64_t node = s * draft_.num_nodes + inner(depth, place), to = s * num_all() + level_begin(depth) + place * K;
@@ -302,8 +302,8 @@ class Children {
     }
   }
 
-  // The best candidates of a level of one sequence become the nodes that are expanded next, the best first; among equals the
-  // one that came first.
+  // The best candidates of a level of one sequence become the next expanded nodes, the best first; among equals the
+  // first.
   void expand_best(int64_t depth, int64_t sequence) const {
     const int64_t K = draft_.num_candidates, count = num_inner(depth) * K, begin = level_begin(depth);
     const int64_t from = sequence * num_all() + begin, to = sequence * draft_.num_nodes + level(depth + 1);
@@ -321,7 +321,7 @@ class Children {
     }
   }
 
-  // Candidates of a sequence of dynamic trees, and where those of the children of a level begin.
+  // Number of candidates of a sequence of dynamic trees, and the first child of a level.
   int64_t num_all() const { return level_begin(depth_); }
   int64_t level_begin(int64_t depth) const {
     const int64_t K = draft_.num_candidates;
@@ -333,7 +333,7 @@ class Children {
     float key;
   };
 
-  // The next best candidate of the parts, of which so many were taken from each.
+  // The next best candidate of the parts; `taken` counts those taken from each part.
   Candidate next_candidate(int64_t at, int64_t (&taken)[kMostParts]) const {
     int64_t best = -1;
     float key = 0;
@@ -353,15 +353,15 @@ class Children {
     draft_.tokens[to] = token;
     draft_.scores[to] = draft_.scores[parent] + (distance - std::log(sum));
     if (draft_.rows == nullptr) return;
-    // A token without a chance in the stated distribution is a choice, not a draw. What is below the normal numbers may be
-    // flushed to zero.
+    // A token without probability in the draft distribution is a choice, not a draw. Numbers below the normal ones may
+    // be flushed to zero.
     const bool is_drawn = draft_.draws[look.sequence] == kSampled &&
                           (exponential(Lanes{} + distance) * (1.0f / sum))[0] >= std::numeric_limits<float>::min();
     draft_.kinds[to] = !is_drawn ? kOneHot : is_only ? kIndependent : kWithoutReplacement;
     draft_.row_of[to] = is_drawn ? row_of(depth, is_shared, look.place) : -1;
   }
 
-  // One part of the distribution that a look's children were drawn from.
+  // One part of the distribution from which a look's children were drawn.
   void state(int64_t depth, float* logits, bool is_shared, int64_t index, int64_t part) const {
     const Look look = look_at(depth, logits, is_shared, index);
     float* row = draft_.rows + (look.sequence * draft_.num_rows + row_of(depth, is_shared, look.place)) * draft_.vocab;

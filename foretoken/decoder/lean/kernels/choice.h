@@ -1,4 +1,4 @@
-// The token after a row of logits: the greatest, or a draw by Gumbel-max with the noise of `foretoken.sampling.noise`.
+// The token after a row of logits: the largest, or a draw by Gumbel-max with the noise of `foretoken.sampling.noise`.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,14 @@ namespace {
 
 typedef uint64_t Words __attribute__((vector_size(kLanes * 8)));
 
-// Some values at a time with their greatest, and whether one of them is no number.
+// Largest of many values, lane by lane, and whether one of them is NaN.
 class Tops {
  public:
   void take(Lanes values) {
     tops_ = values > tops_ ? values : tops_;
     is_odd_ |= values != values;
   }
-  // The greatest; NaN where one was no number.
+  // The largest value; NaN if one is NaN.
   float greatest() const {
     float top = -INFINITY;
     bool is_odd = false;
@@ -28,7 +28,7 @@ class Tops {
     }
     return is_odd ? NAN : top;
   }
-  // Likewise, and NaN where it is not finite.
+  // The largest value; NaN if it is not finite.
   float value() const {
     const float top = greatest();
     return std::isfinite(top) ? top : NAN;
@@ -39,7 +39,7 @@ class Tops {
   IntLanes is_odd_{};
 };
 
-// A register of a row from k on, the rest filled with what is never chosen.
+// A register of a row from k on; the rest is -inf, which is never chosen.
 inline Lanes load_filled(const float* x, int64_t k, int64_t size) {
   if (k + kLanes <= size) return load_lanes(x + k);
   Lanes values = Lanes{} - INFINITY;
@@ -47,7 +47,7 @@ inline Lanes load_filled(const float* x, int64_t k, int64_t size) {
   return values;
 }
 
-// Index of the greatest of some values, the lowest among equals; -1 where it is not finite, or one of them is no number.
+// Index of the largest of some values, the lowest among equals; -1 if it is not finite, or one of them is NaN.
 inline int64_t greatest(const float* x, int64_t size) {
   Tops tops;
   for (int64_t k = 0; k < size; k += kLanes) tops.take(load_filled(x, k, size));
@@ -76,7 +76,7 @@ inline uint64_t noise_key(int64_t seed, int64_t position, Purpose purpose, int64
 // The key of the target's token at a position.
 inline uint64_t target_key(int64_t seed, int64_t position) { return noise_key(seed, position, kTarget, 0); }
 
-inline Lanes logarithm(Lanes x) {  // natural, of positive normal numbers; relative error below 3e-7, and 1e-7 beside 1
+inline Lanes logarithm(Lanes x) {  // natural, of positive normal numbers; relative error below 3e-7, and 1e-7 near 1
   const IntLanes bits = reinterpret_cast<const IntLanes&>(x) - 0x3F3504F3;  // of the square root of a half
   const Lanes exponent = __builtin_convertvector(bits >> 23, Lanes);
   const IntLanes fraction = (bits & 0x007FFFFF) + 0x3F3504F3;
@@ -101,13 +101,13 @@ inline Lanes gumbel(uint64_t key, uint64_t first) {
   const Lanes most = Lanes{} + (1.0f - 0x1p-24f);
   Lanes v = (__builtin_convertvector(bits, Lanes) + 0.5f) * 0x1p-53f;
   v = v > most ? most : v;
-  // log1p(-v) as Goldberg takes it: with u = 1 - v as it rounds, log(u) * v / (1 - u) makes up for what u lost of v.
+  // log1p(-v) by Goldberg's method: with u = 1 - v as rounded, log(u) * v / (1 - u) corrects the rounding of u.
   const Lanes u = 1.0f - v, lost = 1.0f - u, zeros{};
   const Lanes exponential = lost == zeros ? v : logarithm(u) * (v / -lost);
   return -logarithm(exponential);
 }
 
-// A draw from softmax(scale * logits): the token with the greatest scaled logit plus noise. -1 as above.
+// A draw from softmax(scale * logits): the token with the largest scaled logit plus noise; -1 as in `greatest`.
 inline int64_t drawn(const float* logits, int64_t size, float scale, uint64_t key) {
   Tops tops;
   Lanes best = Lanes{} - INFINITY;

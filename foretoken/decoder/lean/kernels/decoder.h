@@ -1,4 +1,4 @@
-// The pass: embedding, blocks, final norm and LM head, every step by all threads together.
+// The pass: embedding, blocks, final norm and LM head; all threads run every step together.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@
 
 namespace {
 
-// T: the dtype of embedding, KV cache and attention; W: that of the matrices.
+// T: the dtype of embedding, KV cache and attention; W: the dtype of the matrices.
 template <class T, class W = T>
 class Decoder {
  public:
@@ -95,8 +95,8 @@ class Decoder {
     add(layer.output, mixed_, layer.attention_post_norm);
   }
 
-  // Each thread computes queries, keys and values of some KV heads, and their attention: it waits for no other, and nothing
-  // of them leaves its caches.
+  // Each thread computes queries, keys and values of some KV heads and their attention. It waits for no other thread,
+  // and its data stays in its caches.
   void attend_own_heads(const Layer& layer, const MatrixInputs<W>& inputs) {
     const int64_t count = model_.kv_heads / omp_get_num_threads(), first = count * omp_get_thread_num();
     const int64_t rows = count * model_.head_dim;
@@ -129,8 +129,8 @@ class Decoder {
     });
   }
 
-  // What attention reads: the norm of the stream, behind that of the second input where the layer has one. Lies where
-  // `normed_` does.
+  // The input of attention: the norm of the stream, after the norm of the second input if the layer has one. Written to
+  // `normed_`.
   MatrixInputs<W> attention_inputs(const Layer& layer) {
     if (layer.side_norm.weight == nullptr) {
       normalise(layer.attention_norm);
@@ -147,7 +147,7 @@ class Decoder {
     return both;
   }
 
-  // The keys and values of the last layer, whose output nobody reads.
+  // The keys and values of the last layer alone; its output is unused.
   void append(const Layer& layer) {
     const MatrixInputs<W> inputs = attention_inputs(layer);
     multiply_into(layer.key, inputs, rows_, space_.key);
@@ -158,7 +158,7 @@ class Decoder {
 
   void feed_forward(const Layer& layer) {
     normalise(layer.mlp_norm);
-    if constexpr (std::is_same_v<T, W>) {  // experts are kept in the model's dtype
+    if constexpr (std::is_same_v<T, W>) {  // experts keep the model's dtype
       if (layer.experts.count > 0) return add_experts(layer);
     }
     const MatrixInputs<W> inner(space_.inner, rows_, layer.up.rows);
@@ -184,7 +184,7 @@ class Decoder {
     normalise(norm, normed_, rows_, [](int64_t m) { return m; });
   }
 
-  // The norm of `count` tokens; token(i) is the i-th of them.
+  // Norms `count` tokens; token(i) is the i-th of them.
   template <class Token>
   void normalise(const Norm& norm, const MatrixInputs<W>& out, int64_t count, Token&& token) {
     share_inputs(count, model_.hidden, [&](int64_t i, int64_t begin, int64_t end) {
@@ -194,7 +194,7 @@ class Decoder {
     barrier_.wait();
   }
 
-  // Adds x times the transposed matrix to the residual stream, after a norm where there is one.
+  // Adds x times the transposed matrix to the residual stream, after the post norm if there is one.
   void add(const Matrix& matrix, const MatrixInputs<W>& x, const Norm& post) {
     if (post.weight != nullptr) {
       multiply_into(matrix, x, rows_, space_.branch);
@@ -222,7 +222,7 @@ class Decoder {
     });
   }
 
-  // Caps logits, where the model does, and chooses the token after each row.
+  // Caps logits if the model does, and chooses the token after each row.
   void finish_logits() {
     barrier_.wait();
     if (model_.logit_softcap > 0) {
@@ -266,7 +266,7 @@ class Decoder {
     }
   }
 
-  // Norms and rotates a token's keys of the KV heads first..last, and writes their keys and values to the cache rows.
+  // Norms and rotates a token's keys of the KV heads first..last, and writes keys and values to the cache rows.
   void place_keys(const Layer& layer, int64_t m, int64_t first, int64_t last) {
     const int64_t D = model_.head_dim, s = space_.sequence[m], row = pass_.prefix[s] + node_of(m);
     if (layer.norms_all_heads) normalise_head(layer.key_norm, space_.key + m * model_.kv_heads * D, model_.kv_heads * D);
@@ -279,15 +279,15 @@ class Decoder {
     }
   }
 
-  // Norm of one head, where the architecture has one for each, and rotary embedding where the layer has one.
+  // Norms one head if each head has a norm, and rotates it if the layer has positions.
   void rotate_head(const Layer& layer, const Norm& norm, float* x, int64_t m) {
     if (!layer.norms_all_heads) normalise_head(norm, x, model_.head_dim);
     const int64_t first = position_of(m) * layer.pairs;
     if (layer.pairs > 0) rotate(x, layer.cos + first, layer.sin + first, layer.pairs);
   }
 
-  // Attention of a portion of a sequence's queries: of those of a group of heads that shares a KV head, where query
-  // t * group + h is head h of token t. `unit` counts the portions of all KV heads.
+  // Attention of a portion of a sequence's queries, of a group of heads with one KV head; query t * group + h is head h
+  // of token t. `unit` counts the portions of all KV heads.
   void attend(const Layer& layer, int64_t s, int64_t unit) {
     const int64_t kv_head = unit / chunks_of(s), first = unit % chunks_of(s) * SharedAttention<T>::kQueries;
     const int64_t D = model_.head_dim, thread = omp_get_thread_num(), stride = greatest_rows(model_);
@@ -311,7 +311,7 @@ class Decoder {
     });
   }
 
-  // Rotated queries of all tokens of a sequence and of the heads that share a KV head.
+  // Rotated queries of all tokens of a sequence, of the heads that share a KV head.
   MatrixInputs<T> queries_of(int64_t s, int64_t kv_head) const {
     const int64_t D = model_.head_dim, count = Dots<T>::padded(group_ * num_tokens(s));
     const int64_t first = pass_.starts[s] * model_.heads * kMostPerQuery + kv_head * count;
@@ -346,7 +346,7 @@ class Decoder {
     });
   }
 
-  // write(out, m) writes a token's row wherever this tap is wanted.
+  // write(out, m) writes a token's row to every place of this tap.
   template <class Write>
   void keep(int64_t tap, Write&& write) {
     for (int64_t f = 0; f < pass_.num_taps; ++f) {
@@ -363,7 +363,7 @@ class Decoder {
   const int64_t rows_;
   const Workspace<T, W> space_;
   const MatrixInputs<W> normed_, mixed_;
-  const int64_t group_;  // query heads a KV head
+  const int64_t group_;  // query heads for each KV head
   Barrier barrier_;
 };
 

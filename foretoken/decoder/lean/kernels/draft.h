@@ -1,5 +1,5 @@
-// Draft trees whose nodes are fed level by level behind a prefix in a KV cache: a pass brings the cache up to the roots,
-// then each level that has children is fed behind the levels above it.
+// Draft trees with nodes that are fed level by level behind a prefix in a KV cache. One pass fills the cache up to the
+// roots, then each level with children is fed behind the levels above it.
 //
 // Letters: B sequences, N nodes of a draft, M tokens of a pass.
 #pragma once
@@ -19,7 +19,7 @@
 
 namespace {
 
-// Most nodes of one depth, and most of them that have children; shapes list nodes level by level.
+// Most nodes of one depth, and most of them with children; shapes list nodes level by level.
 struct Widest {
   int64_t nodes = 1, inner = 1;
 
@@ -31,13 +31,13 @@ struct Widest {
       }
       nodes = std::max(nodes, end - begin);
       inner = std::max(inner, parents);
-      if (end == begin) break;  // a parent that comes after: no shape, and refused as such
+      if (end == begin) break;  // a parent after its child is no valid shape; the checks refuse it
     }
   }
 };
 
-// Buffers of `LevelPasses`, those of its passes first, then of `Children`; `size` is what they take, -1 where that is beyond
-// what 64 bits count.
+// Buffers of `LevelPasses`, first those of its passes, then those of `Children`; `size` is their bytes, -1 if 64 bits
+// cannot count them.
 template <class T, class W = T>
 struct LevelSpace {
   int64_t *fed, *depths, *places;  // (N,)
@@ -46,7 +46,7 @@ struct LevelSpace {
   void* children;
   int64_t size = 0;
 
-  // width: logits of a row that count; M: nodes of the pass that catches up.
+  // width: logits of a row that count; M: nodes of the first pass.
   LevelSpace(const Model& model, const Draft& draft, int64_t width, int64_t M, int64_t threads, void* base) {
     const int64_t B = draft.num_sequences, N = draft.num_nodes;
     int64_t nodes = 0;
@@ -60,10 +60,10 @@ struct LevelSpace {
   }
 };
 
-// Whether drafts stay within the model and the cache; `pass` catches up, its inputs are checked elsewhere. width: as of
-// `check_draft`; rows: of the cache that nodes take behind those of the pass.
+// Checks that drafts stay within the model and the cache; other checks cover the inputs of `pass`, the first pass.
+// width: see `check_draft`; rows: cache rows of nodes behind the pass.
 inline Status check_trees(const Model& model, const Pass& pass, const Draft& draft, int64_t width, int64_t rows, int64_t last_position) {
-  Pass wanted = pass;  // with what it is given here
+  Pass wanted = pass;  // the pass gets its outputs here
   wanted.logits = static_cast<float*>(pass.workspace);
   wanted.num_taps = 0;
   if (const Status status = check(model, wanted); status != Status::kDone) return status;
@@ -78,12 +78,12 @@ inline Status check_trees(const Model& model, const Pass& pass, const Draft& dra
   return Status::kDone;
 }
 
-// The pass that catches up, then those over the levels, one after another.
+// The first pass, then those over the levels, one after another.
 template <class T, class W = T>
 class LevelPasses {
  public:
-  // feeds_leaves: whether nodes without children are fed too, as where the rows of accepted ones are kept. last_position:
-  // the greatest that a node gets. A node deeper than its sequence has room for is cut off later.
+  // feeds_leaves: whether nodes without children are fed too, so that the rows of accepted ones are kept.
+  // last_position: the largest position of a node. Nodes beyond their sequence's room are cut off later.
   LevelPasses(const Model& model, const Pass& pass, const Draft& draft, const Children& children, const LevelSpace<T, W>& space, bool feeds_leaves, int64_t last_position)
       : model_(model), draft_(draft), children_(children), space_(space), feeds_leaves_(feeds_leaves), last_position_(last_position), pass_(pass) {
     for (int64_t s = 0; s < draft.num_sequences; ++s) {
@@ -104,7 +104,7 @@ class LevelPasses {
     decoder_.emplace(model_, pass_);
   }
 
-  // The pass that runs next, whose inputs and outputs are the caller's to set.
+  // The next pass; the caller sets its inputs and outputs.
   Pass& pass() { return pass_; }
   int64_t num_tokens() const { return pass_.starts[pass_.num_sequences]; }
 
@@ -114,7 +114,7 @@ class LevelPasses {
   }
   int64_t node(int64_t depth, int64_t i) const { return feeds_leaves_ ? children_.level(depth) + i : children_.inner(depth, i); }
 
-  // Where a node stands among those of its depth that are fed.
+  // The index of a node among those of its depth that are fed.
   int64_t place(int64_t depth, int64_t node) const { return depth == 0 ? 0 : space_.places[node] - space_.places[this->node(depth, 0)]; }
 
   // Makes the pass over the nodes of one depth. One thread.
@@ -157,8 +157,8 @@ class LevelPasses {
   Barrier barrier_;
 };
 
-// Fills trees, all threads together. levels.begin(depth) prepares a level that is not the root's, on one thread;
-// levels.logits(depth) gives those after its nodes that have children, on all threads, and ends with a barrier.
+// Fills trees, all threads together. levels.begin(depth) prepares a level below the root's, on one thread;
+// levels.logits(depth) returns the logits after its nodes with children, on all threads, and ends with a barrier.
 template <class Levels>
 void fill_trees(const Children& children, Levels& levels, Barrier& barrier) {
   for (int64_t depth = 0; depth < children.depth(); ++depth) {

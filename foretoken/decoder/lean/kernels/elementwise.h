@@ -1,4 +1,4 @@
-// Norms, activations and rotations of the rows of a pass. Every one is the same whatever other rows there are.
+// Norms, activations and rotations of the rows of a pass. A row's result does not depend on other rows.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int kPortion = 512;  // elements of a row that one thread activates
+constexpr int kPortion = 512;  // elements of a row for one thread's activation
 
 // Calls work(i) for this thread's share of 0..count - 1.
 template <class Work>
@@ -21,7 +21,7 @@ void share(int64_t count, Work&& work) {
   for (int64_t i = omp_get_thread_num(); i < count; i += omp_get_num_threads()) work(i);
 }
 
-// The factor that gives a row a root mean square of 1.
+// The factor that scales a row to a root mean square of 1.
 float norm_factor(const float* x, int64_t size, float epsilon) {
   Lanes squares{};
   int64_t i = 0;
@@ -31,7 +31,7 @@ float norm_factor(const float* x, int64_t size, float epsilon) {
   return 1.0f / std::sqrt(sum / float(size) + epsilon);
 }
 
-// Mean of a row, and the factor that gives it a standard deviation of 1.
+// Mean of a row, and the factor that scales it to a standard deviation of 1.
 struct Moments {
   float mean, factor;
 };
@@ -43,8 +43,8 @@ Moments moments(const float* x, int64_t size, float epsilon) {
   return {float(mean), float(1.0 / std::sqrt(squares / double(size) + epsilon))};
 }
 
-// Elements begin..end of the norm of a row; put(k, values) takes a register or an element at a time. Without a norm: of the
-// row itself.
+// Elements begin..end of the norm of a row, or of the row itself without a norm; put(k, values) takes a register or an
+// element at a time.
 template <class Put>
 void normalise_elements(const Norm& norm, const float* x, int64_t size, int64_t begin, int64_t end, Put&& put) {
   const float *weight = norm.weight, *bias = norm.bias;
@@ -81,8 +81,8 @@ void normalise_head(const Norm& norm, float* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) x[i] *= factor * norm.weight[i];
 }
 
-// Rotary embedding of one head: element i turns with element i + pairs. By std::fma: it is inlined in several places, and a
-// compiler may join a product with a sum in one and not in the other.
+// Rotary embedding of one head: element i turns with element i + pairs. By std::fma: several places inline this, and a
+// compiler may join a product with a sum in one of them and not in another.
 void rotate(float* x, const float* cos, const float* sin, int64_t pairs) {
   for (int64_t i = 0; i < pairs; ++i) {
     const float a = x[i], b = x[i + pairs];
@@ -101,7 +101,7 @@ void with_activation(int64_t activation, Run&& run) {
   }
 }
 
-// Puts elements begin..end of row m of `inner`: f(gate) * up, or f(up) where there is no gate.
+// Writes elements begin..end of row m of `inner`: f(gate) * up, or f(up) without a gate.
 template <class X, class Function>
 void activate_portion(const X& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end, Function f) {
   int64_t k = begin;

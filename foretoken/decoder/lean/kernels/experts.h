@@ -1,8 +1,8 @@
-// A mixture of experts: a router gives each token some experts, gated layers whose outputs are added with its weights.
+// A mixture of experts: a router gives each token some experts, gated layers. Their outputs are added with its weights.
 //
-// The tokens of an expert are multiplied together, so that its weights are read once a pass. What a token gets is
-// computed from its own row alone, and the outputs of its experts are added in the order of the experts: it does not
-// depend on which other tokens chose the same ones.
+// The tokens of an expert are multiplied together, so that its weights are read once a pass. A token's result comes
+// from its own row alone, and the outputs of its experts are added in the order of the experts. The result does not
+// depend on other tokens with the same experts.
 //
 // Letters: P pairs of a token and one of its experts, sorted by expert; M tokens.
 #pragma once
@@ -22,8 +22,8 @@
 
 namespace {
 
-// The experts of one token by its router's logits (count,), which become probabilities: chosen (top_k,) ascending, and
-// their weights. Equal probabilities go to the lower expert.
+// Chooses the experts of one token by its router's logits (count,), which become probabilities: chosen (top_k,)
+// ascending, and their weights. Among equal probabilities the lower expert wins.
 inline void choose_experts(const Experts& experts, float* logits, int64_t* chosen, float* weights) {
   const int64_t count = experts.count, top_k = experts.top_k;
   float top = logits[0], sum = 0, total = 0;
@@ -49,8 +49,8 @@ class ExpertLayer {
   ExpertLayer(const Layer& layer, int64_t hidden, int64_t M, const Workspace<T>& space, Barrier& barrier)
       : layer_(layer), experts_(layer.experts), hidden_(hidden), M_(M), num_pairs_(M * layer.experts.top_k), space_(space), barrier_(barrier) {}
 
-  // Runs inside a parallel region, all threads together, once the inputs are there; afterwards the output of every pair
-  // lies in its place of `pair_out`.
+  // Runs inside a parallel region, all threads together, once the inputs are there. Afterwards `pair_out` has the
+  // output of every pair in its place.
   void run(const MatrixInputs<T>& inputs) const {
     multiply_into(experts_.router, inputs, M_, space_.router);
     barrier_.wait();
@@ -92,8 +92,8 @@ class ExpertLayer {
   }
 
  private:
-  // Where the pairs of each expert begin (`starts`), and the place of every pair among all of them. `blocks` are the
-  // same with what pads the inputs of each expert.
+  // The first pair of each expert (`starts`), and the place of every pair among all pairs. `blocks` are the starts with
+  // the padding of each expert's inputs.
   void sort_pairs() const {
     const int64_t count = experts_.count, top_k = experts_.top_k;
     std::fill(space_.starts, space_.starts + count + 1, 0);
@@ -103,7 +103,7 @@ class ExpertLayer {
       space_.blocks[e + 1] = space_.blocks[e] + MatrixInputs<T>::padded_tokens(space_.starts[e + 1]);
       space_.starts[e + 1] += space_.starts[e];
     }
-    for (int64_t j = 0; j < num_pairs_; ++j) {  // `starts` counts up meanwhile, and is moved back afterwards
+    for (int64_t j = 0; j < num_pairs_; ++j) {  // `starts` counts up here and is moved back afterwards
       const int64_t e = space_.chosen[j], place = space_.starts[e]++;
       space_.places[j] = place;
       space_.tokens[place] = j / top_k;
@@ -113,7 +113,7 @@ class ExpertLayer {
     space_.starts[0] = 0;
   }
 
-  // Copies the inputs of a pair's token to where those of its expert lie.
+  // Copies the inputs of a pair's token to those of its expert.
   void gather(const MatrixInputs<T>& inputs, int64_t pair) const {
     const int64_t e = space_.experts[pair], first = space_.starts[e];
     inputs_of(space_.pair_inputs, e, hidden_, space_.starts[e + 1] - first).copy(pair - first, inputs, space_.tokens[pair], hidden_);

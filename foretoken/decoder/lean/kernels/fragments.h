@@ -1,4 +1,4 @@
-// Weights in a register, as they are stored or widened, and the elements of a token that meet them.
+// Weights in a register, as stored or widened, and the elements of a token that are multiplied with them.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace {
 
-// As many weights as a register holds, the same elements of a token, and sums of their products. Tokens are kept in the
-// model's dtype where the processor multiplies that, else in float32, and in the order in which weights are widened.
+// As many weights as a register holds, the same elements of a token, and sums of their products. Tokens have the
+// model's dtype if the processor multiplies it, otherwise float32, in the order of the widened weights.
 template <class T>
 constexpr int kStep = kBytes / int(sizeof(T));
 template <class T>
@@ -22,7 +22,7 @@ struct Fragment<float> {
   static Fragment load(const float* p) {
     Lanes lanes = load_lanes(p);
 #if defined(__AVX2__)
-    __asm__("" : "+v"(lanes));  // or the compiler loads it anew for every use, and loads are what the loop waits for
+    __asm__("" : "+v"(lanes));  // or the compiler reloads it for every use, and the loop waits for loads
 #endif
     return {lanes};
   }
@@ -44,7 +44,7 @@ struct Fragment<Bfloat16> {
 template <>
 struct Fragment<Bfloat16> {
   using Token = float;
-  Lanes low, high;  // the first and the last four of every eight elements: what processors widen in one instruction each
+  Lanes low, high;  // the first and the last four of every eight elements: one instruction widens each
   static constexpr int64_t place(int64_t k) { return k % 8 / 4 * kLanes + k / 8 * 4 + k % 4; }
   static constexpr int kSide = 4;
   static Fragment load(const Bfloat16* p) {
@@ -72,7 +72,7 @@ struct Fragment<Bfloat16> {
 };
 #endif
 
-// Whole numbers in -127..127, to be multiplied by the scale of their row; bfloat16 holds every one of them.
+// Integers in -127..127, to be multiplied by the scale of their row; bfloat16 holds them exactly.
 #if defined(__AVX512BF16__)
 template <>
 struct Fragment<Int8> {

@@ -1,4 +1,4 @@
-// Small-batch GEMM: each weight is read once, and meets every token of a pass while it is in a register.
+// Small-batch GEMM: each weight is read once and multiplied with every token of a pass while it is in a register.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,15 @@
 
 namespace {
 
-constexpr int kRows = 6;            // rows of weights that meet a token likewise: 24 sums of 32 registers, or 12 of 16
-constexpr int kNear = 24 * 1024;    // bytes of them that stay in the nearest cache beside what passes by
-constexpr int kPart = 32;           // steps of longer rows that meet tokens, before the next steps do
-constexpr int kPanel = 64;          // tokens that meet such a part of kRows rows, one block of them after another
-constexpr int kFewTokens = 16;      // or so few that their part stays in the nearest cache
-constexpr int kGroups = 8;          // while that many times kRows rows meet them
-constexpr int kRowsOfOne = 8;       // rows side by side when there is one token
+constexpr int kRows = 6;            // rows of weights in registers together: 24 sums of 32 registers, or 12 of 16
+constexpr int kNear = 24 * 1024;    // bytes of weights that stay in the first cache beside data that passes by
+constexpr int kPart = 32;           // steps of longer rows that are multiplied with all tokens before the next steps
+constexpr int kPanel = 64;          // tokens that are multiplied with such a part of kRows rows, one block of them after another
+constexpr int kFewTokens = 16;      // tokens whose part stays in the first cache
+constexpr int kGroups = 8;          // multiples of kRows rows for so few tokens
+constexpr int kRowsOfOne = 8;       // rows in registers for a single token
 
-// Bytes of rows that fit the nearest cache together with the next ones and with tokens.
+// Bytes of rows that fit the first cache together with the next rows and with tokens.
 inline int64_t nearest_bytes() {
   static const int64_t bytes = [] {
     int64_t cache = 32 * 1024;
@@ -46,8 +46,8 @@ inline int64_t last_cache_bytes() {
   return bytes;
 }
 
-// Whether lines that are fetched into the nearest cache alone come as fast as others. Intel's pass by the second cache then,
-// which foresees what comes next: a Xeon reads memory at a third of its rate so.
+// Decides whether prefetches into the first cache alone are as fast as others. On Intel they bypass the second cache
+// and its prefetcher: a Xeon then reads memory at a third of its rate.
 inline bool fetches_nearest_fast() {
 #if defined(__x86_64__)
   static const bool is_fast = !__builtin_cpu_is("intel");
@@ -57,8 +57,8 @@ inline bool fetches_nearest_fast() {
 #endif
 }
 
-// Where a cache line is fetched into: all caches; only as near as the second one; or the nearest one alone, so that what else
-// is in the others stays there. A line that leaves the nearest cache unused is then read from memory again.
+// The target of a prefetch: all caches, the second cache, or the first cache alone, which keeps the contents of the
+// others. A line that leaves the first cache unused is then read from memory again.
 enum class Into { kAll, kSecond, kNearest };
 template <Into kInto>
 FORETOKEN_INLINE void fetch(const char* p) {
@@ -67,12 +67,12 @@ FORETOKEN_INLINE void fetch(const char* p) {
   if constexpr (kInto == Into::kNearest) __builtin_prefetch(p, 0, 0);
 }
 
-// What a step fetches ahead of its use: nothing,
+// A step prefetches nothing,
 struct NoFetch {
   void step() {}
 };
 
-// some cache lines of whole rows, one after another,
+// or some cache lines of whole rows, one after another,
 template <Into kInto>
 struct LineFetch {
   const char* at;
@@ -83,7 +83,7 @@ struct LineFetch {
   }
 };
 
-// or one cache line of each of kCount rows, for which more than one stream of memory is open.
+// or one cache line of each of kCount rows, which opens more than one stream of memory.
 template <Into kInto, int kCount>
 struct RowFetch {
   const char* at;
@@ -114,7 +114,8 @@ FORETOKEN_INLINE void add_steps(const T* const* w, const typename Fragment<T>::T
   }
 }
 
-// Dot products (C, R) from their sums over lanes, and from the elements past the last whole step, at `whole`; x begins there.
+// Dot products (C, R) from their sums over lanes, and from the elements past the last whole step, `whole`, where x
+// begins.
 template <class T, int R, int C>
 FORETOKEN_INLINE void finish_dots(const Lanes* sums, const T* const* w, const typename Fragment<T>::Token* x, int64_t whole, int64_t K, float* out) {
   static_assert(R * C % 4 == 0 && R * C <= 2 * kLanes);
@@ -148,13 +149,13 @@ struct Rows {
   }
 };
 
-// Scales the dot products of R rows from row n on with `count` tokens from m on, (count, R), adds biases and hands them on,
-// see `multiply`; for rows before `end`.
+// Scales the dot products of R rows from row n on with `count` tokens from m on, (count, R), adds biases and emits
+// them, see `multiply`; for rows before `end`.
 template <int R, class Emit>
 FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, int64_t m, int64_t count, float* out, Emit&& emit) {
   const auto finish = [&](auto rows) {
     for (int64_t c = 0; c < count; ++c, out += R) {
-      if (matrix.scales != nullptr) {  // by fma, or a compiler joins some of these products with what `emit` adds
+      if (matrix.scales != nullptr) {  // by fma, or a compiler joins some of these products with the additions of `emit`
         for (int r = 0; r < rows; ++r) out[r] = std::fma(out[r], matrix.scales[n + r], 0.0f);
       }
       if (matrix.bias != nullptr) {
@@ -166,8 +167,8 @@ FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, i
   n + R <= end ? finish(std::integral_constant<int, R>()) : finish(int(end - n));
 }
 
-// `dot_block` that fetches some lines a step meanwhile. Not inlined: what is done with the results is another for every
-// caller, this is not.
+// `dot_block` that prefetches some lines a step. Not inlined: every caller emits differently, but this part is the
+// same.
 template <class T, int R, int C>
 [[gnu::noinline]] void fetching_dot_block(const T* const* w, const typename Fragment<T>::Token* x, int64_t K, Into into, const char* ahead, int lines, float* out) {
   if (into == Into::kAll) return dot_block<T, R, C>(w, x, K, LineFetch<Into::kAll>{ahead, lines}, out);
@@ -175,7 +176,7 @@ template <class T, int R, int C>
   dot_block<T, R, C>(w, x, K, LineFetch<Into::kNearest>{ahead, lines}, out);
 }
 
-// See `multiply`; for rows begin..end, each of which meets all tokens before the next ones. Meanwhile they fetch these.
+// See `multiply`; for rows begin..end. Each group of rows is multiplied with all tokens and prefetches the next group.
 template <class T, int R, int C, class Emit>
 void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Into into, Emit&& emit) {
   const int64_t blocks = (M + C - 1) / C, steps = matrix.cols / kStep<T>;
@@ -192,8 +193,8 @@ void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t 
   }
 }
 
-// `add_steps` for a block of tokens that fetches its share of R rows beginning at `next`, the same steps of each: `count` of
-// them from row `first` on.
+// `add_steps` for a block of tokens; prefetches the block's share of R rows beginning at `next`, the same steps of each
+// row: `count` rows from row `first` on.
 template <class T, int R, int C, Into kInto>
 FORETOKEN_INLINE void add_fetching_steps(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, const T* next, int64_t K, int64_t first, int count, Lanes (&sums)[R * C]) {
   const char* at = reinterpret_cast<const char*>(next + first * K);
@@ -211,7 +212,7 @@ FORETOKEN_INLINE void add_fetching_steps(const T* const* w, const typename Fragm
   }
 }
 
-// Likewise, to the sums that wait, or to none yet. Not inlined, see above.
+// Adds to the stored sums, or to zero. Not inlined, see `fetching_dot_block`.
 template <class T, int R, int C>
 [[gnu::noinline]] void add_part(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, Into into, const T* next, int64_t K, int64_t first, int count, Lanes* waiting) {
   Lanes sums[R * C];
@@ -226,8 +227,8 @@ template <class T, int R, int C>
   for (int i = 0; i < R * C; ++i) waiting[i] = sums[i];
 }
 
-// Likewise, part by part: some steps of `groups` times R rows meet all tokens of a panel, a block of them after another, then
-// the next steps do. The sums over lanes wait in memory meanwhile, so that every sum is taken in the same order.
+// Works part by part: some steps of `groups` times R rows are multiplied with all tokens of a panel, block by block,
+// then the next steps. Sums over lanes are stored between parts, so that every sum has the same order.
 template <class T, int R, int C, int kMostGroups, int kMostTokens, class Emit>
 void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Into into, Emit&& emit) {
   const int64_t K = matrix.cols, whole = K / kStep<T> * kStep<T>, depth = kPart * kStep<T>;
@@ -237,7 +238,7 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
     const int groups = int(std::min<int64_t>(kMostGroups, (end - batch + R - 1) / R));
     for (int64_t first = 0; first < M; first += kMostTokens) {
       const int64_t last = std::min<int64_t>(first + kMostTokens, M), blocks = (last - first + C - 1) / C;
-      const int share = int((R + blocks - 1) / blocks);  // of the rows that come next, fetched by each block
+      const int share = int((R + blocks - 1) / blocks);  // of the next rows, prefetched by each block
       int64_t from = 0;
       do {
         const int64_t to = std::min(from + depth, whole);
@@ -264,14 +265,14 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
   }
 }
 
-// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`. emit(m, n, count, values)
-// takes the outputs of token m at `count` rows from n on.
+// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`. emit(m, n, count,
+// values) takes the outputs of token m at `count` rows from n on.
 template <class T, class Emit>
 void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit, int64_t unit = Inputs<T>::kShare) {
   const auto [begin, end] = Share(matrix.rows, unit);
   const int64_t row = matrix.cols * int64_t(sizeof(T)), bytes = kRows * row;
-  // Rows go past the other caches where these would not keep them until the next pass, and the nearest one keeps them until
-  // they are used.
+  // Rows bypass the other caches if these could not keep them until the next pass and the first cache keeps them until
+  // their use.
   const bool are_lost = matrix.pass_bytes > last_cache_bytes() && fetches_nearest_fast();
   const bool stay_near = M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes();
   const Into into = M <= kFewTokens && are_lost && stay_near ? Into::kNearest : Into::kAll;

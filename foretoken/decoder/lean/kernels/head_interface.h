@@ -1,4 +1,4 @@
-// What the kernels are told of a draft head, in the memory layout of `head_structures.py`.
+// Description of a draft head for the kernels, in the memory layout of `native_head.py`.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// A matrix in its own dtype, and its bias; without a weight there is none.
+// A matrix with its dtype and bias; a null weight means no matrix.
 struct HeadMatrix {
   Matrix matrix;
   int64_t is_bfloat16;
@@ -16,10 +16,10 @@ struct HeadMatrix {
 enum HeadKind : int64_t {
   kFromFeature = 0,  // Medusa: every step reads the feature alone
   kFromPath = 1,     // Hydra: [feature; embeddings of the tokens drafted before]
-  kFromState = 2,    // MLP speculator: the state of the parent node, and the embedding of its own token
+  kFromState = 2,    // MLP speculator: the state of the parent node, and the embedding of the node's token
 };
 
-// One step, for the children of the nodes of one depth. With y what the LM head reads:
+// One step, for the children of the nodes of one depth. With y, the input of the LM head:
 //   kFromFeature: y = feature
 //   kFromPath:    a, b = halves of first(u), u the concatenation; y = a + silu(b)
 //   kFromState:   y = gelu(norm(first(state) + embedding_scale * embedding)), which is also the state
@@ -32,29 +32,29 @@ struct HeadStep {
   const void* embedding;          // (num_tokens, E or W)
   int64_t num_tokens, embedding_is_bfloat16;
   float embedding_scale;
-  float logit_scale, logit_softcap;  // no scale: 1, no cap: 0
+  float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
 };
 
 struct Head {
   int64_t kind, num_steps, hidden, width, vocab;  // E, W and V, the width of logits
-  const int64_t* token_map;                       // the token of each row of the LM heads; or null, for the same number
-  float feature_rms, feature_epsilon;             // kFromState: root mean square that features are scaled to; as they are: 0
+  const int64_t* token_map;                       // the token of each row of the LM heads; null: row i is token i
+  float feature_rms, feature_epsilon;             // kFromState: root mean square that features are scaled to; 0: no scaling
   const HeadStep* steps;
 };
 
-// A head of one decoder block, whose output x becomes the state that its next step reads. Of a state s and the embedding e of
-// the token after it, the block reads fuse([e; s]); or, where there is no such layer, state_norm(s), and e as second input.
+// A head of one decoder block; the block's output x becomes the state of the next step. For a state s and the embedding
+// e of the next token, the block reads fuse([e; s]); without `fuse` it reads state_norm(s), and e as second input.
 // logits = lm_head(norm(x)), scaled and capped; the next state is x, or norm(x).
 struct AutoregressiveHead {
   HeadMatrix fuse, lm_head;       // (E, 2 E), (Vd, E); E is the hidden size of the block
-  const int64_t* token_map;       // (Vd,), the token of each row of the LM head; or null, for the same number
+  const int64_t* token_map;       // (Vd,), the token of each row of the LM head; null: row i is token i
   int64_t vocab;                  // V, the width of logits
   const void* embedding;          // (num_tokens, E)
   int64_t num_tokens, embedding_is_bfloat16;
   int64_t feeds_normed;           // whether the next state is norm(x)
   Norm norm, state_norm;          // (E,)
   float embedding_scale;
-  float logit_scale, logit_softcap;  // no scale: 1, no cap: 0
+  float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
 };
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// Linear layers of draft heads, each in a dtype of its own, and LM heads over a part of the vocabulary.
+// Linear layers of draft heads, each with its own dtype, and LM heads over a part of the vocabulary.
 //
 // Letters: M rows, V vocabulary.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace {
 
-// Puts a row of `size` elements times a factor into an input, from element `first` on.
+// Writes a row of `size` elements times a factor to an input, from element `first` on.
 template <class X, class E>
 void put_row(const X& inputs, int64_t m, int64_t first, const E* row, int64_t size, float factor) {
   int64_t k = 0;
@@ -27,7 +27,7 @@ void put_row(const X& inputs, int64_t m, int64_t first, const E* row, int64_t si
   for (; k < size; ++k) inputs.put(m, first + k, to_float(row[k]) * factor);
 }
 
-// Puts rows of `size` elements that stand one after another.
+// Writes rows of `size` contiguous elements.
 struct PutRows {
   const float* rows;
   int64_t size;
@@ -37,7 +37,7 @@ struct PutRows {
   }
 };
 
-// work(row), row: what begins at an element of a table in bfloat16 or float32.
+// Calls work(row) with the row at an element of a table in bfloat16 or float32.
 template <class Work>
 void with_row(const void* table, bool is_bfloat16, int64_t first, Work&& work) {
   if (is_bfloat16) {
@@ -47,20 +47,20 @@ void with_row(const void* table, bool is_bfloat16, int64_t first, Work&& work) {
   }
 }
 
-// An LM head, and what its model does to logits.
+// An LM head with its model's scale and cap of logits.
 struct LmHead {
   const HeadMatrix& matrix;
-  const int64_t* token_map;  // the token of each row; or null, for the same number
+  const int64_t* token_map;  // the token of each row; null: row i is token i
   int64_t vocab;             // V
-  float scale, softcap;      // no scale: 1, no cap: 0
+  float scale, softcap;      // scale 1: none, cap 0: none
 };
 
 class HeadLayers {
  public:
-  // inputs: room for those of any of the layers, as wide as those of any dtype.
+  // inputs: room for the inputs of any layer in the widest dtype.
   explicit HeadLayers(float* inputs) : inputs_(inputs) {}
 
-  // out (M, rows) = M inputs times the transposed matrix; put(m, inputs) sets one of them. Ends with a barrier.
+  // out (M, rows) = M inputs times the transposed matrix; put(m, inputs) sets input m. Ends with a barrier.
   template <class Put>
   void project(const HeadMatrix& matrix, int64_t M, Put&& put, float* out) const {
     set_inputs(matrix, M, put);
@@ -83,7 +83,7 @@ class HeadLayers {
     return {reinterpret_cast<typename MatrixInputs<T>::Token*>(inputs_), M, matrix.cols};
   }
 
-  // run(inputs), these in the dtype of a matrix.
+  // Calls run(inputs) with inputs in the dtype of a matrix.
   template <class Run>
   void with_inputs(const HeadMatrix& matrix, int64_t M, Run&& run) const {
     if (matrix.matrix.scales != nullptr) {
@@ -99,7 +99,7 @@ class HeadLayers {
     with_inputs(matrix, M, [&](const auto& inputs) { share(M, [&](int64_t m) { put(m, inputs); }); });
   }
 
-  // These two know nothing of who set the inputs, so that they are compiled once.
+  // These two do not depend on the caller's `put`, so they are compiled once.
   void multiply_all(const HeadMatrix& matrix, int64_t M, float* out) const {
     with_inputs(matrix, M, [&](const auto& inputs) { multiply_into(matrix.matrix, inputs, M, out); });
   }

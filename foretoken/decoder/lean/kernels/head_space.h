@@ -1,4 +1,4 @@
-// Buffers of the steps of draft heads, and whether a draft fits a head.
+// Buffers of the steps of draft heads, and the check that a draft fits a head.
 //
 // Letters: see `heads.h`.
 #pragma once
@@ -14,13 +14,13 @@
 
 namespace {
 
-// Buffers of the steps of up to M rows; `size` is what they take, -1 where that is beyond what 64 bits count.
+// Buffers of the steps of up to M rows; `size` is their bytes, -1 if 64 bits cannot count them.
 struct HeadSpace {
   float* logits;     // (M, V)
   float* wide;       // (M, 2 W)
-  float* states[2];  // (M, W), what the LM head reads, of a level and of the one before
-  float* inputs;     // of any matrix, as wide as those of any dtype
-  int64_t* places;   // (N,), where a node stands among those of its level
+  float* states[2];  // (M, W), inputs of the LM head, of a level and of the level before
+  float* inputs;     // of any matrix, in the widest dtype
+  int64_t* places;   // (N,), the index of a node in its level
   int64_t size = 0;
 
   HeadSpace(const Head& head, int64_t rows, int64_t num_nodes, void* base) {
@@ -34,7 +34,7 @@ struct HeadSpace {
   }
 };
 
-// Whether a draft stays within the tables of a head.
+// Checks that a draft stays within the tables of a head.
 inline Status check_head(const Head& head, const Draft& draft, const float* features) {
   if (features == nullptr || head.steps == nullptr) return Status::kMissing;
   if (draft.vocab != head.vocab) return Status::kShape;

@@ -1,9 +1,9 @@
 // The steps of draft heads (Medusa, Hydra, MLP speculator): logits after the nodes of one level of a draft.
 //
-// Every matrix has a dtype of its own; what stands between two of them is float32.
+// Every matrix has its own dtype; values between matrices are float32.
 //
-// Letters: B sequences, P nodes of a level that have children, M rows of a level: B * P, or B where tokens are not read;
-// N nodes of a draft, E hidden size of the target, W width of what LM heads read, V vocabulary.
+// Letters: B sequences, P nodes of a level with children, M rows of a level: B * P, or B if tokens are not read; N
+// nodes of a draft, E hidden size of the target, W width of the LM heads' inputs, V vocabulary.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ inline bool have_one_head(const HeadStep& a, const HeadStep& b) {
 
 class HeadSteps {
  public:
-  // features: (B, E), what the first step starts from. The tokens of a level are chosen before its step.
+  // features: (B, E), the input of the first step. The tokens of a level are chosen before its step.
   HeadSteps(const Head& head, const Draft& draft, const Children& children, const float* features, const HeadSpace& space)
       : head_(head), draft_(draft), children_(children), features_(features), space_(space), layers_(space.inputs) {
     for (int64_t d = 0; d < children.depth(); ++d) {
@@ -39,14 +39,14 @@ class HeadSteps {
     }
   }
 
-  // Rows of logits that are there at once: those of the widest level, or of all levels where tokens are not read.
+  // Rows of logits in memory at once: those of the widest level, or of all levels if tokens are not read.
   int64_t most_rows() const {
     int64_t most = head_.kind == kFromFeature ? children_.depth() : 0;
     for (int64_t d = 0; d < children_.depth() && head_.kind != kFromFeature; ++d) most = std::max(most, children_.num_inner(d));
     return draft_.num_sequences * most;
   }
 
-  // Fills the trees, a level after another. All threads together.
+  // Fills the trees level by level, all threads together.
   void run() const {
     const int64_t B = draft_.num_sequences, depth = children_.depth();
     const bool is_shared = head_.kind == kFromFeature;
@@ -61,12 +61,12 @@ class HeadSteps {
   }
 
  private:
-  // Rows of logits of a level: one for each node, or one for each sequence where tokens are not read.
+  // Rows of logits of a level: one for each node, or one for each sequence if tokens are not read.
   int64_t rows(int64_t depth) const {
     return draft_.num_sequences * (head_.kind == kFromFeature ? 1 : children_.num_inner(depth));
   }
 
-  // Logits of all levels, which read no tokens: an LM head that several of them share is read once.
+  // Logits of all levels at once, for heads that read no tokens: a shared LM head is read once.
   void run_all() const {
     const int64_t B = draft_.num_sequences, W = head_.width, depth = children_.depth();
     float* hidden = space_.states[0];
@@ -77,7 +77,7 @@ class HeadSteps {
     }
   }
 
-  // What the LM head reads at the rows of a level, sequence by sequence. Ends with a barrier.
+  // Inputs of the LM head for the rows of a level, sequence by sequence. Ends with a barrier.
   void set_hidden(int64_t depth, float* hidden) const {
     const HeadStep& step = head_.steps[depth];
     const int64_t M = rows(depth), W = head_.width;
@@ -106,7 +106,7 @@ class HeadSteps {
     layers_.logits(head, M, PutRows{hidden, head_.width}, logits);
   }
 
-  // [feature; embeddings of the tokens from the root down to the node].
+  // [feature; embeddings of the tokens from the root to the node].
   template <class X>
   void put_path(int64_t depth, int64_t m, const X& inputs) const {
     const int64_t E = head_.hidden, sequence = m / children_.num_inner(depth);
@@ -119,7 +119,7 @@ class HeadSteps {
     }
   }
 
-  // What the step before left of the parent, or the feature.
+  // The state of the parent from the step before, or the feature.
   template <class X>
   void put_state(int64_t depth, int64_t m, const X& inputs) const {
     const int64_t sequence = m / children_.num_inner(depth), K = depth == 0 ? head_.hidden : head_.width;
@@ -133,7 +133,8 @@ class HeadSteps {
     put_row(inputs, m, 0, row, K, 1.0f);
   }
 
-  // out = base + silu(gated), rows of W elements; those of `gated` begin every `stride`, and so do those of another base.
+  // out = base + silu(gated), rows of W elements; `stride` elements from one row of `gated` to the next, and of `base`
+  // unless it is another buffer.
   void add_activated(int64_t M, const float* base, const float* gated, int64_t stride, float* out) const {
     const int64_t W = head_.width, portions = portions_of(W);
     share(M * portions, [&](int64_t unit) {

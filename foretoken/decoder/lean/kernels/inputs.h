@@ -1,4 +1,4 @@
-// Inputs of a matrix, in the order in which its kernel reads them, and the rows of the matrix that each thread computes.
+// Inputs of a matrix, in the order of its kernel, and the rows of the matrix that each thread computes.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// The rows begin..end of a matrix that this thread computes, dealt out in multiples of `unit`.
+// The rows begin..end of a matrix that this thread computes, in multiples of `unit`.
 struct Share {
   int64_t begin, end;
 
@@ -25,15 +25,15 @@ struct Share {
   }
 };
 
-// Of products in vector registers, see `gemm.h`: a step's elements of kTokens tokens stand side by side, then come the next
-// elements of these tokens; a single token is one step after another.
+// For products in vector registers, see `gemm.h`: a step's elements of kTokens tokens stand side by side, then the next
+// elements of these tokens. A single token has one step after another.
 template <class T>
 struct Inputs {
   using Token = typename Fragment<T>::Token;
-  static constexpr int kShare = 24;                             // rows are dealt out to threads in multiples of this,
-  static constexpr int kWholeShare = std::lcm(kShare, kLanes);  // or of this, where each thread's rows have to fill registers
+  static constexpr int kShare = 24;                             // threads get rows in multiples of this,
+  static constexpr int kWholeShare = std::lcm(kShare, kLanes);  // or of this, if each thread's rows have to fill registers
   Token* data;
-  int64_t block, step;  // from one block of tokens, one step, to the next
+  int64_t block, step;  // from one block of tokens, and from one step, to the next
 
   // data: room for `size(M, K)` elements.
   Inputs(Token* data, int64_t M, int64_t K)
@@ -58,16 +58,16 @@ struct Inputs {
   static int64_t size(int64_t M, int64_t K) { return padded_tokens(M) * padded(K); }
 };
 
-constexpr int kTileTokens = 16;  // that meet rows of weights in one instruction,
+constexpr int kTileTokens = 16;  // tokens of one instruction,
 constexpr int kTileStep = 32;    // with as many elements of each
 
-// Of products in tiles, see `tiles.h`: of up to kTileTokens tokens two elements each stand side by side, then the next two of
-// them all. As many tokens as there are stand so, if they are fewer.
+// For products in tiles, see `tiles.h`: two elements of each of up to kTileTokens tokens stand side by side, then the
+// next two of all. Fewer tokens stand side by side if there are fewer.
 struct TileInputs {
   using Token = Bfloat16;
   static constexpr int kShare = 32, kWholeShare = 32;  // see `Inputs`
   Token* data;
-  int64_t width, block;  // tokens side by side; from as many tokens to the next
+  int64_t width, block;  // tokens side by side; from this many tokens to the next
 
   // data: room for `size(M, K)` elements.
   TileInputs(Token* data, int64_t M, int64_t K)
@@ -80,7 +80,7 @@ struct TileInputs {
     Token tokens[kLanes];
     store_lanes(tokens, values);
     Token* to = at(m, k);
-    const int64_t stride = width;  // which no store changes
+    const int64_t stride = width;  // no store changes it
     for (int i = 0; i < kLanes; i += 2) std::memcpy(to + i * stride, tokens + i, 2 * sizeof(Token));
   }
   void copy(int64_t m, const TileInputs& from, int64_t source, int64_t K) const {
@@ -103,15 +103,15 @@ constexpr bool kIsTiled = kHasTiles && !std::is_same_v<T, float>;
 template <class T>
 using MatrixInputs = std::conditional_t<kIsTiled<T>, TileInputs, Inputs<T>>;
 
-// Tokens that inputs have room for in blocks of any kernel; -1 where that is beyond what 64 bits count.
+// Tokens that inputs have room for in blocks of any kernel; -1 if 64 bits cannot count them.
 constexpr int kMostTokens = kTileTokens;
 inline int64_t most_inputs(int64_t M) {
   return M > INT64_MAX - kMostTokens ? -1 : (M + kMostTokens - 1) / kMostTokens * kMostTokens;
 }
 
-// Calls work(m, begin, end) for this thread's share of the inputs of M tokens, elements begin..end of token m: whole blocks of
-// tokens, or of few tokens some of the elements of each. Tokens of a block share cache lines, which two threads that write
-// them take from each other at every store.
+// Calls work(m, begin, end) for this thread's share of the inputs of M tokens, elements begin..end of token m: whole
+// blocks of tokens, or, of few tokens, some of the elements of each. Tokens of a block share cache lines: two threads
+// that write them would take the lines from each other at every store.
 template <class Work>
 void share_inputs(int64_t M, int64_t K, Work&& work) {
   const int64_t blocks = (M + kMostTokens - 1) / kMostTokens;
@@ -121,7 +121,7 @@ void share_inputs(int64_t M, int64_t K, Work&& work) {
   for (int64_t m = 0; m < M && elements.begin < elements.end; ++m) work(m, elements.begin, elements.end);
 }
 
-// Puts elements from anywhere on.
+// Writes elements from any index on.
 template <class X>
 inline void put_anywhere(const X& inputs, int64_t m, int64_t k, float value) {
   inputs.put(m, k, value);

@@ -1,4 +1,4 @@
-// Draft trees of a draft model: every node of a level that has children is fed, so that the rows of accepted ones are there.
+// Draft trees of a draft model: if a level has children, all of its nodes are fed, so that accepted nodes have rows.
 //
 // Letters: B sequences.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace {
 
-// Logits of a row that count: a draft model's vocabulary may be padded otherwise than the target's.
+// Logits of a row that count: the draft model's vocabulary may have other padding than the target's.
 inline int64_t seen_logits(const Model& model, const Draft& draft) { return std::min(model.head.rows, draft.vocab); }
 
 // Buffers of `ModelLevels`, behind those of its passes.
@@ -25,7 +25,7 @@ struct ModelDraftSpace {
   int64_t *tokens, *logit_rows;  // (B, nodes of a level)
   int64_t size;
 
-  // M: nodes of the pass that catches up.
+  // M: nodes of the first pass.
   ModelDraftSpace(const Model& model, const Draft& draft, int64_t M, int64_t threads, void* base)
       : levels(model, draft, seen_logits(model, draft), M, threads, base), size(levels.size) {
     const Widest widest(draft);

@@ -1,11 +1,11 @@
-// GEMM on matrix units (AMX): sixteen rows of weights meet up to sixteen tokens in one instruction.
+// GEMM on matrix units (AMX): one instruction multiplies sixteen rows of weights with up to sixteen tokens.
 //
-// A tile of weights is sixteen rows of them, 32 elements each, as they stand in memory or widened from int8; a tile of inputs
-// has these elements of the tokens, see `TileInputs`. The instruction fixes the order in which a token's products are summed,
-// whatever other tokens there are: one token runs on the same instruction as sixteen, and has the same bits.
+// A tile of weights has sixteen rows of 32 elements each, as in memory or widened from int8. A tile of inputs has these
+// elements of the tokens, see `TileInputs`. The instruction fixes the order in which a token's products are summed,
+// whatever the other tokens are: one token runs on the same instruction as sixteen, and gets the same bits.
 //
-// Gcc's intrinsics do not say that loading a tile reads memory. What is written right before it, or is written again right
-// after it, is kept in order by `fence`.
+// Gcc's intrinsics do not say that loading a tile reads memory. `fence` keeps the order of writes right before and
+// right after such a load.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +26,9 @@ FORETOKEN_INLINE void fence() { __asm__ volatile("" : : : "memory"); }
 
 constexpr int kTileRows = 16;
 constexpr int64_t kStored = 8 * kTileStep;  // elements of K between two stores of a tile, see `tile_sums`
-constexpr int64_t kPanelBytes = 3 << 19;    // of inputs that meet all rows of a thread before the next ones do: they stay in the second cache
+constexpr int64_t kPanelBytes = 3 << 19;    // bytes of inputs that all rows of a thread use before the next inputs: they stay in the second cache
 
-// The shape of each tile register of this thread, which gives them back in the end.
+// The shape of each tile register of this thread; the destructor releases the registers.
 class TileRegisters {
  public:
   TileRegisters() = default;
@@ -40,7 +40,7 @@ class TileRegisters {
     shapes_.rows[tile] = uint8_t(rows);
     shapes_.bytes[tile] = uint16_t(bytes);
   }
-  // Gcc's intrinsic says of the first bytes alone that they are read. A fence for all that is loaded afterwards.
+  // Gcc's intrinsic declares only the first bytes as read. A fence for all later loads.
   void use() const { __asm__ volatile("ldtilecfg %0" : : "m"(shapes_) : "memory"); }
 
  private:
@@ -51,7 +51,7 @@ class TileRegisters {
   } shapes_;
 };
 
-// Of a product: 0 to 3 are sums of rows by tokens, 4 and 5 weights, 6 and 7 inputs.
+// Registers of a product: 0 to 3 are sums of rows by tokens, 4 and 5 weights, 6 and 7 inputs.
 class ProductRegisters : TileRegisters {
  public:
   ProductRegisters(int64_t rows, int64_t tokens) {
@@ -62,14 +62,14 @@ class ProductRegisters : TileRegisters {
   }
 };
 
-// Up to sixteen rows of a matrix, from row n on, that a tile of weights takes. A tile may not go past the last row: it begins
-// with some of the rows before it then, which are `skipped`.
+// Up to sixteen rows of a matrix, from row n on, in a tile of weights. A tile may not go past the last row: it then
+// begins with rows before n, which are `skipped`.
 template <class T>
 class MatrixRows {
  public:
   const int64_t count, skipped;
 
-  // distance: from these rows to those which the thread takes next.
+  // distance: from these rows to the thread's next rows.
   MatrixRows(const Matrix& matrix, int64_t n, int64_t distance)
       : count(std::min<int64_t>(kTileRows, matrix.rows)),
         skipped(n - std::max<int64_t>(0, std::min(n, matrix.rows - kTileRows))),
@@ -78,7 +78,7 @@ class MatrixRows {
         distance_((skipped + distance) * matrix.cols) {}
 
   float weight(int64_t r, int64_t k) const { return to_float(first_[r * K_ + k]); }
-  // Fetches a step of `number` of the rows that come next into the second cache.
+  // Prefetches a step of `number` of the next rows into the second cache.
   void fetch(int64_t row, int number, int64_t k) const {
     const T* from = first_ + distance_ + row * K_ + k;  // a prefetch past the end is harmless
     for (int i = 0; i < number; ++i) __builtin_prefetch(from + i * K_, 0, 2);
@@ -89,7 +89,7 @@ class MatrixRows {
   const int64_t K_, distance_;
 };
 
-// Rows as tiles read them, `stride` bytes apart: where they are, or some steps of them in bfloat16.
+// Rows for tiles, `stride` bytes apart: in place, or some steps of them in bfloat16.
 template <class T>
 class TileRows;
 template <>
@@ -113,7 +113,7 @@ class TileRows<Int8> : public MatrixRows<Int8> {
   }
 
  private:
-  // Meanwhile the next steps are fetched, or the first ones of the rows that come after these.
+  // Also prefetches the next steps, or the first ones of the next rows.
   void widen(int64_t k, int64_t steps) {
     fence();
     const int64_t next = k + kSteps * kTileStep < K_ ? kSteps * kTileStep : distance_ - k;
@@ -129,12 +129,12 @@ class TileRows<Int8> : public MatrixRows<Int8> {
     fence();
   }
 
-  static constexpr int kSteps = 4;  // at a time: nothing is loaded right after it was stored
+  static constexpr int kSteps = 4;  // at a time: no load right after its store
   alignas(kBytes) Bfloat16 widened_[kSteps][kTileRows * kTileStep];
 };
 
-// Dot products of R tiles of rows with up to two tiles of tokens, (R, 2, kTileRows, width) in float32. Past them there is
-// room for another row, which `transpose` reads.
+// Dot products of R tiles of rows with up to two tiles of tokens, (R, 2, kTileRows, width) in float32. There is room
+// for one more row, which `transpose` reads.
 template <int R>
 struct TileSums {
   alignas(kBytes) float data[R * 2 * kTileRows * kTileTokens + kTileRows];
@@ -143,8 +143,8 @@ struct TileSums {
   float* of(int rows, int tokens, int64_t width) { return data + (rows * 2 + tokens) * size(width); }
 };
 
-// Dot products, over the whole steps of K, of R tiles of rows with C tiles of tokens from token m on. Meanwhile `number` of the
-// rows that come next are prefetched for each tile of rows, from their row `row` on.
+// Dot products, over the whole steps of K, of R tiles of rows with C tiles of tokens from token m on. Prefetches
+// `number` of the next rows for each tile of rows, from their row `row` on.
 template <int R, int C, class T>
 void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m, int64_t row, int number, TileSums<R>& out) {
   const int64_t width = x.width, pair = width * 2 * int64_t(sizeof(Bfloat16));
@@ -155,8 +155,8 @@ void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m
   if constexpr (R > 1 && C > 1) _tile_zero(3);
   for (int64_t k = 0; k + kTileStep <= K; k += kTileStep) {
     for (int i = 0; i < R; ++i) rows[i].fetch(row, number, k);
-    // An unfinished sum, which the last store replaces: a Xeon takes 800 cycles more for a store where the last one was more
-    // than 2400 cycles before (`benchmarks/NOTES.md`).
+    // An unfinished sum, which the last store replaces: a Xeon takes 800 cycles more for a store that comes more than
+    // 2400 cycles after the last one (`benchmarks/NOTES.md`).
     if (k % kStored == 0 && k > 0) _tile_stored(0, out.data, pair);
     const Bfloat16* weights = rows[0].at(k);
     _tile_loadd(6, first + k * width, pair);
@@ -179,14 +179,14 @@ void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m
   if constexpr (R > 1 && C > 1) _tile_stored(3, out.of(1, 1, width), pair);
 }
 
-// Dot products of R tiles of rows with tokens first..last: calls take(m, count, sums) for up to kTileTokens tokens at a time,
-// `count` of them from m on. sums: (kTileRows, width) of the first tile of rows; those of the second one lie
-// 2 * TileSums<R>::size(width) behind.
+// Dot products of R tiles of rows with tokens first..last: calls take(m, count, sums) for up to kTileTokens tokens,
+// `count` of them from m on. sums: (kTileRows, width) of the first tile of rows; those of the second one come 2 *
+// TileSums<R>::size(width) later.
 template <int R, class T, class Take>
 void sum_tiles(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t first, int64_t last, Take&& take) {
   TileSums<R> sums;
-  // Where all tokens meet the rows at once, memory is read all the time, and the processor foresees what comes. Else each
-  // turn fetches some of the rows that come next.
+  // If all tokens are multiplied at once, memory is read all the time, and the processor's prefetcher works. Otherwise
+  // each turn prefetches some of the next rows.
   const int64_t width = x.width, turns = (last - first + 2 * width - 1) / (2 * width), whole = K / kTileStep * kTileStep;
   const int fetched = turns > 1 ? int((kTileRows + turns - 1) / turns) : 0;
   for (int64_t m = first, row = 0; m < last; m += 2 * width, row += fetched) {
@@ -208,8 +208,8 @@ void sum_tiles(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t f
   }
 }
 
-// Turns sums (kTileRows, width) into dot products (width, kTileRows), `stride` elements from one row to the next. There are
-// sixteen of these, and past the sums there is room for another row.
+// Transposes sums (kTileRows, width) into dot products (width, kTileRows), `stride` elements from one row to the next.
+// There are sixteen of these, with room for another row past the sums.
 inline void transpose(const float* sums, int64_t width, float* out, int64_t stride = kTileRows) {
   __m512 rows[16], pairs[16], turned[16];
   if (width == 1) return _mm512_storeu_ps(out, _mm512_loadu_ps(sums));
@@ -241,7 +241,8 @@ inline void transpose(const float* sums, int64_t width, float* out, int64_t stri
   for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * stride, turned[i]);
 }
 
-// This thread's share of the rows of a matrix, and work(first, last, begin, end) for each panel of tokens first..last.
+// Calls work(first, last, begin, end) for this thread's share of the rows of a matrix and each panel of tokens
+// first..last.
 template <class Work>
 void for_each_panel(const Matrix& matrix, const TileInputs& x, int64_t M, int64_t unit, Work&& work) {
   const auto [begin, end] = Share(matrix.rows, unit);
@@ -252,7 +253,7 @@ void for_each_panel(const Matrix& matrix, const TileInputs& x, int64_t M, int64_
   for (int64_t first = 0; first < M; first += panel) work(first, std::min(first + panel, M), begin, end);
 }
 
-// See `multiply`, of R tiles of rows from row n on, for rows before `end`, with tokens first..last.
+// See `multiply`: R tiles of rows from row n on, for rows before `end`, with tokens first..last.
 template <int R, class T, class Emit>
 void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, int64_t last, int64_t n, int64_t end, Emit&& emit) {
   constexpr int kAll = R * kTileRows;
@@ -266,7 +267,7 @@ void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, in
   });
 }
 
-// See `multiply`; of weights in a dtype.
+// See `multiply`; for weights of one dtype.
 template <class T, class Emit>
 void multiply_in_tiles(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit) {
   for_each_panel(matrix, x, M, unit, [&](int64_t first, int64_t last, int64_t n, int64_t end) {
@@ -275,7 +276,8 @@ void multiply_in_tiles(const Matrix& matrix, const TileInputs& x, int64_t M, Emi
   });
 }
 
-// Multiplies sums (kTileRows, width) by the scales of int8 weights and adds biases, as `emit_block` does. Row `skipped` of them is row n of the matrix.
+// Multiplies sums (kTileRows, width) by the scales of int8 weights and adds biases, like `emit_block`. Their row
+// `skipped` is row n of the matrix.
 inline void finish_sums(const Matrix& matrix, int64_t n, int64_t skipped, int64_t count, int64_t width, float* sums) {
   if (matrix.scales == nullptr && matrix.bias == nullptr) return;
   for (int64_t r = skipped; r < count; ++r) {
@@ -294,8 +296,8 @@ void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit,
   matrix.scales == nullptr ? multiply_in_tiles<Bfloat16>(matrix, x, M, emit, unit) : multiply_in_tiles<Int8>(matrix, x, M, emit, unit);
 }
 
-// Puts f(gate) * up of two tiles of sums (kTileRows, width) into `inner`: elements n.. of `count` tokens from m on. The first
-// `skipped` of `rows` rows are left out.
+// Writes f(gate) * up of two tiles of sums (kTileRows, width) to `inner`: elements n.. of `count` tokens from m on. The
+// first `skipped` of `rows` rows are left out.
 template <class Function>
 void put_gated(const float* gate, const float* up, const TileInputs& inner, int64_t m, int64_t count, int64_t n, int64_t skipped, int64_t rows, Function f) {
   const int64_t width = inner.width;
@@ -314,7 +316,7 @@ void put_gated(const float* gate, const float* up, const TileInputs& inner, int6
   }
 }
 
-// See `multiply_gated`; of weights in a dtype.
+// See `multiply_gated`; for weights of one dtype.
 template <class T, class Function>
 void multiply_gated_tiles(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
   const int64_t size = 2 * TileSums<2>::size(x.width);
@@ -330,20 +332,20 @@ void multiply_gated_tiles(const Matrix& gate, const Matrix& up, const TileInputs
   });
 }
 
-// inner (M, rows) = f(x times the transposed `gate`) * (x times the transposed `up`), this thread's share of the rows. Sixteen
-// rows of both are computed together, so that their dot products are still in the nearest cache, where they lie in the order in
-// which tiles read `inner`: nothing is transposed.
+// inner (M, rows) = f(x times the transposed `gate`) * (x times the transposed `up`), this thread's share of the rows.
+// Sixteen rows of both are computed together. Their dot products are still in the first cache, in the order of
+// `inner`'s tiles: nothing is transposed.
 template <class Function>
 void multiply_gated(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
   gate.scales == nullptr ? multiply_gated_tiles<Bfloat16>(gate, up, x, M, inner, f) : multiply_gated_tiles<Int8>(gate, up, x, M, inner, f);
 }
 
-// See `VectorDots`. Up to kFew queries stand side by side as if they were so many, more as if they were kQueries.
+// See `VectorDots`. Up to kFew queries are laid out for exactly that many, more of them for kQueries.
 class TileDots : TileRegisters {
  public:
   static constexpr int kKeys = kTileRows, kQueries = kTileTokens, kFew = 4;
 
-  // Registers: 0 sums of keys by queries; 4 and 6 keys and queries, 5 and 7 those of the elements past the last whole step.
+  // Registers: 0 sums of keys by queries; 4 and 6 keys and queries, 5 and 7 their elements past the last whole step.
   // Queries of one whole step stay in register 6 for all keys.
   TileDots(const TileInputs& queries, int64_t first, int64_t D)
       : queries_(queries.at(first, 0)), D_(D), width_(queries.width), pairs_(queries.width * 2 * int64_t(sizeof(Bfloat16))) {
@@ -385,7 +387,7 @@ class TileDots : TileRegisters {
   }
 
  private:
-  // Keys as a tile reads them: where they are, or copied where there are fewer than it reads.
+  // Keys for a tile: in place, or copied if there are fewer than a tile reads.
   struct KeyRows {
     const Bfloat16* keys;
     const int64_t count, D, stride;  // stride: bytes
@@ -402,7 +404,7 @@ class TileDots : TileRegisters {
     }
   };
 
-  // Turns (kKeys, kFew) into (kFew, kKeys), `stride` elements from one row to the next.
+  // Transposes (kKeys, kFew) into (kFew, kKeys), `stride` elements from one row to the next.
   static void transpose_few(const float* sums, float* out, int64_t stride) {
     static_assert(kFew == 4 && kKeys == 16);
     const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32), d = _mm512_loadu_ps(sums + 48);

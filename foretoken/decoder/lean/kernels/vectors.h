@@ -11,12 +11,12 @@
 #include <immintrin.h>
 #endif
 
-// What the innermost loops are made of: called instead, their registers would go through memory. Which of them a compiler
-// inlines of its own accord changes with every file that uses them.
+// For the innermost loops: if they were called, their registers would go through memory. A compiler's own choice
+// changes with every file that uses them.
 #define FORETOKEN_INLINE inline __attribute__((always_inline))
 
-// Whether matrix units multiply bfloat16, int8 that is widened to it, and queries with keys. Where the system was not asked
-// for their registers, using them ends the process.
+// Whether matrix units multiply bfloat16, int8 widened to it, and queries with keys. Using their registers without the
+// system's permission ends the process.
 #if defined(FORETOKEN_MAY_USE_TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512DQ__) && defined(__AVX512BF16__)
 #define FORETOKEN_TILES
 #endif
@@ -25,7 +25,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kBytes = 64;        // of a vector register
-constexpr int kTokens = 4;        // tokens that meet a weight while it is in a register
+constexpr int kTokens = 4;        // tokens that are multiplied with a weight in a register
 #else
 constexpr int kBytes = 32;
 constexpr int kTokens = 2;
@@ -71,7 +71,7 @@ inline Lanes load_lanes(const Bfloat16* p) {
   return reinterpret_cast<const Lanes&>(words);
 #endif
 }
-inline Lanes in_all_lanes(float x) {  // x + zeros would take an addition: it is another number where x is -0
+inline Lanes in_all_lanes(float x) {  // x + zeros would take an addition, and changes x = -0
 #if defined(__AVX512F__)
   return (Lanes)_mm512_set1_ps(x);
 #elif defined(__AVX2__)
@@ -83,7 +83,7 @@ inline Lanes in_all_lanes(float x) {  // x + zeros would take an addition: it is
 #endif
 }
 inline Lanes load_lanes(const Int8* p) {
-#if defined(__AVX512F__)  // gcc takes the numbers out of a vector one by one
+#if defined(__AVX512F__)  // gcc extracts the numbers of a vector one by one
   return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif defined(__AVX2__)
   return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
@@ -110,7 +110,7 @@ inline void copy_row(To* to, const float* from, int64_t count) {
   for (; i < count; ++i) assign(to[i], from[i]);
 }
 
-// a * b + sum, rounded once wherever the processor can: left to itself a compiler rounds twice in some loops and not in
+// a * b + sum, rounded once if the processor can. A compiler left to itself rounds twice in some loops and not in
 // others.
 inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
 #if defined(__AVX512F__)
@@ -122,7 +122,7 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
 #endif
 }
 
-// The sum over the lanes of up to kLanes vectors: lane i of the result belongs to vector i, all by the same tree of
+// Sums over the lanes of up to kLanes vectors: lane i of the result belongs to vector i; all use the same tree of
 // additions.
 #if defined(__AVX512F__)
 template <int kCount>

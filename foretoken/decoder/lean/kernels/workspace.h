@@ -14,17 +14,17 @@ namespace {
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 inline int64_t greatest_rows(const Model& model) {
-  return model.capacity + kLanes;  // keys one token can see, padded
+  return model.capacity + kLanes;  // keys that one token can see, padded
 }
 
-// Whether the first layer has a second input, and what attention reads there.
+// Whether the first layer has a second input, and the width of attention's input there.
 inline bool has_side(const Model& model) { return model.layers[0].side_norm.weight != nullptr; }
 inline int64_t attention_width(const Model& model) { return has_side(model) ? 2 * model.hidden : model.hidden; }
 
 inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
 
-// Lays out a buffer of rows * cols elements behind `size` bytes from `base` on, which may be null: `size` becomes what it
-// ends at, or -1 where that is beyond what 64 bits count, as rows of -1 are.
+// Lays out a buffer of rows * cols elements behind `size` bytes from `base` on, which may be null. Adds its bytes to
+// `size`; -1 if 64 bits cannot count them, or rows are -1.
 template <class E>
 void take(void* base, int64_t& size, E*& part, int64_t rows, int64_t cols) {
   part = base == nullptr ? nullptr : reinterpret_cast<E*>(static_cast<char*>(base) + size);
@@ -35,32 +35,32 @@ void take(void* base, int64_t& size, E*& part, int64_t rows, int64_t cols) {
   }
 }
 
-// Buffers of a pass; `size` is what they take. T and W as of the decoder.
+// Buffers of a pass; `size` is their bytes. T and W as in the decoder.
 template <class T, class W = T>
 struct Workspace {
   using Token = typename MatrixInputs<W>::Token;
 
   float *residual, *query, *key, *value, *gate, *up;
-  float* branch;      // (M, hidden), what is added to the residual stream after a norm; of no size without such norms
-  Token *normed, *mixed, *inner;  // normed: twice as wide where the first layer has a second input
+  float* branch;      // (M, hidden), added to the residual stream after a norm; empty without such norms
+  Token *normed, *mixed, *inner;  // normed: twice as wide if the first layer has a second input
   typename MatrixInputs<T>::Token* rotated;
   float* scores;      // kQueries rows a thread
-  int32_t* scratch;   // likewise
+  int32_t* scratch;   // as many
   int32_t *runs, *every;  // (W,), see `view_of`
   int64_t *sequence;  // (M,), of each token
-  int64_t *units;     // (S + 1,), where each sequence's portions of attention begin
+  int64_t *units;     // (S + 1,), the first portion of attention of each sequence
 
-  // Of experts, see `experts.h`: a token and one of its experts are a pair, P = M * top_k of them.
+  // Of experts, see `experts.h`: a token and one of its experts are a pair; there are P = M * top_k pairs.
   float *router;                                // (M, num_experts)
   float *weights;                               // (P,)
   int64_t *chosen, *places, *tokens, *experts;  // (P,)
   int64_t *starts, *blocks;                     // (num_experts + 1,)
   float *pair_gate, *pair_up, *pair_out;        // (P, expert_intermediate) twice, (P, hidden)
-  Token *pair_inputs, *pair_inner;              // of P tokens and what pads the tokens of each expert
+  Token *pair_inputs, *pair_inner;              // of P tokens and the padding of each expert's tokens
 
-  int64_t size = 0;  // -1 where it is beyond what 64 bits count
+  int64_t size = 0;  // -1 if 64 bits cannot count it
 
-  // M: tokens or nodes, whichever is more.
+  // M: tokens or nodes, the larger number.
   Workspace(const Model& model, int64_t M, int64_t threads, void* base) {
     const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
     int64_t pairs = 0;
