@@ -1,8 +1,8 @@
-"""How often each candidate of each depth is what the target writes: the table that static trees are searched with.
+"""Measures how often each candidate of each depth is the target's token: the table for the search of static trees.
 
-Counted on texts that the target itself wrote to prompts, by default half of them greedily and half at a temperature,
-with the text itself fed to the drafter: entry d, r is the probability that candidate r is right given that all tokens
-before it were. A draft model sees those tokens alone, whatever the depth, so one row serves all depths.
+Counted on the target's own continuations of prompts, by default half of them greedy, with the text itself as the
+drafter's input. Entry d, r is the probability that candidate r is right if all tokens before it were. A draft model
+reads the same tokens at any depth, so one row serves all depths.
 
 Letters: S positions, M of them counted, K depths, R ranks, E hidden size, V vocabulary.
 """
@@ -43,18 +43,18 @@ def measured_acceptance(
     *,
     progress: TokenProgress | None = None,
 ) -> list[list[float]]:
-    """How often each candidate of each depth is what the target wrote.
+    """Returns how often each candidate of each depth is the target's token.
 
     Args:
         drafter: A head in float32, which is moved to the target's device, or a draft model.
-        target: Its target.
-        tokenizer: The target's.
-        workload: Prompts and how to continue them.
-        progress: Told of every iteration and of every temperature's end.
+        target: The drafter's target.
+        tokenizer: The target's tokenizer.
+        workload: Prompts and sampling parameters.
+        progress: Counts every iteration and every run.
 
     Returns:
         K rows of R shares: entry i, r is P(candidate r of head i is the token | the tokens before were given); one row
-        of a draft model.
+        for a draft model.
     """
     progress = progress or TokenProgress(workload, len(workload.temperatures), report=no_progress)
     llm = LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, on_step=progress.add)
@@ -71,7 +71,7 @@ def measured_acceptance(
         with torch.inference_mode():
             for index, (logits, labels) in enumerate(guess(torch.tensor([text], device=target.device), num_prompt)):
                 own = logits.gather(1, labels.unsqueeze(1))
-                # A label that cannot be drafted has no rank, however few tokens can be.
+                # A label outside the draft vocabulary has no rank.
                 ranks = (logits > own).sum(1).masked_fill(own[:, 0].isneginf(), _NUM_RANKS).cpu()
                 hits[index] += torch.bincount(ranks, minlength=_NUM_RANKS)[:_NUM_RANKS]
                 counts[index] += len(labels)
@@ -80,7 +80,7 @@ def measured_acceptance(
 
 
 def _head_guesses(head: Head, target: LoadedModel) -> Callable[[Tensor, int], Iterator[tuple[Tensor, Tensor]]]:
-    """What a head guesses of a text: (1, S) tokens and the prompt's length to (M, V) logits and (M,) labels a step."""
+    """Returns a function of (1, S) tokens and the prompt's length that yields (M, V) logits and (M,) labels a step."""
     head = head.to(target.device)
     parts, teacher = target_parts(target, dtype=torch.float32), Teacher(target, head.config.taps)
     width = head.config.hidden_size * len(head.config.taps)
@@ -98,7 +98,7 @@ def _head_guesses(head: Head, target: LoadedModel) -> Callable[[Tensor, int], It
 
 
 def _model_guesses(model: LoadedModel, vocab_size: int) -> Callable[[Tensor, int], Iterator[tuple[Tensor, Tensor]]]:
-    """What a draft model guesses of a text, as `_head_guesses`, in one step; vocab_size: V, the target's."""
+    """Returns the same function as `_head_guesses` for a draft model, with one step; vocab_size: V, the target's."""
     parts, teacher = target_parts(model, dtype=torch.float32), Teacher(model)
     missing = vocab_size - model.vocab_size
 
@@ -116,8 +116,8 @@ class TunedTree:
 
     Attributes:
         shape: The tree.
-        tokens_by_nodes: Expected tokens of a target pass, its own included, of the best trees of some sizes, root
-            included. A size that the table has too few candidates for stands for all of them.
+        tokens_by_nodes: Expected tokens of a target pass, its own included, for the best trees of some sizes, root
+            included. A size with too few candidates in the table stands for all of them.
     """
 
     shape: TreeShape
@@ -125,15 +125,15 @@ class TunedTree:
 
 
 def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: Sequence[int] = ()) -> TunedTree:
-    """The tree with the most expected tokens a pass, see `foretoken.trees.search`.
+    """Returns the tree with the most expected tokens a pass, see `foretoken.trees.search`.
 
     Args:
-        acceptance: K rows, as deep as the tree may be.
-        max_nodes: Of the tree, root included, at least 2; it has fewer where other candidates were never right.
-        sizes: Other sizes to expect tokens of.
+        acceptance: K rows, the most levels of the tree.
+        max_nodes: Most nodes, root included, at least 2; the tree omits candidates that were never right.
+        sizes: Further sizes for `tokens_by_nodes`.
 
     Raises:
-        ConfigError: When no first candidate was ever right, or for what `best_nodes` refuses.
+        ConfigError: When no first candidate was ever right, or when `best_nodes` refuses the arguments.
     """
     wanted = sorted({*sizes, max_nodes})
     bought = best_nodes(acceptance, wanted[-1])

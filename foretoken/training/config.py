@@ -29,7 +29,8 @@ class Schedule(BaseModel):
         peak: Highest learning rate.
         num_steps: Optimiser steps in all.
         warmup_steps: Steps of linear rise from near 0.
-        floor: Last learning rate as a part of `peak`; never 0, or a resumed or extended run stops learning unnoticed.
+        floor: Last learning rate as a part of `peak`; above 0, or a resumed or extended run would silently stop
+            learning.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -40,7 +41,7 @@ class Schedule(BaseModel):
     floor: float = Field(default=0.05, gt=0, le=1)
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
+        """Returns the learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         length = max(self.num_steps - self.warmup_steps - 1, 1)
@@ -49,18 +50,18 @@ class Schedule(BaseModel):
 
 
 class TrainConfig(BaseModel):
-    """Batches, optimiser and how often to look.
+    """Batches and optimiser.
 
     Attributes:
         schedule: Learning rate.
         batch_size: Windows of a global batch, over all processes.
         micro_batch_size: Windows computed at once by one process; None for all of its share.
         length: Tokens of a window.
-        weight_decay: Of AdamW, for parameters of two and more dimensions.
-        betas: Of AdamW.
+        weight_decay: Weight decay of AdamW, for parameters of two and more dimensions.
+        betas: Betas of AdamW.
         clip_norm: Greatest norm of the gradient.
-        precision: Of the arithmetic: "float32", or "bfloat16" by autocast with float32 weights.
-        seed: Of weights, order of the data and dropout.
+        precision: Precision of the arithmetic: "float32", or "bfloat16" by autocast with float32 weights.
+        seed: Seed of weights, order of the data and dropout.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -77,23 +78,23 @@ class TrainConfig(BaseModel):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What GEMMs compute in, and so what frozen weights are held in; trained ones are in float32."""
+        """The dtype of GEMMs and of frozen weights; trained weights are in float32."""
         return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
 
 class JointConfig(BaseModel):
-    """How the backbone learns along.
+    """Settings of the backbone's training.
 
     Attributes:
         backbone: "lora" for low-rank adapters on every projection and an untied LM head, "full" for all weights.
-        head_weight: lambda, at its greatest.
-        head_warmup: How lambda gets there: "constant" at once, "linear" or "sine" over `warmup_part` of the steps.
-        warmup_part: Part of the steps until lambda is greatest.
+        head_weight: Largest lambda.
+        head_warmup: Rise of lambda: "constant" at once, "linear" or "sine" over `warmup_part` of the steps.
+        warmup_part: Part of the steps until lambda is largest.
         rate_factor: Learning rate of the backbone as a part of the heads'.
-        self_distillation: Keep the backbone at the original's distributions instead of at the text.
-        lora_rank: Of the adapters.
-        lora_alpha: Their scale times the rank.
-        lora_dropout: Before them, while training.
+        self_distillation: Train the backbone towards the original's distributions instead of the text.
+        lora_rank: Rank of the adapters.
+        lora_alpha: Scale of the adapters times the rank.
+        lora_dropout: Dropout before the adapters in training.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -109,24 +110,24 @@ class JointConfig(BaseModel):
     lora_dropout: float = Field(default=0.05, ge=0, lt=1)
 
     def weight(self, step: int, num_steps: int) -> float:
-        """The heads' weight in a step, counted from 0."""
+        """Returns the heads' weight in a step, counted from 0."""
         progress = min((step + 1) / (self.warmup_part * num_steps), 1.0)
         shape = {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}
         return self.head_weight * shape[self.head_warmup]
 
 
 def trainable_methods() -> list[str]:
-    """Methods with an objective."""
+    """Returns the methods with an objective."""
     modules = iter_modules(foretoken.training.objectives.__path__)
     return sorted(module.name for module in modules if module.name != "base")
 
 
 def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> HeadConfig:
-    """The configuration of a new head.
+    """Returns the configuration of a new head.
 
     Args:
         method: One of `trainable_methods()`.
-        target: Whose hidden size and vocabulary it gets.
+        target: Gives hidden size and vocabulary.
         sizes: Values that replace the defaults.
 
     Raises:
@@ -147,34 +148,33 @@ def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> H
 
 
 def trained_head(method: str) -> str:
-    """The method of the head that is trained: its own, or as of "hass" another one's. Raises as `head_config`."""
+    """Returns the method of the trained head; "hass" trains another method's head. Raises as `head_config`."""
     result: str = _objective_module(method).CONFIG.method
     return result
 
 
 def has_size(method: str, key: str) -> bool:
-    """Whether heads of a method have such a size. Raises as `head_config`."""
+    """Returns whether heads of a method have this size. Raises as `head_config`."""
     return key in _objective_module(method).CONFIG.model_fields
 
 
 def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
-    """The objective of a method; weights: values that replace its defaults. Raises as `head_config`."""
+    """Returns the objective of a method; weights: values that replace its defaults. Raises as `head_config`."""
     result: Objective = validated(_objective_module(method).OBJECTIVE, weights, f"the objective of {method}")
     return result
 
 
 def train_config(values: Mapping[str, Any]) -> TrainConfig:
-    """Checked settings of a run. Raises as `head_config`."""
+    """Returns the checked settings of a run. Raises as `head_config`."""
     return validated(TrainConfig, values, "training")
 
 
 def joint_config(values: Mapping[str, Any]) -> JointConfig:
-    """How the target learns along. Raises as `head_config`."""
+    """Returns the checked settings of the backbone's training. Raises as `head_config`."""
     return validated(JointConfig, values, "joint training")
 
 
 def _objective_module(method: str) -> Any:
-    """The module of a method's objective."""
     if method not in trainable_methods():
         raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, trainable_methods())}")
     return import_module(f"foretoken.training.objectives.{method}")

@@ -1,8 +1,8 @@
-"""How long drafts would be on held-out text, simulated while a head trains: chains at temperature 0.
+"""Simulates drafts on held-out text while a head trains: chains at temperature 0.
 
-The head is fed the text; step i of the draft that begins at a position is right where its first candidate is the
-target's choice. A draft is accepted up to its first wrong step, so all steps are judged from one starting position
-together: their rates one by one would not tell how often they are right in a row.
+The head is fed the text. Step i of the draft from a position is right if its first candidate is the target's choice. A
+draft is accepted up to its first wrong step. So all steps from one position are judged together: rates of single steps
+would not show how often they are right in a row.
 
 Letters: B windows, S positions, K steps, E hidden size, V vocabulary.
 """
@@ -34,7 +34,7 @@ _PORTION_VALUES = 1 << 24  # logits made at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """When to look, and at what; none of it changes any weight.
+    """The interval and the text of evaluations; changes no weight.
 
     Attributes:
         every: Optimiser steps from one evaluation to the next.
@@ -48,14 +48,14 @@ class EvaluationConfig:
 
     @classmethod
     def of(cls, held_out: PackedTokens, *, every: int, length: int) -> EvaluationConfig:
-        """A few windows of packed tokens, always the same ones; length: of a window, at most."""
+        """Takes a few windows of packed tokens, always the same ones; length: most tokens of a window."""
         length = min(length, len(held_out.tokens))
         count = min(_WINDOWS, held_out.num_windows(max(length, 1)))
         tokens, supervised = held_out.batch(0, batch_size=count, length=length, seed=0)
         return cls(every=every, tokens=tokens, supervised=supervised)
 
     def starts(self, num_steps: int) -> Tensor:
-        """(B, S) bool: positions from which all K steps have a label.
+        """Returns (B, S) bool: positions from which all K steps have a label.
 
         Raises:
             ConfigError: When there is none.
@@ -75,7 +75,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainAcceptance:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         by_depth: K shares of drafts whose first d steps are all right, from d = 1.
@@ -93,13 +93,13 @@ class Evaluation:
     """Evaluates a head in training, every few steps."""
 
     def __init__(self, target: LoadedModel, config: EvaluationConfig, head: HeadConfig, parts: TargetParts) -> None:
-        """Prepares.
+        """Prepares evaluations.
 
         Args:
             target: The frozen target.
-            config: When, and on what.
+            config: Interval and text.
             head: Sizes of the head.
-            parts: What it shares with the target.
+            parts: The modules that the head shares with the target.
 
         Raises:
             ConfigError: When the windows are too short for the head.
@@ -110,16 +110,16 @@ class Evaluation:
         self._starts = config.starts(head.steps).to(target.device)
 
     def is_due(self, step: int) -> bool:
-        """Whether to look after so many steps."""
+        """Returns whether an evaluation follows this step."""
         return step % self._every == 0
 
     @torch.no_grad()
     def acceptance(self, head: Head, *, precision: torch.dtype) -> ChainAcceptance:
-        """Evaluates; draws no random number, and leaves the head in evaluation mode.
+        """Evaluates a head, which stays in evaluation mode; draws no random number.
 
         Args:
             head: In float32.
-            precision: What GEMMs compute in.
+            precision: Dtype of GEMMs.
         """
         head.eval()
         device = self._tokens.device
@@ -143,5 +143,5 @@ class Evaluation:
 
 
 def _first(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:
-    """(M,) most probable tokens of (M, W), a portion at a time."""
+    """Returns (M,) most probable tokens of (M, W), a portion at a time."""
     return torch.cat([logits(part).argmax(-1) for part in rows.split(max(1, _PORTION_VALUES // vocab_size))])

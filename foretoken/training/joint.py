@@ -1,9 +1,9 @@
-"""Medusa-2: trains the target's backbone along with the heads, so that its features predict further tokens better.
+"""Medusa-2: trains the target's backbone with the heads, so that its features predict further tokens better.
 
-The target changes: what comes out is a new target with heads, and its own text is from then on the reference. Its loss
-is L_LM + lambda(step) * sum_i decay^i L_i, where L_LM keeps the backbone at its task: cross-entropy with the text, or,
-for self-distillation, KL(original || new). lambda rises from 0 in a single run, or is constant when heads trained
-before are the beginning.
+The target changes: the result is a new target with heads, and its own text is the new reference. The loss is
+L_LM + lambda(step) * sum_i decay^i L_i. L_LM keeps the backbone at its task: cross-entropy with the text, or, for
+self-distillation, KL(original || new). lambda rises from 0 in a single run, or is constant for heads that were trained
+before.
 
 Source: Cai et al. 2024 (arXiv 2401.10774), sections 2.2.2 and 2.3.2.
 
@@ -49,20 +49,20 @@ class JointTrainer(Trainer):
         *,
         processes: Processes | None = None,
     ) -> None:
-        """Prepares a run at step 0; the target's weights will change.
+        """Prepares a run at step 0; training changes the target's weights.
 
         Args:
-            head: With the weights to begin from.
+            head: The head, with initial weights.
             target: In float32; its module is adapted in place.
-            objective: What the heads learn.
-            config: How.
-            batches: From what.
-            joint: How the backbone learns along.
-            processes: Others that train along; None for none.
+            objective: The objective of the heads.
+            config: Batches and optimiser.
+            batches: Training tokens.
+            joint: Settings of the backbone's training.
+            processes: Further processes of the training; None for none.
 
         Raises:
-            ConfigError: When adapters are asked for and peft is not installed, or the head reads other features than
-                the last one.
+            ConfigError: When adapters need peft and it is not installed, or the head reads further features than the
+                last.
         """
         if head.config.taps != ("final",):
             raise ConfigError(
@@ -70,7 +70,7 @@ class JointTrainer(Trainer):
                 "the last feature alone. Leave --joint out."
             )
         self._joint, self._device = joint, target.device
-        # Only what is compared with the original's distributions needs the original.
+        # Only self-distillation needs the original.
         needs_copy = joint.self_distillation and joint.backbone == "full"
         self._original = copy.deepcopy(target.module).requires_grad_(requires_grad=False) if needs_copy else None
         target.module.set_attn_implementation("sdpa")  # type: ignore[operator]
@@ -85,36 +85,32 @@ class JointTrainer(Trainer):
         )
 
     def merged_target(self) -> Any:
-        """The transformers model with what it learned in its own weights; training is over."""
+        """Returns the transformers model with its adapters merged; ends the training."""
         if self._joint.backbone == "lora":
             self._adapted = self._adapted.merge_and_unload()
         self._adapted.requires_grad_(requires_grad=False)
         return self._adapted.eval()
 
     def _trained(self) -> nn.Module:
-        """Adapters or backbone, and the head; see `Trainer`."""
         return _Trained(self.head, self._adapted)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """See `Trainer`: the backbone learns more slowly."""
         decay = self._config.weight_decay
         return [*parameter_groups(self.head, decay), *parameter_groups(self._adapted, decay, self._joint.rate_factor)]
 
     def _counts(self, supervised: Tensor) -> Tensor:
-        """(K + 1,): the heads' and, last, the backbone's own."""
+        """Returns (K + 1,): the heads' positions and, last, the backbone's."""
         return torch.cat([super()._counts(supervised), supervised[:, 1:].sum().double().reshape(1)])
 
     def _divisors(self, counts: Tensor) -> Tensor:
-        """(K + 1); see `Trainer`."""
         return torch.cat([super()._divisors(counts[:-1]), counts[-1:]])
 
     def _weights(self, step: int) -> list[float]:
-        """(K + 1) weights; see `Trainer`."""
         weight = self._joint.weight(step, self._config.schedule.num_steps)
         return [*(weight * part for part in super()._weights(step)), 1.0]
 
     def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
-        """See `Trainer`; features are not used: the backbone's own have a gradient."""
+        """See `Trainer`; ignores `features`, since the backbone's own have a gradient."""
         del features
         backbone = self._target.backbone
         output: Any = backbone(input_ids=tokens, use_cache=False)
@@ -131,7 +127,7 @@ class JointTrainer(Trainer):
     def _own_loss(
         self, features: Tensor, tokens: Tensor, supervised: Tensor, count: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Backward of L_LM down to the features; (1,) loss, matches with the text, and positions."""
+        """Backward pass of L_LM down to the features; returns (1,) loss, matches with the text, and positions."""
         where = supervised[:, 1:].nonzero()
         sequence, position = where.unbind(1)
         logits = self._parts.lm_head(features[sequence, position])
@@ -149,7 +145,7 @@ class JointTrainer(Trainer):
         return total.reshape(1), matches.reshape(1), torch.tensor([float(len(where))], dtype=torch.float64)
 
     def _original_logits(self, tokens: Tensor) -> Tensor:
-        """(B, S, V) logits of the target as it was."""
+        """Returns (B, S, V) logits of the original target."""
         is_copy = self._original is not None
         model: Any = self._original if is_copy else self._adapted
         was_training = model.training
@@ -161,30 +157,27 @@ class JointTrainer(Trainer):
 
 
 class _Trained(nn.Module):
-    """Head and backbone side by side; only what is trained is saved."""
+    """Head and backbone together; only trained tensors are saved."""
 
     def __init__(self, head: nn.Module, backbone: nn.Module) -> None:
         super().__init__()
         self.head, self.backbone = head, backbone
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The trainable tensors."""
         trainable = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         whole = super().state_dict(*args, **kwargs)
         return {key: value for key, value in whole.items() if key in trainable}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Restores the trainable tensors."""
         if strict and set(state_dict) != set(self.state_dict()):
             raise KeyError(f"tensors differ in {sorted(set(state_dict) ^ set(self.state_dict()))[0]}")
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
 def _with_adapters(target: LoadedModel, joint: JointConfig) -> Any:
-    """The model with adapters on its projections, and on its LM head unless that embeds tokens too.
+    """Adds adapters to the projections, and to an untied LM head.
 
-    Raises:
-        ConfigError: When peft is not installed, or the model has no projections of the known names.
+    Raises `ConfigError` if peft is not installed, or the model has none of the known projections.
     """
     try:
         from peft import LoraConfig, get_peft_model

@@ -1,7 +1,7 @@
-"""Distances between a head's distribution and its targets, position by position, with their gradients written out.
+"""Distances between a head's distribution and its targets, position by position, with explicit gradients.
 
-Autograd would keep several (M, V) tensors for each distance and read them again for the gradient. Here a block of rows
-small enough for a CPU's cache gets its losses and its gradient before the next block is looked at.
+Autograd would keep several (M, V) tensors for each distance and read them again for the gradient. Here each block of
+rows, small enough for a CPU's cache, gets its losses and its gradient before the next block.
 
 Letters: M positions, V vocabulary.
 """
@@ -23,14 +23,15 @@ _LEAST_LOG_PROB = -1e4  # in place of -inf, which times a probability of 0 would
 
 
 class LossWeights(NamedTuple):
-    """What each distance counts.
+    """Weights of the distances.
 
     Attributes:
         token: Cross-entropy with the text itself.
-        kl: KL(target || head): what costs least extra surprise on the target's own text.
-        tv: Total variation: one minus the probability that a drawn draft survives (Leviathan 2211.17192, 3.2).
-        top: -sum of p log q over the target's `num_top` most probable tokens, p as it is (HASS 2408.15766, 3.2).
-        num_top: Those tokens.
+        kl: KL(target || head): the extra surprise on the target's own text.
+        tv: Total variation: one minus the probability that a drawn draft is accepted (Leviathan 2211.17192, 3.2).
+        top: -sum of p log q over the target's `num_top` most probable tokens, p not renormalised (HASS 2408.15766,
+            3.2).
+        num_top: The number of these tokens.
     """
 
     token: float = 0.0
@@ -45,8 +46,8 @@ class TargetRows(NamedTuple):
 
     Attributes:
         best: (M,) int64, its most probable tokens.
-        probs: (M, V), in float32 at least; rows sum to 1. None where only `best` was asked for.
-        entropy: (M,) nats, None as `probs`.
+        probs: (M, V), in float32 at least; rows sum to 1. None if only `best` is needed.
+        entropy: (M,) nats; None if `probs` is None.
     """
 
     best: Tensor
@@ -54,18 +55,18 @@ class TargetRows(NamedTuple):
     entropy: Tensor | None = None
 
     def at(self, rows: slice | Tensor) -> TargetRows:
-        """Some of the positions."""
+        """Returns some of the positions."""
         probs = None if self.probs is None else self.probs[rows]
         return TargetRows(self.best[rows], probs, None if self.entropy is None else self.entropy[rows])
 
 
 class Distances(NamedTuple):
-    """What `distances` found.
+    """The result of `distances`.
 
     Attributes:
         loss: (M,) weighted sums of the distances, in float32 at least.
         best: (M,) int64, the head's first candidates.
-        grad: (M, V) in the logits' dtype: gradient of `scale * loss.sum()`; None where every weight is 0.
+        grad: (M, V) in the logits' dtype: gradient of `scale * loss.sum()`; None if every weight is 0.
     """
 
     loss: Tensor
@@ -75,7 +76,7 @@ class Distances(NamedTuple):
 
 @torch.no_grad()
 def target_rows(logits: Tensor, *, has_probs: bool = True) -> TargetRows:
-    """Distributions from the target's logits.
+    """Returns the distributions of the target's logits.
 
     Args:
         logits: (M, V).
@@ -100,14 +101,14 @@ def target_rows(logits: Tensor, *, has_probs: bool = True) -> TargetRows:
 def distances(
     logits: Tensor, target: TargetRows, labels: Tensor, weights: LossWeights, *, scale: float = 1.0
 ) -> Distances:
-    """Weighted distances of a head's distributions, and their gradient.
+    """Returns weighted distances of a head's distributions, and their gradient.
 
     Args:
         logits: (M, V), the head's, in any floating dtype; computed in float32 at least.
-        target: The target's distributions; with probabilities where `weights` has `kl` or `tv`.
+        target: The target's distributions; with probabilities if `weights` has `kl` or `tv`.
         labels: (M,) int64, the text itself.
-        weights: What each distance counts.
-        scale: Of the gradient alone.
+        weights: Weight of each distance.
+        scale: Factor of the gradient alone.
     """
     exact = _exact(logits)
     loss = torch.zeros(len(logits), dtype=exact, device=logits.device)
@@ -125,14 +126,14 @@ def distances(
 def _of_block(
     logits: Tensor, best: Tensor, target: TargetRows, labels: Tensor, weights: LossWeights, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(N,) losses and (N, V) gradient of a block; best: (N,) argmax of its logits, which are overwritten."""
+    """Returns (N,) losses and (N, V) gradient of a block, whose logits are overwritten; best: (N,) their argmax."""
     own = logits.softmax(1)  # becomes the gradient
     best, labels = best.unsqueeze(1), labels.unsqueeze(1)
     # The greatest probability is 1 / sum(exp(logits - greatest)) and at least 1 / V.
     normalizer = (logits.gather(1, best) - own.gather(1, best).log()).squeeze(1)
     loss = torch.zeros_like(normalizer)
     token, kl, tv, top, num_top = weights
-    share: Tensor | float = token + kl  # what the head's own probabilities count in the gradient
+    share: Tensor | float = token + kl  # the weight of the head's own probabilities in the gradient
     if top:
         assert target.probs is not None, "the caller asks for probabilities"
         probs, tokens = target.probs.topk(min(num_top, logits.shape[1]), dim=1)
@@ -164,10 +165,9 @@ def _of_block(
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Copies of the logits, in float32 at least, in blocks that stay in a CPU's cache; all at once on other devices.
+    """Yields rows and a copy of their logits, in float32 at least; the copy is valid until the next block.
 
-    Yields:
-        Rows and their copy, which is the caller's until the next one.
+    Blocks fit a CPU's cache; other devices get one block.
     """
     count, width = logits.shape
     is_cached = runs_cpu_kernels(logits.device)
@@ -180,12 +180,12 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _exact(logits: Tensor) -> torch.dtype:
-    """What distances are computed in."""
+    """Returns the dtype of the computation."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _argmax(rows: Tensor) -> Tensor:
-    """(N,) int64, the lowest id among equals."""
+    """Returns (N,) int64, the lowest id among equals."""
     if runs_cpu_kernels(rows.device):  # numpy's argmax is vectorised along a row, torch's is not
         return torch.from_numpy(rows.numpy().argmax(1))
     return rows.argmax(1)

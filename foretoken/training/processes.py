@@ -24,14 +24,13 @@ class _Launched:
             raise ConfigError(
                 "training in several processes needs accelerate. Run in foretoken's repository: pip install '.[train]'."
             ) from err
-        # Without being told, accelerate takes processes that torchrun started without an accelerator for single ones,
-        # and each would train alone and write into the same directory.
+        # Without this setting, accelerate would treat processes of torchrun without an accelerator as single ones: each
+        # would train alone and write into the same directory.
         wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         state = PartialState(cpu=wants_cpu or not torch.accelerator.is_available())
         self.num_processes, self.process_index = state.num_processes, state.process_index
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """See `Processes`."""
         from accelerate.utils import reduce
 
         total: Tensor = reduce(tensor, reduction="sum")
@@ -39,7 +38,7 @@ class _Launched:
 
 
 def training_processes() -> Processes:
-    """The processes of this run.
+    """Returns the processes of this run.
 
     Raises:
         ConfigError: When several were started and accelerate is not installed.

@@ -1,6 +1,6 @@
 """Saves and restores a training run between two steps, so that a crash loses at most the steps since the last save.
 
-Tensors go to safetensors and numbers to JSON: nothing is ever unpickled.
+Tensors go to safetensors and numbers to JSON: loading never unpickles.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _STATE, _PROGRESS = "state.safetensors", "progress.json"
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: Optimiser steps done.
         tokens: Tokens seen.
         seconds: Seconds spent in steps.
-        skipped: Steps that changed nothing: loss or gradient was not finite, or the batch had no label.
+        skipped: Steps without a change: loss or gradient was not finite, or the batch had no label.
     """
 
     step: int = 0
@@ -49,17 +49,17 @@ def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, p
 
     Args:
         run: The run's directory.
-        module: What is trained.
-        optimizer: Its optimiser, over the module's parameters.
-        progress: How far it has come.
+        module: The trained module.
+        optimizer: The optimiser of the module's parameters.
+        progress: The progress of the run.
 
     Raises:
-        ModelError: When it cannot be written, as on a full disk; the checkpoints before stay.
+        ModelError: When the checkpoint cannot be written, as on a full disk; earlier checkpoints stay.
     """
     final = run / f"checkpoint-{progress.step:08d}"
     if final.is_dir():
         return
-    for left in run.glob(".checkpoint-*"):  # by a crash while saving
+    for left in run.glob(".checkpoint-*"):  # left by a crash while saving
         shutil.rmtree(left, ignore_errors=True)
     tensors = {f"module.{key}": value for key, value in module.state_dict().items()}
     names = _parameter_names(module, optimizer)
@@ -76,12 +76,12 @@ def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, p
 
 
 def saved_states(run: Path) -> list[Path]:
-    """Whole checkpoints of a run, oldest first."""
+    """Returns the complete checkpoints of a run, oldest first."""
     return sorted(path.parent for path in run.glob(f"checkpoint-*/{_PROGRESS}"))
 
 
 def load_state(checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restores a run in place, random numbers included.
+    """Restores a run in place, with random states.
 
     Raises:
         ModelError: When the checkpoint is damaged or of another run.
@@ -99,7 +99,6 @@ def load_state(checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optim
 
 
 def _restore(tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Puts tensors back where they came from."""
     groups: dict[str, dict[str, Tensor]] = {"module": {}, "optimizer": {}, "random": {}}
     for key, value in tensors.items():
         group, name = key.split(".", 1)
@@ -109,7 +108,7 @@ def _restore(tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.opt
     for index, name in _parameter_names(module, optimizer).items():
         prefix = f"{name}."
         found = {key.removeprefix(prefix): v for key, v in groups["optimizer"].items() if key.startswith(prefix)}
-        # A name may begin another one: what is left of a state's key has no dot.
+        # One name may begin another: the remainder of a state's key has no dot.
         found = {key: value for key, value in found.items() if "." not in key}
         if found:
             state[index] = found
@@ -120,7 +119,6 @@ def _restore(tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.opt
 
 
 def _random_state() -> dict[str, Tensor]:
-    """State of torch's generators."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -128,7 +126,7 @@ def _random_state() -> dict[str, Tensor]:
 
 
 def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Names of an optimiser's parameters by the index that its state has them under."""
+    """Returns the names of parameters by their index in the optimiser's state."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: names[id(parameter)] for index, parameter in enumerate(ordered)}

@@ -1,4 +1,4 @@
-"""The frozen target as a teacher: its features of training tokens, computed when needed or stored on disk.
+"""The frozen target as a teacher: computes its features of training tokens, or reads them from disk.
 
 Letters: B sequences, S positions, E hidden size, F taps.
 """
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.models.loading import LoadedModel
 
-_SAMPLED = 4096  # values of each weight that tell targets apart
+_SAMPLED = 4096  # values of each weight in the hash of a target
 _log = logging.getLogger(__name__)
 
 
 class Teacher:
-    """Gives the target's features at every position of texts."""
+    """Computes the target's features at every position of texts."""
 
     def __init__(self, model: LoadedModel, taps: Sequence[Tap] = ("final",)) -> None:
-        """Prepares.
+        """Prepares a teacher.
 
         Args:
             model: The target.
-            taps: What a head reads.
+            taps: The taps of a head.
 
         Raises:
             ModelError: When a tap cannot be read.
@@ -48,13 +48,13 @@ class Teacher:
             Taps(model.module, model.num_layers, taps)
 
     def read(self, tokens: Tensor) -> Tensor:
-        """What a head reads and learns from.
+        """Returns the features that a head reads and learns from.
 
         Args:
             tokens: (B, S) int64.
 
         Returns:
-            (B, S, F E) in the target's dtype, the taps side by side; where `final` is not the last of them, it follows.
+            (B, S, F E) in the target's dtype, the taps side by side, followed by `final` unless it is the last tap.
         """
         with running(ForwardPass(layout=None)) as forward_pass:
             final = self.features(tokens)
@@ -64,7 +64,7 @@ class Teacher:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def features(self, tokens: Tensor) -> Tensor:
-        """The feature `final`: the output of the target's last norm, what its LM head reads.
+        """Returns the feature `final`: the output of the target's last norm, the input of its LM head.
 
         Args:
             tokens: (B, S) int64.
@@ -79,7 +79,7 @@ class Teacher:
         return features
 
     def digest(self) -> str:
-        """Hash of a sample of every weight: a target that learnt anything since has another one."""
+        """Returns a hash of a sample of every weight, which any training of the target changes."""
         found = hashlib.sha256()
         for name, parameter in sorted(self._model.module.named_parameters()):
             sample = parameter.detach().flatten()[:_SAMPLED].to("cpu", torch.float32)
@@ -88,10 +88,11 @@ class Teacher:
 
 
 class FeatureCache:
-    """Features of training batches on disk, up to a bounded size; what does not fit is computed anew every time.
+    """Features of training batches on disk, up to a bounded size; others are computed every time.
 
-    Entries lie in a directory named by what they depend on, so that heads trained one after another on the same batches
-    share them, and others cannot meet them.
+    Entries lie in a directory named by everything that they depend on. Heads that are trained one after another on the
+    same
+    batches share them.
     """
 
     def __init__(self, directory: Path, *, key: str, max_bytes: int) -> None:
@@ -108,14 +109,14 @@ class FeatureCache:
         self._size = sum(path.stat().st_size for path in self._directory.glob("*.safetensors"))
 
     def get(self, name: str) -> Tensor | None:
-        """An entry, or None where there is none or it is damaged."""
+        """Returns an entry, or None if it is missing or damaged."""
         try:
             return load_file(self._directory / f"{name}.safetensors")["features"]
         except (OSError, SafetensorError, KeyError):
             return None
 
     def put(self, name: str, features: Tensor) -> None:
-        """Keeps an entry if there is room; it appears whole or not at all."""
+        """Stores an entry if there is room; it appears whole or not at all."""
         size = features.numel() * features.itemsize
         if self._size + size > self._max_bytes:
             return
@@ -123,6 +124,6 @@ class FeatureCache:
             with new_file(self._directory / f"{name}.safetensors") as new, safetensors_errors():
                 save_file({"features": features.detach().cpu().contiguous()}, new)
             self._size += size
-        except OSError as err:  # a full disk: go on without
+        except OSError as err:  # a full disk: continue without
             _log.warning("no more features are kept in '%s', but computed every time: %s", self._directory, err)
             self._max_bytes = 0

@@ -1,7 +1,7 @@
-"""Objectives of autoregressive heads: several steps of a draft are trained, the later ones on the head's own states.
+"""Objectives of autoregressive heads: train several steps of a draft, the later ones on the head's own states.
 
-Drafts that begin at neighbouring positions teach nearly the same. To follow only every few of them beyond the first
-step gives the same gradient on average, for a fraction of the work.
+Drafts from neighbouring positions teach nearly the same. Following only every few of them beyond the first step gives
+the same gradient on average, for a fraction of the work.
 
 Letters: B sequences, S positions.
 """
@@ -26,27 +26,28 @@ if TYPE_CHECKING:
 
 
 class UnrolledObjective(Objective):
-    """What the objectives of `AutoregressiveHead` share.
+    """The common part of the objectives of `AutoregressiveHead`.
 
     Attributes:
         passes: Steps that are unrolled, K at most.
-        stride: Every how many positions a draft is followed beyond its first step, from another one in each batch; 1 as
-            published.
+        stride: Distance of positions whose drafts are followed beyond the first step, with a new offset in each batch;
+            1
+            as published.
     """
 
-    is_detached: ClassVar[bool] = False  # whether no gradient goes from a step into those before it
+    is_detached: ClassVar[bool] = False  # whether no gradient flows from a step into earlier ones
 
     passes: int = Field(default=1, ge=1)
     stride: int = Field(default=1, ge=1)
 
     @override
     def steps(self, config: HeadConfig) -> int:
-        """See `Objective`."""
+        """Returns `passes`, K at most."""
         return min(self.passes, config.steps)
 
     @override
     def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
-        """See `Objective`; draws from torch's global generator where not all drafts are followed."""
+        """Yields the steps; draws from torch's global generator unless all drafts are followed."""
         assert isinstance(head, AutoregressiveHead), "the objective's configuration says so"
         offset = int(torch.randint(self.stride, ())) if self.stride > 1 else 0
         starts = slice(offset, None, self.stride)

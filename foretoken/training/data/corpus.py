@@ -25,12 +25,12 @@ TRAIN, HELD_OUT = "train", "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """What was made.
+    """The result of `build_corpus`.
 
     Attributes:
         parts: "train" and perhaps "held_out", opened.
-        skipped: Records left out, by reason.
-        num_resumed: Documents that an earlier run had made.
+        skipped: Number of records left out, by reason.
+        num_resumed: Documents of an earlier run.
         progress: Documents, tokens, seconds and speed of the whole run.
     """
 
@@ -41,30 +41,31 @@ class Corpus:
 
 
 class DocumentMaker(Protocol):
-    """What makes documents of records: `Encoder` or `SelfDistiller`."""
+    """Makes documents of records: `Encoder` or `SelfDistiller`."""
 
     skipped: Counter[str]
     num_resumed: int
 
     def documents(self, records: Iterable[Record]) -> Iterator[tuple[Record, Document]]:
-        """Documents with their records, in order."""
+        """Yields documents with their records, in order."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusPlan:
-    """What becomes training data.
+    """The selection of training data.
 
     Attributes:
-        sources: Read one after another.
-        held_out_fraction: Share of records that goes to `held_out/`, by a hash of their content: the same record goes
-            to the same side in every order and every mixture. 0 for none.
+        sources: Sources, read one after another.
+        held_out_fraction: Share of records for `held_out/`, chosen by a hash of their content: a record goes to the
+            same
+            side in every order and every mixture. 0 for none.
         held_out_sources: Sources of `held_out/` instead.
-        num_documents: Most documents, of both parts together, and of the held-out sources; None for all.
-        max_tokens: `train/` ends with the document that reaches so many tokens; None for no limit.
+        num_documents: Most documents of both parts together, and of the held-out sources; None for all.
+        max_tokens: `train/` ends with the document that reaches this number of tokens; None for no limit.
 
     Raises:
-        ConfigError: When the values do not go together.
+        ConfigError: When the values do not fit together.
     """
 
     sources: Sequence[Source]
@@ -74,7 +75,6 @@ class CorpusPlan:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks values."""
         if not self.sources:
             raise ConfigError("there is no source. Expected at least one text file, JSON file or data set.")
         if not 0.0 <= self.held_out_fraction < 1.0:
@@ -86,12 +86,12 @@ class CorpusPlan:
                 raise ConfigError(f"{name} is {value}. Expected at least 1.")
 
     def part(self, record: Record) -> str:
-        """Which directory a record of `sources` belongs to."""
+        """Returns the directory of a record of `sources`."""
         return HELD_OUT if record.share < self.held_out_fraction else TRAIN
 
     @property
     def total(self) -> int | None:
-        """Size of all sources, where it is known and of one unit."""
+        """The size of all sources, if it is known and in one unit."""
         sizes = [source.total for source in self.sources]
         is_known = len({source.unit for source in self.sources}) == 1
         return sum(size or 0 for size in sizes) if is_known and None not in sizes else None
@@ -108,16 +108,16 @@ def build_corpus(
     force: bool = False,
     on_progress: Callable[[DataProgress], None] | None = None,
 ) -> Corpus:
-    """Makes `directory/train` and, when the plan asks for it, `directory/held_out`; both appear or neither.
+    """Makes `directory/train` and, if the plan has it, `directory/held_out`; both appear or neither.
 
     Args:
-        directory: Where to.
-        plan: What to take.
-        tokenizer: Of the target.
-        makers: Gives what makes the documents of a pass over "train" (the main sources) or "held_out" sources.
-        vocab_size: All token ids are below; the tokenizer's when None.
-        meta: More entries for `meta.json`.
-        force: Replaces what is there.
+        directory: The new directory.
+        plan: The selection of data.
+        tokenizer: The target's tokenizer.
+        makers: Returns the maker of documents for "train" (the main sources) or "held_out" sources.
+        vocab_size: Upper bound of token ids; None for the tokenizer's.
+        meta: Further entries for `meta.json`.
+        force: Whether to replace an existing directory.
         on_progress: Called after every document.
 
     Raises:
@@ -150,14 +150,13 @@ def build_corpus(
 def _limited(
     maker: DocumentMaker, sources: Sequence[Source], limit: int | None, clock: _Clock
 ) -> Iterator[tuple[Record, Document]]:
-    """The first documents of some sources."""
     documents = maker.documents(record for source in sources for record in source.records())
     clock.use(maker)
     return islice(documents, limit)
 
 
 def _finish(writer: PackedWriter, part: str, plan: CorpusPlan, meta: dict[str, Any]) -> None:
-    """Completes one part, or says what is missing in it."""
+    """Completes one part, or raises an error that says what is missing."""
     sources = plan.held_out_sources if part == HELD_OUT and plan.held_out_sources else plan.sources
     try:
         writer.finish(
@@ -176,7 +175,7 @@ def _finish(writer: PackedWriter, part: str, plan: CorpusPlan, meta: dict[str, A
 
 @dataclass(slots=True)
 class _Clock:
-    """Counts what was written and tells how far the work is; documents of an earlier run count for no speed."""
+    """Counts written documents and reports progress; documents of an earlier run do not count for the speed."""
 
     plan: CorpusPlan
     on_progress: Callable[[DataProgress], None] | None
@@ -187,16 +186,15 @@ class _Clock:
     _resumed_tokens: int = 0
     _resumed_share: float = 0.0
     _made: int = 0  # documents of the current maker
-    _size: int = 0  # of the records it read
+    _size: int = 0  # size of its records so far
     _is_main: bool = False
 
     def use(self, maker: DocumentMaker) -> None:
-        """A pass over some sources begins; the first is the main one, whose size is known."""
+        """Starts a pass over some sources; the first pass is over the main ones, with known size."""
         self._is_main = self._maker is None
         self._maker, self._made, self._size = maker, 0, 0
 
     def wrote(self, record: Record, num_tokens: int) -> None:
-        """A document was written."""
         self.documents += 1
         self._made += 1
         self.tokens += num_tokens
@@ -208,7 +206,6 @@ class _Clock:
             self.on_progress(self.progress())
 
     def progress(self) -> DataProgress:
-        """How far it is now."""
         seconds = time.perf_counter() - self.begin
         share, before = self._share(), self._resumed_share
         is_known = self._is_main and share > before
@@ -221,7 +218,7 @@ class _Clock:
         )
 
     def _share(self) -> float:
-        """How much of the main sources is done, by whichever limit comes first; 0 when nothing tells."""
+        """Returns the completed share of the main sources, by the limit that comes first; 0 if unknown."""
         plan = self.plan
         limits = ((self._size, plan.total), (self._made, plan.num_documents), (self.tokens, plan.max_tokens))
         return max((done / limit for done, limit in limits if limit), default=0.0)

@@ -25,10 +25,10 @@ class ChatEncoder:
     """Turns conversations into documents."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Looks at the template.
+        """Reads the chat template.
 
         Raises:
-            ConfigError: When the tokenizer has none.
+            ConfigError: When the tokenizer has no chat template.
         """
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -40,7 +40,7 @@ class ChatEncoder:
         self._is_warned: set[str] = set()
 
     def documents(self, chats: Sequence[Sequence[Message]]) -> list[Document | str]:
-        """A document for each conversation, or the reason why there is none.
+        """Returns a document for each conversation, or the reason why there is none.
 
         Args:
             chats: Turns with `role` and `content`; those after the last assistant turn are left out.
@@ -48,7 +48,7 @@ class ChatEncoder:
         return [self._by_mask(chat) for chat in chats] if self._has_mask else self._by_prefixes(chats)
 
     def prompt(self, messages: Sequence[Message], limit: int) -> list[int] | str:
-        """A prompt that ends where the assistant answers the last user turn that leaves the prompt short enough.
+        """Returns the longest fitting prompt, which ends where the assistant answers a user turn.
 
         Args:
             messages: Turns.
@@ -68,7 +68,7 @@ class ChatEncoder:
         return "prompts too long for the context" if asked else "conversations without a user turn"
 
     def _by_mask(self, chat: Sequence[Message]) -> Document | str:
-        """A document by the template's own mask."""
+        """Returns a document with the labels of the template's own mask."""
         turns = _to_last_assistant(chat)
         if not turns:
             return NO_ASSISTANT
@@ -82,7 +82,7 @@ class ChatEncoder:
         return Document(list(out["input_ids"]), flags) if any(flags) else NO_ASSISTANT
 
     def _by_prefixes(self, chats: Sequence[Sequence[Message]]) -> list[Document | str]:
-        """Documents by rendering prefixes; all texts of all conversations are encoded in one call."""
+        """Returns documents from rendered prefixes; encodes all texts of all conversations in one call."""
         rendered = [self._prefixes(chat) for chat in chats]
         texts = [text for parts in rendered if not isinstance(parts, str) for text in parts]
         encoded = iter(self._encode(texts))
@@ -102,7 +102,7 @@ class ChatEncoder:
         return results
 
     def _prefixes(self, chat: Sequence[Message]) -> list[str] | str:
-        """The whole text, then start and end of every assistant turn as prefixes of it; or why there are none."""
+        """Returns the whole text and the prefixes up to start and end of every assistant turn, or a reason."""
         turns = _to_last_assistant(chat)
         if not turns:
             return NO_ASSISTANT
@@ -112,7 +112,7 @@ class ChatEncoder:
         texts = [whole]
         for place, message in enumerate(turns):
             if message["role"] != "assistant" or place == 0:
-                continue  # without a turn before it, no prompt tells where the answer begins
+                continue  # without an earlier turn no prompt tells where the answer begins
             before = self._render(turns[:place], is_open=True)
             upto = self._render(turns[: place + 1], is_open=False)
             if before is None or upto is None or not (whole.startswith(before) and whole.startswith(upto)):
@@ -122,12 +122,12 @@ class ChatEncoder:
         return texts if len(texts) > 1 else DISAGREES
 
     def _render(self, messages: Sequence[Message], *, is_open: bool) -> str | None:
-        """The template's text, with the start of an assistant turn when `is_open`; None when it refuses."""
+        """Returns the template's text, with the start of an assistant turn if `is_open`; None if it refuses."""
         text = self._applied(list(messages), tokenize=False, add_generation_prompt=is_open)
         return None if text is None else str(text)
 
     def _applied(self, messages: list[Message], **options: Any) -> Any | None:
-        """What the template makes of messages; None when it refuses them, which is warned of."""
+        """Applies the template; returns None, with a warning, if it refuses the messages."""
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
         except Exception as err:  # noqa: BLE001 - templates raise what they like
@@ -135,14 +135,14 @@ class ChatEncoder:
             return None
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of rendered texts; nothing is added to them."""
+        """Returns token ids of rendered texts, without added special tokens."""
         if not texts:
             return []
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _warned(self, reason: str, cause: str) -> str:
-        """The reason, told once with its first cause."""
+        """Returns the reason; logs it once, with its first cause."""
         if reason not in self._is_warned:
             self._is_warned.add(reason)
             logging.getLogger(__name__).warning("there are %s; these turns teach nothing: %s", reason, cause)
@@ -150,13 +150,12 @@ class ChatEncoder:
 
 
 def _to_last_assistant(chat: Sequence[Message]) -> list[Message]:
-    """Turns up to the last one of the assistant."""
     last = max((place for place, message in enumerate(chat) if message["role"] == "assistant"), default=-1)
     return list(chat[: last + 1])
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix. A token that reaches across the end of `left` is not part of it."""
+    """Returns the length of the longest common prefix, without a token that reaches across the end of `left`."""
     for place, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return place
@@ -173,44 +172,45 @@ class Encoder:
     """Encodes records.
 
     Attributes:
-        skipped: Records left out, by reason.
-        num_resumed: Documents that an earlier run made; none here.
+        skipped: Number of records left out, by reason.
+        num_resumed: Documents of an earlier run; always 0 here.
     """
 
     num_resumed = 0
 
     def __init__(self, tokenizer: Any) -> None:
-        """Remembers the tokenizer; its chat template is looked at when a conversation comes."""
+        """Takes the tokenizer; its chat template is read at the first conversation."""
         self._tokenizer = tokenizer
         self._chats: ChatEncoder | None = None
         self.skipped: Counter[str] = Counter()
 
     @property
     def chats(self) -> ChatEncoder:
-        """The encoder of conversations; raises `ConfigError` when the tokenizer has no template."""
+        """The encoder of conversations; raises `ConfigError` if the tokenizer has no template."""
         if self._chats is None:
             self._chats = ChatEncoder(self._tokenizer)
         return self._chats
 
     def documents(self, records: Iterable[Record]) -> Iterator[tuple[Record, Document]]:
-        """Documents, in order.
+        """Yields documents, in order.
 
-        Plain text becomes what the tokenizer makes of it, all of it supervised. A prompt and its completion are encoded
-        as one text; supervised is what differs from the prompt's own encoding, which is the completion, with a token
-        that reaches over the border. Conversations: see `chats.py`.
+        Plain text is encoded as it is, all of it supervised. A prompt and its completion are encoded as one text;
+        tokens that
+        differ from the prompt's own encoding are supervised, that is the completion, with a token across the border.
+        Conversations: see `ChatEncoder`.
         """
         for batch in _batches(records):
             yield from self._encoded(batch)
 
     def token_ids(self, texts: list[str]) -> list[list[int]]:
-        """Texts as the tokenizer encodes them, its special tokens included."""
+        """Returns the tokens of texts, with the tokenizer's special tokens."""
         if not texts:
             return []
         ids: list[list[int]] = self._tokenizer(texts, verbose=False)["input_ids"]
         return ids
 
     def _encoded(self, batch: list[Record]) -> Iterator[tuple[Record, Document]]:
-        """One batch: one call of the tokenizer for each form of record."""
+        """Encodes one batch, with one call of the tokenizer for each form of record."""
         chats = [record.messages for record in batch if record.messages is not None]
         conversations = iter(self.chats.documents(chats) if chats else [])
         texts = [record for record in batch if record.messages is None]
@@ -231,7 +231,7 @@ class Encoder:
 
 
 def _completed(prompt: list[int], whole: list[int]) -> Document:
-    """A document of which all that is not the prompt is supervised."""
+    """Returns a document in which all but the prompt is supervised."""
     start = 0
     while start < min(len(prompt), len(whole)) and prompt[start] == whole[start]:
         start += 1
@@ -239,14 +239,14 @@ def _completed(prompt: list[int], whole: list[int]) -> Document:
 
 
 def _skip(*encoded: Iterator[list[int]]) -> str:
-    """Leaves out a prompt that has nothing to learn."""
+    """Skips a prompt without anything to learn; returns the reason."""
     for each in encoded:
         next(each)
     return NO_COMPLETION
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Records in lists of bounded length and text."""
+    """Yields lists of records with bounded length and text."""
     batch: list[Record] = []
     characters = 0
     for record in records:

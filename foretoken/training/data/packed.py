@@ -1,7 +1,7 @@
 """Packed tokens: documents one after another in one memory-mapped array, read as shuffled windows.
 
-Batches are a pure function of (seed, step): a resumed training run saves nothing about its data. Windows know nothing
-of documents: one may start or end inside a document, and the last document is followed by the first.
+Batches are a pure function of (seed, step), so a resumed training run needs no state of its data. Windows ignore the
+borders of documents: one may start or end inside a document, and the first document follows the last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROUNDS = 8
 
 
 def shuffled(positions: np.ndarray, count: int, key: int) -> np.ndarray:
-    """Where a permutation of 0..count-1 sends some positions.
+    """Returns the images of some positions under a permutation of 0..count-1.
 
     Args:
         positions: (n,) int64, each in 0..count-1.
@@ -51,7 +51,7 @@ def shuffled(positions: np.ndarray, count: int, key: int) -> np.ndarray:
 
 
 def _encrypted(values: Tensor, half: int, keys: list[int]) -> Tensor:
-    """A permutation of the `2 * half`-bit numbers, int64 in and out."""
+    """Permutes the `2 * half`-bit numbers; int64 in and out."""
     mask = (1 << half) - 1
     left, right = values >> half, values & mask
     for key in keys:
@@ -65,10 +65,10 @@ class PackedTokens:
 
     Attributes:
         tokens: (N,) uint16 or uint32, memory-mapped when opened from disk.
-        supervised: (N,) bool, tokens that count as labels; None when all do.
-        meta: What `meta.json` holds: tokenizer_sha, vocab_size (of the tokenizer, which may know more tokens than are
-            here), largest_token_id, eos_id, num_documents, num_tokens, num_supervised, tokens_sha256, sources and what
-            the maker added.
+        supervised: (N,) bool, tokens that count as labels; None for all.
+        meta: The contents of `meta.json`: tokenizer_sha, vocab_size (of the tokenizer, which may have more tokens than
+            the data), largest_token_id, eos_id, num_documents, num_tokens, num_supervised, tokens_sha256, sources and
+            entries of the writer.
     """
 
     tokens: np.ndarray
@@ -80,7 +80,7 @@ class PackedTokens:
         """Opens packed tokens without reading them.
 
         Args:
-            directory: What `write_packed` wrote, or the output of `foretoken data`, of which `train/` is meant.
+            directory: The output of `write_packed`, or of `foretoken data`, whose `train/` is opened.
 
         Raises:
             RequestError: When there is no such data, or it is of another version or incomplete.
@@ -95,17 +95,18 @@ class PackedTokens:
         return cls(tokens, _mapped(directory / SUPERVISED, np.dtype(bool), size) if is_partial else None, meta)
 
     def num_windows(self, length: int) -> int:
-        """Windows of an epoch: as many of `length` tokens as fit side by side."""
+        """Returns the windows of an epoch: as many of `length` tokens as fit side by side."""
         return len(self.tokens) // length
 
     def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """The batch of a training step, a pure function of (seed, step).
+        """Returns the batch of a training step, a pure function of (seed, step).
 
-        Each epoch takes every window of a grid once, in an order of its own; its grid starts at a token of its own and
-        goes on from the last token to the first. A batch may span two epochs.
+        Each epoch takes every window of a grid once, in its own order. The grid starts at a random token of the epoch
+        and
+        continues from the last token to the first. A batch may span two epochs.
 
         Args:
-            step: 0-based.
+            step: Step from 0.
             batch_size: B, windows of the batch, over all devices; rank r of w takes the rows `r::w`.
             length: T, tokens of a window.
             seed: Fixes the order of all windows.
@@ -144,13 +145,13 @@ class PackedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataProgress:
-    """How far making data is.
+    """The progress of making data.
 
     Attributes:
         documents, tokens: Written so far.
-        seconds: Since the work began; stored documents of an earlier run took none of them.
-        tokens_per_s: Of this run.
-        seconds_left: None when the size of the input is not known.
+        seconds: Seconds since the start; documents stored by an earlier run took none of them.
+        tokens_per_s: Speed of this run.
+        seconds_left: None if the size of the input is unknown.
     """
 
     documents: int
@@ -172,21 +173,20 @@ def write_packed(
 ) -> PackedTokens:
     """Packs documents into a directory, which appears whole or not at all.
 
-    Each document ends with the tokenizer's EOS, if it has one; where it has to be added, it is supervised exactly when
-    the token before it is.
+    Each document ends with the tokenizer's EOS, if it has one. An added EOS is supervised if the token before it is.
 
     Args:
-        directory: Where to; its parents are made.
+        directory: The new directory; its parents are made.
         documents: In order; empty ones are left out.
-        tokenizer: Tells EOS and vocabulary.
-        vocab_size: All token ids are below; the tokenizer's when None.
+        tokenizer: Gives EOS and vocabulary.
+        vocab_size: Upper bound of token ids; None for the tokenizer's.
         sources: Names for `meta.json`.
-        force: Replaces packed tokens that are there.
+        force: Whether to replace existing packed tokens.
         on_progress: Called after every document.
 
     Raises:
         RequestError: When the directory is taken, there is no token or no supervised one, or an id is out of range.
-            Whatever fails, `documents` included, nothing is written and what was there stays.
+            After any failure, of `documents` too, nothing is written and existing data stays.
     """
     begin = time.perf_counter()
     with PACKED_TOKENS.new(directory, force=force) as building, PackedWriter(building, tokenizer, vocab_size) as writer:
@@ -207,7 +207,7 @@ def write_packed(
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
-    """The checked `meta.json`."""
+    """Reads and checks `meta.json`."""
     if not (directory / META).exists():
         raise RequestError(
             f"'{directory}' holds no packed tokens. Expected {META} and {TOKENS}. Make them with `foretoken data`."
@@ -225,7 +225,7 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> np.ndarray:
-    """A file as a read-only array of the size that `meta.json` tells."""
+    """Maps a file as a read-only array; raises `RequestError` unless it has the size in `meta.json`."""
     found = path.stat().st_size if path.is_file() else 0
     if found != size * dtype.itemsize:
         raise RequestError(

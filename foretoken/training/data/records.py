@@ -1,6 +1,6 @@
 """One record of a source, still text: a plain document, a prompt with its completion, or a conversation.
 
-Knows the row forms of common data sets, and no tokenizer.
+Reads the row forms of common data sets; needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Record:
     Attributes:
         where: Its place, for messages: "notes.txt", "chats.jsonl:12".
         text: The document, or the completion of `prompt`.
-        prompt: What the completion follows; None for a plain document.
+        prompt: The text before the completion; None for a plain document.
         messages: The turns of a conversation, each with `role` and `content`; None for the other forms.
-        size: What reading it used up of its source's total.
+        size: The part of its source's total that this record took.
     """
 
     where: str
@@ -51,28 +51,28 @@ class Record:
 
     @property
     def key(self) -> str:
-        """SHA-256 of the content, as hexadecimal digits; `where` has no part in it."""
+        """SHA-256 of the content, without `where`, as hexadecimal digits."""
         content = json.dumps([self.text, self.prompt, self.messages], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def share(self) -> float:
-        """A number in 0..1 that depends on the content alone and is spread evenly over contents."""
+        """A number in 0..1 from a hash of the content, spread evenly over contents."""
         return int(self.key[:12], 16) / 16**12
 
 
 def read_row(row: Any, where: str, *, text_column: str = "text", size: int = 0) -> Record | None:
-    """A record from a row; the first form that fits counts: conversation, prompt, text.
+    """Returns a record from a row; the first form that fits counts: conversation, prompt, text.
 
     Args:
         row: With `messages` (role, content) or `conversations` (from, value), `prompt` with `completion` or
             `response`, or `text`.
         where: Its place, for messages.
-        text_column: The column of plain text; another name than "text" comes before all other forms.
+        text_column: The column of plain text; a name other than "text" comes before all other forms.
         size: See `Record`.
 
     Returns:
-        None when the row holds no text.
+        None if the row holds no text.
 
     Raises:
         RequestError: When no form fits, a value is not of its type, or a role is unknown.
@@ -101,7 +101,6 @@ def read_row(row: Any, where: str, *, text_column: str = "text", size: int = 0) 
 
 
 def _string(value: Any, column: str, where: str) -> str:
-    """A value that must be text; a missing one is empty."""
     if value is None:
         return ""
     check_text(f"{where}: '{column}'", value)
@@ -109,11 +108,7 @@ def _string(value: Any, column: str, where: str) -> str:
 
 
 def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
-    """Checked turns; assistant turns before the first user turn, as in some ShareGPT conversations, are left out.
-
-    Raises:
-        RequestError: When a turn is not of that form or its role is unknown.
-    """
+    """Returns checked turns, without assistant turns before the first user turn (as some ShareGPT data has)."""
     if not isinstance(turns, list):
         raise RequestError(f"{where}: '{column}' is {type(turns).__name__}. Expected a list of turns.")
     roles = _ROLES if column == "messages" else _SHAREGPT_ROLES
@@ -142,14 +137,13 @@ class Document:
 
     Attributes:
         tokens: Token ids, special ones included.
-        supervised: Which of them count as labels, as many as tokens; None for all.
+        supervised: Whether each token counts as a label; None for all.
     """
 
     tokens: Sequence[int]
     supervised: Sequence[bool] | None = None
 
     def __post_init__(self) -> None:
-        """Checks that flags and tokens go together."""
         if self.supervised is not None and len(self.supervised) != len(self.tokens):
             raise RequestError(
                 f"a document has {len(self.tokens)} tokens and {len(self.supervised)} flags. Expected one flag a token."

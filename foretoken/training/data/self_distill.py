@@ -1,8 +1,8 @@
-"""Self-distillation: lets the target write the responses that its heads are trained on.
+"""Self-distillation: the target writes the responses that its heads are trained on.
 
-Every response is kept in a file of JSON lines as soon as its batch is done: a header with the settings, then one line a
-document, in order. A run that was broken off continues after the last whole line; seeds belong to documents, so the
-file becomes what it would have been.
+Responses are kept in a file of JSON lines after each batch: a header with the settings, then one line a document, in
+order. An interrupted run continues after the last whole line. Seeds belong to documents, so the finished file is the
+same as without the interruption.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.llm import LLM
     from foretoken.training.data.records import Record
 
-_BATCHES_A_CALL = 4  # prompts a call in multiples of max_num_seqs: slots stay busy while long responses end
+_BATCHES_A_CALL = 4  # prompts a call, in multiples of max_num_seqs: slots stay busy while long responses end
 _PROMPTS_A_READ = 64
 _FORMAT, _VERSION = "foretoken-self-distillation", 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
-    """What the responses depend on, besides target and prompts.
+    """Settings of the responses, besides target and prompts.
 
     Attributes:
-        prompt_tokens: Prompts from plain text are its first tokens; other prompts are taken whole.
+        prompt_tokens: Number of first tokens of a plain text that form its prompt; other prompts are taken whole.
         max_new_tokens: Most tokens of a response.
         temperature: 0 for greedy decoding.
-        seed: Of the first document; the i-th gets `seed + i`.
+        seed: Seed of the first document; the i-th gets `seed + i`.
 
     Raises:
         ConfigError: When a number is out of range.
@@ -54,7 +54,6 @@ class DistillSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Checks ranges."""
         if self.prompt_tokens < 1 or self.max_new_tokens < 1:
             raise ConfigError(
                 f"prompt_tokens is {self.prompt_tokens}, max_new_tokens {self.max_new_tokens}. Expected at least 1."
@@ -62,7 +61,7 @@ class DistillSettings:
         self.sampling(0)
 
     def sampling(self, index: int) -> SamplingParams:
-        """How the response of a document is sampled."""
+        """Returns the sampling parameters of a document's response."""
         return SamplingParams(temperature=self.temperature, seed=self.seed + index, max_tokens=self.max_new_tokens)
 
 
@@ -70,8 +69,8 @@ class SelfDistiller:
     """Makes documents of prompts and the target's own responses.
 
     Attributes:
-        skipped: Records left out, by reason.
-        num_resumed: Documents of the last call of `documents` that its file held already.
+        skipped: Number of records left out, by reason.
+        num_resumed: Documents of the last call of `documents` that its file already held.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class SelfDistiller:
 
         Args:
             llm: The target with its tokenizer; a drafter makes it faster and changes no response.
-            settings: See there.
+            settings: The settings of the responses.
             path: The file of responses.
-            max_num_seqs: Of `llm`.
-            supervise_all: Prompts count as labels too.
+            max_num_seqs: `max_num_seqs` of `llm`.
+            supervise_all: Whether prompts count as labels too.
 
         Raises:
-            ConfigError: When they do not fit.
+            ConfigError: When prompts and responses do not fit.
         """
         self._prompt_limit = llm.target.context_len - settings.max_new_tokens
         if settings.prompt_tokens > self._prompt_limit:
@@ -106,11 +105,12 @@ class SelfDistiller:
         self.num_resumed = 0
 
     def documents(self, records: Iterable[Record]) -> Iterator[tuple[Record, Document]]:
-        """Documents in the order of the records: stored ones first, then new ones, stored before they are given.
+        """Yields documents in the order of the records; writes new ones to the file before they are yielded.
 
         A prompt is the start of a plain text, the prompt of a completion, or a conversation up to the last user turn
-        that leaves room for the response. Only the response is supervised. An EOS that the target did not write is
-        appended unsupervised.
+        that
+        leaves room for the response. Only the response is supervised. An EOS that the target did not write is appended
+        unsupervised.
 
         Raises:
             RequestError: When the file is of other settings, another target or other records, or cannot be written.
@@ -135,7 +135,7 @@ class SelfDistiller:
             index += len(batch)
 
     def _prompts(self, records: Iterable[Record]) -> Iterator[tuple[Record, list[int]]]:
-        """A prompt for each record that gives one."""
+        """Yields a prompt for each record that has one."""
         waiting = iter(records)
         while batch := list(islice(waiting, _PROMPTS_A_READ)):
             texts = [record.text if record.prompt is None else record.prompt for record in batch]
@@ -148,11 +148,11 @@ class SelfDistiller:
                     yield record, prompt
 
     def _prompt(self, record: Record, tokens: list[int]) -> list[int] | str:
-        """The prompt of a record, or the reason why there is none."""
+        """Returns the prompt of a record, or the reason why there is none."""
         if record.messages is not None:
             return self._encoder.chats.prompt(record.messages, self._prompt_limit)
         eos_id = self._tokenizer.eos_token_id
-        if len(tokens) > 1 and tokens[-1] == eos_id:  # some tokenizers end every text with it
+        if len(tokens) > 1 and tokens[-1] == eos_id:  # some tokenizers end every text with EOS
             tokens = tokens[:-1]
         if record.prompt is None:
             tokens = tokens[: self._settings.prompt_tokens]
@@ -161,7 +161,7 @@ class SelfDistiller:
         return tokens or NO_TOKENS
 
     def _generated(self, prompts: list[list[int]], first: int) -> list[dict[str, Any]]:
-        """Lines of the file for some prompts."""
+        """Returns lines of the file for some prompts."""
         outputs = self._llm.generate(prompts, [self._settings.sampling(first + i) for i in range(len(prompts))])
         lines = []
         for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=first):
@@ -172,7 +172,6 @@ class SelfDistiller:
         return lines
 
     def _document(self, prompt: list[int], response: list[int]) -> Document:
-        """Prompt and response with their flags."""
         tokens = [*prompt, *response]
         flags = [self._supervise_all] * len(prompt) + [True] * len(response)
         eos_id = self._tokenizer.eos_token_id
@@ -181,7 +180,7 @@ class SelfDistiller:
         return Document(tokens, flags)
 
     def _header(self) -> dict[str, Any]:
-        """The first line: what all responses depend on."""
+        """Returns the first line: all settings that the responses depend on."""
         model = self._llm.target.model
         return {
             "format": _FORMAT,
@@ -193,7 +192,7 @@ class SelfDistiller:
         }
 
     def _stored(self) -> list[dict[str, Any]]:
-        """Lines of an earlier run; makes the file when there is none, and cuts off a line that was not finished."""
+        """Reads the lines of an earlier run; creates the file if missing, and cuts off an unfinished line."""
         try:
             if self._path.exists():
                 check_regular(self._path, error=RequestError)
@@ -223,7 +222,7 @@ class SelfDistiller:
         return lines
 
     def _append(self, text: str, *, size: int | None = None) -> None:
-        """Writes whole lines in one go, to disk; cuts the file to `size` bytes before."""
+        """Writes whole lines to disk at once; first cuts the file to `size` bytes."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Reads records from text files and from JSON lines or arrays."""
+"""Reads records from text files, JSON files and data sets."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Something that records can be read from, as often as wanted.
+    """A source of records, which can be read repeatedly.
 
     Attributes:
-        name: For `meta.json` and messages.
-        records: Reads them in a fixed order; raises `RequestError` at what cannot be read.
-        total: Sum of the sizes of all records and of what is left out, in `unit`; None when not known beforehand.
+        name: Name in `meta.json` and messages.
+        records: Reads the records in a fixed order; raises `RequestError` for a damaged file.
+        total: Sum of the sizes of all records, skipped ones included, in `unit`; None if unknown beforehand.
         unit: "bytes" or "rows".
     """
 
@@ -38,10 +38,10 @@ class Source:
 
 
 def text_source(path: str) -> Source:
-    """Text files; each is one document.
+    """Returns text files as a source; each file is one document.
 
     Args:
-        path: A file, a directory (all files below it, hidden ones left out) or a glob (`**` goes into directories).
+        path: A file, a directory (all files below it, without hidden ones) or a glob (`**` enters directories).
 
     Raises:
         RequestError: When there is no such file.
@@ -64,11 +64,11 @@ def text_source(path: str) -> Source:
 
 
 def json_source(path: str, *, text_column: str = "text") -> Source:
-    """Rows of JSON files: `.jsonl`, `.jsonl.gz`, or `.json` with one array, as ShareGPT is published.
+    """Returns rows of JSON files: `.jsonl`, `.jsonl.gz`, or `.json` with one array, as ShareGPT is published.
 
     Args:
         path: A file, a directory (its files with these suffixes) or a glob.
-        text_column: See `read_row`, which also tells the forms of a row.
+        text_column: See `read_row`, which lists the forms of a row.
 
     Raises:
         RequestError: When there is no such file.
@@ -79,17 +79,16 @@ def json_source(path: str, *, text_column: str = "text") -> Source:
         for file in files:
             yield from _array_rows(file, text_column) if file.suffix == ".json" else _line_rows(file, text_column)
 
-    is_packed = any(file.suffix == ".gz" for file in files)  # how much a compressed file holds shows only at its end
+    is_packed = any(file.suffix == ".gz" for file in files)  # whose contents have an unknown size
     return Source(name=path, records=records, total=None if is_packed else sum(file.stat().st_size for file in files))
 
 
 def file_source(path: str, *, text_column: str = "text") -> Source:
-    """A text or JSON source, whichever the suffix says."""
+    """Returns a text or JSON source, by the suffix."""
     return json_source(path, text_column=text_column) if path.endswith(_JSON_SUFFIXES) else text_source(path)
 
 
 def _files(path: str, suffixes: Sequence[str]) -> list[Path]:
-    """The files that a path names, sorted."""
     place = Path(path)
     if place.is_file():
         return [place]
@@ -105,12 +104,10 @@ def _files(path: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether any part of a path starts with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
 
 def _line_rows(file: Path, text_column: str) -> Iterator[Record]:
-    """Records of a file of JSON lines; blank lines are left out."""
     number = 0
     try:
         with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
@@ -129,7 +126,6 @@ def _line_rows(file: Path, text_column: str) -> Iterator[Record]:
 
 
 def _array_rows(file: Path, text_column: str) -> Iterator[Record]:
-    """Records of a file that holds one JSON array."""
     try:
         data = file.read_bytes()
         rows = json.loads(data)
@@ -150,14 +146,15 @@ _HEADING = re.compile(r"\s*= [^=].* =\s*")  # WikiText's " = Title = "; its sect
 
 
 def dataset_source(name: str, *, config: str | None = None, split: str = "train", text_column: str = "text") -> Source:
-    """Rows of a data set, streamed, in the forms that `read_row` knows.
+    """Returns the rows of a data set, streamed, in the forms of `read_row`.
 
-    A data set whose first row with text is a heading of WikiText (` = Title = `) has articles cut into rows: rows are
-    joined into documents that begin at such headings. Rows without text are left out.
+    Articles of WikiText are cut into rows. If the first row with text is such a heading (` = Title = `), rows are
+    joined
+    into documents that begin at headings. Rows without text are left out.
 
     Args:
-        name: Hub name, a directory (data files, or what `save_to_disk` wrote) or a data file.
-        config: Configuration, of data sets that have several.
+        name: Hub name, a directory (data files, or the output of `save_to_disk`) or a data file.
+        config: Configuration, for data sets with several.
         split: Split.
         text_column: See `read_row`.
 
@@ -188,7 +185,7 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
 
 
 def _open(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any, int | None]:
-    """The rows of a split, to be iterated over, and their number where it is known beforehand."""
+    """Returns the rows of a split, and their number if known."""
     datasets.disable_progress_bars()
     place = Path(name)
     if any((place / file).is_file() for file in ("dataset_dict.json", "state.json")):
@@ -207,7 +204,6 @@ def _open(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any
 
 
 def _rows(rows: Any, where: str, text_column: str) -> Iterator[Record]:
-    """Records of rows."""
     for number, row in enumerate(rows):
         record = read_row(row, f"{where} row {number}", text_column=text_column, size=1)
         if record is not None:
@@ -215,7 +211,7 @@ def _rows(rows: Any, where: str, text_column: str) -> Iterator[Record]:
 
 
 def _articles(records: Iterator[Record]) -> Iterator[Record]:
-    """Records, joined at WikiText's headings when the first of them is one."""
+    """Joins records at WikiText's headings if the first record is one."""
     first = next(records, None)
     if first is None:
         return
@@ -235,5 +231,4 @@ def _articles(records: Iterator[Record]) -> Iterator[Record]:
 
 
 def _is_heading(record: Record) -> bool:
-    """Whether a plain text record is the title of an article."""
     return record.prompt is None and record.messages is None and _HEADING.fullmatch(record.text) is not None

@@ -1,6 +1,6 @@
-"""The vocabulary of drafts: the most frequent tokens of training data, for heads whose LM head covers no others.
+"""Draft vocabularies: the most frequent tokens of training data, for heads whose LM head covers no others.
 
-Counted are the tokens that drafts have to guess, the labels; what stands in prompts alone is never drafted.
+Only labels are counted, since drafts never contain tokens of prompts alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ADVICE = "Make it with `foretoken data vocab`."
 
 
 class DraftVocabulary(BaseModel):
-    """Tokens that a head drafts, and what they were chosen by.
+    """The tokens of a draft vocabulary, and their source.
 
     Attributes:
         token_ids: Ascending.
-        coverage: Share of the labels of the data that are among them.
-        tokenizer_sha: Of the tokenizer that the ids are of, see `foretoken.core.token_ids`.
-        tokens_sha256: Of the data.
+        coverage: Share of the data's labels that are in the vocabulary.
+        tokenizer_sha: Hash of the tokenizer, see `foretoken.core.token_ids`.
+        tokens_sha256: Hash of the data.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -55,10 +55,10 @@ class DraftVocabulary(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> DraftVocabulary:
-        """What `write` wrote.
+        """Reads a file of `write`.
 
         Raises:
-            ConfigError: When the file is missing or damaged, or holds something else.
+            ConfigError: When the file is missing or damaged, or holds other data.
         """
         if not path.exists():
             raise ConfigError(f"there is no file '{path}'. Expected a draft vocabulary. {_ADVICE}")
@@ -68,7 +68,7 @@ class DraftVocabulary(BaseModel):
         return validated(cls, values, f"the draft vocabulary '{path}'", advice=_ADVICE)
 
     def write(self, path: Path) -> None:
-        """Writes a file, whole or not at all; raises `ConfigError` when it cannot."""
+        """Writes a file, whole or not at all; raises `ConfigError` if that fails."""
         with told_as(ConfigError, f"'{path}'", "Expected a new file in a directory that may be written to."):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(self.model_dump(mode="json")) + "\n")
@@ -76,12 +76,12 @@ class DraftVocabulary(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedVocabulary:
-    """A vocabulary just made.
+    """A new vocabulary.
 
     Attributes:
         vocabulary: The tokens.
         num_labels: Labels that were counted.
-        num_filled: Tokens among them that are no label anywhere, taken to make up the number.
+        num_filled: Tokens that are not labels, which fill the vocabulary to its size.
     """
 
     vocabulary: DraftVocabulary
@@ -90,14 +90,14 @@ class CountedVocabulary:
 
 
 def count_vocabulary(packed: PackedTokens, size: int) -> CountedVocabulary:
-    """The most frequent labels of packed tokens; of equally frequent ones the lower id.
+    """Returns the most frequent labels of packed tokens; of equally frequent ones the lower id.
 
     Args:
         packed: The data, read once from its beginning to its end.
-        size: Tokens to choose. Where fewer are labels, the lowest other ids make up the number.
+        size: Tokens to choose. If fewer are labels, the lowest other ids fill the vocabulary.
 
     Raises:
-        RequestError: When the vocabulary has fewer tokens, or the data is damaged.
+        RequestError: When the tokenizer has fewer tokens, or the data is damaged.
     """
     missing = {"vocab_size", "tokenizer_sha", "tokens_sha256"} - packed.meta.keys()
     if missing:

@@ -1,4 +1,4 @@
-"""Writing packed tokens: documents appended to flat files, in a directory that appears whole or not at all."""
+"""Writes packed tokens: appends documents to flat files, in a directory that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ PACKED_TOKENS = OutputDirectory(
 
 
 def largest_id(tokenizer: Any) -> int:
-    """The largest token id of a tokenizer; ids may have gaps, so it can exceed their number."""
+    """Returns the largest token id of a tokenizer; ids may have gaps, so it can exceed their number."""
     return int(max(tokenizer.get_vocab().values()))
 
 
 class PackedWriter:
-    """Appends documents to the files of one directory; without `finish` they are no packed tokens.
+    """Appends documents to the files of one directory, which `finish` completes.
 
     Attributes:
         num_documents, num_tokens, num_supervised: Written so far.
     """
 
     def __init__(self, directory: Path, tokenizer: Any, vocab_size: int | None = None) -> None:
-        """Creates the files; a target may have more ids than its tokenizer knows, so `vocab_size` can be told."""
+        """Creates the files; vocab_size: of the target, if it has more ids than its tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._tokenizer = directory, tokenizer
         self._vocab_size = max(largest_id(tokenizer) + 1, vocab_size or 0)
@@ -97,7 +97,7 @@ class PackedWriter:
         """Writes `meta.json`.
 
         Args:
-            meta: What to tell besides sizes and tokenizer.
+            meta: Entries besides sizes and tokenizer.
 
         Raises:
             RequestError: When there is no document, or none of its tokens is supervised.

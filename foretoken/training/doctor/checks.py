@@ -1,4 +1,4 @@
-"""Single checks of a target and of a head's weights, each with a verdict and a sentence.
+"""Checks of a target and of a head's weights, each with a verdict and a sentence.
 
 Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
 """
@@ -36,14 +36,14 @@ _PROBE_LEN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        name: Of the check.
-        verdict: "fault" where drafting suffers for sure, "warning" where it may, "skipped" where nothing can be said.
-        value: What was found: a share, an error, names; None where there is nothing to show.
-        expected: What it should be, in words.
-        message: A sentence: the cause and what to do where something is wrong.
+        name: Name of the check.
+        verdict: "ok", "fault" for a certain loss of acceptance, "warning" for a possible one, or "skipped".
+        value: The measured share or error, or names; None if there is nothing to show.
+        expected: The expected value, in words.
+        message: A sentence with the cause and the remedy of a fault.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Check:
 
 
 def skipped(name: str, reason: str) -> Check:
-    """A check that could not be made."""
+    """Returns the result of a check that was not made."""
     return Check(name=name, verdict="skipped", value=None, expected="", message=reason)
 
 
 def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
-    """LM head on the training feature against the target's own logits; tokens: (1, S) int64."""
+    """Compares the LM head on the training feature with the target's own logits; tokens: (1, S) int64."""
     features = Teacher(target).features(tokens)
     with torch.no_grad():
         ours = target_parts(target).lm_head(features).float()
@@ -74,9 +74,9 @@ def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
 
 
 def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Check]:
-    """The feature through the serving runner against the training feature; tokens: (1, S) int64.
+    """Compares the feature of the serving runner with the training feature; tokens: (1, S) int64.
 
-    The runner proves at load that logits of a tree are those of its paths, so that is reported along with it.
+    Also reports the runner's self-test at load, which compares logits of a tree with those of its paths.
     """
     names = ("tree logits", "target served")
     ids = tokens[0, :_PROBE_LEN].tolist()
@@ -108,7 +108,7 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
 
 
 def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner: str) -> Check:
-    """A head's taps through the serving runner against those that training reads; tokens: (1, S) int64.
+    """Compares a head's taps in the serving runner with those in training; tokens: (1, S) int64.
 
     Each tap is compared by itself: features of deep blocks are many times larger than those of the first ones.
     """
@@ -122,7 +122,7 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
         return Check(name=name, verdict="fault", value=None, expected=expected, message=str(err))
     served = serving.prefill(0, ids, 0)
     assert served is not None, "there are taps"
-    pairs = zip(served.unbind(1), read.split(served.shape[-1], dim=1), strict=False)  # behind the taps: `final`
+    pairs = zip(served.unbind(1), read.split(served.shape[-1], dim=1), strict=False)  # `final` comes after the taps
     errors = [_relative_error(ours.float(), theirs) for ours, theirs in pairs]
     worst = max(range(len(errors)), key=errors.__getitem__)
     return _close(
@@ -136,7 +136,7 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
 def check_fit(
     checkpoint: HeadCheckpoint, fingerprint: TargetFingerprint, *, what: str, allow_other_target: bool
 ) -> Check:
-    """Hidden size, vocabulary and fingerprint; what: names the head."""
+    """Compares hidden size, vocabulary and fingerprint; what: names the head."""
     own = checkpoint.target or TargetFingerprint(
         hidden_size=checkpoint.config.hidden_size, vocab_size=checkpoint.config.vocab_size
     )
@@ -157,7 +157,7 @@ def check_fit(
 
 
 def check_values(checkpoint: HeadCheckpoint, untrained: set[str]) -> Check:
-    """Finite, not zero, not huge; untrained: parts whose zeros are those that training starts from."""
+    """Checks that tensors are finite, not zero and not huge; untrained: parts that training starts at zero."""
     found = []
     for part, tensors in _parts(checkpoint.weights, _num_heads(checkpoint.config)).items():
         for key, tensor in tensors.items():
@@ -177,7 +177,7 @@ def check_values(checkpoint: HeadCheckpoint, untrained: set[str]) -> Check:
 
 
 def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check, set[str]]:
-    """Against the weights that training starts from; also gives the parts that are equal to them."""
+    """Compares the weights with those that training starts from; also returns the parts that are equal."""
     settings = checkpoint.notes.get("settings")
     seed = settings["train"]["seed"] if isinstance(settings, dict) and "train" in settings else 0
     fresh = fresh_head(checkpoint.config, parts, seed=seed, token_map=checkpoint.weights.get("token_map"))
@@ -203,13 +203,13 @@ def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check
 
 
 def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int, token_map: Tensor | None = None) -> Head:
-    """A head as training starts with it, in float32 where the target is; the generator is left as it was.
+    """Returns a head with training's initial weights, in float32 if the target is; keeps the state of the generator.
 
     Args:
-        config: Its sizes.
-        parts: What it shares with the target.
-        seed: Of its random weights.
-        token_map: (Vd,) int64, the tokens that it drafts; of None the first ones where it drafts a part of them.
+        config: Sizes of the head.
+        parts: The modules that the head shares with the target.
+        seed: Seed of random weights.
+        token_map: (Vd,) int64, the tokens of a draft vocabulary; None for the first ones, if the head needs one.
     """
     device = parts.lm_head_weight.device
     with torch.random.fork_rng(devices=[device] if has_cuda_runtime(device) else []):
@@ -222,12 +222,12 @@ def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int, token_map: 
 
 
 def _num_heads(config: HeadConfig) -> int:
-    """Heads side by side, which may be damaged or untrained one by one; 0 for a network that is used at every step."""
+    """Returns the number of parallel heads, each of which may be damaged or untrained; 0 for one recurrent network."""
     return config.num_heads if isinstance(config, StepHeadConfig) else 0
 
 
 def _parts(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, dict[str, Tensor]]:
-    """Floating-point tensors by the head they belong to, stacked ones taken apart; "shared" for the rest."""
+    """Returns floating-point tensors by head, stacked ones taken apart; "shared" for the rest."""
     numbered = {key: re.match(r"(\w+)\.(\d+)\.", key) for key in weights}
     counts: dict[str, set[str]] = {}
     for match in filter(None, numbered.values()):
@@ -251,15 +251,15 @@ def _parts(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, dict[str,
 
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Norm of the difference over the norm; entries by which a model forbids tokens are left out."""
+    """Returns the norm of the difference over the norm, without entries by which a model forbids tokens."""
     is_real = theirs > -_LARGEST
     return float((ours - theirs)[is_real].norm() / theirs[is_real].norm().clamp_min(1e-9))
 
 
 def _close(name: str, error: float, target: LoadedModel, fine: str, wrong: str) -> Check:
-    """A check that an error is no more than rounding, by the bounds of the runner's self-test."""
+    """Returns the check that an error is within rounding, by the bounds of the runner's self-test."""
     bound = 2e-4 if target.dtype in (torch.float32, torch.float64) else 5e-2
-    is_close = error <= bound  # false where the error is no number
+    is_close = error <= bound  # False for NaN
     return Check(
         name=name, verdict="ok" if is_close else "fault", value=error, expected=f"relative error at most {bound:.0e}",
         message=fine if is_close else wrong[0].upper() + wrong[1:],

@@ -1,4 +1,4 @@
-"""Checks that the engine drafts what the head predicts when it is fed the same text, pass by pass.
+"""Checks that the engine drafts the head's predictions on the same text, pass by pass.
 
 Letters: K heads, B texts, S positions.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingFigures:
-    """What the engine accepted, and what it should have by the head's predictions at the very same positions.
+    """The engine's acceptance, and the expected one from the head's predictions at the same positions.
 
     Attributes:
         accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
-        expected: The same, from the head fed the text.
+        expected: The same, from the head with the text as input.
         num_passes: Passes after prefill.
         num_errors: Passes whose draft was dropped because the drafter failed.
     """
@@ -46,14 +46,14 @@ class DraftingFigures:
 def draft(
     target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str
 ) -> DraftingFigures:
-    """Lets the engine draft the continuations with chains and compares pass by pass.
+    """Drafts the continuations with chains in the engine, and compares pass by pass.
 
     Args:
         target: The target.
         config: `speculative_config` with the head.
-        texts: What plain decoding wrote.
-        said: (K, B, S), the head's predictions with the feature in place.
-        tokenizer: The target's.
+        texts: Prompts and their plain continuations.
+        said: (K, B, S), the head's predictions with the right feature.
+        tokenizer: The target's tokenizer.
         runner: See `LLM`.
 
     Raises:
@@ -61,7 +61,7 @@ def draft(
     """
     records: list[StepRecord] = []
     lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
-    llm = LLM(  # drafts with the head as it was trained: int8 copies would differ from what is expected
+    llm = LLM(  # drafts with the head as trained: int8 copies would differ from the prediction
         target,
         speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said), "quantization": "none"},
         tokenizer=tokenizer,
@@ -79,7 +79,7 @@ def draft(
 
 
 def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:
-    """How far each text was written again; less than all of it only where two tokens tie within rounding."""
+    """Returns how far each text was repeated; less than all of it only if two tokens tie within rounding."""
     found = []
     for output, prompt, text in zip(outputs, texts.prompts, texts.texts, strict=True):
         pairs = zip(output.outputs[0].token_ids, text[len(prompt) :], strict=False)
@@ -95,7 +95,7 @@ def _by_depth(
     texts: Texts,
     said: list[list[list[int]]],
 ) -> tuple[list[float], list[float]]:
-    """Shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
+    """Returns shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
     accepted, expected, counts = ([0] * len(said) for _ in range(3))
     roots = [len(prompt) - 1 for prompt in texts.prompts]
     for record in records:

@@ -1,7 +1,7 @@
 """Examines a target and a head: runs all checks in order and collects their verdicts.
 
-Checks go from the target to the head's weights, to the head's predictions, to the engine's drafts. Where an early
-one fails, later ones are skipped: their answers would mislead.
+Checks go from the target to the head's weights, the head's predictions, and the engine's drafts. If an early check
+fails, later ones are skipped, since their results would mislead.
 
 Letters: B texts, S positions, E hidden size, K heads.
 """
@@ -56,17 +56,17 @@ _OF_THE_HEAD = ("head trained", "head values", "feature", "labels", "knowledge",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What to examine, and how.
+    """The case to examine.
 
     Attributes:
-        head: Directory of a trained head, or None before there is one.
-        method: Of a head to be trained, or None.
+        head: Directory of a trained head, or None.
+        method: Method of a head to be trained, or None.
         train_check: Whether to try training with the trained head's sizes too.
-        prompts: Texts that the target goes on with; held out from training.
-        max_tokens: Tokens it writes after each.
-        data: Training data for the trial; the texts when None.
+        prompts: Texts that the target continues; held out from training.
+        max_tokens: Tokens of each continuation.
+        data: Training data for the trial; None for the texts.
         runner: See `LLM`.
-        allow_other_target: Whether a head for another target of the same sizes is examined all the same.
+        allow_other_target: Whether to accept a head for another target of the same sizes.
     """
 
     head: Path | None = None
@@ -80,18 +80,18 @@ class Examination:
 
 
 def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Check]:
-    """Makes all checks that the case allows. Nothing is written.
+    """Makes all checks that the case allows. Writes nothing.
 
     Args:
         target: The target.
-        tokenizer: Its tokenizer.
+        tokenizer: The target's tokenizer.
         what: The case.
 
     Raises:
-        RequestError: When the prompts are too short to say anything.
-        ConfigError: For a method that does not exist.
+        RequestError: When the prompts are too short.
+        ConfigError: For an unknown method.
     """
-    # A fresh head's sizes are looked up first: a method that does not exist should not cost a run of the target.
+    # First, since an unknown method must not cost a run of the target.
     config = None if what.method is None else head_config(what.method, target, {})
     texts = greedy_texts(target, tokenizer, what.prompts, max_tokens=what.max_tokens, runner=what.runner)
     probe = torch.tensor([list(texts.texts[0])], device=target.device)
@@ -118,7 +118,7 @@ def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Chec
 def _examine_head(
     target: LoadedModel, tokenizer: Any, head: Path, texts: Texts, what: Examination
 ) -> tuple[list[Check], HeadCheckpoint | None]:
-    """Loads a head strictly and examines it; gives it too where it could be loaded."""
+    """Loads a head strictly and examines it; also returns the head if it loads."""
     fingerprint = TargetFingerprint.of(target)
     try:
         _, checkpoint = read_head(
@@ -163,5 +163,4 @@ def _examine_head(
 
 
 def _skip(reason: str, *names: str) -> list[Check]:
-    """Checks that are not made."""
     return [skipped(name, reason) for name in names]

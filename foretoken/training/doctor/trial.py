@@ -38,14 +38,14 @@ def examine_training(
     data: Batches | None = None,
     token_map: Tensor | None = None,
 ) -> list[Check]:
-    """Before training: a fresh head starts where it should, and a few steps on one batch teach it something.
+    """Checks that a fresh head has the right starting point, and that a few steps on one batch lower its loss.
 
     Args:
         target: The frozen target.
         config: Sizes of the head.
-        texts: To look at, and to learn from without data.
+        texts: Texts for the check, and for training without data.
         data: Training data.
-        token_map: (Vd,) int64, the tokens of a head that drafts a part of them; the first ones of None.
+        token_map: (Vd,) int64, the tokens of a draft vocabulary; None for the first ones, if the head needs one.
     """
     parts = target_parts(target, dtype=torch.float32)
 
@@ -56,7 +56,7 @@ def examine_training(
 
 
 def _check_start(target: LoadedModel, fresh: Callable[[int], Head], parts: TargetParts, texts: Texts) -> Check:
-    """Whether every fresh head predicts the target's own next token, for methods that start there."""
+    """Checks that a fresh head predicts the target's own next token, for methods that start there."""
     config = fresh(0).config
     features = read_features(target, texts.tokens, config.taps)[IN_PLACE]
     one, other = (predictions(fresh(seed), parts, features, texts) for seed in (0, 1))
@@ -81,7 +81,7 @@ def _check_start(target: LoadedModel, fresh: Callable[[int], Head], parts: Targe
 def _check_learning(
     target: LoadedModel, fresh: Callable[[int], Head], parts: TargetParts, texts: Texts, data: Batches | None
 ) -> Check:
-    """Whether 100 steps on one small batch lower the loss."""
+    """Checks that 100 steps on one small batch lower the loss."""
     tokens, supervised = _training_batch(texts, data)
     head = fresh(0)
     features = Teacher(target, head.config.taps).read(tokens).float()
@@ -89,7 +89,7 @@ def _check_learning(
         "schedule": {"num_steps": _STEPS, "warmup_steps": 10}, "batch_size": len(tokens),
         "length": tokens.shape[1],
     })  # fmt: skip
-    # Without noise: EAGLE's grows as windows get shorter, beyond these features themselves.
+    # Without noise: for short windows EAGLE's noise would exceed the features themselves.
     objective = objective_config(head.config.method, {"noise": 0.0})
     name, expected = "learning", "below 0.9 times the first loss"
     trainer = Trainer(head, parts, objective, settings, _OneBatch(tokens, supervised), lambda *_: features)
@@ -118,13 +118,12 @@ class _OneBatch:
     supervised: Tensor
 
     def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """See `Batches`."""
         del step, batch_size, length, seed
         return self.tokens, self.supervised
 
 
 def _training_batch(texts: Texts, data: Batches | None) -> tuple[Tensor, Tensor]:
-    """(B, S) tokens and flags: of the data, or the ends of the texts."""
+    """Returns (B, S) tokens and flags: of the data, or the ends of the texts."""
     if data is not None:
         return data.batch(0, batch_size=_WINDOWS, length=_LENGTH, seed=0)
     length = min(_LENGTH, *map(len, texts.texts))

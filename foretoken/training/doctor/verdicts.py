@@ -1,4 +1,4 @@
-"""Turns measurements of a head into verdicts, each with a name, a cause and an advice."""
+"""Turns measurements of a head into verdicts, each with a name, a cause and a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LABELS = "head i has to learn token t + 2 + i from feature t."
 
 
 def check_agreement(agreement: Agreement) -> list[Check]:
-    """Whether teacher-forced predictions fit: the feature, the labels, better than a guess, worse with depth."""
+    """Checks the feature, the labels, that heads beat a constant guess, and that agreement falls with depth."""
     knowledge = check_knowledge(agreement)
     if agreement.lagging:
         reason = "The head has learnt too little to tell."
@@ -35,7 +35,7 @@ def check_agreement(agreement: Agreement) -> list[Check]:
     labels = check_labels(agreement)
     if labels.verdict == "fault":
         depth = skipped("depth", "The labels are off.")
-    elif agreement.reads_tokens:  # the later ones are told more: where texts repeat, they are right more often
+    elif agreement.reads_tokens:  # later heads read more tokens: on repetitive texts they are right more often
         depth = skipped("depth", "Heads that read the tokens before theirs may be better the deeper they are.")
     else:
         depth = check_depth(agreement)
@@ -43,7 +43,7 @@ def check_agreement(agreement: Agreement) -> list[Check]:
 
 
 def check_feature(agreement: Agreement) -> Check:
-    """Whether the feature as it is served suits the head better than features that are taken for it by mistake."""
+    """Checks that the served feature suits the head better than features that are confused with it."""
     best = agreement.best_reading
     advice = {
         PRE_NORM: "this head was trained on pre-norm features, the input of the target's final norm. Train it on the "
@@ -73,7 +73,7 @@ def check_feature(agreement: Agreement) -> Check:
 
 
 def _other_blocks(taps: Sequence[Tap], reading: str) -> str:
-    """What to say of a head that wants the taps one block off."""
+    """Returns the sentence about a head that fits taps one block off."""
     by = MOVED_BLOCKS[reading]
     meant = _listed([tap if tap == "final" else tap + by for tap in taps])
     cause = (
@@ -88,12 +88,11 @@ def _other_blocks(taps: Sequence[Tap], reading: str) -> str:
 
 
 def _listed(taps: Sequence[Tap]) -> str:
-    """Taps with commas."""
     return ", ".join(map(str, taps))
 
 
 def check_labels(agreement: Agreement) -> Check:
-    """Whether head i predicts token t + 2 + i, and not the one before or after it."""
+    """Checks that head i predicts token t + 2 + i, and not a neighbouring token."""
     shifts, table = agreement.best_shifts, agreement.table[agreement.best_reading]
     value = [[round(share, 4) for share in row] for row in table]
     expected = "each head best at shift 0 (columns: 0, -1, 1, 2)"
@@ -107,7 +106,7 @@ def check_labels(agreement: Agreement) -> Check:
 
 
 def check_knowledge(agreement: Agreement) -> Check:
-    """Whether heads have learnt their own tokens, and the first one more than which token is most frequent."""
+    """Checks that heads have learnt their own tokens, and that the first one beats a constant guess."""
     rows = agreement.table[agreement.best_reading]
     best, guess = max(rows[0]), agreement.most_frequent
     wanted = guess + min(agreement.margin, (1 - guess) / 4)
@@ -130,7 +129,7 @@ def check_knowledge(agreement: Agreement) -> Check:
 
 
 def _undertrained(agreement: Agreement) -> str:
-    """What to say of heads that have not learnt their own tokens yet."""
+    """Returns the sentence about heads that have not learnt their own tokens yet."""
     reading = agreement.best_reading
     said, own = agreement.next_token[reading], [row[0] for row in agreement.table[reading]]
     lagging = "; ".join(f"head {i}: {said[i]:.3f} and {own[i]:.3f}" for i in agreement.lagging)
@@ -148,7 +147,7 @@ def _undertrained(agreement: Agreement) -> str:
 
 
 def check_depth(agreement: Agreement) -> Check:
-    """Whether agreement falls with depth: tokens farther away are harder to guess."""
+    """Checks that agreement falls with depth: tokens farther away are harder to guess."""
     shares = [max(row) for row in agreement.table[agreement.best_reading]]
     rises = [i for i in range(1, len(shares)) if shares[i] > shares[i - 1] + agreement.margin]
     message = "Heads agree less the farther ahead they look."
@@ -164,7 +163,7 @@ def check_depth(agreement: Agreement) -> Check:
 
 
 def check_drafting(drafting: DraftingFigures) -> Check:
-    """Whether the engine accepts what the head predicts when it is fed the text."""
+    """Checks that the engine accepts the head's predictions on the text."""
     verdict: Verdict = "ok"
     message = "Drafting does what training did."
     if drafting.num_errors:
@@ -188,20 +187,19 @@ def check_drafting(drafting: DraftingFigures) -> Check:
 
 
 def _answers(index: int, shift: int) -> str:
-    """For which token a head answers."""
+    """Says which token a head predicts."""
     return f"head {index} looks like head {index + shift}" if index + shift >= 0 else (
         f"head {index} says the target's own next token"
     )  # fmt: skip
 
 
 def _shifted(shift: int) -> str:
-    """How labels are shifted."""
     tokens = "one token" if abs(shift) == 1 else f"{abs(shift)} tokens"
     return f"{tokens} {'more' if shift > 0 else 'less'} than they should be"
 
 
 def _mixed(shifts: Sequence[int]) -> str:
-    """What shifts that differ from head to head mean."""
+    """Says what shifts mean that differ between heads."""
     asked = [index + shift for index, shift in enumerate(shifts)]
     if sorted(asked) == list(range(len(shifts))):
         return "the heads are in another order than they were trained in; a conversion mixed them up"

@@ -1,7 +1,7 @@
-"""The objective of EAGLE: the next feature and, a tenth as much, the target's distribution, one step ahead.
+"""The objective of EAGLE: the next feature and, with a tenth of the weight, the target's distribution, one step ahead.
 
-Source: Li et al. 2024 (arXiv 2401.15077), section 4.2; the noise as in the released code, which grows as windows get
-shorter.
+Source: Li et al. 2024 (arXiv 2401.15077), section 4.2; the noise is that of the released code, which grows for shorter
+windows.
 
 Letters: S positions of a window.
 """
@@ -20,7 +20,7 @@ from foretoken.training.unrolling import UnrolledObjective
 if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
-_WINDOW = 512  # of which the published noise is
+_WINDOW = 512  # window length of the published noise
 
 
 class EagleObjective(UnrolledObjective):
@@ -41,7 +41,7 @@ class EagleObjective(UnrolledObjective):
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:
-    """Values of `EagleConfig`: a decoder block like the target's own."""
+    """Returns values of `EagleConfig`: a decoder block like the target's."""
     return {"layer": layer_like(target)}
 
 

@@ -1,14 +1,14 @@
 """The objective of EAGLE-3: the target's distributions over several steps of the head's own states, later ones less.
 
-The gradient goes through all steps. Over a draft vocabulary the target's distribution is what of it lies there, and
-positions at which its choice lies elsewhere teach nothing.
+The gradient flows through all steps. Over a draft vocabulary, the target's distribution is its part in that vocabulary;
+positions whose choice lies outside teach nothing.
 
 With s_j the sum of pass j's losses over its supervised positions and n_j their number, the loss is
 
     (s_0 + 0.8 s_1 + ... + 0.8^6 s_6) / n_0
 
-so that a position weighs the same in every pass that has it: in the released code and in SpecForge the sums of all
-passes are divided by one count too, which there is that of all tokens of the batch, padding and prompts among them.
+so that a position has the same weight in every pass. The released code and SpecForge also divide the sums of all passes
+by one count, but by that of all tokens of the batch, padding and prompts included.
 
 Source: Li et al. 2025 (arXiv 2503.01840), section 3.1 (training-time test); weights as in the released code.
 """
@@ -38,12 +38,12 @@ class Eagle3Objective(UnrolledObjective):
 
     @override
     def divisors(self, counts: Tensor) -> Tensor:
-        """The first pass's positions for all passes."""
+        """Returns the first pass's positions for all passes."""
         return counts[:1].expand_as(counts)
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:
-    """Values of `Eagle3Config`: the published taps, and a decoder block like the target's own."""
+    """Returns values of `Eagle3Config`: the published taps, and a decoder block like the target's."""
     last = target.num_layers
     published = (2, last // 2, last - 3)
     is_deep = last >= 7

@@ -1,12 +1,12 @@
 """The objective of Falcon: the features of the next block and the target's distributions, with glances at the answers.
 
-A text is read as blocks of K pairs; row r, one of them, learns feature r + K and the token after it. Rows are predicted
-once without a gradient. A part of the rows that were wrong, fewer as training goes on, are then given what they are to
-predict, feature and token alike, in the place of their own pair: the others of the block learn from them.
+A text is read as blocks of K pairs; each of the rows r learns feature r + K and the token after it. Rows are predicted
+once without a gradient. Then a share of the wrong rows, which falls during training, gets the answers (feature and
+token) in place of their own pair. The other rows of the block learn from these.
 
 Source: Gao et al. 2024 (arXiv 2412.12639), coupled sequential glancing distillation, after glancing training (Qian et
-al. 2020, 2008.07905). Weights and noise are those of the released code, which draws the tokens of the cross-entropy
-from the target where the text's own are taken here, and sharpens a part of the divergence by a temperature of 0.95.
+al. 2020, 2008.07905). Weights and noise are those of the released code. That code draws the tokens of the cross-entropy
+from the target, where this one takes the text's own, and sharpens a part of the divergence by a temperature of 0.95.
 
 Letters: B sequences, S positions, N rows that learn, K size of a block, E hidden size.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from foretoken.models.parts import TargetParts
     from foretoken.training.objectives.base import Examples
 
-_WINDOW = 512  # of which the published noise is
+_WINDOW = 512  # window length of the published noise
 _PORTION_VALUES = 1 << 24  # logits made at once
 
 
@@ -41,8 +41,8 @@ class FalconObjective(Objective):
 
     Attributes:
         noise: Uniform noise on features, within noise * 512 / S; 0 for none.
-        glancing: Share of the wrong rows that are given their answers; falls linearly to none.
-        glancing_floor: What is added to that share throughout; the released code has 0.35 and 0.1.
+        glancing: Initial share of the wrong rows that get their answers; falls linearly to 0.
+        glancing_floor: Constant added to that share; the released code has 0.35 and 0.1.
     """
 
     ce_weight: float = Field(default=0.01, ge=0)
@@ -54,7 +54,7 @@ class FalconObjective(Objective):
 
     @override
     def steps(self, config: HeadConfig) -> int:
-        """K."""
+        """Returns K."""
         assert isinstance(config, FalconConfig), "`CONFIG` says so"
         return config.block
 
@@ -65,7 +65,7 @@ class FalconObjective(Objective):
 
     @override
     def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
-        """See `Objective`: the text as blocks, of which the first begins at position 0."""
+        """Yields the steps of the text as blocks; the first block begins at position 0."""
         assert isinstance(head, FalconHead), "`CONFIG` says so"
         block = head.config.block
         following = parts.embed(given.tokens).to(given.features.dtype).roll(-1, dims=1)
@@ -91,20 +91,21 @@ class Rows(NamedTuple):
 
 
 def learning_rows(supervised: Tensor, block: int) -> Rows:
-    """The rows r, in order, whose label is token r + K + 1; supervised: (B, S) bool, tokens that count as labels."""
+    """Returns the rows r, in order, with the label r + K + 1; supervised: (B, S) bool, tokens that count as labels."""
     return Rows(*supervised[:, block + 1 :].nonzero().unbind(1))
 
 
 def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
-    """Which rows are given their answers; drawn with torch's global generator.
+    """Draws the rows that get their answers, with torch's global generator.
 
-    Of each sequence every K-th learning row may be drawn. Drawn are as many as `share` of its wrong ones, rounded down;
-    with K above 2 one for every K of these, each the first of a run of 1 to K - 1 learning rows.
+    In each sequence every K-th learning row may be drawn. The number of draws is `share` of its wrong rows, rounded
+    down.
+    For K above 2 one draw stands for K of these: the first of a run of 1 to K - 1 learning rows.
 
     Args:
-        rows: (N,) that learn, sequence by sequence in order.
+        rows: (N,) learning rows, sequence by sequence in order.
         is_wrong: (N,) bool.
-        share: Of the wrong ones.
+        share: Share of the wrong rows.
         block: K.
     """
     chosen: list[tuple[int, int]] = []
@@ -121,14 +122,14 @@ def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
 
 
 def with_answers(values: Tensor, answers: Tensor, chosen: Rows, block: int) -> Tensor:
-    """(B, S, E), values with those of `answers` K positions on at the chosen rows."""
+    """Returns (B, S, E) values, with `answers` from K positions later at the chosen rows."""
     changed = values.clone()
     changed[chosen.sequence, chosen.row] = answers[chosen.sequence, chosen.row + block].to(values.dtype)
     return changed
 
 
 def _are_wrong(head: FalconHead, outputs: Tensor, rows: Rows, given: Examples, parts: TargetParts) -> Tensor:
-    """(N,) bool, where the head's first candidate is not the target's."""
+    """Returns (N,) bool: whether the head's first candidate differs from the target's."""
     found = [torch.empty(0, dtype=torch.bool, device=outputs.device)]
     size = max(1, _PORTION_VALUES // head.config.vocab_size)
     for sequence, row in zip(*(part.split(size) for part in rows), strict=True):
@@ -138,7 +139,7 @@ def _are_wrong(head: FalconHead, outputs: Tensor, rows: Rows, given: Examples, p
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:
-    """Values of `FalconConfig`: a decoder block like the target's own."""
+    """Returns values of `FalconConfig`: a decoder block like the target's."""
     return {"layer": layer_like(target)}
 
 

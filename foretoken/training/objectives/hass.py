@@ -1,7 +1,7 @@
 """The objective of HASS: EAGLE's over several steps, each from the head's own features of the steps before.
 
-No gradient goes from a step into those before it; all count alike. Besides, the cross-entropy over the target's most
-probable tokens. The head is EAGLE's.
+No gradient flows from a step into earlier ones; all have the same weight. The objective adds the cross-entropy over the
+target's most probable tokens. The head is EAGLE's.
 
 Source: Zhang et al. 2024 (arXiv 2408.15766), sections 3.1 and 3.2.
 """
@@ -27,8 +27,8 @@ class HassObjective(EagleObjective):
 
     Attributes:
         passes: Steps that are aligned with drafting.
-        top_weight: Of -sum of p log q over the target's most probable tokens.
-        num_top: Those tokens.
+        top_weight: Weight of -sum of p log q over the target's most probable tokens.
+        num_top: The number of these tokens.
     """
 
     is_detached: ClassVar[bool] = True
@@ -40,7 +40,7 @@ class HassObjective(EagleObjective):
     @property
     @override
     def distance_weights(self) -> LossWeights:
-        """See `Objective`."""
+        """The weights of EAGLE's distances and of `top_weight`."""
         return super().distance_weights._replace(top=self.top_weight, num_top=self.num_top)
 
 

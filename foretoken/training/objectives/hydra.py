@@ -1,4 +1,4 @@
-"""The objective of Hydra++ heads: the target's distributions alone, all heads weighted alike.
+"""The objective of Hydra++ heads: the target's distributions alone, all heads with the same weight.
 
 Source: Ankner et al. 2024 (arXiv 2402.05109), sections 4.2 and 4.3.
 """
@@ -19,7 +19,7 @@ class HydraObjective(Objective):
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:
-    """Values of `HydraConfig`: a decoder block like the target's own."""
+    """Returns values of `HydraConfig`: a decoder block like the target's."""
     return {"prefix": layer_like(target)}
 
 

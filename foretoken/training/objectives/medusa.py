@@ -1,6 +1,6 @@
 """The objective of Medusa heads: weights 0.8^i as published, by default towards the target's distribution.
 
-Source: Cai et al. 2024 (arXiv 2401.10774), section 2.2; distillation as its section 2.3.2 does for the backbone.
+Source: Cai et al. 2024 (arXiv 2401.10774), section 2.2; distillation as in section 2.3.2 for the backbone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MedusaObjective(Objective):
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:
-    """Values of `MedusaConfig` that suit a target; its vocabulary and hidden size are filled in elsewhere."""
+    """Returns values of `MedusaConfig` for a target; the caller adds vocabulary and hidden size."""
     del target
     return {}
 

@@ -1,4 +1,4 @@
-"""The objective of the MLP speculator: all stages weighted alike, as in the published runs.
+"""The objective of the MLP speculator: all stages with the same weight, as in the published runs.
 
 Source: Wertheimer et al. 2024 (arXiv 2404.19124), section 3.
 """
@@ -19,7 +19,7 @@ class MlpSpeculatorObjective(Objective):
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:
-    """Values of `MlpSpeculatorConfig`: as wide inside as the target."""
+    """Returns values of `MlpSpeculatorConfig`: the inner width is the target's."""
     return {"inner_dim": target.config.hidden_size}
 
 
