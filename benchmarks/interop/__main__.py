@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from benchmarks.interop import eagle, falcon, fms, hydra, lookups, medusa, speculators, tgi, vllm
+from benchmarks.interop import eagle, falcon, fms, hydra, lookups, medusa, rest, speculators, tgi, vllm
 from benchmarks.interop.borrowed import UnusableError
 from benchmarks.interop.outcome import Outcome, as_json, as_table
 from benchmarks.interop.samples import Target
@@ -36,6 +36,7 @@ PROGRAMS: dict[str, tuple[str, Comparisons]] = {
     "lade": ("hao-ai-lab/LookaheadDecoding", lookups.lookahead),
     "recycling": ("Luowaterbi/TokenRecycling", lookups.recycling),
     "falcon": ("Bestpay-inc/Falcon", falcon.outcomes),
+    "rest": ("FasterDecoding/REST", rest.outcomes),
     "tgi": ("huggingface/text-generation-inference", tgi.outcomes),
     "vllm": ("vllm-project/vllm, or a site-packages directory with it", vllm.outcomes),
     "speculators": ("vllm-project/speculators, or a site-packages directory with it", speculators.outcomes),

@@ -24,16 +24,14 @@ import torch
 
 from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.outcome import Outcome, compared
-from benchmarks.interop.samples import E, H, Target, V, random_head, texts, written
+from benchmarks.interop.samples import E, H, Target, V, drafting_handle, greedy_context, random_head, texts, written
 from foretoken import SamplingParams
-from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
+from foretoken.drafters.base import Committed, DraftRequest
 from foretoken.drafters.falcon import FalconDrafter, Options
 from foretoken.formats.saving import FALCON_CODE
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.falcon import FalconConfig
 from foretoken.models.loading import load_model
-from foretoken.runner.costs import CostCurve
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.training.objectives.base import Examples, accumulate, label_counts
 from foretoken.training.objectives.falcon import FalconObjective
 from foretoken.trees.choices import TreeShape
@@ -170,34 +168,21 @@ def _our_trees(place: Path, choices: list[list[int]], target: Target, ends: list
         "max_nodes": 512,
     }
     drafter = FalconDrafter(Options(**options))
-    drafter.attach(_handle(load_model(target.directory, dtype="float32", device="cpu")))
+    drafter.attach(drafting_handle(load_model(target.directory, dtype="float32", device="cpu")))
     features, tokens = _long_text(ends[-1])
-    params, text = SamplingParams(temperature=0.0), tokens[0].tolist()
-    sampling = SamplingBatch.build([SamplingRequest(params=params, seed=0)], V)
-    drafter.begin(0, DraftRequest(request_id="0", prompt=text[: ends[0]], params=params))
+    text = tokens[0].tolist()
+    drafter.begin(0, DraftRequest(request_id="0", prompt=text[: ends[0]], params=SamplingParams()))
     drafted = []
     for begin, end in pairwise((0, *ends)):
         rows = features[0, begin:end].unsqueeze(1)
         drafter.commit(Committed(slots=[0], starts=[begin], tokens=[text[begin:end]], features=rows))
-        context = DraftContext(
-            slots=[0], tokens=[text[: end + 1]], max_depth=[8], max_nodes=[512], sampling=sampling, is_coupled=[False]
-        )
-        tree = drafter.propose(context)
+        tree = drafter.propose(greedy_context(text[: end + 1]))
         drafted.append(tree.tokens[0, 1:])
     sees = torch.eye(tree.width)
     for node, parent in enumerate(tree.parents[0].tolist()):
         if parent > 0:
             sees[node] += sees[parent]
     return [torch.stack(drafted), sees[1:, 1:]]
-
-
-def _handle(model: Any) -> TargetHandle:
-    """A target that is not run."""
-    return TargetHandle(
-        name=model.name, vocab_size=V, context_len=64, num_slots=1, device=torch.device("cpu"), dtype=torch.float32,
-        runner="auto", tokenizer=None, model=model, run=mock.Mock(), draft_trees=mock.Mock(),
-        measured_costs=lambda: CostCurve((1, 16), (1.0, 2.0)),
-    )  # fmt: skip
 
 
 def _losses(official: _Official, script: Path, target: Target, work: Path) -> Iterator[Outcome]:

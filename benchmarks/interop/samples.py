@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from foretoken import SamplingParams
+from foretoken.drafters.base import DraftContext, TargetHandle
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import head_readers, read_head, write_head
@@ -18,6 +21,8 @@ from foretoken.heads.base import StepHead
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.models.loading import load_model
 from foretoken.models.parts import target_parts
+from foretoken.runner.costs import CostCurve
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,6 +114,24 @@ def our_chain(head: HeadCheckpoint, target: Target, roots: Tensor) -> list[Tenso
         probs.append(module.logits(index, hidden, target.parts).softmax(-1))
         tokens = probs[-1].argmax(-1)
     return probs
+
+
+def drafting_handle(model: Any, vocab_size: int = V) -> TargetHandle:
+    """What drafters are told of a target that is not run; model: loaded, or None where nothing is shared with it."""
+    return TargetHandle(
+        name="target", vocab_size=vocab_size, context_len=64, num_slots=1, device=torch.device("cpu"),
+        dtype=torch.float32, runner="auto", tokenizer=None, model=model, run=mock.Mock(), draft_trees=mock.Mock(),
+        measured_costs=lambda: CostCurve((1, 16), (1.0, 2.0)),
+    )  # fmt: skip
+
+
+def greedy_context(text: list[int], vocab_size: int = V) -> DraftContext:
+    """What drafters are told of one greedy request, whose drafts may be as long and wide as they come."""
+    request = SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)
+    return DraftContext(
+        slots=[0], tokens=[text], max_depth=[16], max_nodes=[512], is_coupled=[False],
+        sampling=SamplingBatch.build([request], vocab_size),
+    )  # fmt: skip
 
 
 def written(

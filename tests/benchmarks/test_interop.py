@@ -69,12 +69,13 @@ def test_without_clones_everything_is_skipped_and_says_why(capsys: pytest.Captur
         "lade",
         "recycling",
         "falcon",
+        "rest",
         "tgi",
         "vllm",
         "speculators",
     ):
         assert f"no --{option}-repo" in said
-    assert "0 comparisons ran, 11 were skipped, 0 contradict" in said
+    assert "0 comparisons ran, 12 were skipped, 0 contradict" in said
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.5, 1)])
