@@ -123,16 +123,7 @@ def _is_boolean(value: Any) -> bool:
 
 
 def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[int]:
-    """Returns token ids as Python integers.
-
-    Args:
-        ids: Integers of Python or numpy.
-        vocab_size: V; ids are 0..V-1.
-        where: Names the container, for the message.
-
-    Raises:
-        RequestError: For a value that is no integer (booleans are none) or outside the vocabulary.
-    """
+    """Returns token ids as Python integers; raises `RequestError`, which names `where`, for ids that do not exist."""
     ids = list(ids)
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids

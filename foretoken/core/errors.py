@@ -73,15 +73,7 @@ class BuiltPerProcess:
 
 
 def nearest_name_hint(name: str, known: Iterable[str]) -> str:
-    """Returns a sentence that names the nearest known name, or all of them.
-
-    Args:
-        name: The user's name.
-        known: The names that exist.
-
-    Returns:
-        "Did you mean 'x'? Known: a, b, x.", with the question only if a name is similar.
-    """
+    """Returns "Did you mean 'x'? Known: a, b, x.", with the question only if a known name is similar."""
     names = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     question = f"Did you mean '{close[0]}'? " if close else ""
@@ -89,11 +81,7 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns sorted names in about 250 characters: the first names, and the number of the rest.
-
-    Args:
-        names: Names of files or tensors, any number, of any length.
-    """
+    """Returns sorted names in about 250 characters: the first names, and the number of the rest."""
     ordered = sorted(names)
     cut = [name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for name in ordered]
     lengths = accumulate(len(name) + 2 for name in cut)
@@ -124,13 +112,9 @@ def foreign_errors_as(
 
 
 def described(error: BaseException) -> str:
-    """Returns the type of a foreign exception and the first line of its text, without the final stop.
+    """Returns the type of an exception and the first line of its text: at most 300 printable characters.
 
-    Args:
-        error: Any exception; its `str()` may raise, be of any length or hold control characters.
-
-    Returns:
-        "ValueError: no such token", one printable line of at most 300 characters.
+    Works for any exception, even if its `str()` raises.
     """
     name = _type_name(error)
     try:

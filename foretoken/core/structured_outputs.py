@@ -78,11 +78,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def read(cls, value: Any) -> Self:
-        """Returns the parameters, which may be given as a mapping.
-
-        Raises:
-            RequestError: For anything else, and for unknown fields.
-        """
+        """Returns the parameters, which may be given as a mapping; raises `RequestError` for anything else."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -106,11 +102,7 @@ class StructuredOutputsParams:
 
     @property
     def schema(self) -> str:
-        """The JSON schema as text.
-
-        Raises:
-            RequestError: When the schema is not valid JSON.
-        """
+        """The JSON schema as text; raises `RequestError` if the schema cannot be written as JSON."""
         if self.json_object:
             return '{"type": "object"}'
         if isinstance(self.json, str):

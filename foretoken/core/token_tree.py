@@ -229,11 +229,7 @@ class TokenTree:
         return [TreeRow(t[:n], p[:n]) for t, p, n in zip(tokens, parents, counts, strict=True)]
 
     def select(self, rows: Tensor) -> TokenTree:
-        """Returns the trees of some sequences of the batch.
-
-        Args:
-            rows: (R,) int64, indices into the batch.
-        """
+        """Returns the trees of the sequences at `rows`, (R,) int64 indices into the batch."""
         drafts = self.distributions
         if drafts is not None:
             drafts = replace(drafts, kinds=drafts.kinds[rows], rows=drafts.rows[rows], row_of=drafts.row_of[rows])

@@ -67,14 +67,7 @@ OTHER_KEYWORDS: Mapping[str, OtherField] = MappingProxyType(
 
 
 def without_other_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields without those that only vLLM has.
-
-    Args:
-        values: Values by field name.
-
-    Raises:
-        RequestError: For a field of vLLM with a value that is not neutral.
-    """
+    """Returns the fields without those that only vLLM has; raises `RequestError` for values that are not neutral."""
     for name, value in values.items():
         other = OTHER_FIELDS.get(name)
         if other is not None:
@@ -83,16 +76,7 @@ def without_other_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_other_keywords(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Checks the keywords of a call that only vLLM has.
-
-    Args:
-        call: The name of the call.
-        given: Keywords that the call lacks, with their values.
-        known: The keywords of the call.
-
-    Raises:
-        RequestError: For unknown keywords, with the nearest name, and for values that are not neutral.
-    """
+    """Raises `RequestError` for keywords of a call that vLLM lacks too, and for values that are not neutral."""
     for name, value in given.items():
         if name not in OTHER_KEYWORDS:
             raise RequestError(f"{call} has no argument {shown(name)}. {nearest_name_hint(name, known)}")

@@ -53,15 +53,7 @@ class EngineCounts:
     def metrics(
         self, *, model_name: str, num_running: int, num_waiting: int, kv_usage: float, num_out_of_memory: int
     ) -> list[Metric]:
-        """Returns all figures.
-
-        Args:
-            model_name: The target's name.
-            num_running: Sequences with a slot.
-            num_waiting: Sequences without a slot.
-            kv_usage: Share of all KV rows that running sequences fill, 0 to 1.
-            num_out_of_memory: Passes that ran out of memory.
-        """
+        """Returns all figures; `kv_usage` is the share of all KV rows that running sequences fill, 0 to 1."""
         labels = {"model_name": model_name, "engine": "0"}
         names = (
             "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",

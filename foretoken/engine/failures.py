@@ -22,16 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def contained(sequence: Sequence, work: Callable[..., T], *arguments: Any) -> T | None:
-    """Runs one sequence's part of an iteration; an error ends that sequence alone.
-
-    Args:
-        sequence: The sequence.
-        work: Called with the sequence and the arguments.
-        arguments: Further arguments.
-
-    Returns:
-        The result of `work`; None if it raised.
-    """
+    """Calls `work(sequence, *arguments)` and returns its result; an error ends that sequence alone and returns None."""
     try:
         return work(sequence, *arguments)
     except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
@@ -67,12 +58,7 @@ class MemoryPressure:
     """
 
     def __init__(self, device: torch.device, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Starts without failures.
-
-        Args:
-            device: The target's device; after a failure torch's cached memory there is freed.
-            now: A monotonic clock in seconds.
-        """
+        """Starts without failures; `device` is the target's, `now` a monotonic clock in seconds."""
         self.num_failures = 0
         self._device, self._now = device, now
         self._recent: deque[float] = deque(maxlen=_MOST_FAILURES)

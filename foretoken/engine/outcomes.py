@@ -55,12 +55,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome]:
-    """Brings all outcomes of an iteration to the host in one transfer.
-
-    Args:
-        scores: The tree without probes, and its logits, which must be finite on the path.
-        acceptance: The decisions.
-    """
+    """Brings all outcomes of an iteration to the host in one transfer; `scores` has the tree without probes."""
     tree, path, nodes = scores.tree, acceptance.path, acceptance.path.clamp_min(0)
     is_finite = scores.by_node(torch.isfinite(scores.logits.amax(1)))
     columns = [

@@ -38,12 +38,7 @@ class PrefillBudget:
         self._tokens: float | None = None  # the steered budget
 
     def tokens(self, num_decoding: int, chunk: int) -> int:
-        """Returns the number of prompt tokens of the next step, at least 1.
-
-        Args:
-            num_decoding: Tokens of the pass that belong to decoding sequences.
-            chunk: Cap on the prompt tokens of any pass.
-        """
+        """Returns the prompt tokens of the next step, 1 to `chunk`, beside `num_decoding` decoding tokens."""
         budget = chunk
         if self.max_num_batched_tokens is not None:
             budget = min(budget, self.max_num_batched_tokens - num_decoding)
@@ -53,13 +48,7 @@ class PrefillBudget:
         return max(budget, 1)
 
     def learn(self, seconds: float, *, num_decoding: int, num_prompt: int) -> None:
-        """Steers the budget by the time of a step.
-
-        Args:
-            seconds: Duration of the pass.
-            num_decoding: Tokens of the pass that belong to decoding sequences.
-            num_prompt: Prompt tokens of the pass.
-        """
+        """Steers the budget by the seconds of a pass with so many tokens of decoding sequences and of prompts."""
         if not num_decoding:
             return
         size = num_decoding.bit_length()
@@ -106,13 +95,6 @@ class Prefill:
     """
 
     def __init__(self, target: Runner, drafting: Drafting, max_num_batched_tokens: int | None = None) -> None:
-        """Makes a reader of prompts.
-
-        Args:
-            target: The runner whose cache is filled.
-            drafting: Gets the features.
-            max_num_batched_tokens: See `PrefillBudget`.
-        """
         self.budget = PrefillBudget(max_num_batched_tokens)
         self._target, self._drafting = target, drafting
 

@@ -125,14 +125,7 @@ class SlotPool:
         return prefix, num_lost
 
     def forget_oldest(self, *, but: int | None = None) -> int | None:
-        """Drops the prefix of the slot that has been free for longest.
-
-        Args:
-            but: A slot that keeps its prefix.
-
-        Returns:
-            The slot, or None if no other free slot holds a prefix.
-        """
+        """Drops the prefix of the slot that has been free for longest, other than `but`; returns the slot, or None."""
         for at, held in enumerate(self._free):
             if held.length and held.slot != but:
                 del self._free[at]
@@ -158,15 +151,6 @@ class Scheduler:
     def __init__(
         self, target: Runner, drafting: Drafting, history: HistoryTable, slots: SlotPool, counts: EngineCounts
     ) -> None:
-        """Makes a scheduler without sequences.
-
-        Args:
-            target: The runner, with at least as many slots as `slots`.
-            drafting: Told of sequences that begin and end.
-            history: Told of sequences that begin.
-            slots: One slot for each sequence that is decoded at once.
-            counts: Counts sequences that begin, end, or are preempted.
-        """
         self._target, self._drafting, self._history, self._slots, self._counts = (
             target, drafting, history, slots, counts,
         )  # fmt: skip

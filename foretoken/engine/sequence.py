@@ -140,14 +140,7 @@ class Sequence:
         return "" if self._detokenizer is None else self._detokenizer.text
 
     def emit(self, tokens: Seq[int]) -> int:
-        """Appends tokens until one of them ends the sequence; drops the rest.
-
-        Args:
-            tokens: Accepted tokens, then the correction or bonus token.
-
-        Returns:
-            Number of appended tokens.
-        """
+        """Appends accepted tokens and the correction or bonus token until one ends the sequence; returns how many."""
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             self._check_stop(token)
@@ -180,11 +173,7 @@ class Sequence:
         self._finish("abort", None)
 
     def fail(self, error: str) -> None:
-        """Ends the sequence with an error. If the remaining tokens cannot be decoded, the text stays as it was.
-
-        Args:
-            error: The reason, in whole sentences.
-        """
+        """Ends the sequence with an error, in whole sentences; keeps its text if new tokens cannot be decoded."""
         self.finish_reason, self.stop_reason, self.error = "error", None, error
         try:
             self._finish("error", None)
@@ -219,12 +208,7 @@ class Sequence:
             told.extend(map(self._logprobs, scores[len(told) :]))
 
     def chunk(self, prompt_index: int, given: int) -> StreamChunk:
-        """Returns the tokens after the first `given` output tokens, and the text that has become certain.
-
-        Args:
-            prompt_index: See `StreamChunk`.
-            given: Number of output tokens that former chunks had.
-        """
+        """Returns the tokens after the first `given` output tokens, and the text that has become certain."""
         self.tell_scores()
         token_ids = self.output_ids[given:]
         begin, text = self._shown, self.take_new_text()

@@ -76,15 +76,7 @@ class VerifiedBatch(NamedTuple):
 def verification(
     target: Runner, prefill: Prefill, decoding: list[Sequence], joining: list[Sequence], draft: Draft
 ) -> tuple[Verification, Pass]:
-    """Returns the work of an iteration for the target, and its pass.
-
-    Args:
-        target: The runner.
-        prefill: Cuts the chunks.
-        decoding: Sequences with all KV rows but the root's.
-        joining: Sequences whose prompts are being read; `decoding` and `joining` are not both empty.
-        draft: Trees of `decoding`.
-    """
+    """Returns the work of an iteration and its pass; `draft` is for `decoding`, `joining` still read prompts."""
     passes, trees, num_nodes = list[Pass](), None, 0
     if decoding:
         slots, lengths = [slot_of(s) for s in decoding], [len(s.tokens) - 1 for s in decoding]

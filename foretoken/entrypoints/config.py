@@ -57,11 +57,7 @@ class Setup:
         return self.config is not None and self.config.get("method") == "oracle" and "references" not in self.config
 
     def with_references(self, outputs: Iterable[RequestOutput]) -> Mapping[str, Any] | None:
-        """Returns the configuration; adds the output of plain decoding for an `oracle` without references.
-
-        Args:
-            outputs: Results of plain decoding.
-        """
+        """Returns the configuration; an `oracle` without references gets the outputs of plain decoding."""
         if not self.needs_references or self.config is None:
             return self.config
         texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
@@ -279,6 +275,7 @@ def check_setup(setup: Setup, *, target: str) -> None:
 
 
 def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the configurations of several drafters; a method's name alone is a configuration too."""
     drafters = config["drafters"]
     is_list = isinstance(drafters, list | tuple) and all(isinstance(one, Mapping | str) for one in drafters)
     if not is_list or not 0 < len(drafters) <= _MOST_DRAFTERS:

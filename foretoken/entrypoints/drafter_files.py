@@ -46,11 +46,7 @@ class FoundWeights(NamedTuple):
 
 
 def what_lies_at(place: str | Path) -> FoundWeights | None:
-    """Returns the kind of model or head at a path; None if there is neither.
-
-    Args:
-        place: A directory, or a file of weights.
-    """
+    """Returns the kind of model or head in a directory or file of weights; None if there is neither."""
     from foretoken.formats.describe import native_facts
     from foretoken.formats.registry import holds_head, method_of
     from foretoken.models.config_checks import check_model_files
@@ -217,12 +213,7 @@ def make_drafter(create: Callable[[], Any], *, maker: str, is_trusted: bool, dev
 
 
 def attach_drafter(drafter: Drafter, target: TargetHandle) -> None:
-    """Attaches a drafter that `make_drafter` made.
-
-    Raises:
-        ConfigError: When the drafter raises, or has larger trees than before.
-        ForetokenError: As the drafter raises it.
-    """
+    """Attaches a drafter of `make_drafter`; raises `ConfigError` if it raises, or has larger trees than before."""
     widest = drafter.nodes_by_depth[-1]
     if not isinstance(drafter, UntrustedDrafter):
         drafter.attach(target)

@@ -42,11 +42,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
-        """Adds an option for each argument; the parser's result lacks options that are not given.
-
-        Args:
-            parser: The parser to change; also the return value.
-        """
+        """Adds an option for each argument and returns the parser; its result lacks options that are not given."""
         for name in (*_PARAMETERS, *OTHER_ARGUMENTS):
             if name in _NOT_TYPED:
                 continue
@@ -60,11 +56,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Returns the arguments in a parser's result; raises `ConfigError` if it has no model.
-
-        Args:
-            args: The parser's result; other options in it are ignored.
-        """
+        """Returns the arguments in a parser's result; raises `ConfigError` if it has no model."""
         given = {name: value for name, value in vars(args).items() if name in _PARAMETERS or name in OTHER_ARGUMENTS}
         if "model" not in given:
             raise ConfigError("there is no model among the arguments. Expected --model DIRECTORY.")

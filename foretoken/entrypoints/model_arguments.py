@@ -36,14 +36,7 @@ _INTEGERS = {  # least and greatest values of arguments that may be None
 
 
 def check_engine_arguments(**given: Any) -> None:
-    """Checks the arguments of `LLM` besides model, tokenizer and sampling defaults.
-
-    Args:
-        given: The arguments by name; docs of `LLM` say what each may be.
-
-    Raises:
-        ConfigError: When an argument has a wrong type, is out of range, or excludes another one.
-    """
+    """Raises `ConfigError` if an argument of `LLM` has a wrong type, is out of range, or excludes another one."""
     if given["speculative_config"] is not None and given["drafter"] is not None:
         raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
     for name, (least, most) in _INTEGERS.items():
@@ -123,11 +116,7 @@ def load_target(model: str | os.PathLike[str], *, dtype: Any = "auto", device: A
 
 
 def directory_of(model: Any) -> str | None:
-    """Returns the directory or hub id of a target; None for a model in memory that no local directory holds.
-
-    Args:
-        model: As `target_model` takes it.
-    """
+    """Returns the directory or hub id of a target; None for a model in memory without a local directory."""
     if isinstance(model, LoadedModel):
         return model.name
     if not isinstance(model, torch.nn.Module):
@@ -207,15 +196,7 @@ def _overriding(given: Any) -> dict[str, Any]:
 
 
 def checked_path(what: str, path: str | os.PathLike[Any]) -> str:
-    """Returns a path or hub id as text that the file system accepts.
-
-    Args:
-        what: Name of the argument, for messages.
-        path: The path.
-
-    Raises:
-        ConfigError: When it is bytes, invalid text, several lines, or too long for a path.
-    """
+    """Returns a path or hub id as text; raises `ConfigError` for text that the file system refuses. `what` names it."""
     name = os.fspath(path)
     check_text(what, name, error=ConfigError)
     if name and name.splitlines() != [name]:

@@ -80,11 +80,7 @@ class Throughput:
         self._outputs = _FADE * self._outputs + 1
 
     def seconds(self, remaining: Iterable[int]) -> float:
-        """Estimates the seconds to write some completions; 1 without measurements.
-
-        Args:
-            remaining: Most tokens of each completion; bounded by the mean output so far.
-        """
+        """Estimates the seconds to write completions of at most `remaining` tokens each; 1 without measurements."""
         longest = self._output_tokens / self._outputs if self._outputs else math.inf
         tokens = sum(min(each, longest) for each in remaining)
         return tokens * self._seconds / self._tokens if self._tokens else 1.0
@@ -133,11 +129,7 @@ class RequestQueue:
             self._check_room(0)
 
     def add(self, request: Request, hand_over: Callable[[QueuedRequest], None]) -> QueuedRequest:
-        """Adds a request.
-
-        Args:
-            request: The request.
-            hand_over: Called with the served request, in order of arrival; may refuse by raising.
+        """Adds a request, and passes it to `hand_over`, which may refuse by raising.
 
         Raises:
             RequestError: When another live request has the same id.
@@ -156,12 +148,7 @@ class RequestQueue:
         return served
 
     def move_begun(self, *, are_all_looked_at: bool) -> None:
-        """Moves requests that have begun to `running`.
-
-        Args:
-            are_all_looked_at: Whether to look beyond the first request that waits; aborted requests may stand behind
-                it.
-        """
+        """Moves requests that have begun to `running`; looks beyond the first that waits if `are_all_looked_at`."""
         with self._lock:
             for request_id, served in list(self._waiting.items()):
                 if served.request.has_begun:

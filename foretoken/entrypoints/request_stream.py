@@ -95,11 +95,7 @@ class RequestStream:
         return len(self.prompt_token_ids)
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        """Yields chunks of all completions until the last one ends.
-
-        Raises:
-            EngineStopped: When the request could not be finished.
-        """
+        """Yields chunks of all completions until the last one ends; raises `EngineStopped` if the engine stops."""
         try:
             while (chunk := await self._next()) is not None:
                 yield chunk
@@ -114,11 +110,7 @@ class RequestStream:
         return chunk
 
     async def output(self) -> RequestOutput:
-        """Waits for the end of the request and returns the whole result, including chunks that were read.
-
-        Raises:
-            EngineStopped: When the request could not be finished.
-        """
+        """Waits for the end and returns the whole result, with chunks that were read; raises as `async for` does."""
         await self._wait(lambda: self._mailbox.is_complete)
         if self._mailbox.output is None:
             assert self._mailbox.error is not None, "what is complete has one of the two"
@@ -128,10 +120,7 @@ class RequestStream:
     async def outputs(self) -> AsyncIterator[RequestOutput]:
         """Yields results on the way, each with all completions, in the form of `SamplingParams.output_kind`.
 
-        A result covers all tokens since the reader took the last one.
-
-        Raises:
-            EngineStopped: When the request could not be finished.
+        A result covers all tokens since the reader took the last one. Raises as `async for` over the stream does.
         """
         if self._kind == RequestOutputKind.FINAL_ONLY:
             yield await self.output()

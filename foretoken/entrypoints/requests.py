@@ -90,6 +90,7 @@ class RequestReader:
     """Makes requests for a target."""
 
     def __init__(self, target: Runner, tokenizer: Any, seed: int | None, defaults: Mapping[str, Any]) -> None:
+        """Makes a reader; `seed` is for requests without a seed, `defaults` are fields of `SamplingParams`."""
         self._tokenizer, self._defaults = tokenizer, defaults
         self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
         self._grammars = Grammars(tokenizer, target.vocab_size, target.model.eos_ids)
@@ -117,11 +118,7 @@ class RequestReader:
         return self._codec.decode(checked_token_ids(token_ids, self._target.vocab_size, "the token ids"))
 
     def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """Returns checked requests.
-
-        Args:
-            prompts: In any of the forms of `split_prompts`.
-            sampling_params: `SamplingParams` for all, a list with one for each prompt, or None for the defaults.
+        """Returns checked requests; `prompts` as `split_prompts` takes them, parameters for all or for each.
 
         Raises:
             RequestError: When a prompt cannot be served, or the numbers of parameters and prompts differ.
@@ -132,16 +129,7 @@ class RequestReader:
         return [self._request(*parts, self.new_id()) for parts in zip(checked, each, strict=True)]
 
     def read_one(self, prompt: Any, sampling_params: Any, request_id: str) -> Request:
-        """Returns one checked request.
-
-        Args:
-            prompt: In any of the forms of `split_prompts`.
-            sampling_params: `SamplingParams`, or None for the defaults.
-            request_id: Its name.
-
-        Raises:
-            RequestError: As `read` does, and when there are several prompts.
-        """
+        """Returns one checked request for one prompt; raises `RequestError` as `read` does, and for several prompts."""
         items = split_prompts(prompt)
         if len(items) != 1:
             raise RequestError(f"there are {len(items)} prompts. Expected one. Submit a request for each.")

@@ -43,11 +43,7 @@ class SharedEngine:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Gives the calling thread engine, sequences and tokenizer, first come first served.
-
-        Raises:
-            ForetokenError: When the thread already has its turn, as in a callback of the engine.
-        """
+        """Gives the calling thread the engine, first come first served; raises `ForetokenError` inside its own turn."""
         with self._lock, own_torch_state():
             if self._is_inherited:
                 self._is_inherited = False
@@ -60,12 +56,10 @@ class SharedEngine:
         self._lock.check_not_mine()
 
     def step(self, interrupted: str = _INTERRUPTED) -> None:
-        """Runs one iteration; call it within a turn.
+        """Runs one iteration within a turn.
 
-        An interrupted iteration, as by Ctrl-C, may leave any sequence half committed and therefore ends all sequences.
-
-        Args:
-            interrupted: Error of these sequences, with a field for the type of the exception.
+        An interrupted iteration, as by Ctrl-C, may leave any sequence half committed. It ends all sequences with the
+        error `interrupted`, which has a field for the type of the exception.
         """
         try:
             self.engine.step()

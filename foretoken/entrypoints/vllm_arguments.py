@@ -210,16 +210,9 @@ _SHORT = {
 
 
 def check_other_arguments(others: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Checks arguments that `LLM` was given and does not have.
+    """Raises `ConfigError` for arguments of `LLM` that neither `LLM` nor vLLM has, and for values that are not neutral.
 
-    Args:
-        others: Their names and values.
-        known: The argument names of `LLM`.
-
-    Raises:
-        ConfigError: For a name that neither `LLM` nor vLLM has, and for a value that is not neutral. The error names
-            the
-            nearest argument or an alternative.
+    The error names the nearest of the `known` arguments, or an alternative.
     """
     for name, value in others.items():
         if name not in OTHER_ARGUMENTS:
@@ -228,14 +221,9 @@ def check_other_arguments(others: Mapping[str, Any], known: Iterable[str]) -> No
 
 
 def without_other_options(given: Iterable[str], own: Collection[str]) -> list[str]:
-    """Checks and removes the options of a command line that only vLLM has.
+    """Returns a command line without vLLM's other options; raises `ConfigError` as `check_other_arguments` does.
 
-    Args:
-        given: The command line. As vLLM does, `--max_num_seqs` is read as `--max-num-seqs`.
-        own: The options of the command.
-
-    Raises:
-        ConfigError: Where `LLM` would raise it for the argument of that name.
+    As in vLLM, `--max_num_seqs` is read as `--max-num-seqs`. `own` are the options of the command.
     """
     kept: list[str] = []
     value: Any

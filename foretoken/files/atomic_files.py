@@ -38,15 +38,12 @@ class NotPutBackError(OSError):
 
 @contextmanager
 def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True) -> Iterator[Path]:
-    """Yields a new empty file to write to, which replaces the place when the block ends without an error.
+    """Yields the temporary name of a new empty file, which replaces `path` when the block ends without an error.
 
     Args:
         path: The place, in a directory that exists.
         mode: Permissions; None for those of the replaced file, or of the umask for a new file.
         follows_links: Whether to write through a place that is a symbolic link; raises an error otherwise.
-
-    Yields:
-        The file's temporary name, in the same directory.
 
     Raises:
         OSError: When it cannot be written, or the place is not a regular file.
@@ -81,12 +78,7 @@ def write_file(path: Path, data: bytes | str, *, mode: int | None = None, follow
 
 
 def put_file(written: Path, place: Path) -> None:
-    """Moves a finished file to its place on the same file system; replaces another file there.
-
-    Args:
-        written: The file, already closed.
-        place: The place, in a directory that exists.
-    """
+    """Moves a finished, closed file to its place on the same file system; replaces another file there."""
     _sync(written)
     written.replace(place)
     _sync_names(place.parent)
@@ -106,9 +98,6 @@ def new_directory(
             removed
             with all its content. "merge": new files replace files of the same names; the others stay.
         last: Name of the file that is merged last.
-
-    Yields:
-        The directory to write into, on the same file system.
 
     Raises:
         OSError: When it cannot be written, or the place must not be replaced.
@@ -139,13 +128,7 @@ def new_directory(
 
 @contextmanager
 def told_as(error: type[ForetokenError], what: str, advice: str) -> Iterator[None]:
-    """Turns an `OSError` of the block into one sentence: what cannot be written, why, and how to mend it.
-
-    Args:
-        error: The exception type to raise.
-        what: Names the file or directory, such as "'out'".
-        advice: What was expected and how to mend it, as sentences.
-    """
+    """Turns an `OSError` of the block into one sentence of type `error`: what cannot be written, why, and `advice`."""
     try:
         yield
     except BrokenPipeError:  # standard output was closed; no file is concerned
@@ -272,11 +255,7 @@ class OutputDirectory:
     holds_it: Callable[[Path], bool]
 
     def check(self, directory: Path, *, force: bool) -> None:
-        """Checks that a directory may be written to.
-
-        Raises:
-            RequestError: When the directory has content, unless it is of this type and `force` is set.
-        """
+        """Raises `RequestError` if a directory has content, unless it is of this type and `force` is set."""
         if not directory.exists():
             return
         if not directory.is_dir():
@@ -290,11 +269,7 @@ class OutputDirectory:
 
     @contextmanager
     def new(self, directory: Path, *, force: bool) -> Iterator[Path]:
-        """Yields a directory to write into, which moves to its place at the end; see `new_directory`.
-
-        Args:
-            directory: The place.
-            force: Whether to replace an existing directory of this type.
+        """Yields a directory to write into, which moves to its place at the end; `force` replaces one of this type.
 
         Raises:
             RequestError: When the place is taken or cannot be written to.

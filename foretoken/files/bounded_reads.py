@@ -29,12 +29,7 @@ _NONBLOCKING = getattr(os, "O_NONBLOCK", 0)  # Windows has neither the flag nor 
 
 
 def read_regular(path: Path, *, limit: int = MOST_JSON_BYTES, error: type[ForetokenError] = ModelError) -> bytes:
-    """Returns the bytes of a file of a model, a head or a data set.
-
-    Args:
-        path: A regular file, or a link to one.
-        limit: Greatest size in bytes.
-        error: The exception type.
+    """Returns the bytes of a regular file, or of a link to one, of at most `limit` bytes.
 
     Raises:
         ForetokenError: Of type `error`, when it is a device, a pipe, a socket or a directory, or too large.
@@ -53,12 +48,7 @@ def check_regular(path: Path, *, error: type[ForetokenError] = ModelError) -> No
 
 
 def read_named(path: Path, *, limit: int = MOST_TEXT_BYTES, error: type[ForetokenError] = RequestError) -> bytes:
-    """Returns the bytes of a file that a command line names; it may be a pipe such as a shell's `<(command)`.
-
-    Args:
-        path: Any readable file.
-        limit: Most bytes to read.
-        error: The exception type.
+    """Returns the bytes of a file that a command line names, or of a pipe such as a shell's `<(command)`.
 
     Raises:
         ForetokenError: Of type `error`, when it is larger, or is a pipe without a writer.
@@ -77,17 +67,7 @@ def read_named(path: Path, *, limit: int = MOST_TEXT_BYTES, error: type[Foretoke
 def read_stream(
     stream: BinaryIO, where: str, *, limit: int = MOST_TEXT_BYTES, error: type[ForetokenError] = RequestError
 ) -> bytes:
-    """Returns all bytes of a stream.
-
-    Args:
-        stream: Open for reading.
-        where: Names the stream in messages.
-        limit: Most bytes to read.
-        error: The exception type.
-
-    Raises:
-        ForetokenError: Of type `error`, when the stream is larger.
-    """
+    """Returns all bytes of a stream; raises `error`, which names `where`, for more than `limit` bytes."""
     data = bytearray()
     while piece := stream.read(_PIECE_BYTES):
         data += piece
@@ -146,16 +126,7 @@ def _kind(mode: int) -> str | None:
 def read_json_object(
     path: Path, *, error: type[ForetokenError] = ModelError, advice: str = "Copy or download it again."
 ) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Args:
-        path: A regular file of at most `MOST_JSON_BYTES`.
-        error: The exception type.
-        advice: How to mend a damaged file, a sentence.
-
-    Raises:
-        ForetokenError: Of type `error`, when the file is missing, not regular, too large, damaged, or holds no object.
-    """
+    """Returns the object in a JSON file of at most `MOST_JSON_BYTES`; raises `error`, with `advice`, otherwise."""
     try:
         value = json.loads(read_regular(path, error=error).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as err:
@@ -173,11 +144,7 @@ class TensorHeader(NamedTuple):
 
 
 def tensor_headers(path: Path) -> dict[str, TensorHeader]:
-    """Returns the headers of the tensors in a file, by name.
-
-    Raises:
-        SafetensorError, OSError: When the file is damaged or cannot be read.
-    """
+    """Returns the headers of a file's tensors by name; raises `SafetensorError` or `OSError` for damaged files."""
     with safe_open(path, framework="np") as file:
         names = file.keys()  # the file is no mapping
         parts = {name: file.get_slice(name) for name in names}

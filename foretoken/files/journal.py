@@ -61,11 +61,7 @@ class JournalFile:
             self._check(ours)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Appends a line and syncs it to disk.
-
-        Raises:
-            ConfigError: When the line cannot be written, as on a full disk.
-        """
+        """Appends a line and syncs it to disk; raises `ConfigError` if it cannot be written, as on a full disk."""
         advice = "Expected room for one more line. Make some, and go on."
         with told_as(ConfigError, f"'{self._path}'", advice), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

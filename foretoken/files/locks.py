@@ -26,16 +26,7 @@ _ENDING_SECONDS = 0.5  # waits for a run that is just ending
 
 @contextmanager
 def file_lock(path: Path, *, refusal: str) -> Iterator[None]:
-    """Holds a lock file for this run alone during the block.
-
-    Args:
-        path: The lock file, in a directory that exists.
-        refusal: Message if another run holds it.
-
-    Raises:
-        ConfigError: When another run holds it.
-        OSError: When the file cannot be made.
-    """
+    """Holds a lock file for this run alone during the block; raises `ConfigError(refusal)` if another run holds it."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=_ENDING_SECONDS)
@@ -55,15 +46,7 @@ _LOCK = "run.lock"
 
 @contextmanager
 def run_lock(directory: Path, *, option: str) -> Iterator[None]:
-    """Holds a directory for this run alone during the block; makes the directory if needed.
-
-    Args:
-        directory: The run's directory.
-        option: The option that named it, for the message.
-
-    Raises:
-        ConfigError: When another run works there.
-    """
+    """Holds a directory, made if needed, for this run alone; raises `ConfigError` if another run holds it."""
     directory.mkdir(parents=True, exist_ok=True)
     refusal = (
         f"another run is at work in '{directory}'. Expected one at a time. Wait for it, or choose another {option}."
@@ -128,11 +111,6 @@ class FairLock:
             )
 
     def __enter__(self) -> None:
-        """Waits for the lock.
-
-        Raises:
-            ForetokenError: When the calling thread already holds the lock, as in a callback.
-        """
         self.check_not_mine()
         with self._condition:
             ticket = self._next_ticket

@@ -15,11 +15,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collects stop signals instead of ending the process. Works in the main thread; elsewhere the list stays empty.
-
-    Yields:
-        The numbers of the received signals; the list grows during the block.
-    """
+    """Collects the numbers of stop signals in a list instead of ending the process; works in the main thread alone."""
     received: list[int] = []
     try:
         before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in STOP_SIGNALS}

@@ -30,11 +30,7 @@ _said: list[str] = []
 
 
 def cache_directory() -> Path:
-    """Returns `FORETOKEN_CACHE`, or `foretoken` in the user's cache directory; it may not exist yet.
-
-    Raises:
-        OSError: When there is neither, as in a container whose user has no home.
-    """
+    """Returns `FORETOKEN_CACHE`, or `foretoken` in the user's cache directory; raises `OSError` without a home."""
     base = os.environ.get("FORETOKEN_CACHE")
     if base:
         return Path(base).absolute()
@@ -70,15 +66,7 @@ def open_cache() -> Path | None:
 
 
 def read_kept(path: Path, *, limit: int) -> bytes | None:
-    """Returns the contents of a file of the cache.
-
-    Args:
-        path: A path in `open_cache`.
-        limit: Greatest size in bytes.
-
-    Returns:
-        None if there is no regular file, it is larger, or another user can write to it.
-    """
+    """Returns a file of at most `limit` bytes in `open_cache`; None if another user can write to it."""
     try:
         with os.fdopen(os.open(path, _READING), "rb") as file:
             facts = os.fstat(file.fileno())
@@ -91,15 +79,7 @@ def read_kept(path: Path, *, limit: int) -> bytes | None:
 
 
 def may_replace(path: Path, *, mark: bytes) -> bool:
-    """Whether a file of the cache can be written without loss of other data.
-
-    Args:
-        path: A path in `open_cache`; the directory may hold other files as well.
-        mark: First bytes of our own file.
-
-    Returns:
-        True if there is no file, or a regular file that is empty or begins with `mark`.
-    """
+    """Whether a file of the cache is missing, empty, or begins with `mark`, so that no other data is lost."""
     try:
         with os.fdopen(os.open(path, _READING), "rb") as file:
             return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(mark)) in (b"", mark)
@@ -110,15 +90,7 @@ def may_replace(path: Path, *, mark: bytes) -> bool:
 
 
 def write_kept(path: Path, data: bytes) -> None:
-    """Replaces a file of the cache atomically; only this user can read it.
-
-    Args:
-        path: A path in `open_cache`.
-        data: Its contents.
-
-    Raises:
-        OSError: When it cannot be written, or the place is a symbolic link.
-    """
+    """Replaces a file of the cache atomically; only this user can read it. Raises `OSError` for symbolic links."""
     write_file(path, data, mode=0o600, follows_links=False)
 
 

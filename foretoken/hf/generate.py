@@ -123,13 +123,6 @@ class AcceleratedGenerate:
     """
 
     def __init__(self, model: Any, engine: GenerateEngine, tokenizer: Any) -> None:
-        """Makes the replacement; does not change the model.
-
-        Args:
-            model: A transformers causal LM.
-            engine: Serves the calls.
-            tokenizer: For stop strings of calls without a tokenizer; may be None.
-        """
         self.beneath: Callable[..., Any] = getattr(model, NAME)
         self.original: Callable[..., Any] = getattr(self.beneath, "original", self.beneath)
         self._model, self.engine, self._tokenizer = model, engine, tokenizer

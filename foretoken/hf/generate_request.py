@@ -143,11 +143,7 @@ ARGUMENTS: Mapping[str, Meaning] = {
 
 
 def set_field(config: GenerationConfig) -> str | None:
-    """Returns the first field that only transformers can serve; None without any.
-
-    Args:
-        config: With transformers' defaults filled in.
-    """
+    """Returns the first field of a configuration with defaults that only transformers can serve; None without any."""
     for name in GenerationConfig().to_dict():
         value = getattr(config, name, None)
         meaning = FIELDS.get(name, _theirs())
@@ -157,11 +153,7 @@ def set_field(config: GenerationConfig) -> str | None:
 
 
 def set_argument(arguments: Mapping[str, Any]) -> str | None:
-    """Returns the first argument that only transformers can serve; None without any.
-
-    Args:
-        arguments: Arguments of `generate` besides fields of its configuration.
-    """
+    """Returns the first argument of `generate`, besides fields, that only transformers can serve; None without any."""
     for name, value in arguments.items():
         meaning = ARGUMENTS.get(name, _theirs())
         is_neutral = value is None or value is False or (isinstance(value, list) and not value)

@@ -53,11 +53,7 @@ class ChatFormat:
 
 
 def chat_format(given: Mapping[str, Any]) -> ChatFormat:
-    """Returns the chat format for keywords of `LLM.chat`.
-
-    Raises:
-        RequestError: For unknown keywords, invalid values, and vLLM's other keywords unless neutral.
-    """
+    """Returns the chat format for keywords of `LLM.chat`; raises `RequestError` for unknown or unsupported ones."""
     names = [each.name for each in fields(ChatFormat)]
     others = {name: value for name, value in given.items() if name not in names}
     CONTENT_FORMAT.check("chat_template_content_format", others.pop("chat_template_content_format", None))

@@ -32,15 +32,9 @@ _BYTES = [*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5)]  # bytes that oc
 
 
 def longest_token_bytes(tokenizer: Any) -> int | None:
-    """Returns an upper bound of the bytes of text in one token.
+    """Returns an upper bound of the bytes of text in one token; None if unknown.
 
-    Args:
-        tokenizer: Any object.
-
-    Returns:
-        None if no bound is known: for tokenizers other than fast ones of transformers, those that do not encode every
-            byte,
-        and those that drop or shorten parts of a text.
+    A bound is known for fast tokenizers of transformers that encode every byte, and drop or shorten no part of a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -121,16 +115,13 @@ class Codec:
         self._longest: int | None = None  # bytes of one token; found when a text is long
 
     def check_length(self, text: str, where: str, most: int, limit: str) -> None:
-        """Refuses text with certainly too many tokens, by its bytes. Encoding it would delay all other requests.
+        """Raises `RequestError` for text whose bytes need too many tokens; encoding it would delay other requests.
 
         Args:
             text: The text.
             where: Names the text in messages.
             most: Most tokens of the text.
             limit: Names that limit in messages.
-
-        Raises:
-            RequestError: When no text with as many bytes can be within the limit.
         """
         if len(text) <= _SHORT_TOKEN * most:
             return
@@ -166,11 +157,7 @@ class Codec:
         return checked_token_ids(ids, self._vocab_size, where)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Returns the text of tokens.
-
-        Raises:
-            RequestError: When the tokenizer fails or returns no text.
-        """
+        """Returns the text of tokens; raises `RequestError` if the tokenizer fails or returns no text."""
         with _telling("decode token ids", "what transformers tokenizers take and give"), self._lock:
             text = self._tokenizer.decode(
                 tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -189,8 +176,7 @@ class Codec:
     def added(self, token: int, *, skip_special_tokens: bool) -> str | None:
         """Returns the text that a token adds after another token, found by decoding it twice; caches it.
 
-        Returns:
-            None if it adds no text, or bytes that make no character alone.
+        Returns None if the token adds no text, or bytes that make no character alone.
         """
         key = token, skip_special_tokens
         if key not in self._added:

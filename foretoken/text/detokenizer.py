@@ -56,12 +56,9 @@ class Detokenizer:
                     self.push(token)
 
     def _push_together(self, tokens: Sequence[int]) -> bool:
-        """Adds tokens at once if each adds its own text alone, which decoding them together confirms.
+        """Adds tokens if each adds its own text alone, which decoding them together confirms; returns whether it did.
 
         Bytes of a character, hidden tokens, and text that changes beside other text need `push`.
-
-        Returns:
-            Whether the tokens were added.
         """
         added = [self._codec.added(token, skip_special_tokens=self._skip) for token in tokens]
         text = "".join(part for part in added if part is not None)
@@ -101,11 +98,7 @@ class StopStrings:
         self._held_back = max((len(stop) for stop in stops), default=1) - 1
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """Returns the first stop string that ends within the last `num_new` characters.
-
-        Returns:
-            The stop string and the length of the text after the cut, or None.
-        """
+        """Returns the first stop string that ends in the last `num_new` characters, and where to cut; else None."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
             at = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))

@@ -172,13 +172,6 @@ class PromptReader:
         return ids
 
     def _token_ids(self, given: Any, where: str, other: str) -> list[int]:
-        """Returns text or ids as checked ids.
-
-        Args:
-            given: A value in any form.
-            where: Names the value in messages.
-            other: Message for other types, with a field for the type.
-        """
         if hasattr(given, "tolist"):
             given = given.tolist()
         if isinstance(given, str):
