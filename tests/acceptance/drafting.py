@@ -13,6 +13,7 @@ from enumeration import Drafts
 from torch import Tensor
 
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
+from tests.tree_checks import check_tree
 
 
 class Child(NamedTuple):
@@ -199,7 +200,7 @@ def _as_drafts(trees: Sequence[_Growing], vocab: int) -> Drafts:
             kinds=padded("kinds", 0), rows=rows, row_of=padded("row_of", -1), max_siblings=_siblings(trees)
         )
         tree = replace(tree, distributions=distribution)
-    tree.validate()
+    check_tree(tree)
     probs = torch.tensor([t.prob for t in trees], dtype=torch.float64)
     assert abs(probs.sum().item() - 1) < 1e-12, "the proposals' probabilities do not sum to 1"
     return Drafts(tree=tree, contexts=padded("contexts", 0), probs=probs)

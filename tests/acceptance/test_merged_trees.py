@@ -15,6 +15,7 @@ from foretoken.acceptance.walk import accept_coupled
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.trees import merge
 from foretoken.trees.merge import Graft, grafted, merge_trees, prune
+from tests.tree_checks import check_tree
 
 VOCAB = 3
 
@@ -28,7 +29,7 @@ def merged(first: Drafts, second: Drafts, *, changed: object = None) -> Drafts:
         tree = changed(tree)  # type: ignore[operator]
     tree = replace(tree.narrowed(), scores=None)
     if tree.source is None or not bool((tree.source & PROBE).any()):
-        tree.validate()
+        check_tree(tree)
     contexts = torch.zeros_like(tree.tokens)
     rows = torch.arange(tree.batch_size)
     for node in range(1, tree.width):

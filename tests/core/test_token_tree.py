@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from foretoken.core import token_tree
 from foretoken.core.errors import TreeError
 from foretoken.core.token_tree import MAX_NODES, DraftDistributions, DrawKind, TokenTree, TreeRow
+from tests.tree_checks import check_tree
 
 SMALL = TreeRow([7, 1, 2, 3], [-1, 0, 0, 1])
 SINGLE = TreeRow([9], [-1])
@@ -52,7 +53,7 @@ def test_roots_that_follow(batch: list[TreeRow], tokens: list[int], is_known: bo
     ]
     assert both.batch_size == len(batch) + len(tokens)
     if both.batch_size:
-        both.validate()
+        check_tree(both)
     if batch and tokens and is_known:
         assert both.host_facts == TokenTree.from_rows(both.rows()).host_facts
     if not is_known and tokens:
@@ -75,7 +76,7 @@ def test_roots_that_follow_were_not_drawn() -> None:
 @given(batch=st.lists(rows(), min_size=1, max_size=4))
 def test_round_trip(batch: list[TreeRow]) -> None:
     tree = TokenTree.from_rows(batch)
-    tree.validate()
+    check_tree(tree)
     assert [plain(row) for row in tree.rows()] == [plain(row) for row in batch]
     for index, row in enumerate(batch):
         for node, parent in enumerate(row.parents):
@@ -172,21 +173,21 @@ GOOD = TokenTree.from_rows([SMALL, SINGLE])
         ({"max_depth": 1}, "max_depth is below the greatest depth."),
     ],
 )
-def test_validate_names_what_is_wrong(changes: dict[str, object], message: str) -> None:
+def test_the_check_of_a_tree_names_what_is_wrong(changes: dict[str, object], message: str) -> None:
     with pytest.raises(TreeError) as error:
-        replace(GOOD, **changes).validate()
+        check_tree(replace(GOOD, **changes))
     assert message in str(error.value)
 
 
-def test_validate_limits_the_width() -> None:
+def test_the_check_of_a_tree_limits_the_width() -> None:
     chain = TreeRow([0] * (MAX_NODES + 1), list(range(-1, MAX_NODES)))
     with pytest.raises(TreeError, match=r"a tree has 513 nodes\. Expected at most 512\. Lower max_nodes\."):
-        TokenTree.from_rows([chain]).validate()
-    TokenTree.from_rows([TreeRow(chain.tokens[1:], chain.parents[:-1])]).validate()
+        check_tree(TokenTree.from_rows([chain]))
+    check_tree(TokenTree.from_rows([TreeRow(chain.tokens[1:], chain.parents[:-1])]))
 
 
 def test_a_looser_depth_bound_is_valid() -> None:
-    replace(GOOD, max_depth=9).validate()
+    check_tree(replace(GOOD, max_depth=9))
 
 
 def distribution(**changes: object) -> DraftDistributions:
@@ -227,9 +228,9 @@ def at(values: list[int]) -> torch.Tensor:
         ({"rows": torch.tensor([[[0.5, 0.5, 0.0, 0.0]]] * 2)}, "tree 0: node 2 was not drawn from"),
     ],
 )
-def test_validate_looks_at_the_distribution(changes: dict[str, object], message: str) -> None:
+def test_the_check_of_a_tree_looks_at_the_distribution(changes: dict[str, object], message: str) -> None:
     """A distribution that is wrong in any of these ways would bias sampling in silence."""
-    replace(GOOD, distributions=distribution()).validate()
+    check_tree(replace(GOOD, distributions=distribution()))
     with pytest.raises(TreeError) as error:
-        replace(GOOD, distributions=distribution(**changes)).validate()
+        check_tree(replace(GOOD, distributions=distribution(**changes)))
     assert message in str(error.value)

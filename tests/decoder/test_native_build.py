@@ -24,6 +24,7 @@ from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
+from tests.tree_checks import check_tree
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_older_processors(architecture: str, dtype: torch.dtype, monkeypatch: py
     if dtype == torch.float32:
         assert torch.equal(drafted[0].tokens, drafted[1].tokens)
     for tree in drafted:
-        tree.validate()
+        check_tree(tree)
 
 
 def drafted_tree(made: Runner) -> TokenTree:

@@ -17,6 +17,7 @@ from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import DynamicExpansion, DynamicShape
 from foretoken.trees.expansion import TreeExpansion
+from tests.tree_checks import check_tree
 
 POSITION = 9
 DISTRIBUTION = torch.tensor([0.4, 0.3, 0.2, 0.1])
@@ -62,7 +63,7 @@ def logits_for(shape: TreeShape, batch: int, width: int, *, is_shared: bool, see
 
 def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
     """The same tokens and kinds; scores and stated distributions up to rounding."""
-    ours.validate()
+    check_tree(ours)
     assert ours.scores is not None
     assert theirs.scores is not None
     assert torch.equal(ours.tokens, theirs.tokens)
@@ -263,7 +264,7 @@ def test_children_past_the_support_are_choices() -> None:
         tree = expanded(
             shape, draws(["sampled"], 4), [logits.view(1, 1, 4)], is_native=True, vocab_size=4, is_shared=False
         )
-        tree.validate()
+        check_tree(tree)
         assert tree.distributions is not None
         assert tree.distributions.kinds[0].tolist() == [0, 2, 2, 0]
         assert len(set(tree.tokens[0, 1:].tolist())) == 3
@@ -276,7 +277,7 @@ def test_sampled_children_have_the_distribution_they_are_said_to_have() -> None:
     chosen = DraftDraws.build(batch, [False] * many, torch.full((many,), POSITION))
     logits = [DISTRIBUTION.log().expand(many, count, 4).contiguous() for count in (1, 2)]
     tree = expanded(shape, chosen, logits, is_native=True, vocab_size=4, is_shared=False)
-    tree.validate()
+    check_tree(tree)
     assert tree.distributions is not None
     assert (tree.distributions.kinds[:, 1:3] == DrawKind.WITHOUT_REPLACEMENT).all()
     assert (tree.distributions.kinds[:, 3:] == DrawKind.INDEPENDENT).all()

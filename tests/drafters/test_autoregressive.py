@@ -24,6 +24,7 @@ from foretoken.formats import files
 from foretoken.models.loading import wrap_model
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import DynamicShape
+from tests.tree_checks import check_tree
 
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)
 SAME = {"rtol": 1e-4, "atol": 1e-4}  # float32, in another order than torch's
@@ -97,7 +98,7 @@ def test_after_any_history_cache_and_drafts_are_those_of_the_text(kind: str, sha
                     texts.texts[slot] += words(draw, 2)
                 continue
             tree = made.propose(context(held, max_depth=depth, params=params, slots=slots))
-            tree.validate()
+            check_tree(tree)
             for row, (slot, most) in enumerate(zip(slots, depth, strict=True)):
                 assert int(tree.depths[row].max()) <= most
                 if most:

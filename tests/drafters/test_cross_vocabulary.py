@@ -38,6 +38,7 @@ from foretoken.drafters.models.loading import _SAMPLE
 from foretoken.drafters.models.token_bytes import Vocabulary
 from foretoken.models.loading import load_model, wrap_model
 from foretoken.runner.runner import Runner
+from tests.tree_checks import check_tree
 
 TEXTS = [[5, 6, 7], [9], [20, 4, 22, 30], [31, 54]]  # 4, 30 and 54 are not shared
 PARAMS = [
@@ -84,7 +85,7 @@ def drafter(shape: str = "chain", module: Any = None, names: Any = None, **optio
 def propose(made: Any) -> TokenTree:
     """One proposal for sampled, truncated, coupled and greedy requests side by side."""
     tree: TokenTree = made.propose(context(TEXTS, params=PARAMS, is_coupled=IS_COUPLED))
-    tree.validate()
+    check_tree(tree)
     return tree
 
 

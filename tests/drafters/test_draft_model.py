@@ -18,6 +18,7 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
+from tests.tree_checks import check_tree
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 5},
@@ -83,7 +84,7 @@ def test_cache_is_that_of_a_fresh_prefill(shape: str, how: str) -> None:
         if round_ % 4 == 1:
             made.propose(context(texts, max_depth=[3, 0, 8], params=params, slots=slots))  # never verified
         tree = made.propose(asked)
-        tree.validate()
+        check_tree(tree)
         assert all(row.tokens[0] == text[-1] for row, text in zip(tree.rows(), texts, strict=True))
         assert all(int(d.max()) <= most for d, most in zip(tree.depths, depth, strict=True))
         for slot, text, most in zip(slots, texts, depth, strict=True):

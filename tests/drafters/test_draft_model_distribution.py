@@ -17,6 +17,7 @@ from foretoken import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.decoder.lean.native_linear import int8_weight
 from foretoken.sampling.noise import KeyedNoise, Purpose
+from tests.tree_checks import check_tree
 
 TEXTS = [[5, 6, 7], [9], [20, 21, 22, 23], [30, 31]]
 PARAMS = [
@@ -41,7 +42,7 @@ def propose(shape: str, module: Any = None, **options: Any) -> TokenTree:
         draft_model(noisy() if module is None else module, **{**SHAPES, "dynamic": DYNAMIC}[shape], **options)()
     )
     tree = made.propose(context(TEXTS, params=PARAMS, is_coupled=IS_COUPLED))
-    tree.validate()
+    check_tree(tree)
     return tree
 
 

@@ -28,6 +28,7 @@ from foretoken.models.parts import target_parts
 from foretoken.runner.costs import CostCurve
 from foretoken.training.config import head_config
 from foretoken.trees.choices import PUBLISHED
+from tests.tree_checks import check_tree
 
 METHODS = ("medusa", "hydra", "mlp_speculator")
 TABLE = [[0.6, 0.2, 0.05], [0.5, 0.1, 0.02]]
@@ -206,7 +207,7 @@ def test_dynamic_trees(method: str, params: SamplingParams, tmp_path: Path) -> N
     assert made.nodes_by_depth == [1, 11, 30]
     commit(made, 0, 0, 2)
     tree = made.propose(context([[5, 6, 7]], params=[params]))
-    tree.validate()
+    check_tree(tree)
     assert tree.num_nodes.tolist() == [30]
     assert tree.distributions is None
 

@@ -19,6 +19,7 @@ from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.lookahead import LookaheadDrafter, create, most_nodes
 from foretoken.drafters.registry import drafter_options
 from foretoken.trees.merge import merge_trees
+from tests.tree_checks import check_tree
 
 SIZES = [(7, 5), (1, 2), (4, 2), (1, 4), (3, 3), (2, 6)]
 
@@ -59,7 +60,7 @@ def test_a_full_window_is_the_published_one(width: int, ngram: int) -> None:
     # Different tokens, as two equal ones after the same text are one node; column 0 has the root in its place.
     window.columns = [[100 * j + level for level in range(ngram - 1)] for j in range(width)]
     tree = made.propose(context([[9, 0]], max_depth=64))
-    tree.validate()
+    check_tree(tree)
     assert tree.width == width * (ngram - 1)
     assert (width, ngram) != (7, 5) or tree.width == 28
     places = [divmod(token, 100)[::-1] for token in tree.tokens[0].tolist()]  # (level, column)

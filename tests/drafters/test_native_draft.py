@@ -21,6 +21,7 @@ from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
+from tests.tree_checks import check_tree
 
 TEXTS = [[5, 6, 7], [9], [20, 21, 22, 23], [30, 31]]
 REQUESTS = {
@@ -59,7 +60,7 @@ def drafter(module: Any, dtype: torch.dtype, *, by_levels: bool = False, **optio
 
 def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
     """The same trees; scores and stated distributions up to rounding."""
-    ours.validate()
+    check_tree(ours)
     for name in ("tokens", "parents", "depths", "num_nodes"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name))
     assert ours.host_facts == theirs.host_facts
@@ -150,7 +151,7 @@ def test_weights_that_are_no_numbers_draft_valid_tokens() -> None:
     assert ((tree.tokens >= 0) & (tree.tokens < VOCAB_SIZE)).all()
     assert tree.distributions is not None
     assert not tree.distributions.kinds.any()
-    tree.validate()
+    check_tree(tree)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.drafters.ngram import MOST_MATCHES, NgramDrafter, NgramIndex, Options, create
+from tests.tree_checks import check_tree
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -68,7 +69,7 @@ def test_a_repeated_token_costs_no_more_than_others() -> None:
 @given(tokens=TOKENS, depth=st.integers(0, 6))
 def test_a_chain_is_what_followed_the_first_match(tokens: list[int], depth: int) -> None:
     tree = drafter(prompt_lookup_min=1, prompt_lookup_max=3).propose(context([tokens], max_depth=depth))
-    tree.validate()
+    check_tree(tree)
     ends = brute_force(tokens, 1, 3)
     wanted = following(tokens, ends[0], depth) if ends else []
     ids, parents = tree.rows()[0]
@@ -98,7 +99,7 @@ def test_a_path_is_continued_as_if_it_were_committed(
 def test_a_tree_holds_what_followed_every_match(tokens: list[int], depth: int, max_nodes: int) -> None:
     """Continuations enter in the order of matches, as far as nodes allow; siblings differ."""
     tree = drafter(tree="tree", max_nodes=max_nodes, prompt_lookup_min=1).propose(context([tokens], max_depth=depth))
-    tree.validate()
+    check_tree(tree)
     ids, parents = tree.rows()[0]
     assert tree.width <= max_nodes
     assert tree.max_depth <= depth
@@ -144,7 +145,7 @@ def test_the_longest_match_wins_over_a_more_recent_one() -> None:
 def test_rows_are_independent_and_ragged() -> None:
     repeating, fresh = [4, 5, 6, 4, 5, 6, 4, 5], [1, 2, 3]
     tree = drafter(num_speculative_tokens=3).propose(context([repeating, fresh, repeating], max_depth=[5, 5, 1]))
-    tree.validate()
+    check_tree(tree)
     assert [row.tokens for row in tree.rows()] == [[5, 6, 4, 5], [3], [5, 6]]
 
 

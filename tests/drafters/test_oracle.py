@@ -10,6 +10,7 @@ from tiny_models import VOCAB_SIZE
 
 from foretoken.drafters.base import Committed
 from foretoken.drafters.oracle import Options, OracleDrafter
+from tests.tree_checks import check_tree
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 
@@ -38,7 +39,7 @@ def test_a_chain_is_right_as_far_as_the_script_says() -> None:
 
 def test_with_siblings_the_right_node_comes_second() -> None:
     tree = oracle((1,), tree="tree", num_speculative_tokens=2).propose(context([TEXT[:1]]))
-    tree.validate()
+    check_tree(tree)
     assert tree.rows()[0] == ([5, 7, 6, 8, 9], [-1, 0, 0, 2, 2])  # wrong, right, then wrong and twice wrong
 
 

@@ -22,6 +22,7 @@ from foretoken.drafters.ngram import Options as NgramOptions
 from foretoken.drafters.prediction import FollowedText, PredictionDrafter, create
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting import drafting
+from tests.tree_checks import check_tree
 
 
 def drafter(*predictions: list[int] | None, prompt: list[int], **keys: Any) -> PredictionDrafter:
@@ -37,7 +38,7 @@ def drafter(*predictions: list[int] | None, prompt: list[int], **keys: Any) -> P
 def drafted(lookup: PredictionDrafter, *tokens: list[int], **bounds: Any) -> list[list[int]]:
     """Tokens of each drafted tree, without the roots."""
     tree = lookup.propose(context(tokens, **bounds))
-    tree.validate()
+    check_tree(tree)
     return [list(row.tokens[1:]) for row in tree.rows()]
 
 
@@ -98,7 +99,7 @@ def test_a_tree_holds_what_follows_at_several_places(
     tokens = [*prompt, *output]
     lookup = drafter(text, prompt=prompt, tree="tree", max_nodes=max_nodes)
     tree = lookup.propose(context([tokens], max_depth=depth))
-    tree.validate()
+    check_tree(tree)
     followed = FollowedText(text, shortest=2, longest=16)
     followed.follow(tokens, len(prompt))
     places = list(followed.places(tokens, len(prompt)))[:4]

@@ -23,6 +23,7 @@ from foretoken.drafters.recycling import RankRates, RecyclingDrafter, create
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting.calibration import Calibration
 from foretoken.trees.merge import merge_trees
+from tests.tree_checks import check_tree
 
 CHOICES = [[0], [1], [7], [0, 0], [0, 3], [1, 0], [0, 0, 2], [0, 0, 2, 0]]
 
@@ -149,7 +150,7 @@ def test_drafts_are_those_of_a_plain_implementation(
         assert expected_choices or plain.value(choices) == pytest.approx(plain.best_value(3, 24))
         earlier = [list(text) for text in texts]
         tree = step(made, texts, ranking)
-        tree.validate()
+        check_tree(tree)
         for row, before in enumerate(earlier):
             expected, got = plain.draft(before[-1], choices), paths_of(tree, row)
             assert got == pytest.approx(expected, rel=1e-5)
@@ -224,7 +225,7 @@ def test_bounds_are_kept() -> None:
     made._shared.update(np.arange(VOCAB_SIZE), (np.arange(VOCAB_SIZE)[:, None] + np.arange(8)) % VOCAB_SIZE)
     for depth, nodes in product((0, 1, 2, 50), (1, 2, 9, 512)):
         tree = made.propose(context([[5], [6]], max_depth=[depth, 50], max_nodes=nodes))
-        tree.validate()
+        check_tree(tree)
         counts = tree.num_nodes.tolist()
         assert max(counts) <= min(nodes, 20)
         assert int((tree.depths[0]).max()) <= depth

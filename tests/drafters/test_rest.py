@@ -17,6 +17,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.drafters.lookups.datastore import write_datastore
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafters.rest import create
+from tests.tree_checks import check_tree
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=50)
 
@@ -48,7 +49,7 @@ def test_trees_are_the_most_frequent_continuations_of_the_longest_match(
     keys = {} if is_chain else {"tree": "tree", "max_nodes": max_nodes}
     lookup = drafter(datastore(place, tokens), **keys, rest_max_match=5)
     tree = lookup.propose(context([text, [1, 0]], max_depth=[depth, 0]))
-    tree.validate()
+    check_tree(tree)
     counts, total = counted(tokens, text, depth)
     row = tree.rows()[0]
     paths = [path_of(node, row.tokens, row.parents) for node in range(1, len(row.tokens))]

@@ -14,6 +14,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.drafters.base import Committed, DraftRequest
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafters.suffix import Options, SuffixDrafter, create
+from tests.tree_checks import check_tree
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -48,7 +49,7 @@ def write(lookup: SuffixDrafter, prompt: list[int], output: list[int], salt: str
 def drafted(lookup: SuffixDrafter, tokens: list[int], slot: int = 0, **bounds: Any) -> list[int]:
     """Tokens that are proposed after a text."""
     tree = lookup.propose(context([tokens], slots=[slot], **bounds))
-    tree.validate()
+    check_tree(tree)
     return list(tree.rows()[0].tokens[1:])
 
 
@@ -206,7 +207,7 @@ def test_rows_are_independent_and_within_their_bounds() -> None:
     lookup = drafter(max_spec_factor=4.0)
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     tree = lookup.propose(context([text, [7, 8], text], max_depth=[9, 9, 1]))
-    tree.validate()
+    check_tree(tree)
     assert [row.tokens for row in tree.rows()] == [[2, 3, 4, 5, 6, 1, 2], [8], [2, 3]]
     assert tree.scores is not None
     assert tree.scores[1].tolist() == [0.0] * 7

@@ -18,6 +18,7 @@ from foretoken.drafters.models.text_draft import DraftText, Retokenizer
 from foretoken.drafters.models.token_bytes import Vocabulary
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
+from tests.tree_checks import check_tree
 
 PAIRS = list(product(KINDS, KINDS))
 
@@ -132,7 +133,7 @@ def test_cache_is_that_of_a_fresh_prefill() -> None:
         if round_ % 3 == 1:
             made.propose(asked)
         tree = made.propose(asked)
-        tree.validate()
+        check_tree(tree)
         assert tree.distributions is None
         assert tree.scores is not None
         for scores, count in zip(tree.scores.tolist(), tree.num_nodes.tolist(), strict=True):

@@ -14,6 +14,7 @@ from foretoken import SamplingParams
 from foretoken.core.records import SequenceStep, StepRecord
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.drafting.draft_guard import within_node_limits
+from tests.tree_checks import check_tree
 
 DRAFTERS = drafters()
 WAYS: list[dict[str, Any]] = [
@@ -103,7 +104,7 @@ def test_trees_are_cut_to_their_first_nodes() -> None:
         distributions=drawn,
     )  # fmt: skip
     cut = within_node_limits(tree, [None, 4])
-    cut.first_nodes(4).validate()
+    check_tree(cut.first_nodes(4))
     assert cut.width == 5, "row 0 may have as many"
     assert (
         cut.first_nodes(4).rows()

@@ -11,6 +11,7 @@ from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, Token
 from foretoken.grammars.compiling import Grammars
 from foretoken.grammars.drafts import GrammarBounds, constrained_tree
 from foretoken.sampling.grammar import GrammarState
+from tests.tree_checks import check_tree
 
 A, B, T, H, E = (PIECES.index(piece) for piece in (b"a", b"b", b"t", b"h", b"e"))
 FORCED = 4
@@ -32,7 +33,7 @@ def test_forbidden_nodes_go_and_forced_chains_come() -> None:
     row = TreeRow([9, A, T, B, H, B], [-1, 0, 0, 1, 1, 4])
     tree = TokenTree.from_rows([row, row])
     found = constrained_tree(tree, [bounds("(a|b)(b|hth)e"), None], source=FORCED)
-    found.tree.validate()
+    check_tree(found.tree)
     ours, other = found.tree.rows()
     assert other == row
     # 9 ─ a ─┬─ b ─ e, and h ─ the rest of "hth", then "e"; the b below h is forbidden.

@@ -31,6 +31,7 @@ from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import AnyShape, DynamicShape, ShapedExpansion, begin_expansion
 from foretoken.trees.expansion import TreeExpansion
+from tests.tree_checks import check_tree
 
 WIDTH = 32
 SIZES: dict[str, Any] = {"hidden_size": WIDTH, "vocab_size": VOCAB_SIZE, "num_heads": 3}
@@ -117,7 +118,7 @@ def by_kernels(head: Head, parts: TargetParts, expansion: ShapedExpansion, featu
 
 
 def assert_same(ours: TokenTree, theirs: TokenTree, tolerance: float) -> None:
-    ours.validate()
+    check_tree(ours)
     assert ours.scores is not None
     assert theirs.scores is not None
     assert torch.equal(ours.tokens, theirs.tokens)

@@ -22,6 +22,7 @@ from foretoken.sampling.noise import Purpose
 from foretoken.trees import dynamic
 from foretoken.trees.dynamic import DynamicExpansion, DynamicShape
 from foretoken.trees.pruning import Pruning
+from tests.tree_checks import check_tree
 
 VOCAB, POSITION = 23, 9
 GREEDY = (SamplingParams(temperature=0.0), False)
@@ -80,7 +81,7 @@ def expanded(
 
 def finished(expansion: DynamicExpansion, count: int, room: int = 99) -> TokenTree:
     tree = expansion.finish(range(count), [room] * count, [7] * count)
-    tree.validate()
+    check_tree(tree)
     return tree
 
 
@@ -316,7 +317,7 @@ def test_sequences_with_less_room_get_the_best_of_their_levels(is_free: bool, mo
     shape, requests = DynamicShape(top_k=3, depth=4, max_nodes=12), REQUESTS["mixed"]
     expansion = expanded(shape, requests, table(2))
     tree = expansion.finish([0, 2, 3], [2, 5, 1, 9, 0], [7, 11, 7, 7, 12])
-    tree.validate()
+    check_tree(tree)
     facts = tree.host_facts
     assert facts is not None
     assert facts.are_depths_exact == is_free

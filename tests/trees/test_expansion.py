@@ -11,6 +11,7 @@ from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
+from tests.tree_checks import check_tree
 
 VOCAB, POSITION = 4, 9
 DISTRIBUTION = torch.tensor([0.4, 0.3, 0.2, 0.1])
@@ -40,7 +41,7 @@ def assert_is_distribution(counts: Tensor, distribution: Tensor) -> None:
 def test_sampled_children_have_the_distribution_they_are_said_to_have(shape: TreeShape) -> None:
     """The first from DISTRIBUTION, the second from it without the first, an only child from it, whatever the ranks."""
     tree, _ = expanded(shape, 20_000, 1.0, is_coupled=False)
-    tree.validate()
+    check_tree(tree)
     assert tree.distributions is not None
     first, second, below = tree.tokens[:, 1], tree.tokens[:, 2], tree.tokens[:, 3]
     assert (tree.distributions.kinds[:, 1:3] == DrawKind.WITHOUT_REPLACEMENT).all()
@@ -79,7 +80,7 @@ def test_tokens_past_the_support_are_not_said_to_be_drawn() -> None:
     )
     expansion.grow(0, DISTRIBUTION.log().view(1, 1, VOCAB))
     tree = expansion.finish([0], [1], [7])
-    tree.validate()
+    check_tree(tree)
     assert tree.distributions is not None
     assert tree.distributions.kinds[0].tolist() == [0, 2, 0, 0]
 
@@ -108,7 +109,7 @@ def test_probabilities_that_underflow_are_not_said_to_be_drawn() -> None:
     expansion = TreeExpansion(TreeShape.cartesian((2,)), torch.tensor([7]), draws)
     expansion.grow(0, torch.tensor([0.0, 30.0, 0.0, 0.0]).view(1, 1, VOCAB))
     tree = expansion.finish([0], [1], [7])
-    tree.validate()
+    check_tree(tree)
     assert tree.distributions is not None
     assert tree.tokens[0, 1] == 1
     assert tree.distributions.kinds[0].tolist() == [0, 2, 0]
@@ -121,7 +122,7 @@ def test_sequences_without_room_keep_their_root() -> None:
     for depth in range(2):
         expansion.grow(depth, DISTRIBUTION.log().expand(2, 1, VOCAB))
     tree = expansion.finish([0, 2], [2, 0, 1], [7, 9, 8])
-    tree.validate()
+    check_tree(tree)
     assert tree.num_nodes.tolist() == [3, 1, 2]
     assert tree.tokens[:, 0].tolist() == [7, 9, 8]
     assert tree.parents.tolist() == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
@@ -202,7 +203,7 @@ def obvious(
 
 def assert_is_obvious(tree: TokenTree, expected: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]) -> None:
     """Equal bit for bit."""
-    tree.validate()
+    check_tree(tree)
     tokens, scores, kinds, row_of, distributions = expected
     assert tree.scores is not None
     assert torch.equal(torch.where(tokens < 0, -1, tree.tokens), tokens)
@@ -275,7 +276,7 @@ def test_children_past_the_support_in_a_level() -> None:
     narrow = torch.tensor([0.0, 0.5, 0.5, 0.0]).log()
     expansion.grow(1, torch.stack([DISTRIBUTION.log(), narrow]).unsqueeze(0))
     tree = expansion.finish([0], [2], [7])
-    tree.validate()
+    check_tree(tree)
     assert tree.distributions is not None
     assert tree.distributions.kinds[0, 3:].tolist() == [2, 2, 2, 2, 2, 0]
     assert tree.distributions.row_of[0, 3:].tolist() == [1, 1, 1, 2, 2, -1]

@@ -9,6 +9,7 @@ import torch
 
 from foretoken.core.token_tree import DraftDistributions, TokenTree, TreeRow
 from foretoken.trees.merge import Graft, grafted
+from tests.tree_checks import check_tree
 
 ROWS = [TreeRow([5, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])]
 
@@ -27,7 +28,7 @@ def graft(row: int, leaf: int, depth: int, *tokens: int) -> Graft:
 
 def test_chains_hang_below_their_leaves() -> None:
     tree = grafted(valued(ROWS), [graft(0, 3, 2, 6, 7), graft(1, 1, 1, 8), graft(0, 2, 1, 6)], max_nodes=64)
-    replace(tree, scores=None).validate()
+    check_tree(replace(tree, scores=None))
     assert tree.rows() == [
         TreeRow([5, 1, 2, 3, 6, 7, 6], [-1, 0, 0, 1, 3, 4, 2]), TreeRow([9, 4, 8], [-1, 0, 1]),
     ]  # fmt: skip
@@ -42,7 +43,7 @@ def test_chains_hang_below_their_leaves() -> None:
 def test_no_tree_becomes_wider_than_allowed(max_nodes: int, left: int) -> None:
     """The most valuable chain comes first, and is cut from its end."""
     tree = grafted(valued(ROWS), [graft(0, 3, 2, 6, 7), graft(0, 2, 1, 6)], max_nodes=max_nodes)
-    replace(tree, scores=None).validate()
+    check_tree(replace(tree, scores=None))
     assert tree.width == left
     assert tree.tokens[0].tolist() == [5, 1, 2, 3, 6, 7, 6][:left]
 
@@ -55,7 +56,7 @@ def test_drawn_nodes_stay_drawn_and_chains_are_chosen() -> None:
         max_siblings=2,
     )  # fmt: skip
     result = grafted(replace(tree, distributions=drafts), [graft(0, 3, 2, 6), graft(1, 1, 1, 8)], max_nodes=64)
-    replace(result, scores=None).validate()
+    check_tree(replace(result, scores=None))
     found = result.distributions
     assert found is not None
     assert found.kinds.tolist() == [[0, 2, 2, 1, 0], [0, 1, 0, 0, 0]]

@@ -21,6 +21,7 @@ from foretoken.trees import expansion
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 from foretoken.trees.pruning import Pruning, normalised_entropy, pruned
+from tests.tree_checks import check_tree
 
 VOCAB, POSITION = 11, 9
 Path = tuple[int, ...]
@@ -62,7 +63,7 @@ def filled(shape: TreeShape, kinds: list[str], seed: int, pruning: Pruning | Non
         above = paths
         widths.append(paths.shape[1])
     tree = made.finish(range(len(kinds)), [99] * len(kinds), [7] * len(kinds))
-    tree.validate()
+    check_tree(tree)
     return tree, widths
 
 
@@ -172,7 +173,7 @@ def test_sequences_that_are_not_drafted_for_or_have_less_room() -> None:
     made.grow_levels(2 * torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(2)))
     whole = made.finish([0, 1], [9, 9], [7, 8])
     tree = made.finish([0, 2], [1, 5, 9], [7, 6, 8])
-    tree.validate()
+    check_tree(tree)
     assert paths_of(tree, 0) == [path for path in paths_of(whole, 0) if len(path) <= 1]
     assert paths_of(tree, 1) == [()]
     assert paths_of(tree, 2) == paths_of(whole, 1)
@@ -218,7 +219,7 @@ def test_whole_trees_are_pruned_by_their_scores(seed: int, values: tuple[float |
     scores = torch.zeros(2, 9)
     scores[0] = torch.tensor(products).log()
     result = pruned(replace(tree, scores=scores), Pruning(token_probability=values[0], path_probability=values[1]))
-    result.validate()
+    check_tree(result)
     kept = [0]
     for node in range(1, 9):
         is_likely = float(own[node]) >= (values[0] or 0) and products[node] >= (values[1] or 0)
