@@ -93,35 +93,6 @@ def can_draft(expansion: ShapedExpansion, width: int) -> bool:
     return is_here and is_whole and expansion.draws.is_plain and expansion.num_candidates <= width
 
 
-def choose_children(draft: NativeDraft, depth: int, logits: Tensor, *, is_shared: bool = False) -> None:
-    """Chooses the children of all nodes of one depth that have some.
-
-    Args:
-        draft: Filled down to this depth; changed.
-        depth: Of the parents.
-        logits: (B, P, W) float32, after each parent, of which the first V count; or (B, 1, W) with `is_shared`. Changed
-            for dynamic trees.
-        is_shared: Whether one row serves all parents; as in `draft`.
-
-    Raises:
-        PassError: If the logits do not fit, or the tree is invalid.
-    """
-    library, arguments = native_library(), draft.arguments
-    library.foretoken_children_bytes.restype = c_int64
-    library.foretoken_children.restype = c_int64
-    width = c_int64(logits.shape[-1])
-    if logits.dtype is not torch.float32 or not logits.is_contiguous() or not logits.is_cpu:
-        raise PassError(f"logits are {logits.dtype} on {logits.device}. Expected contiguous float32 on a CPU.")
-    size = library.foretoken_children_bytes(byref(arguments), width)
-    space = torch.empty(size, dtype=torch.uint8, device="cpu")
-    status = library.foretoken_children(
-        byref(arguments), c_int64(depth), c_void_p(logits.data_ptr()), width, c_int64(is_shared),
-        c_int64(kernel_threads()), c_void_p(space.data_ptr()),
-    )  # fmt: skip
-    if status:
-        raise PassError(f"the draft does not fit: {Status(status).name}. Expected a tree level by level.")
-
-
 class HeadKernels:
     """Drafts with one head."""
 
