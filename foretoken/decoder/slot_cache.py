@@ -81,10 +81,6 @@ class RowPool:
         """Decides whether slots could have these numbers of rows if no others had any."""
         return sum(map(self._rounded, counts)) <= self.num_rows
 
-    def release(self, slot: int) -> None:
-        """Takes all rows of a slot."""
-        self._rows[slot] = None
-
     def trim(self, slot: int, count: int) -> None:
         """Takes all but the first `count` rows of a slot."""
         rows, wanted = self._rows[slot], self._rounded(count)

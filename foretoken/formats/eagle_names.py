@@ -190,6 +190,12 @@ def is_targets(tensor: Tensor, other: Tensor) -> bool:
     return tensor.shape == other.shape and torch.equal(tensor, other.to("cpu", tensor.dtype))
 
 
+def warn_of_embedding(weights: Weights, key: str, target: TargetInfo) -> None:
+    """Warns if a file's embedding differs from the target's."""
+    if target.weights is not None and not is_targets(weights.fetch([key])[key], target.weights.embedding):
+        logging.getLogger(__name__).warning("%s: %s is not the target's embedding", weights.name, key)
+
+
 def tokens_of(name: str, offsets: Tensor, is_drafted: Tensor | None, *, vocab_size: int) -> Tensor:
     """Returns (Vd,) int64, the target's token of each drafted token.
 

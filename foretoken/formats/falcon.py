@@ -5,18 +5,17 @@ Published heads run their LSTM position by position without saying so; files wri
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.eagle_names import (
     EMBEDDING,
-    is_targets,
     layer_config,
     layer_table,
     stated_layer,
     vocabulary,
+    warn_of_embedding,
     without_prefix,
 )
 from foretoken.formats.mapping import Place, make_config, read_tensors, scatter
@@ -86,10 +85,8 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     )
     shared = {EMBEDDING: (sizes.vocab_size, width)} if EMBEDDING in weights.shapes else {}
     tensors = read_tensors(weights, _table(sizes), sizes, extra=shared)
-    if shared and target.weights is not None:
-        own_rows = weights.fetch([EMBEDDING])[EMBEDDING]
-        if not is_targets(own_rows, target.weights.embedding):
-            logging.getLogger(__name__).warning("%s: %s is not the target's embedding", name, EMBEDDING)
+    if shared:
+        warn_of_embedding(weights, EMBEDDING, target)
     return finished(name, config, sizes, tensors, target)
 
 

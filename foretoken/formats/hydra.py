@@ -13,10 +13,9 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats.eagle_names import warn_of_embedding
 from foretoken.formats.hydra_names import UPSTREAM_ROPE_THETA, HydraNames, prefix_entries, with_own_lm_heads
 from foretoken.formats.mapping import read_tensors, scatter
 from foretoken.formats.saving import (
@@ -90,7 +89,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     ignored = [match[0] for match in weights.matches(_UNUSED)]
     if _EMBEDDING in weights.shapes:
         ignored.append(_EMBEDDING)
-        _compare_embedding(weights, target)
+        warn_of_embedding(weights, _EMBEDDING, target)
     tensors = read_tensors(weights, names.table(sizes), sizes, ignored=ignored)
     return finished(name, config, sizes, tensors, target)
 
@@ -207,11 +206,3 @@ def _warn_of_counts(name: str, config: Mapping[str, Any], found: HydraConfig) ->
             logging.getLogger(__name__).warning(
                 "%s: config.json says %s %s, the tensors say %s", name, key, config[key], number
             )
-
-
-def _compare_embedding(weights: Weights, target: TargetInfo) -> None:
-    if target.weights is None:
-        return
-    tensor, embedding = weights.fetch([_EMBEDDING])[_EMBEDDING], target.weights.embedding
-    if tensor.shape != embedding.shape or not torch.equal(tensor, embedding.to("cpu", tensor.dtype)):
-        logging.getLogger(__name__).warning("%s: %s is not the target's embedding", weights.name, _EMBEDDING)

@@ -14,7 +14,7 @@ import torch
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
-from foretoken.formats.mapping import make_config, read_tensors, scatter
+from foretoken.formats.mapping import check_token_map, make_config, read_tensors, scatter
 from foretoken.formats.medusa_names import MedusaNames, warn_of_counts
 from foretoken.formats.saving import VLLM, Reader, expect_method, finished, own_entries, own_entry, save
 from foretoken.heads.medusa import MedusaConfig
@@ -196,8 +196,7 @@ def _with_token_map(
     )
     vocab = full.vocab_size
     token_map = token_map.to(torch.int64)
-    if bool((token_map < 0).any()) or bool((token_map >= vocab).any()) or token_map.unique().numel() != drafted:
-        raise ModelError(f"the token_map of '{name}' is no map. Expected different tokens in 0..{vocab - 1}.")
+    check_token_map(name, token_map, vocab)
     if rows not in (drafted, vocab):
         raise ModelError(
             f"the LM heads of '{name}' have {rows} rows. Expected {drafted}, as its token_map, or {vocab}."

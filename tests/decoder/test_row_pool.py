@@ -65,7 +65,7 @@ def test_slots_keep_what_they_hold(num_rows: int, actions: list[tuple[str, int, 
     store = Store(num_rows)
     for action, slot, count in actions:
         if action == "release":
-            store.pool.release(slot)
+            store.pool.trim(slot, 0)
             store.held[slot], store.asked[slot] = [], 0
         elif action == "trim":
             store.pool.trim(slot, count)
@@ -101,8 +101,8 @@ def test_packing_finds_scattered_rows() -> None:
     for slot in range(4):
         assert pool.reserve(slot, 8) == []
         pool.trim(slot, 8)
-    pool.release(0)
-    pool.release(2)
+    pool.trim(0, 0)
+    pool.trim(2, 0)
     assert pool.reserve(3, 16) == [Move(8, 0, 8), Move(24, 12, 8)]
     assert (pool.start(1), pool.size(1), pool.start(3), pool.size(3)) == (0, 12, 12, 20)
     assert pool.reserve(1, 20) is None
