@@ -338,7 +338,7 @@ def _params(
         checked_integer(given, "prompt_logprobs", 0, _MOST_LOGPROBS)
     if isinstance(values.get("logit_bias"), Mapping):
         values["logit_bias"] = {_token_id(key): bias for key, bias in values["logit_bias"].items()}
-    form = _response_format(given.get("response_format"))
+    form = structured_outputs(given.get("response_format"))
     if form is not None:
         if "structured_outputs" in values:
             raise ApiError("response_format and structured_outputs exclude each other. Pass one of them.")
@@ -355,8 +355,16 @@ def _params(
         raise ApiError(str(err), param=next((name for name in values if str(err).startswith(name)), None)) from err
 
 
-def _response_format(form: Any) -> dict[str, Any] | None:
-    """Returns OpenAI's `response_format` as `structured_outputs`; None for free text."""
+def structured_outputs(form: Any, name: str = "response_format") -> dict[str, Any] | None:
+    """Returns OpenAI's `response_format` as `structured_outputs`; None for free text.
+
+    Args:
+        form: The value of the field.
+        name: The name of the field in the error.
+
+    Raises:
+        ApiError: When the type is unknown or has no schema.
+    """
     kind = form.get("type") if isinstance(form, Mapping) else None
     if form is None or kind == "text":
         return None
@@ -368,9 +376,9 @@ def _response_format(form: Any) -> dict[str, Any] | None:
         if isinstance(schema, Mapping):
             return {"json": schema}
     raise ApiError(
-        f"response_format is {shown(form)}. Expected a type 'text', 'json_object', or 'json_schema' with "
-        "json_schema.schema. For other forms pass structured_outputs.",
-        param="response_format",
+        f"{name} is {shown(form)}. Expected a type 'text', 'json_object', or 'json_schema' with a schema. "
+        "For other forms pass structured_outputs.",
+        param=name.partition(".")[0],
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from foretoken.core.checks import shown
 from foretoken.server.errors import ApiError
 from foretoken.server.replies import dumped
-from foretoken.server.request_fields import checked_integer
+from foretoken.server.request_fields import checked_integer, structured_outputs
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -149,15 +149,14 @@ def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: Any) -> Any:
+    """Returns functions in a chat's form; `tool_use` refuses other tools."""
     if not isinstance(tools, list):
         return tools
-    for tool in tools:
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            expected = "Expected {'type': 'function', 'name': ..., 'parameters': ...}."
-            raise ApiError(f"tools has the item {shown(tool)}. {expected}", param="tools")
     return [
-        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}} for tool in tools
-    ]
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        if isinstance(tool, Mapping) and tool.get("type") == "function" else tool
+        for tool in tools
+    ]  # fmt: skip
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -185,15 +184,12 @@ def _part(part: Any) -> dict[str, Any]:
     return {"type": "text", "text": part["text"]}
 
 
-def _format(text: Any) -> dict[str, Any]:
-    form = (text.get("format") or {"type": "text"}) if isinstance(text, Mapping) else None
-    if isinstance(form, Mapping):
-        if form.get("type") in ("text", "json_object"):
-            return {"type": form["type"]}
-        if form.get("type") == "json_schema" and isinstance(form.get("schema"), Mapping):
-            return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
-    expected = "Expected text.format with a type 'text', 'json_object', or 'json_schema' with schema."
-    raise ApiError(f"text is {shown(text)}. {expected}", param="text")
+def _format(text: Any) -> Any:
+    form = (text.get("format") or {"type": "text"}) if isinstance(text, Mapping) else text
+    if isinstance(form, Mapping) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    structured_outputs(form, "text.format")
+    return form
 
 
 def _has_logprobs(given: Mapping[str, Any]) -> bool:

@@ -90,7 +90,10 @@ def _schema(tool: Any) -> tuple[str, dict[str, Any]]:
     """Returns the name of a tool and the schema of its parameters."""
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping):
-        expected = "Expected {'type': 'function', 'function': {'name': ..., 'parameters': ...}}."
+        expected = (
+            "Expected {'type': 'function', 'function': {'name': ..., 'parameters': ...}}, or for /v1/responses "
+            "{'type': 'function', 'name': ..., 'parameters': ...}."
+        )
         raise ApiError(f"tools has the item {shown(tool)}. {expected}", param="tools")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -91,7 +91,7 @@ class Rows(NamedTuple):
 
 
 def learning_rows(supervised: Tensor, block: int) -> Rows:
-    """Returns the rows r, in order, with the label r + K + 1; supervised: (B, S) bool, tokens that count as labels."""
+    """Returns the rows r, in order, that learn token r + K + 1; supervised: (B, S) bool, tokens that are labels."""
     return Rows(*supervised[:, block + 1 :].nonzero().unbind(1))
 
 
