@@ -113,11 +113,7 @@ def distinct_look(number: int) -> Look:
 
 
 def load_matplotlib() -> Any:
-    """Returns the module `matplotlib`.
-
-    Raises:
-        ConfigError: When matplotlib is not installed.
-    """
+    """Returns the module `matplotlib`; raises `ConfigError` when matplotlib is not installed."""
     try:
         import matplotlib as mpl
     except ImportError as err:

@@ -75,12 +75,7 @@ class ServerConfig:
 
 
 def make_app(engine: AsyncLLM, config: ServerConfig) -> App:
-    """Makes the ASGI application; when uvicorn closes the application, the engine's thread ends.
-
-    Args:
-        engine: Serves requests.
-        config: The configuration of the server.
-    """
+    """Makes the ASGI application; when uvicorn closes the application, the engine's thread ends."""
     server = _Server(engine, config)
 
     @asynccontextmanager

@@ -76,10 +76,6 @@ class AnswerFile:
     def __init__(self, out: Path, model: str) -> None:
         """Opens the file of an earlier run, or starts one. Removes a last line that was cut off.
 
-        Args:
-            out: The path of the finished file.
-            model: The model that answers.
-
         Raises:
             ConfigError: When the file holds other data, or answers of another model.
         """
@@ -150,11 +146,7 @@ def name_of(answer: dict[str, Any]) -> str:
 
 @contextmanager
 def held(out: Path) -> Iterator[None]:
-    """Locks the file for this run until the block ends.
-
-    Raises:
-        ConfigError: When another run writes the file.
-    """
+    """Locks the file for this run until the block ends; raises `ConfigError` when another run writes the file."""
     with told_as(ConfigError, f"'{out}'", "Choose another OUT."):
         out.parent.mkdir(parents=True, exist_ok=True)
     refusal = f"another run writes '{out}'. Wait for it, or choose another OUT."

@@ -78,15 +78,7 @@ class LineAnswers:
         self._defaults = engine.llm.sampling_defaults
 
     async def answer(self, line: Line, asked: dict[str, Any]) -> dict[str, Any]:
-        """Returns the output line for a request.
-
-        Args:
-            line: The line of the request.
-            asked: The request.
-
-        Raises:
-            ForetokenError: When the engine has stopped.
-        """
+        """Returns the output line for a request; raises `ForetokenError` when the engine has stopped."""
         status = 200
         try:
             body = await self._served(asked)

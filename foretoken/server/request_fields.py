@@ -358,10 +358,6 @@ def _params(
 def structured_outputs(form: Any, name: str = "response_format") -> dict[str, Any] | None:
     """Returns OpenAI's `response_format` as `structured_outputs`; None for free text.
 
-    Args:
-        form: The value of the field.
-        name: The name of the field in the error.
-
     Raises:
         ApiError: When the type is unknown or has no schema.
     """

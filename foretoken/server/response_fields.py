@@ -44,9 +44,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of an equivalent chat request, with all sampling and speculation fields.
 
-    Args:
-        body: The fields of the request.
-
     Raises:
         ApiError: When a field is invalid or not supported.
     """

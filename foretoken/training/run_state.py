@@ -47,12 +47,6 @@ class Progress:
 def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     """Writes a checkpoint of a run and removes all but the last two.
 
-    Args:
-        run: The run's directory.
-        module: The trained module.
-        optimizer: The optimiser of the module's parameters.
-        progress: The progress of the run.
-
     Raises:
         ModelError: When the checkpoint cannot be written, as on a full disk; earlier checkpoints stay.
     """

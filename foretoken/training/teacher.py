@@ -34,15 +34,7 @@ class Teacher:
     """Computes the target's features at every position of texts."""
 
     def __init__(self, model: LoadedModel, taps: Sequence[Tap] = ("final",)) -> None:
-        """Prepares a teacher.
-
-        Args:
-            model: The target.
-            taps: The taps of a head.
-
-        Raises:
-            ModelError: When a tap cannot be read.
-        """
+        """Prepares a teacher; raises `ModelError` when a tap cannot be read."""
         self._model, self._taps = model, taps
         if tuple(taps) != ("final",):
             Taps(model.module, model.num_layers, taps)

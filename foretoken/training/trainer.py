@@ -294,13 +294,7 @@ class Trainer:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float, rate_factor: float = 1.0) -> list[dict[str, Any]]:
-    """Returns trainable parameters for AdamW: matrices decay, vectors do not.
-
-    Args:
-        module: The module to train.
-        weight_decay: Weight decay of matrices.
-        rate_factor: Factor of the learning rate.
-    """
+    """Returns trainable parameters for AdamW: matrices decay, vectors do not."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     matrices, others = [p for p in trainable if p.dim() > 1], [p for p in trainable if p.dim() <= 1]
     return [

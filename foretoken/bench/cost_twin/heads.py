@@ -39,14 +39,7 @@ def check_method(method: str, what: str) -> None:
 def padded_head(
     checkpoint: HeadCheckpoint, padding: Padding, record: TwinRecord, target: TargetFingerprint
 ) -> HeadCheckpoint:
-    """Returns a head for the twin of its target, with the same drafts.
-
-    Args:
-        checkpoint: The head, of a method that can be padded.
-        padding: The padding of the target.
-        record: The record of the target's twin.
-        target: The twin.
-    """
+    """Returns a head for the twin of its target, with the same drafts."""
     config: Any = checkpoint.config
     rules_of, sizes_of = _METHODS[config.method]
     rules = rules_of(config)

@@ -202,11 +202,7 @@ class SmallModel(NamedTuple):
         return numbers * itemsize
 
     def rule(self, key: str) -> Rule:
-        """Returns how a tensor grows.
-
-        Raises:
-            ModelError: For an unknown tensor.
-        """
+        """Returns how a tensor grows; raises `ModelError` for an unknown tensor."""
         match = _BLOCK.fullmatch(key)
         known, part = (_OUTSIDE, key) if match is None else (_IN_BLOCK, match[2])
         if part in known:

@@ -25,11 +25,7 @@ class ChatEncoder:
     """Turns conversations into documents."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Reads the chat template.
-
-        Raises:
-            ConfigError: When the tokenizer has no chat template.
-        """
+        """Reads the chat template; raises `ConfigError` when the tokenizer has no chat template."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"the tokenizer of '{tokenizer.name_or_path}' has no chat template, but the data holds conversations. "

@@ -55,11 +55,7 @@ class DraftVocabulary(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> DraftVocabulary:
-        """Reads a file of `write`.
-
-        Raises:
-            ConfigError: When the file is missing or damaged, or holds other data.
-        """
+        """Reads a file of `write`; raises `ConfigError` when the file is missing or damaged, or holds other data."""
         if not path.exists():
             raise ConfigError(f"there is no file '{path}'. Expected a draft vocabulary. {_ADVICE}")
         values = read_json_object(path, error=ConfigError, advice=_ADVICE)

@@ -94,14 +94,7 @@ class PackedWriter:
         return len(tokens)
 
     def finish(self, **meta: Any) -> dict[str, Any]:
-        """Writes `meta.json`.
-
-        Args:
-            meta: Entries besides sizes and tokenizer.
-
-        Raises:
-            RequestError: When there is no document, or none of its tokens is supervised.
-        """
+        """Writes `meta.json`; raises `RequestError` when there is no document, or none of its tokens is supervised."""
         if not self.num_documents:
             raise RequestError("there is no document. Expected at least one that is not empty.")
         if not self.num_supervised:

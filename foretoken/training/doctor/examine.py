@@ -82,11 +82,6 @@ class Examination:
 def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Check]:
     """Makes all checks that the case allows. Writes nothing.
 
-    Args:
-        target: The target.
-        tokenizer: The target's tokenizer.
-        what: The case.
-
     Raises:
         RequestError: When the prompts are too short.
         ConfigError: For an unknown method.
