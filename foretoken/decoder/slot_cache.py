@@ -155,7 +155,7 @@ class RowPool:
         return -(-count // self.granule) * self.granule
 
 
-GRANULE = 16  # rows; shared rows of a slot begin at a multiple
+GRANULE = 16  # rows; a slot of shared rows begins at a multiple of it
 _PORTION = 64 * GRANULE  # rows moved at once, with a copy if they overlap
 
 

@@ -151,7 +151,7 @@ class StepHeadConfig(HeadConfig):
 
 
 class StepHead(Head):
-    """A head with a state that starts from the feature `final`, the target's last norm, and takes one token a step."""
+    """A head with a state, which starts as the feature `final` and takes one token a step."""
 
     config: StepHeadConfig
 

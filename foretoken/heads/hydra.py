@@ -2,7 +2,7 @@
 
 Head i reads u = [f_t; e(x_{t+1}); …; e(x_{t+1+i})] with the target's embedding e. Its first block is y = R u + c +
 silu(W u + b), the further ones y <- y + silu(W y + b). In plain Hydra f_t is the target's feature. In Hydra++ f_t is
-the output of a decoder block over all features (`prefix_layer`).
+the output of a decoder block over all features (`PrefixLayer`).
 
 Source: Ankner et al. 2024 (arXiv 2402.05109), sections 3 and 4; biases as in the released code.
 Letters as in `base`; L blocks of a head.

@@ -155,9 +155,8 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    return output.unsqueeze(
-        0
-    ).contiguous(), None  # some models take a view of it, as they may of what transformers' own give
+    # Contiguous, as from transformers: some models call `view` on it.
+    return output.unsqueeze(0).contiguous(), None
 
 
 # No mask function is registered under the name, so transformers builds no mask.

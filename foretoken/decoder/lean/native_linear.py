@@ -78,7 +78,7 @@ class NativeLinear(nn.Module):
                 compiled.
         """
         super().__init__()
-        is_read = quantization is None  # the copy is read otherwise
+        is_read = quantization is None  # otherwise the kernels read the copy
         is_known = weight.dtype in (torch.float32, torch.bfloat16) if is_read else weight.is_floating_point()
         if not runs_cpu_kernels(weight.device) or not is_known:
             raise UnsuitableError(f"native layers take float32 and bfloat16 on CPUs, not {weight.dtype}.")
