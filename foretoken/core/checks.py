@@ -93,10 +93,10 @@ def check_sequence(name: str, value: Any, expected: str, *, error: type[Foretoke
 
 
 def as_python(value: Any, depth: int = 2) -> Any:
-    """A value with Python's own numbers in it: other numbers become int or float, numpy's booleans bool, arrays lists.
+    """Returns a value with numbers, booleans and lists of Python instead of those of NumPy and other libraries.
 
-    Lists, tuples and mappings are copied, `depth` levels deep, so that nobody changes them afterwards. What has no such
-    form (text, sets, objects, numbers too large for a float) stays as it is.
+    Copies lists, tuples and mappings `depth` levels deep. Other values (text, sets, objects, too large numbers) are
+    kept.
     """
     if depth and hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0:
         value = value.tolist()

@@ -66,7 +66,7 @@ class TreeTrace:
 
     @property
     def is_accepted(self) -> list[bool]:
-        """N, whether a node is on the accepted path; False for the root."""
+        """Whether each of the N nodes is on the accepted path; False for the root."""
         accepted = set(self.path)
         return [node in accepted for node in range(len(self.tokens))]
 
@@ -109,7 +109,7 @@ class StageSeconds:
 
     @property
     def total(self) -> float:
-        """Sum of the four."""
+        """Sum of the four stages."""
         return self.draft + self.verify + self.accept + self.commit
 
     def __add__(self, other: StageSeconds) -> StageSeconds:

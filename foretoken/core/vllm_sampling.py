@@ -67,7 +67,7 @@ OTHER_KEYWORDS: Mapping[str, OtherField] = MappingProxyType(
 
 
 def without_other_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields without those that only vLLM has; raises `RequestError` for values that are not neutral."""
+    """Returns the fields that foretoken has; raises `RequestError` for vLLM's other fields unless neutral."""
     for name, value in values.items():
         other = OTHER_FIELDS.get(name)
         if other is not None:

@@ -1,1 +1,1 @@
-"""The loop: sequences join, are drafted for, verified, committed and leave. Knows no drafter's name and no protocol."""
+"""The decoding loop: sequences join, get drafts, are verified, committed and finish. Knows no drafter's name."""

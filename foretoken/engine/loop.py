@@ -134,7 +134,7 @@ class Engine:
 
         Args:
             sequences: The sequences to end; None for all.
-            error: Why they failed, in one sentence; None if they did not fail and nobody waits for them.
+            error: Why they failed, in one sentence; None to abort them.
         """
         for sequence in self._scheduler.all() if sequences is None else list(sequences):
             if sequence.finish_reason is not None:

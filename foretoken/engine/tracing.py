@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foretoken.engine.outcomes import Outcome
     from foretoken.sampling.node_scores import NodeScores
 
-_IS_PROBE, _DRAFTERS = 1, PROBE - 1
+_DRAFTERS = PROBE - 1  # bits of the drafters in `TokenTree.source`
 _COLUMNS = ("token", "parent", "depth", "drafters", "probe", "score", "draft_prob", "prob", "target", "target_prob")
 
 

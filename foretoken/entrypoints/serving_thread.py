@@ -34,7 +34,7 @@ _alive: weakref.WeakSet[ServingThread] = weakref.WeakSet()
 
 
 class _Order(Enum):
-    """What a thread may be told besides new requests."""
+    """Orders to the thread besides new requests."""
 
     ABORT = "move aborted requests out of the queue"
     CLOSE = "end all requests, and yourself"
@@ -170,7 +170,7 @@ class ServingThread:
                 for served in requests:
                     self._fill_at_last(served)
         except BaseException as err:  # noqa: BLE001 - the cause may still fail
-            _log.error("requests could not be brought to an end: %s", described(err))
+            _log.error("requests could not be ended: %s", described(err))
         for served in requests:
             if not served.mailbox.is_complete:
                 served.mailbox.error = EngineStopped(reason)

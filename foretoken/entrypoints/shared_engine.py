@@ -68,7 +68,7 @@ class SharedEngine:
             raise
 
     def run(self, sequences: list[Sequence]) -> Generator[None]:
-        """Runs sequences to their end; yields after every iteration, and once for those of other threads."""
+        """Runs sequences to their end; yields after every iteration of this thread, and once more at the end."""
         waiting_for = sequences[::-1]
         try:
             with self.turn():

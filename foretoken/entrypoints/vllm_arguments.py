@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class NeutralValues(NamedTuple):
-    """The neutral values of an argument, which ask for nothing; None is always neutral.
+    """The neutral values of an argument, which change nothing; None is always neutral.
 
     Attributes:
         words: The values in words, for docs/dropins.md.

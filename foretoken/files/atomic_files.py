@@ -148,7 +148,7 @@ def _check_place(place: Path, existing: str) -> None:
 
 
 def _put(new: Path, place: Path, old: Path) -> None:
-    """Moves a directory to its place. An existing directory goes to `old`, and returns if this fails."""
+    """Moves a directory to its place. An existing directory goes to `old`, and back if this fails."""
     made = [above for above in place.parents if not above.exists()]  # deepest first
 
     def undo() -> None:
@@ -167,7 +167,7 @@ def _put(new: Path, place: Path, old: Path) -> None:
 
 
 def _merge(new: Path, place: Path, old: Path, last: str) -> None:
-    """Moves files into an existing directory. Files of the same name go to `old`, and return if this fails."""
+    """Moves files into an existing directory. Files of the same name go to `old`, and back if this fails."""
     old.mkdir()
     moved: list[str] = []
 

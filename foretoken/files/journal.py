@@ -24,7 +24,7 @@ _MOST_BYTES = 512 * MIB
 
 
 class JournalFile:
-    """A journal.
+    """A file of JSON lines with results.
 
     Attributes:
         conditions: Conditions of all lines.

@@ -63,7 +63,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class _Options(TypedDict, total=False):
-    """What a prompt may bring along; see `LLM.generate`."""
+    """Further keys of a prompt; see `LLM.generate`."""
 
     prediction: str | Sequence[int]
     cache_salt: str
@@ -77,7 +77,7 @@ class TextPrompt(_Options):
 
 
 class TokensPrompt(_Options):
-    """A prompt as token ids, and perhaps the text that they stand for."""
+    """A prompt as token ids, optionally with its text."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
