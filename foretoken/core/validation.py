@@ -35,11 +35,10 @@ def validated(
         what: Describes the values in messages, such as "a medusa head".
         error: The exception type.
         other_keys: Further keys to suggest for an unknown key.
-        advice: How to mend it, a sentence at the end of every message.
+        advice: A sentence at the end of every message.
 
     Raises:
-        ForetokenError: Of type `error`, about the first unknown key (with the nearest known key), else about the first
-            invalid value.
+        ForetokenError: Of type `error`, about the first unknown key, else about the first invalid value.
     """
     end = f" {advice}" if advice else ""
     if not isinstance(values, Mapping):

@@ -85,12 +85,7 @@ def exists(name: str | os.PathLike[str]) -> bool:
 
 
 def beside(target: str | None, name: str) -> Path | None:
-    """Returns the directory `TARGET-NAME`; None if it does not exist.
-
-    Args:
-        target: The target's directory; None for a target in memory.
-        name: The name of a method or a head; for `draft_model` the directory is `TARGET-draft`.
-    """
+    """Returns the directory `TARGET-NAME`, for a draft model `TARGET-draft`; None if it does not exist."""
     place = f"{_stem(target)}-{'draft' if name == _DRAFT_MODEL else name}"
     return Path(place) if target is not None and exists(place) and Path(place).is_dir() else None
 
@@ -153,8 +148,7 @@ def check_model_of(method: str, model: str | None, target: str | None) -> None:
         target: The target's directory; None for a target in memory.
 
     Raises:
-        ConfigError: When the weights are missing, or are a model instead of a head, a head instead of a model, or the
-            head of another method.
+        ConfigError: When the weights are missing, or belong to a model or a head of another method.
     """
     from foretoken.heads.methods import head_methods
 
@@ -197,8 +191,7 @@ def make_drafter(create: Callable[[], Any], *, maker: str, is_trusted: bool, dev
         device: Device of the trees.
 
     Raises:
-        ConfigError: When `create` raises, or its result is no drafter.
-        ForetokenError: As `create` raises it.
+        ConfigError: When `create` raises another error than `ForetokenError`, or its result is no drafter.
     """
     if is_trusted:
         drafter: Drafter = create()

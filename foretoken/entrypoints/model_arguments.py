@@ -67,13 +67,7 @@ def check_context_len(max_model_len: int | None, target: LoadedModel) -> None:
 
 
 def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> LoadedModel:
-    """Returns the target; loads it if needed.
-
-    Args:
-        model: Directory or hub id, a model loaded before, or a transformers causal LM in memory.
-        dtype: A name, or a torch dtype.
-        device: A name, or a torch device.
-        revision: Branch, tag or commit of a hub id; None for its main branch.
+    """Returns the target; loads it if needed. Arguments as in `LLM`.
 
     Raises:
         ConfigError: When an argument has another form.
@@ -92,15 +86,10 @@ def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> L
 
 
 def load_target(model: str | os.PathLike[str], *, dtype: Any = "auto", device: Any = "auto") -> tuple[LoadedModel, Any]:
-    """Loads a target and its tokenizer from files.
-
-    Args:
-        model: Directory or hub id.
-        dtype: A name, or a torch dtype.
-        device: A name, or a torch device.
+    """Loads a target and its tokenizer from files; arguments as in `LLM`.
 
     Raises:
-        ConfigError: When the directory holds a draft head, or an argument is of another form.
+        ConfigError: When the directory holds a draft head, or an argument has another form.
         ModelError: When the model cannot be loaded, or the device does not exist.
         RequestError: When the model has no tokenizer.
     """
@@ -128,11 +117,7 @@ def directory_of(model: Any) -> str | None:
 def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_revision: Any = None) -> Any:
     """Returns the tokenizer: the given one, or loaded by path, else the model's own (None for a model in memory).
 
-    Args:
-        given: A tokenizer, or the directory or hub id of one; None for the model's own.
-        model: As `target_model` takes it.
-        revision: Revision of the model.
-        tokenizer_revision: Revision of the tokenizer; None for `revision` if the tokenizer is the model's own.
+    Without `tokenizer_revision` the model's own tokenizer has the revision of the model.
 
     Raises:
         ConfigError: When an argument has another form.
@@ -150,15 +135,10 @@ def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_rev
 
 
 def sampling_defaults(target: LoadedModel, generation_config: Any, override: Any) -> dict[str, Any]:
-    """Returns the model's defaults for `SamplingParams`: the fields that differ from our own defaults.
-
-    Args:
-        target: The model.
-        generation_config: "auto" for the model's own, "vllm" for none, or the directory or hub id of another one.
-        override: Values that replace those of the generation configuration, as a mapping or JSON; None for none.
+    """Returns the model's defaults for `SamplingParams`, by field; arguments as in `LLM`.
 
     Raises:
-        ConfigError: When an argument is none of these, or a value does not fit.
+        ConfigError: When an argument has another form, or a value does not fit.
         ModelError: When the configuration cannot be read.
     """
     if not isinstance(generation_config, str | os.PathLike):

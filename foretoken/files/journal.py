@@ -38,7 +38,7 @@ class JournalFile:
         Args:
             path: The file; missing parents are made.
             conditions: JSON-ready; None for those of an existing file.
-            advice: How to mend other conditions or an unusable file, a sentence.
+            advice: A sentence at the end of messages.
 
         Raises:
             ConfigError: When the file has other conditions, is damaged before its last line, or cannot be read or

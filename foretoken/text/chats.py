@@ -64,14 +64,9 @@ def chat_format(given: Mapping[str, Any]) -> ChatFormat:
 def chat_prompts(
     messages: Any, tokenizer: Any, codec: Codec | None, form: ChatFormat, context_len: int
 ) -> list[dict[str, Any]]:
-    """Returns prompts with text and token ids.
+    """Returns prompts with text and token ids for one or several conversations.
 
-    Args:
-        messages: A conversation, which is a list of messages, or several conversations.
-        tokenizer: Renders them.
-        codec: Encodes the text with the same tokenizer; None without a tokenizer.
-        form: How they are rendered.
-        context_len: Most tokens of a sequence; longer conversations are refused.
+    Conversations that are longer than `context_len` tokens are refused before they are encoded.
 
     Raises:
         RequestError: When there is no template, a conversation is invalid, or the template refuses it.
