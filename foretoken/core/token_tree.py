@@ -117,7 +117,7 @@ class TokenTree:
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """Number of sequences B."""
         return self.tokens.shape[0]
 
     @property
