@@ -15,7 +15,6 @@ Letters: S sequences, M tokens of the pass, T tokens of one sequence, H query he
 widths of keys and values. Logarithms are of base 2.
 """
 # The kernels are in Triton's language: its values have no Python types, and what a kernel reads are its arguments.
-# ruff: noqa: C901, PLR0912, PLR0915
 
 from __future__ import annotations
 
@@ -286,6 +285,74 @@ def _seen_in_words(
     return ((bits >> (node & 31)[None, :]) & 1) != 0
 
 
+@triton.jit
+def _seen_nodes(
+    words, num_words, is_row, own_node, position, positions, length, limit, start, window,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) whether queries see cache rows `start`, start + 1, … below `limit`."""
+    key_rows = start + tl.arange(0, BLOCK_N)
+    node = key_rows - length
+    if HAS_WORDS:
+        visible = _seen_in_words(words, num_words, is_row, start - length, node, BLOCK_M, BLOCK_N) | (node < 0)[None, :]
+    else:
+        visible = node[None, :] <= own_node[:, None]
+    visible &= (key_rows < limit)[None, :]
+    if HAS_WINDOW:
+        is_node = (node >= 0) & (key_rows < limit)
+        key_position = tl.load(positions + node, mask=is_node, other=0)
+        key_position = tl.where(is_node, key_position, key_rows)
+        visible &= position[:, None] - key_position[None, :] < window
+    return visible
+
+
+@triton.jit
+def _key_range(
+    positions, own_node, is_row, length, window, num_splits,
+    BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Positions of the queries, which are read with a window alone, and this split's first and end tile of prefix.
+
+    Tiles 0 … length // BLOCK_N - 1 hold prefix rows alone. The last split gets none of them.
+    """
+    full = length // BLOCK_N
+    position, first = own_node, 0
+    if HAS_WINDOW:
+        position = tl.load(positions + own_node, mask=is_row, other=2147483647)
+        first = tl.minimum(tl.maximum(tl.min(position, 0) - window + 1, 0) // BLOCK_N, full)
+    begin, end = first, full
+    if IS_SPLIT:
+        share = tl.cdiv(full - first, num_splits - 1)
+        begin = first + tl.program_id(1) * share
+        end = tl.minimum(begin + share, full)
+    return position, begin, end
+
+
+@triton.jit
+def _store_tile(
+    sums, weight, top, output, means, log_sums, sinks, target, head, is_row, num_splits,
+    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Stores the weighted mean of a tile, with the log-sum-exp of its scores if other splits are to be merged."""
+    if HAS_SINKS and not IS_SPLIT:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        zero = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = weight * tl.exp2(top - zero) + tl.exp2(sink - zero)
+        sums *= tl.exp2(top - zero)[:, None]
+    has_seen = weight != 0  # NaN from the model counts as seen
+    weight = tl.where(has_seen, weight, 1.0)
+    sums /= weight[:, None]
+    columns = tl.arange(0, VALUE_BLOCK)
+    is_out = is_row[:, None] & (columns < VALUE_WIDTH)[None, :]
+    if IS_SPLIT:
+        target = target * num_splits + tl.program_id(1)
+        tl.store(log_sums + target, tl.where(has_seen, top + tl.log2(weight), float("-inf")), mask=is_row)
+        tl.store(means + target[:, None] * VALUE_WIDTH + columns[None, :], sums, mask=is_out & has_seen[:, None])
+    else:
+        tl.store(output + target[:, None] * VALUE_WIDTH + columns[None, :], sums, mask=is_out)
+
+
 @triton.jit(do_not_specialize=["num_words", "num_splits", "window"])
 def _attend_kernel(
     query, keys, values, sinks, slots, prefix, starts, node_starts, positions, all_words, output, means, log_sums,
@@ -302,7 +369,6 @@ def _attend_kernel(
 
     The grid is (row tiles, splits, S Hk): neighbouring programs read the same keys.
     """
-    split = tl.program_id(1)
     sequence = tl.program_id(2) // KV_HEADS
     kv_head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
     first_token = tl.load(starts + sequence)
@@ -331,18 +397,9 @@ def _attend_kernel(
         mask=is_row[:, None] & (columns < KEY_WIDTH)[None, :], other=0.0,
     )  # fmt: skip
 
-    # Tiles 0 … full - 1 hold prefix rows alone. The last split gets none of them.
-    full = length // BLOCK_N
-    first = 0
-    if HAS_WINDOW:
-        position = tl.load(positions + first_node + own_node, mask=is_row, other=2147483647)
-        first = tl.minimum(tl.maximum(tl.min(position, 0) - window + 1, 0) // BLOCK_N, full)
-    begin, end = first, full
-    if IS_SPLIT:
-        share = tl.cdiv(full - first, num_splits - 1)
-        begin = first + split * share
-        end = tl.minimum(begin + share, full)
-
+    position, begin, end = _key_range(
+        positions + first_node, own_node, is_row, length, window, num_splits, BLOCK_N, IS_SPLIT, HAS_WINDOW
+    )  # fmt: skip
     sums = tl.zeros((BLOCK_M, VALUE_BLOCK), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -363,46 +420,23 @@ def _attend_kernel(
         limit = length + num_earlier + tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_tokens)
     stop = limit
     if IS_SPLIT:
-        stop = tl.where(split == num_splits - 1, limit, 0)
-    for start in tl.range(full * BLOCK_N, stop, BLOCK_N):
+        stop = tl.where(tl.program_id(1) == num_splits - 1, limit, 0)
+    for start in tl.range(length // BLOCK_N * BLOCK_N, stop, BLOCK_N):
         key_rows = start + tl.arange(0, BLOCK_N)
-        node = key_rows - length
         key = _load_rows(keys, KEY_STRIDE, key_rows, limit, KEY_WIDTH, KEY_BLOCK, IS_FULL=False)
         value = _load_rows(values, VALUE_STRIDE, key_rows, limit, VALUE_WIDTH, VALUE_BLOCK, IS_FULL=False)
-        if HAS_WORDS:
-            visible = _seen_in_words(
-                all_words + at * num_words, num_words, is_row, start - length, node, BLOCK_M, BLOCK_N
-            ) | (node < 0)[None, :]  # fmt: skip
-        else:
-            visible = node[None, :] <= own_node[:, None]
-        visible &= (key_rows < limit)[None, :]
-        if HAS_WINDOW:
-            is_node = (node >= 0) & (key_rows < limit)
-            key_position = tl.load(positions + first_node + node, mask=is_node, other=0)
-            key_position = tl.where(is_node, key_position, key_rows)
-            visible &= position[:, None] - key_position[None, :] < window
+        visible = _seen_nodes(
+            all_words + at * num_words, num_words, is_row, own_node, position, positions + first_node, length, limit,
+            start, window, BLOCK_M, BLOCK_N, HAS_WORDS, HAS_WINDOW,
+        )  # fmt: skip
         sums, weight, top = _add_tile(
             sums, weight, top, query_tile, key, value, visible, score_scale, bend, True, HAS_SOFTCAP
         )  # fmt: skip
 
-    if HAS_SINKS and not IS_SPLIT:
-        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, sink)
-        zero = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = weight * tl.exp2(top - zero) + tl.exp2(sink - zero)
-        sums *= tl.exp2(top - zero)[:, None]
-    has_seen = weight != 0  # NaN from the model counts as seen
-    weight = tl.where(has_seen, weight, 1.0)
-    sums /= weight[:, None]
-    out_columns = tl.arange(0, VALUE_BLOCK)
-    is_out = is_row[:, None] & (out_columns < VALUE_WIDTH)[None, :]
-    target = at * (KV_HEADS * GROUP) + head
-    if IS_SPLIT:
-        target = target * num_splits + split
-        tl.store(log_sums + target, tl.where(has_seen, top + tl.log2(weight), float("-inf")), mask=is_row)
-        tl.store(means + target[:, None] * VALUE_WIDTH + out_columns[None, :], sums, mask=is_out & has_seen[:, None])
-    else:
-        tl.store(output + target[:, None] * VALUE_WIDTH + out_columns[None, :], sums, mask=is_out)
+    _store_tile(
+        sums, weight, top, output, means, log_sums, sinks, at * (KV_HEADS * GROUP) + head, head, is_row, num_splits,
+        VALUE_WIDTH, VALUE_BLOCK, IS_SPLIT, HAS_SINKS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_splits"])
