@@ -114,9 +114,8 @@ class MedusaHeads(StepHead):
         self.bias = empty(heads, stored, width) if config.has_bias else None
         rows = config.draft_vocab_size or config.vocab_size
         self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
-        self._quick_blocks: list[
-            list[nn.Module]
-        ] = []  # by head, after `optimize_for_inference`; the same holds for the next list
+        # Both lists are by head, and empty before `optimize_for_inference`.
+        self._quick_blocks: list[list[nn.Module]] = []
         self._quick_lm_heads: list[nn.Module] = []
         if config.draft_vocab_size is not None:
             self.token_map = torch.arange(rows, device=device)
