@@ -32,10 +32,6 @@ _ORDINARY_SHARED_BYTES = 48 * 1024  # a kernel gets these without asking
 def compile_source(source: str, *, arch: str = "sm_90") -> bytes:
     """Compiles CUDA C++ that includes no header.
 
-    Args:
-        source: The text of one translation unit.
-        arch: GPU architecture of the machine code.
-
     Returns:
         A cubin, for `KernelModule`.
 

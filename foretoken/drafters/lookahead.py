@@ -162,10 +162,6 @@ class Window:
     def learn(self, root: int, answers: Answers) -> list[Ngram]:
         """Advances the window by the target's answers.
 
-        Args:
-            root: The root's token.
-            answers: Of the verified tree.
-
         Returns:
             The n-grams of full columns with an answer, from the first column on.
         """

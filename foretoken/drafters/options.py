@@ -139,11 +139,7 @@ class DrafterOptions(BaseModel):
         return self.shape(lambda: TreeShape.from_choices(OF_LANGUAGE_MODELS))
 
     def shape(self, branching: Callable[[], TreeShape]) -> TreeShape:
-        """Returns the static shape asked for.
-
-        Args:
-            branching: Returns the method's shape for "tree".
-        """
+        """Returns the static shape asked for; branching: returns the shape of "tree"."""
         if self.tree == "chain":
             return TreeShape.chain(self.chain_len)
         if self.tree == "tree":

@@ -122,12 +122,7 @@ def unknown_method(method: object, also: Sequence[str] = ()) -> str:
 
 
 def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:
-    """Makes the drafter that the options describe; `attach` loads its weights.
-
-    Args:
-        options: Of the drafter.
-        model: The target, for methods with `create_for`.
-    """
+    """Makes the drafter that the options describe; `attach` loads its weights."""
     module = _module(options.method)
     if hasattr(module, "create_for"):
         drafter: Drafter = module.create_for(options, model)

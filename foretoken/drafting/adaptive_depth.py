@@ -120,11 +120,7 @@ class AdaptiveDepth:
         return tree
 
     def depth(self, batch_size: int) -> int:
-        """Returns the depth with the most expected tokens per second; 0 for plain decoding.
-
-        Args:
-            batch_size: Sequences in the pass.
-        """
+        """Returns the depth with the most expected tokens per second; 0 for plain decoding."""
         is_announced = self._is_asking or self._is_wanted or not self._probes.num_idle
         best = self._paying_depth(batch_size) if self._is_due(batch_size) else 0
         self._is_wanted = best > 0 and not is_announced

@@ -84,12 +84,7 @@ class Purchase(NamedTuple):
         return tree.narrowed()
 
     def on(self, device: torch.device, *, has_sources: bool = True) -> TokenTree:
-        """Returns the roots and the kept nodes of trees that are wholly on the host.
-
-        Args:
-            device: Where the tree goes.
-            has_sources: Whether the tree gets `source`.
-        """
+        """Returns the roots and the kept nodes of trees that are wholly on the host, with `source` if `has_sources`."""
         host, kept = self.host, self.kept | (np.arange(self.kept.shape[1]) == 0)
         assert host.scores is not None, "the trees are valued"
         counts, rows = kept.sum(1), np.arange(len(kept))[:, None]

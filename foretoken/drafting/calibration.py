@@ -81,13 +81,7 @@ class Calibration:
         self._seen, self._accepted = counts[0].copy(), counts[1].copy()
 
     def learn(self, depths: Sequence[int], scores: Sequence[float] | None, accepted: Sequence[bool]) -> None:
-        """Counts an iteration's nodes.
-
-        Args:
-            depths: Of the verified nodes of this drafter.
-            scores: The drafter's scores of these nodes.
-            accepted: Whether each node was accepted.
-        """
+        """Counts an iteration's nodes."""
         self._seen *= _FADE
         self._accepted *= _FADE
         is_accepted = np.array(accepted, dtype=np.float64)
@@ -131,12 +125,7 @@ _log = logging.getLogger(__name__)
 
 
 def pair_key(model: LoadedModel, drafters: Sequence[object]) -> str | None:
-    """Returns a name for a target and its drafters; None if the caller made the weights, which may change.
-
-    Args:
-        model: The target.
-        drafters: Their options; `repr` of them names all values.
-    """
+    """Returns a name for a target and its drafters; None if the caller made the weights, which may change."""
     if model.is_borrowed:
         return None
     try:

@@ -124,11 +124,6 @@ def cut_invalid_nodes(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]
     A cut node loses its parent, so that nothing reaches its subtree. Invalid draft distributions, and distributions
     that name cut nodes, are dropped: every node then counts as one-hot, which is lossless for any token. Scores and
     sources of a wrong shape are dropped too.
-
-    Args:
-        tree: A tree without a fault, see `find_fault`.
-        vocab_size: V.
-        max_depth: Deepest node allowed in each sequence.
     """
     facts = tree.host_facts
     if facts is not None and facts.num_tokens <= vocab_size and all(map(le, facts.depths, max_depth)):

@@ -99,11 +99,6 @@ def with_ancestors(nodes: NDArray[np.bool_], host: HostTree) -> NDArray[np.bool_
 def followed(host: HostTree, row: int, tokens: Sequence[int]) -> list[bool | None]:
     """Returns which nodes of a tree the generated tokens followed, verified or not.
 
-    Args:
-        host: The trees.
-        row: Index of the tree.
-        tokens: Generated after its root.
-
     Returns:
         One entry per node. None for nodes that are deeper than the generated text and agree with all of it.
     """

@@ -40,11 +40,6 @@ def grafts_on(
 ) -> tuple[list[LookupChain], list[Graft]]:
     """Asks lookups to continue the best leaves of merged trees that they did not propose themselves.
 
-    Args:
-        host: The merged trees, valued.
-        continued: Asks the lookups.
-        calibrations: Of each drafter's grafts.
-
     Returns:
         All answers, which are learned from, and one graft per leaf: the answer with the most expected tokens.
     """

@@ -87,11 +87,7 @@ class ProbeSchedule:
         self._idle, self._next, self._num_probes = 0, _FIRST, 0
 
     def advance(self, price: float) -> bool:
-        """Counts an iteration in which drafting does not pay, and decides whether to draft nevertheless.
-
-        Args:
-            price: Expected extra cost of a draft that has caught up.
-        """
+        """Counts an iteration in which drafting does not pay, and decides whether to draft nevertheless."""
         # Two in a row: the first catches up with missed tokens, the second shows the cost of a draft. More follow while
         # drafts are accepted, so that a change is believed soon.
         if self._num_probes == 1 or (self._num_probes and self._is_promising and self.savings.amount >= CREDIT + price):

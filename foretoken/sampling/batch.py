@@ -148,13 +148,7 @@ class SamplingBatch:
     def build(
         cls, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str = "cpu"
     ) -> SamplingBatch:
-        """Stacks requests into tensors.
-
-        Args:
-            requests: B requests.
-            vocab_size: V of the target's logits.
-            device: Where the tensors go.
-        """
+        """Stacks requests into tensors."""
         params = [request.params for request in requests]
 
         def column(values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:

@@ -170,11 +170,6 @@ def possible_draws(batch: SamplingBatch, is_coupled: Sequence[bool], *, greedy: 
     """Returns whether there may be coupled and sampled requests, without reading the device.
 
     Greedy requests among others may count as either: this costs work and does not change results.
-
-    Args:
-        batch: Sampling parameters.
-        is_coupled: Whether each is verified by coupling.
-        greedy: Whether all are drafted greedily.
     """
     may_draw = not (greedy or batch.is_all_greedy)
     return may_draw and any(is_coupled), may_draw and not all(is_coupled)

@@ -40,13 +40,7 @@ class GrammarState:
     """The grammar's state after one text."""
 
     def __init__(self, matcher: Any, *, vocab_size: int, ends: Ends) -> None:
-        """Takes a matcher, which nobody else may advance from now on.
-
-        Args:
-            matcher: A `llguidance.LLMatcher` after the text.
-            vocab_size: V of the target.
-            ends: Tokens that end texts.
-        """
+        """Takes a matcher, which nobody else may advance from now on."""
         self._matcher, self._vocab_size, self._ends = matcher, vocab_size, ends
         self._after: dict[int, GrammarState | None] = {}
 

@@ -170,13 +170,7 @@ class OutputPenalties(_PerRequest):
 def build_processors(
     requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
 ) -> tuple[Processor, ...]:
-    """Returns the processors that any of some requests uses, in the order in which they apply (vLLM's).
-
-    Args:
-        requests: B requests, a row each.
-        vocab_size: V.
-        device: Where their tensors go.
-    """
+    """Returns the processors that any of some requests uses, in the order in which they apply (vLLM's)."""
     params = [request.params for request in requests]
 
     def column(values: Sequence[float]) -> Tensor:

@@ -70,13 +70,7 @@ class ChoiceParts(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, vocab_size: int, *, device: torch.device | str) -> ChoiceParts:
-        """Allocates buffers to be filled.
-
-        Args:
-            rows: B * N.
-            vocab_size: V.
-            device: Of the buffers.
-        """
+        """Allocates buffers to be filled."""
         # Enough programs for the whole GPU; beyond that longer parts, which share the work of keying the noise.
         blocks = triton.cdiv(vocab_size, _BLOCK_V)
         parts = triton.cdiv(blocks, triton.cdiv(rows * blocks, _PROGRAMS))

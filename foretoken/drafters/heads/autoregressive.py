@@ -53,10 +53,6 @@ class AutoregressiveDrafter(HeadDrafter):
     def __init__(self, options: HeadOptions, model: LoadedModel) -> None:
         """Makes a drafter; `attach` loads the head.
 
-        Args:
-            options: Of the drafter.
-            model: The target.
-
         Raises:
             ConfigError, ModelError: See `checked_head`.
         """

@@ -77,12 +77,6 @@ def load_head(
 ) -> LoadedHead:
     """Loads the head that the options name.
 
-    Args:
-        options: Of the drafter.
-        target: The target that it drafts for.
-        method: Of the head.
-        quantization: Of its matrices.
-
     Raises:
         ConfigError, ModelError: See `checked_head`; `UnsuitableError` when the head cannot be quantised.
     """
@@ -103,11 +97,6 @@ def load_head(
 
 def checked_head(options: HeadOptions, model: LoadedModel, method: str) -> HeadCheckpoint:
     """Returns the checkpoint that the options name.
-
-    Args:
-        options: Of the drafter.
-        model: The target.
-        method: Of the head.
 
     Raises:
         ConfigError: Without a model, or when the head is of another method or for another target.

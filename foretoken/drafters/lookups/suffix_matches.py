@@ -222,13 +222,7 @@ class DraftLimits(NamedTuple):
 
 
 def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLimits) -> SuffixDraft:
-    """Returns the draft with the greatest score; among equals that of the earlier source, then of the longer match.
-
-    Args:
-        sources: Matches of one text with several trees.
-        max_depth: Of the trees.
-        limits: Of the draft.
-    """
+    """Returns the draft with the greatest score; among equals that of the earlier source, then of the longer match."""
     best = NO_DRAFT
     for matches in sources:
         best = _better_draft(matches, max_depth, limits, best)

@@ -31,13 +31,7 @@ class VocabularyMap:
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary, device: torch.device) -> None:
-        """Finds the shared tokens.
-
-        Args:
-            target: Of V ids.
-            draft: Of D ids.
-            device: Of distributions.
-        """
+        """Finds the shared tokens."""
         self._target, self._draft = target, draft
         self.pairs = {
             target.ids[data]: token for data, token in draft.ids.items() if data in target.ids
@@ -128,12 +122,7 @@ class Translation:
 
 
 def shared_specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Returns the draft model's special token for each of the target's: of the same role, else of the same content.
-
-    Args:
-        target: Of the target.
-        draft: Of the draft model.
-    """
+    """Returns the draft model's special token for each of the target's: of the same role, else of the same content."""
     pairs: dict[int, int] = {}
     for ours, theirs in ((target.eos, draft.eos), (target.bos, draft.bos)):
         if ours is not None and theirs is not None and ours not in pairs and theirs not in pairs.values():

@@ -58,10 +58,6 @@ class Retokenizer:
         """Returns the target's tokens for the text of a draft model.
 
         The last token is left out if the text may continue inside it, unless it is the only one.
-
-        Args:
-            committed: The target's tokens.
-            drafted: The draft model's tokens after them.
         """
         data, end = b"", None
         ends: list[int] = []

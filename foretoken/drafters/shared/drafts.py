@@ -53,12 +53,7 @@ class KeptDraws:
     """The draws of the last proposal."""
 
     def __init__(self, *, greedy: bool, pruning: Pruning | None = None) -> None:
-        """Starts without draws.
-
-        Args:
-            greedy: Whether all requests are drafted greedily.
-            pruning: See `DraftDraws`.
-        """
+        """Starts without draws."""
         self._is_greedy, self._pruning = greedy, pruning
         self._draws: DraftDraws | None = None
         self._are_coupled: list[bool] = []
@@ -96,13 +91,7 @@ class LevelPasses:
     """
 
     def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        """Starts before the first level.
-
-        Args:
-            slots: Cache slots of the B sequences.
-            prefix_lens: Committed rows of each.
-            device: Where trees lie.
-        """
+        """Starts before the first level."""
         self._slots, self._prefix_lens = slots, prefix_lens
         self.tokens = self.parents = torch.zeros(len(slots), 0, dtype=torch.int64, device=device)
         self._positions = self.tokens  # (B, W)
