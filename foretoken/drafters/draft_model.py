@@ -164,7 +164,9 @@ class DraftModelDrafter:
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Expands the shape level by level."""
-        tokens = context.tokens if self._mapping is None else self._translated(context)
+        tokens = context.tokens
+        if self._mapping is not None:
+            tokens = [self._texts[slot].of(ids) for slot, ids in zip(context.slots, context.tokens, strict=True)]
         room = [
             min(depth, self._runner.context_len - len(ids))
             for depth, ids in zip(context.max_depth, tokens, strict=True)
@@ -183,10 +185,6 @@ class DraftModelDrafter:
     def release(self, slot: int) -> None:
         """Forgets the sequence, except its KV rows."""
         self._texts.pop(slot, None)
-
-    def _translated(self, context: DraftContext) -> list[list[int]]:
-        """Returns the draft model's ids of all sequences."""
-        return [self._texts[slot].of(ids) for slot, ids in zip(context.slots, context.tokens, strict=True)]
 
 
 def create(options: Options) -> Drafter:

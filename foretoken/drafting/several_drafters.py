@@ -285,10 +285,8 @@ class SeveralDrafters:
         depths = np.arange(1.0, known.deepest + 1)
         seconds = np.asarray(known.seconds(depths), dtype=np.float64)
         widths = np.maximum(known.widths, 1.0)  # a level takes at least one node: unbought levels bring nothing
-        return Candidate(known.reach(self._costly_before()).probabilities(), widths, seconds)
-
-    def _costly_before(self) -> frozenset[int]:
-        return frozenset(self._answers) - self._free
+        reach = known.reach(frozenset(self._answers) - self._free)  # given the answers that cost something
+        return Candidate(reach.probabilities(), widths, seconds)
 
     def _costs(self) -> Costs:
         merging = max(float(self._merging(2.0)) - float(self._merging(1.0)), 0.0)
