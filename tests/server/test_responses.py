@@ -16,7 +16,8 @@ from server.live_server import TEMPLATE, LiveServer, live_server
 from foretoken import LLM
 from foretoken.server.batch_files import Line
 from foretoken.server.batch_lines import LineAnswers
-from foretoken.server.response_fields import _add_to
+from foretoken.server.request_fields import structured_outputs
+from foretoken.server.response_fields import _add_to, as_chat
 
 TALK = [{"role": "user", "content": "A queue."}, {"role": "assistant", "content": "class Queue:"}]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_output_tokens": 40}
@@ -164,6 +165,12 @@ def test_what_a_response_tells_of_its_request(speculative: LiveServer) -> None:
     body = got.to_dict()
     assert body["store"] is False, "nothing is stored, whatever was asked"
     assert body["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_the_schema_of_a_json_object_counts() -> None:
+    """`text.format` with llama.cpp's form lost its schema without a word."""
+    chat = as_chat({"input": "A queue.", "text": {"format": {"type": "json_object", "schema": {"type": "object"}}}})
+    assert structured_outputs(chat["response_format"]) == {"json": {"type": "object"}}
 
 
 @pytest.mark.parametrize("text", [None, {}, {"format": None}])
