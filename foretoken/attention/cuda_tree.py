@@ -225,7 +225,7 @@ class BlockShape:
 
     Attributes:
         threads: Threads, a power of two.
-        chunk: Keys whose scores are in shared memory at once, at least 1.
+        chunk: Keys with scores in shared memory at once, at least 1.
     """
 
     threads: int = 128

@@ -266,7 +266,7 @@ class _State:
     Attributes:
         window: Of the present root.
         pool: N-grams seen.
-        num_pooled: Tokens of the text whose n-grams are in the pool.
+        num_pooled: Tokens of the text with n-grams in the pool.
     """
 
     window: Window

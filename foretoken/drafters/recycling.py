@@ -79,7 +79,7 @@ class SuccessorMatrix:
 
 _NUM_SUCCESSORS = 8  # per token, as in the paper; more for static trees with higher ranks
 _MOST_SUCCESSORS = 32
-_MOST_SALTS = 16  # salts with a matrix; the salt whose last request began longest ago is dropped first
+_MOST_SALTS = 16  # salts with a matrix; the salt that was requested longest ago is dropped first
 _PRIOR = 32.0  # tokens that the first estimate of a rank's acceptance is worth
 _FADE = 0.5 ** (1 / 500)  # decay per token
 _REFRESH = 64  # iterations between two choices of the best tree

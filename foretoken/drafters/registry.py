@@ -36,7 +36,7 @@ _TOOLS = {"oracle"}
 _PLANNED = frozenset({
     "clover", "dflash", "kangaroo", "mtp", "ngramgpu", "pard",
 })  # fmt: skip
-# Papers whose heads another paper's method drafts with.
+# Papers with heads that another paper's method drafts with.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
 # Other names of methods, without dashes.
 _OTHER_NAMES = {

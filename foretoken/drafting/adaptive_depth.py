@@ -40,7 +40,7 @@ _SCALE_WEIGHT = 1.5  # accepted tokens that the prior of expected rates is worth
 _PRIOR = 4.0  # tokens that the expected rate is worth at each depth
 _STEEPEST = 0.5  # least ratio of an expected rate to the rate one level above, so that deeper drafts are tried
 _MOST_FIXED = 16.0  # cap on the fixed cost of a draft, in levels
-_NUM_FREE = 2  # drafts whose seconds are not charged: the first draft reads the prompt
+_NUM_FREE = 2  # first drafts that are not charged: the first draft reads the prompt
 _FADE = 0.5 ** (1.0 / _HALF_LIFE)
 
 
@@ -67,7 +67,7 @@ class AdaptiveDepth:
         max_depth = len(nodes_by_depth) - 1
         self._cost, self._max_depth = cost, max_depth
         self._nodes = list(nodes_by_depth)
-        self._reached = [0.0] * max_depth  # drafts whose first d tokens were tested or accepted, fading
+        self._reached = [0.0] * max_depth  # drafts with d tokens tested or accepted, fading
         self._accepted = [0.0] * max_depth  # number of these drafts in which token d was accepted
         known = [min(max(each, _LEAST_RATE), _LARGEST_RATE) for each in expected] or [_GUESS]
         self._expected = [*known, *([known[-1]] * max_depth)][:max_depth]
@@ -149,7 +149,7 @@ class AdaptiveDepth:
         hit, stake = self._answered / self._asked, self._probes.savings.stake
         conditional = self._conditional()
         survival = tokens = 1.0
-        best = best_within = 0  # best of all depths; best of the depths whose loss is allowed
+        best = best_within = 0  # best of all depths; best of those with an allowed loss
         rate = rate_within = 0.0
         for depth, each in enumerate(conditional, start=1):
             survival *= each

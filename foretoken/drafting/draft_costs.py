@@ -108,7 +108,7 @@ def fastest_by_depth(timed: Sequence[tuple[int, float]]) -> dict[int, float]:
     return fastest
 
 
-_DRAFTS_KEPT = 5  # drafts of a depth, whose median counts: ignores a draft that also reads a prompt
+_DRAFTS_KEPT = 5  # drafts of a depth; their median counts, which ignores a draft that also reads a prompt
 _LONGEST_KEPT = 100  # drafts after which one is forgotten: machines slow down and speed up
 _FAR = 1000.0  # levels, more than are drafted
 

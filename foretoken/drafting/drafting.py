@@ -200,7 +200,7 @@ class Drafting:
             for_predictions: Replaces `controller` while a request of the batch brings a prediction. Only then the last
                 drafter is asked and told of requests. None if predictions make no difference.
         """
-        self._predicted: set[int] = set()  # slots whose requests brought predictions
+        self._predicted: set[int] = set()  # slots of requests with predictions
         self._is_announced = True  # whether drafters heard of the last iteration
         self._beside_prompts = beside_prompts
         self._guards = [

@@ -15,7 +15,7 @@ class Savings:
     Attributes:
         amount: What drafts may still lose; below 0 a debt.
         is_spent: Whether drafts lost more than was saved, and too little was saved since. Drafts then do not pay,
-            whatever their expected gain.
+            at any expected gain.
     """
 
     def __init__(self, credit: float = CREDIT) -> None:
@@ -112,7 +112,7 @@ class ProbeSchedule:
             loss: Slower than plain decoding of its tokens by this; below 0 if it was faster.
             tokens: Generated per sequence.
         """
-        # The debt is capped except for probes, whose cost was unknown.
+        # The debt is capped, except for probes: their cost was unknown.
         self.savings.spend(loss, math.inf if self._num_probes else MOST)
         self._is_promising = tokens > 1.5
         if self._num_probes == 1:

@@ -107,7 +107,7 @@ class SeveralDrafters:
         self._batch = batch_size
         self._answers: dict[int, _Answer] = {}  # in the order of arrival
         self._asked: dict[int, int] = {}  # levels
-        self._judged: set[int] = set()  # drafters whose probes were considered
+        self._judged: set[int] = set()  # drafters that were considered for probes
         self._grafts: list[LookupChain] = []
         self._bought: Purchase | None = None
 

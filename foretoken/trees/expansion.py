@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Frontier(NamedTuple):
-    """The nodes of one level whose children are chosen next.
+    """The nodes of one level that get children next.
 
     Attributes:
         tokens: (B, P) int64.
@@ -77,7 +77,7 @@ class Expansion(Protocol):
         """
 
     def frontier(self, depth: int) -> Frontier:
-        """Returns the nodes of one depth whose children `grow` chooses; the roots at depth 0.
+        """Returns the nodes of one depth that `grow` chooses children for; the roots at depth 0.
 
         Valid after `grow` was called for all depths above.
         """
@@ -332,7 +332,7 @@ class TreeExpansion:
         )
 
     def _level(self, depth: int) -> Level:
-        """Returns the nodes of one depth whose children are chosen next; levels above are final."""
+        """Returns the nodes of one depth that get children next; levels above are final."""
         level = self._relations.levels[depth]
         if self._pruning is None or not reads_are_free(self.tokens.device):
             return level
@@ -359,7 +359,7 @@ class TreeExpansion:
         self._is_kept[:, children] = self._goes_on[:, children] = self._goes_on[:, level.parents] & passes
 
     def _keep_drawn(self, level: Level, is_drawn: Tensor) -> None:
-        """Keeps drawn nodes whatever their probability, see `foretoken.trees.pruning`; is_drawn: (B, C) bool."""
+        """Keeps drawn nodes at any probability, see `foretoken.trees.pruning`; is_drawn: (B, C) bool."""
         if self._pruning is not None:
             self._is_kept[:, level.children] |= is_drawn & self._goes_on[:, level.parents]
 

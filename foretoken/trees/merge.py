@@ -73,7 +73,7 @@ def merge_trees(
 
 
 def _marked(tree: TokenTree, index: int) -> TokenTree:
-    """Returns a tree whose nodes have drafter `index` as source, without `HostFacts`; repeated siblings stay."""
+    """Returns a tree with drafter `index` as the source of all nodes, without `HostFacts`; repeated siblings stay."""
     is_real = torch.arange(tree.width, device=tree.tokens.device) < tree.num_nodes.unsqueeze(1)
     is_probe = 0 if tree.source is None else tree.source & PROBE
     scores = torch.zeros_like(tree.tokens, dtype=torch.float32) if tree.scores is None else tree.scores

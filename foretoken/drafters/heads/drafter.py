@@ -164,7 +164,7 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> TokenTree:
-        """Returns the shape for sequences whose features are known, the root alone for others."""
+        """Returns the shape for sequences with known features, the root alone for others."""
         room = [
             depth if self._features.is_known(slot, len(tokens) - 1) else 0
             for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True)
@@ -295,7 +295,7 @@ class HeadDrafter:
 
 
 def step_head(head: Head) -> StepHead:
-    """Returns a head of a method whose heads take one token per step, as `load_head` has checked."""
+    """Returns the head as one that takes a token per step, which `load_head` has checked."""
     assert isinstance(head, StepHead), f"{head.config.method} heads take a token a step"
     return head
 

@@ -156,7 +156,7 @@ class FalconBlocks:
         self._last = torch.zeros(slots, self._block, size, device=device, dtype=dtype)  # the LSTM's outputs
         self._state = torch.zeros(slots, NUM_LAYERS, 2, size, device=device, dtype=dtype)
         self._fed = [0] * slots  # positions that went through the LSTM, with rows in the cache
-        self._known = [0] * slots  # these, and positions whose features wait
+        self._known = [0] * slots  # these, and positions with waiting features
         self._waiting: list[list[Tensor]] = [[] for _ in range(slots)]  # (T, E) each
 
     def is_known(self, slot: int, length: int) -> bool:
@@ -177,7 +177,7 @@ class FalconBlocks:
                 self._known[slot] += len(features)
 
     def reusable(self, slot: int, length: int) -> int:
-        """See `StackFeatures.reusable`; 0 if more went through the LSTM, whose state is that of its end."""
+        """See `StackFeatures.reusable`; 0 if more went through the LSTM, which keeps its last state alone."""
         fed = self._fed[slot]
         return min(length, fed + sum(map(len, self._waiting[slot]))) if fed <= length else 0
 

@@ -82,7 +82,7 @@ class LastFeatures:
 
     def __init__(self, num_slots: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._features = torch.zeros(num_slots, hidden_size, device=device, dtype=dtype)
-        self._known = [0] * num_slots  # positions whose last feature is here
+        self._known = [0] * num_slots  # positions up to the stored feature
 
     def is_known(self, slot: int, length: int) -> bool:
         """Returns whether the feature of position `length - 1` is here."""
@@ -179,7 +179,7 @@ class StackFeatures:
                 self._known[slot] += len(features)
 
     def reusable(self, slot: int, length: int) -> int:
-        """Returns all positions whose features are here, at most `length`."""
+        """Returns the positions with features, at most `length`."""
         return min(length, self._fed[slot] + sum(map(len, self._waiting[slot])))
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:

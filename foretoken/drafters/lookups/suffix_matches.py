@@ -252,7 +252,7 @@ def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, k
 
 @lru_cache(maxsize=4096)
 def _lengths(longest: int, max_depth: int, limits: DraftLimits) -> list[tuple[int, int, int]]:
-    """Returns lengths of matches whose drafts may have nodes, with node bounds and score bounds, the greatest first.
+    """Returns lengths of matches that may give nodes, with their node and score bounds, the greatest score first.
 
     No score is above the depth: the probabilities of a level sum to at most 1.
     """
