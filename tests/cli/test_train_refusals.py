@@ -340,7 +340,7 @@ def test_told_to_stop(shared: Path, tmp_path: Path) -> None:
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 143, stderr
     assert "Traceback" not in stderr
-    assert "the same command goes on" in stderr
+    assert "the same command continues" in stderr
     last = json.loads(curves.read_text().splitlines()[-1])["step"]
     assert (tmp_path / "head-run" / f"checkpoint-{last:08d}" / "progress.json").is_file()
     assert not out.exists()
