@@ -33,6 +33,7 @@ PROGRAMS: dict[str, tuple[str, Comparisons]] = {
     "fms-extras": ("foundation-model-stack/fms-extras", fms.outcomes),
     "eagle": ("SafeAILab/EAGLE", eagle.official),
     "specforge": ("sgl-project/SpecForge", eagle.specforge),
+    "sglang": ("sgl-project/sglang, or rather a site-packages directory with it", eagle.sglang),
     "lade": ("hao-ai-lab/LookaheadDecoding", lookups.lookahead),
     "recycling": ("Luowaterbi/TokenRecycling", lookups.recycling),
     "falcon": ("Bestpay-inc/Falcon", falcon.outcomes),

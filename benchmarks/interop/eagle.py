@@ -1,29 +1,32 @@
-"""Runs SafeAILab/EAGLE's and SpecForge's draft networks on what foretoken writes of EAGLE heads.
+"""Runs the draft networks of SafeAILab/EAGLE, SpecForge and SGLang on what foretoken writes of EAGLE heads.
 
-Both are loaded as EAGLE's `EaModel` does: its own configuration class, then the state dictionary leniently. They are
-fed the text itself, the feature of one position beside the token of the next, and their first step is compared.
+The first two are loaded as EAGLE's `EaModel` does: its own configuration class, then the state dictionary leniently.
+All are fed the text itself, the feature of one position beside the token of the next. Their first steps are compared.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
-from benchmarks.interop.borrowed import borrow
+from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import BATCH, LENGTH, E, H, Target, V, random_head, written
-from foretoken.formats.saving import EAGLE_CODE, SPECFORGE
+from foretoken.formats.saving import EAGLE_CODE, SGLANG, SPECFORGE
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -106,6 +109,72 @@ def specforge(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # n
         return [network.lm_head(hidden)]
 
     yield from _outcomes(SPECFORGE, [case for case in _CASES if case[1]], read, work)
+
+
+def sglang(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # noqa: ARG001 - as above
+    """Every case in SGLang, in a process of its own; see `sglang_forward`."""
+    script = [sys.executable, str(Path(__file__).with_name("sglang_forward.py"))]
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))
+    environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
+    log = work / "sglang.log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process,
+    ):
+        questions, answers = process.stdin, process.stdout
+        assert questions is not None, "a pipe"
+        assert answers is not None, "a pipe"
+        if not answers.readline():
+            raise UnusableError(f"SGLang does not run here: {log.read_text().strip().splitlines()[-1]}")
+
+        def asked(place: Path, around: Target, is_eagle3: bool) -> Any:
+            features, tokens = _texts(_num_taps(place) if is_eagle3 else 1)
+            given = {"features": features[:, :-1].contiguous(), "tokens": tokens[:, 1:].contiguous(),
+                     "embedding": around.parts.embed(torch.arange(V))}  # fmt: skip
+            torch.save(given, place / "inputs.pt")
+            question = {"place": str(place), "is_eagle3": is_eagle3, "inputs": str(place / "inputs.pt"),
+                        "output": str(place / "outputs.pt")}  # fmt: skip
+            print(json.dumps(question), file=questions, flush=True)
+            if reason := json.loads(answers.readline()):
+                raise RuntimeError(reason)
+            return torch.load(place / "outputs.pt", weights_only=True)
+
+        def read(place: Path, around: Target, is_eagle3: bool) -> list[Tensor]:
+            found = asked(place, around, is_eagle3)
+            if not is_eagle3:
+                return [around.parts.lm_head(found["outputs"])]
+            weights = torch.load(place / "pytorch_model.bin", weights_only=True)
+            num_drafted = len(weights["lm_head.weight"])
+            if found["token_map"] is not None:
+                expected = weights["d2t"] + torch.arange(num_drafted)
+                if not torch.equal(found["token_map"], expected):
+                    raise RuntimeError("it drafts other tokens")
+            return [found["outputs"][..., :num_drafted]]
+
+        yield from _outcomes(SGLANG, _CASES, read, work)
+        yield _without_bias_entry(read, work)
+        questions.close()
+
+
+def _without_bias_entry(read: Read, work: Path) -> Outcome:
+    """SGLang beside an EAGLE-1 head with the change that foretoken advises."""
+    around, place = Target.made(work / "target", num_layers=_LAYERS), work / "no entry"
+    config = EagleConfig(hidden_size=E, vocab_size=V, layer=_LAYER, has_bias=True)
+    back, _ = written("eagle", random_head(config, around), around, place)
+    stated = json.loads((place / "config.json").read_text())
+    del stated["bias"]
+    (place / "config.json").write_text(json.dumps(stated))
+    return compared(
+        SGLANG, "EAGLE-1, a bias, 'bias' removed from config.json, eagle", claimed=True, ours=_ours(back, around),
+        theirs=partial(torch.no_grad()(read), place, around, False),
+    )  # fmt: skip
+
+
+def _num_taps(place: Path) -> int:
+    """How many taps a file's head has."""
+    return len(json.loads((place / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
 
 
 def _outcomes(program: str, cases: Any, read: Read, work: Path) -> Iterator[Outcome]:

@@ -31,6 +31,7 @@ from foretoken.formats.eagle_names import (
 from foretoken.formats.mapping import make_config, read_tensors, scatter
 from foretoken.formats.saving import (
     EAGLE_CODE,
+    SGLANG,
     VLLM_EAGLE,
     Reader,
     expect_method,
@@ -118,11 +119,14 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     how = reason or "EaModel.from_pretrained with ea_model_path of this directory, use_eagle3 off"
     official = Reader(EAGLE_CODE, reason is None, how)
     if sizes.has_bias:
-        return [official, Reader(VLLM_EAGLE, False, "its layer that fuses has no bias, and it stops at fc.bias")]
-    return [
-        official,
-        Reader(VLLM_EAGLE, True, "speculative_config with method 'eagle' named; a chain of the best token"),
-    ]
+        served = Reader(VLLM_EAGLE, False, "its layer that fuses has no bias, and it stops at fc.bias")
+        unset = "it gives attention biases too, without values; remove 'bias' from config.json"
+        if sizes.layer.attention_bias:
+            unset = "its attention has a bias behind o_proj, which has no value"
+    else:
+        served = Reader(VLLM_EAGLE, True, "speculative_config with method 'eagle' named; a chain of the best token")
+        unset = "its layer that fuses has a bias, which stays random"
+    return [official, served, Reader(SGLANG, False, unset)]
 
 
 def read_eagle(

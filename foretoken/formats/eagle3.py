@@ -133,10 +133,10 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     how = reason or f"EaModel.from_pretrained with ea_model_path of this directory{taps}"
     official = Reader(EAGLE_CODE, reason is None, how)
     reason = _BIASES if layer.attention_bias else None
-    if sizes.boundaries[0] != 2:
+    if sizes.own_embedding and sizes.width == sizes.hidden_size:
+        reason = "it replaces the head's embedding by the target's"
+    elif sizes.boundaries[0] != 2:
         reason = "it takes layer ids that do not begin with 1 for boundaries; convert to 'speculators'"
-    elif len(sizes.boundaries) != 3 or sizes.fc_norms:
-        reason = "it fuses three taps without norms"
     served = "--speculative-algorithm EAGLE3 with --speculative-draft-model-path of this directory"
     sglang = Reader(SGLANG, reason is None, reason or served)
     reason = _BIASES if layer.attention_bias else None

@@ -66,6 +66,7 @@ def test_without_clones_everything_is_skipped_and_says_why(capsys: pytest.Captur
         "fms-extras",
         "eagle",
         "specforge",
+        "sglang",
         "lade",
         "recycling",
         "falcon",
@@ -75,7 +76,7 @@ def test_without_clones_everything_is_skipped_and_says_why(capsys: pytest.Captur
         "speculators",
     ):
         assert f"no --{option}-repo" in said
-    assert "0 comparisons ran, 12 were skipped, 0 contradict" in said
+    assert "0 comparisons ran, 13 were skipped, 0 contradict" in said
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.5, 1)])

@@ -249,5 +249,8 @@ def test_who_reads_it(name: str, reads: bool) -> None:
     said = {reader.program: reader for reader in head_readers("eagle", random_head(CONFIGS[name]))}
     assert said[EAGLE_CODE].reads == reads
     assert not said["vLLM"].reads  # it has no bias there
+    assert not said["SGLang"].reads
+    assert said["SGLang"].how.endswith("remove 'bias' from config.json")
     plain = head_readers("eagle", random_head(CONFIGS["no bias"]), target=TargetInfo(config=TARGET))
     assert {reader.program: reader.reads for reader in plain}["vLLM"]
+    assert not {reader.program: reader.reads for reader in plain}["SGLang"]

@@ -361,7 +361,7 @@ def test_who_reads_it() -> None:
     ],
 )
 def test_who_reads_which_attention(changes: dict[str, Any], official: str | None, others: str | None) -> None:
-    """As `benchmarks/interop` found of the original code, and reading found of SGLang's and vLLM's."""
+    """As `benchmarks/interop` found of the original code, and of SGLang's, and reading found of vLLM's."""
     head = random_head(eagle3(layer=LAYER.model_copy(update=changes)), target=None)
     found = {reader.program: reader for reader in head_readers("eagle3", head, target=AROUND)}
     for program, reason in (
@@ -370,6 +370,23 @@ def test_who_reads_which_attention(changes: dict[str, Any], official: str | None
     ):
         assert found[program].reads == (reason is None), program
         assert found[program].how.startswith(reason or ""), program
+
+
+@pytest.mark.parametrize(
+    ("changes", "reads"),
+    [
+        ({"own_embedding": True}, False),
+        ({"own_embedding": True, "draft_hidden_size": 4}, True),
+        ({"fc_norms": True}, True),
+        ({"boundaries": (2, 5)}, True),
+    ],
+)
+def test_what_sglang_reads(changes: dict[str, Any], reads: bool) -> None:
+    """As `benchmarks/interop` found of SGLang 0.5.23."""
+    head = random_head(eagle3(**changes), target=None)
+    found = {reader.program: reader for reader in head_readers("eagle3", head, target=AROUND)}["SGLang"]
+    assert found.reads == reads
+    assert ("the head's embedding" in found.how) == (not reads)
 
 
 def test_taps_that_are_fewer_in_small_targets() -> None:

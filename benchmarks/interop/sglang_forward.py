@@ -1,0 +1,113 @@
+"""Runs SGLang's draft networks in a process of its own: one head a line of standard input, one answer a line.
+
+Kernels that are compiled for GPUs, and torchvision, are replaced by objects that do nothing. Attention over a cache is
+replaced by attention over the text itself. Classes, loading and arithmetic are SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+_NOT_NEEDED = ("sgl_kernel", "torchvision")
+
+
+class _Absent(MetaPathFinder, Loader):
+    """Finds modules that are not needed."""
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        is_absent = fullname.split(".")[0] in _NOT_NEEDED
+        return ModuleSpec(fullname, self, is_package=True) if is_absent else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: Any = ModuleType(spec.name)
+        module.__getattr__ = lambda name: MagicMock(name=name)
+        return module  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs."""
+
+
+def _classes() -> tuple[Any, Any]:
+    """Imports both classes of draft networks, for one process on a CPU."""
+    import transformers.image_utils  # noqa: F401 - it asks for torchvision before there seems to be one
+
+    sys.meta_path.insert(0, _Absent())
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
+    from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+
+    runtime_context.get_context().override_server_args(device="cpu", attention_backend="torch_native").install()
+    parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/meet", 0, "gloo")
+    parallel_state.initialize_model_parallel(backend="gloo")
+    ranks = {name: 0 for name in runtime_context._parallel_fields() if name.endswith("_rank")}
+    runtime_context.get_parallel().override_permanently(**ranks)
+    RadixAttention.forward = _attention
+    return LlamaForCausalLMEagle, LlamaForCausalLMEagle3
+
+
+def _attention(self: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+    """(S, H Dh) over the text that is fed."""
+    query, key, value = (each.view(len(each), -1, self.head_dim).transpose(0, 1) for each in (q, k, v))
+    mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True)
+    return mixed.transpose(0, 1).flatten(1)
+
+
+@torch.no_grad()
+def _answer(classes: tuple[Any, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """Loads a head and feeds it; (B, S, W) of EAGLE-1, (B, S, Vd) logits of EAGLE-3."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from transformers import LlamaConfig
+
+    given = torch.load(asked["inputs"], weights_only=True)
+    network = classes[asked["is_eagle3"]](LlamaConfig.from_pretrained(asked["place"]))
+    for weight in network.parameters():
+        weight.fill_(torch.nan)
+    weights = torch.load(os.path.join(asked["place"], "pytorch_model.bin"), weights_only=True)  # noqa: PTH118
+    network.load_weights(iter(weights.items()))
+    # As its workers do: the target's embedding takes the place of the head's, its LM head that of a head without one.
+    embedding = network.model.embed_tokens.weight
+    if embedding.shape[1] == given["embedding"].shape[1]:
+        embedding[: len(given["embedding"])] = given["embedding"]
+    outputs = []
+    for features, tokens in zip(given["features"], given["tokens"], strict=True):
+        batch = SimpleNamespace(
+            spec_info=SimpleNamespace(hidden_states=features), mm_input_embeds=None, forward_mode=ForwardMode.DECODE,
+            residual_stream=None, can_run_tbo=False,
+        )  # fmt: skip
+        found = network.model(tokens, torch.arange(len(tokens)), batch)
+        outputs.append(found[0] @ network.lm_head.weight.T if asked["is_eagle3"] else found)
+    hot = network.get_hot_token_id() if asked["is_eagle3"] else None
+    return {"outputs": torch.stack(outputs), "token_map": hot}
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print
+    classes = _classes()
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            torch.save(_answer(classes, asked), asked["output"])
+            said = ""
+        except Exception as err:  # noqa: BLE001 - the answer is that it stops
+            said = f"{type(err).__name__}: {err}"
+        print(json.dumps(said), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
