@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
+import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
 from foretoken.cli.main import main
@@ -31,12 +32,25 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(*arguments: str, stdin: str | bytes = "", is_terminal: bool = False) -> Finished:
+def run_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs Python with arguments in a process of its own, from the repository's root; options: of `subprocess.run`."""
+    options = {"capture_output": "stdout" not in options, "timeout": 120, "text": True, "check": False} | options
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, **options)  # noqa: PLW1510 - see above
+
+
+def run_main(setup: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python code, then the entry point with arguments, in a process of its own."""
+    code = f"import sys; sys.argv = {['foretoken', *arguments]}\n{setup}\nfrom foretoken.cli.main import main\nmain()"
+    return run_process("-c", code)
+
+
+def run(*arguments: str, stdin: str | bytes = "", stderr: TextIO | None = None, is_terminal: bool = False) -> Finished:
     """Calls the entry point from the repository's root.
 
     Args:
         arguments: After `foretoken`.
         stdin: Standard input.
+        stderr: Standard error; by default kept for the result.
         is_terminal: Whether standard output is a terminal.
     """
     out, err, code = Terminal() if is_terminal else io.StringIO(), io.StringIO(), 0
@@ -47,7 +61,7 @@ def run(*arguments: str, stdin: str | bytes = "", is_terminal: bool = False) -> 
         mock.patch.object(sys, "argv", ["foretoken", *arguments]),
         mock.patch.object(sys, "stdin", given),
         contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
+        contextlib.redirect_stderr(stderr or err),
     ):
         try:
             main()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command_line import MODEL, ROOT, run
+from command_line import MODEL, run, run_main
 
 PROMPT = "def read_lines(path):\n"
 
@@ -29,15 +27,18 @@ def generated(*arguments: str) -> dict[str, object]:
     return result
 
 
+WITHOUT = """
+import atexit
+@atexit.register
+def check():
+    found = {names} & set(sys.modules)
+    sys.stderr.write(f"imported: {{sorted(found)}}" if found else "imported nothing")
+"""
+
+
 def test_help_needs_no_torch() -> None:
-    code = (
-        "import sys; sys.argv = ['foretoken', '--help']\n"
-        "from foretoken.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "assert not {'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    done = run_main(WITHOUT.format(names={"torch", "transformers", "pydantic", "numpy"}), "--help")
+    assert (done.returncode, done.stderr) == (0, "imported nothing")
 
 
 def test_commands_of_the_base_package_need_no_extra() -> None:
@@ -46,13 +47,9 @@ def test_commands_of_the_base_package_need_no_extra() -> None:
         "accelerate", "datasets", "fastapi", "httpx", "llguidance", "matplotlib", "peft", "prometheus_client",
         "pyarrow", "ray", "starlette", "tensorboard", "triton", "uvicorn",
     )  # fmt: skip
-    arguments = ["foretoken", "generate", MODEL, "-s", "ngram", "--prompt", PROMPT, "--max-tokens", "4"]
-    code = (
-        f"import sys; sys.argv = {arguments}; sys.modules.update(dict.fromkeys({extras}))\n"
-        "from foretoken.cli.main import main\n"
-        "main()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    arguments = ("generate", MODEL, "-s", "ngram", "--prompt", PROMPT, "--max-tokens", "4")
+    done = run_main(f"sys.modules.update(dict.fromkeys({extras}))", *arguments)
+    assert done.returncode == 0, done.stderr
 
 
 def test_generate_json_is_the_same_with_every_drafter() -> None:
@@ -120,18 +117,9 @@ def test_bench_measures_the_engine_itself() -> None:
 
 @pytest.mark.parametrize("directory", [MODEL, "models/tinycode-medusa", "models/tinycode-hydra"])
 def test_inspect_needs_no_torch(directory: str) -> None:
-    code = (
-        f"import sys; sys.argv = ['foretoken', 'inspect', {directory!r}, '--json']\n"
-        "from foretoken.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit as stop: assert not stop.code\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["directory"] == directory
+    done = run_main(WITHOUT.format(names={"torch", "transformers"}), "inspect", directory, "--json")
+    assert (done.returncode, done.stderr) == (0, "imported nothing")
+    assert json.loads(done.stdout)["directory"] == directory
 
 
 def test_generate_says_what_loading_took_and_why_it_does_not_draft() -> None:

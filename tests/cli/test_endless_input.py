@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import threading
 from pathlib import Path
 
 import pytest
-from command_line import MODEL, ROOT, Finished, run
+from command_line import MODEL, ROOT, Finished, run, run_process
 
 from foretoken.files import bounded_reads
 
@@ -59,11 +58,8 @@ def test_a_device_that_never_ends(arguments: tuple[str, ...], sentence: str, tmp
 
 
 def test_standard_input_that_never_ends() -> None:
-    command = [sys.executable, "-m", "foretoken", "generate", MODEL]
     with Path("/dev/zero").open("rb") as endless:
-        result = subprocess.run(
-            command, stdin=endless, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
-        )
+        result = run_process("-m", "foretoken", "generate", MODEL, stdin=endless)
     assert_refused(Finished(result.returncode, result.stdout, result.stderr), "standard input holds more than 64 MiB")
 
 
@@ -100,8 +96,20 @@ def test_a_pipe_that_nobody_writes_to(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_process_substitution() -> None:
-    program = f"{sys.executable} -m foretoken generate {MODEL} --max-tokens 2"
-    command = f"""{program} -f <(sleep 0.3; printf 'import os\\n') -s @<(echo '{{"method": "ngram"}}')"""
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    """Pipes as the shell names them; one gets its text late."""
+    prompt, config = (os.pipe(), os.pipe())
+
+    def write(pipe: tuple[int, int], text: bytes) -> None:
+        os.write(pipe[1], text)
+        os.close(pipe[1])
+
+    late = threading.Timer(0.3, write, (prompt, b"import os\n"))
+    late.start()
+    write(config, b'{"method": "ngram"}')
+    names = ("-f", f"/dev/fd/{prompt[0]}", "-s", f"@/dev/fd/{config[0]}")
+    result = run("generate", MODEL, "--max-tokens", "2", *names)
+    late.join()
+    for reading, _ in (prompt, config):
+        os.close(reading)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("import os\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, ROOT, run
+from command_line import MODEL, ROOT, run, run_process
 from end_to_end.tiny_llms import target, tokenizer
 
 HEAD = "models/tinycode-medusa"
@@ -146,25 +146,21 @@ def _same(found: Any, whole: Any, undisturbed: Path, out: Path) -> bool:
     return bool(found == whole)
 
 
-@pytest.mark.parametrize("what", ["HOME to read alone", "no HOME", "no TMPDIR", "a TMPDIR that is none"])
-def test_without_the_usual_places(what: str, given: Path, tmp_path: Path) -> None:
-    """In a process of its own, with nothing kept from others: it answers, and says at most what is not kept."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("FORETOKEN_CACHE", "XDG_CACHE_HOME")}
-    environment["HOME"] = str(tmp_path)
-    match what:
-        case "HOME to read alone":
-            environment["HOME"] = "/proc/self"
-        case "no HOME":
-            del environment["HOME"]
-            environment["FORETOKEN_CACHE"] = str(tmp_path / "cache")
-        case "no TMPDIR":
-            environment.pop("TMPDIR", None)
-        case _:
-            environment["TMPDIR"] = str(tmp_path / "nowhere")
-    command = ["generate", str(given / "small"), "-p", "a b", "--max-tokens", "2", "--runner", "generic"]
-    done = subprocess.run(
-        [sys.executable, "-m", "foretoken", *command], cwd=ROOT, env=environment, capture_output=True, text=True,
-        check=False, timeout=300,
+@pytest.mark.parametrize("home", ["HOME to read alone", "no HOME"])
+def test_without_the_usual_places(home: str, given: Path, tmp_path: Path) -> None:
+    """In a process of its own, with nothing kept from others: it answers, and says at most what is not kept.
+
+    The places of HOME and of TMPDIR are independent, so each of the two has one run with every value.
+    """
+    unset = ("FORETOKEN_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    if home == "no HOME":
+        environment |= {"FORETOKEN_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "nowhere")}
+    else:
+        environment["HOME"] = "/proc/self"
+    done = run_process(
+        "-m", "foretoken", "generate", str(given / "small"), "-p", "a b", "--max-tokens", "2", "--runner", "generic",
+        env=environment, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

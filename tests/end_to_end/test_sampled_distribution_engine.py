@@ -118,7 +118,7 @@ def sample(
         drafter = {"speculative_config": config}
     if drafters:
         drafter = {"speculative_config": {"drafters": list(drafters)}}
-    llm = LLM(target, **drafter, max_num_seqs=250, max_model_len=16, runner="lean-native" if is_native else "auto")
+    llm = LLM(target, **drafter, max_num_seqs=64, max_model_len=16, runner="lean-native" if is_native else "auto")
     params = [
         SamplingParams(**options(setting), n=COPIES, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(num_samples // COPIES)
