@@ -44,8 +44,8 @@ def serving(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
         try:
-            while (line := process.stderr.readline()).startswith(("timing ", "compiling ")):
-                pass  # what a machine does once
+            # A machine compiles the kernels and times passes once, and says so first.
+            line = next(line for line in process.stderr if line.startswith("serving ") or process.poll() is not None)
             assert line.startswith("serving tiny with ngram on http://127.0.0.1:"), line
             url = line.split()[-1]
             wait_for(url)
