@@ -13,7 +13,7 @@ from pathlib import Path
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.results import CompletionOutput, Logprob
-from foretoken.core.vllm_sampling import OTHER_FIELDS, OTHER_KEYWORDS, OtherField
+from foretoken.core.sampling_params import OTHER_FIELDS, OTHER_KEYWORDS, OtherField
 from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS
 from foretoken.hf.generate_request import ARGUMENTS, FIELDS, Meaning
 from foretoken.text.chats import CONTENT_FORMAT, ChatFormat

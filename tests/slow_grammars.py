@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.grammars.checks import Form, GrammarChecks
+from foretoken.grammars.compiling import Form, GrammarChecks
 
 MOST_S = 60  # of waiting, before a test fails
 

@@ -22,9 +22,8 @@ from foretoken.bench.compare import measure_rounds
 from foretoken.bench.cost_twin.in_memory import make_twin_in_memory
 from foretoken.bench.cost_twin.make import TwinPlan
 from foretoken.bench.plots import in_order
-from foretoken.bench.setup_engines import SetupEngines
 from foretoken.bench.verify import Judge
-from foretoken.bench.workload import Workload, load_prompts
+from foretoken.bench.workload import SetupEngines, Workload, load_prompts
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.entrypoints.config import Setup, parse_setup
 from foretoken.models.loading import LoadedModel, load_tokenizer

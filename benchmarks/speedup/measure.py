@@ -12,8 +12,7 @@ from benchmarks.rivals.machine import DisturbanceWatch
 from benchmarks.speedup.journal import Line
 from benchmarks.speedup.sizes import weights_bytes
 from foretoken.bench.compare import in_turn, measure_anew
-from foretoken.bench.setup_engines import SetupEngines
-from foretoken.bench.workload import Workload
+from foretoken.bench.workload import SetupEngines, Workload
 from foretoken.core.errors import RequestError
 from foretoken.entrypoints.config import PLAIN, parse_setup
 from foretoken.models.loading import load_model, load_tokenizer

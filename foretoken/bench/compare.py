@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from foretoken.bench.setup_engines import SetupEngines
-from foretoken.bench.workload import no_progress
+from foretoken.bench.workload import SetupEngines, no_progress
 from foretoken.models.taps import run_plain
 from foretoken.runner.choice import PassWidths, likely_decoder
 from foretoken.runner.costs import measure_costs, pass_costs

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.compare import measure_rounds, note_surprise
 from foretoken.bench.grid import Refused
-from foretoken.bench.setup_engines import SetupEngines
 from foretoken.bench.sweep_results import PointResult
-from foretoken.bench.workload import Workload, no_progress
+from foretoken.bench.workload import SetupEngines, Workload, no_progress
 from foretoken.core.errors import ForetokenError
 
 if TYPE_CHECKING:

@@ -170,8 +170,8 @@ def data(
     ./vocab or ./index.
     """
     from foretoken.training.data.corpus import CorpusPlan, build_corpus
+    from foretoken.training.data.packed import PACKED_TOKENS
     from foretoken.training.data.sources import dataset_source, file_source, json_source, text_source
-    from foretoken.training.data.writer import PACKED_TOKENS
 
     PACKED_TOKENS.check(out, force=force)
     speculative_config = options.drafter_texts(speculative_config, spec_type)

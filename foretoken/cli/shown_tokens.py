@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from foretoken.cli import terminal
 from foretoken.cli.terminal import visible
-from foretoken.text.detokenizer import TokenSpans
+from foretoken.text.codec import TokenSpans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

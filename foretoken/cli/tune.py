@@ -15,7 +15,7 @@ from foretoken.core.errors import ConfigError
 if TYPE_CHECKING:
     from foretoken.drafters.options import DrafterOptions
     from foretoken.models.loading import LoadedModel
-    from foretoken.training.acceptance import TunedTree
+    from foretoken.training.evaluation import TunedTree
 
 _SIZES = (8, 16, 32, 64)
 _DEEPEST = 64
@@ -53,7 +53,7 @@ def tree(
     from foretoken.core.token_tree import MAX_NODES
     from foretoken.entrypoints.config import checked_setup, parse_speculative_config
     from foretoken.files.atomic_files import told_as, write_file
-    from foretoken.training.acceptance import measured_acceptance, tuned_tree
+    from foretoken.training.evaluation import measured_acceptance, tuned_tree
 
     setups = [checked_setup(text, target=model) for text in speculative_config or []]
     configs = [setup.config for setup in setups if setup.config is not None]

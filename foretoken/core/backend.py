@@ -1,19 +1,18 @@
-"""Capabilities of a device: free reads by the host, CPU kernels, the CUDA runtime, CUDA graphs, Triton kernels.
-
-No other module compares torch's names of device types, so a new accelerator needs changes here alone.
-"""
+"""What a device offers, and torch's state outside of tensors, which is kept apart: the caller's from the engine's."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -64,3 +63,115 @@ def _on(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if reads_are_free(device):
         return host
     return host.pin_memory().to(device, non_blocking=True) if has_cuda_runtime(device) else host.to(device)
+
+
+_CPU = torch.device("cpu")
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@contextmanager
+def own_torch_state() -> Iterator[None]:
+    """Switches off the caller's autocast, inference mode and default device.
+
+    An iteration serves the requests of all threads in one thread. The autocast of that thread would change the rounding
+    of their logits, its default device would move their tensors, and its inference mode would make tensors that later
+    iterations cannot write to.
+    """
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.no_grad())
+        for kind in _AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if _function_modes() != ([], None) and torch.get_default_device() != _CPU:
+            stack.enter_context(_CPU)
+        yield
+
+
+@contextmanager
+def restored_torch_state() -> Iterator[None]:
+    """Restores torch's state at the end of the block, whatever foreign code switched on inside."""
+    before = [read() for read, _ in _SETTINGS]
+    modes, default = _function_modes()
+    try:
+        # This guard restores inference mode and gradients at its end.
+        with torch.inference_mode(mode=torch.is_inference_mode_enabled()):
+            torch.set_grad_enabled(before[0])
+            yield
+    finally:
+        if _function_modes() != (modes, default):
+            _set_function_modes(modes, default)
+        for (read, write), value in zip(_SETTINGS, before, strict=True):
+            if read() != value:
+                write(value)
+
+
+def _function_modes() -> tuple[list[Any], Any]:
+    """Returns torch's function modes from the outermost in, and the context of the default device."""
+    return overrides._get_current_function_mode_stack(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+def _set_function_modes(modes: list[Any], default: Any) -> None:
+    """Restores the result of `_function_modes`.
+
+    `torch.set_default_device` fails inside `with torch.device(...)`, after it has removed half of the modes.
+    """
+    while overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = default
+
+
+def _autocast() -> tuple[Any, ...]:
+    """Returns by device whether autocast is on and its dtype, whether it caches weights, and its nesting."""
+    by_device = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES]
+    return (*by_device, torch.is_autocast_cache_enabled(), _autocast_nesting())
+
+
+def _autocast_nesting() -> int:
+    """Returns the number of open autocast blocks; autocast drops its cached weights at the end of the last one."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _set_autocast(state: tuple[Any, ...]) -> None:
+    *by_device, is_cached, nesting = state
+    for kind, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, by_device, strict=True):
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(is_cached)
+    while _autocast_nesting() > nesting:
+        torch.autocast_decrement_nesting()
+    while _autocast_nesting() < nesting:
+        torch.autocast_increment_nesting()
+    torch.clear_autocast_cache()
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _matmul_precision() -> str | None:
+    """Returns the precision of float32 GEMMs; None if single backends have their own."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # raised when backends differ
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
+# Each setting with the functions that read and write it.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (_autocast, _set_autocast),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1])),
+    (_matmul_precision, _set_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from foretoken.core.records import Declined
 from foretoken.drafting.base import Allotment, Allowance
 from foretoken.drafting.draft_costs import FadingLine, fastest_by_depth
-from foretoken.drafting.probing import WEIGHT_AT_PROBE, ProbeSchedule
+from foretoken.drafting.measured_gain import WEIGHT_AT_PROBE, ProbeSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ import numpy as np
 
 from foretoken.drafting.calibration import Calibration
 from foretoken.drafting.draft_costs import DraftSeconds
-from foretoken.drafting.probing import WEIGHT_AT_PROBE, ProbeSchedule
+from foretoken.drafting.measured_gain import WEIGHT_AT_PROBE, ProbeSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -17,7 +17,7 @@ from foretoken.drafting.buying import buy, drawn_nodes, earnings_by_depth
 from foretoken.drafting.calibration import Calibration
 from foretoken.drafting.draft_costs import FadingLine, LevelSeconds
 from foretoken.drafting.host_trees import count_followed, on_host, valued, values_of, with_values
-from foretoken.drafting.probing import WEIGHT_AT_PROBE, ProbeSchedule
+from foretoken.drafting.measured_gain import WEIGHT_AT_PROBE, ProbeSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.core.backend import has_cuda_runtime
+from foretoken.core.backend import has_cuda_runtime, own_torch_state
 from foretoken.core.passes import Pass
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
-from foretoken.core.torch_state import own_torch_state
 from foretoken.drafters.base import Committed, DraftContext, DraftRequest
 from foretoken.drafting.draft_guard import DraftGuard
 from foretoken.drafting.untrusted_drafter import UntrustedDrafter

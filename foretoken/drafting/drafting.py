@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from foretoken.core.records import AskedDrafter
-from foretoken.core.stage_clock import Laps
+import torch
+
+from foretoken.core.records import AskedDrafter, Laps
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
 from foretoken.drafters.base import MeasuredDrafter, TargetReads
 from foretoken.drafting.adaptive_depth import AdaptiveDepth
@@ -15,7 +16,6 @@ from foretoken.drafting.best_nodes import BestNodes
 from foretoken.drafting.calibration import KeptAcceptance, pair_key
 from foretoken.drafting.draft_costs import BesidePrompts
 from foretoken.drafting.draft_guard import DraftGuard, SafeDraft, within_node_limits
-from foretoken.drafting.draft_noise import DraftNoise
 from foretoken.drafting.draft_timing import time_drafts
 from foretoken.drafting.measured_gain import MeasuredGain
 from foretoken.drafting.several_drafters import SeveralDrafters
@@ -24,14 +24,41 @@ from foretoken.grammars.drafts import FORCED, constrained_tree
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from foretoken.core.passes import Tap
     from foretoken.core.records import Declined, StepRecord
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.drafters.options import DrafterOptions
     from foretoken.drafting.base import Allotment, Continue, Controller, Leaf
     from foretoken.grammars.drafts import GrammarBounds
+    from foretoken.sampling.batch import SamplingBatch
+
+
+class DraftNoise:
+    """Contexts with each drafter's own noise; kept between proposals while the batch stays the same."""
+
+    def __init__(self) -> None:
+        self._batch: SamplingBatch | None = None
+        self._are_coupled: list[bool] = []
+        self._kept: dict[int, SamplingBatch] = {}
+
+    def of(self, context: DraftContext, drafter: int) -> DraftContext:
+        """Returns a context with a drafter's own noise.
+
+        Args:
+            context: Of the batch.
+            drafter: The drafter's index. Index 0 keeps the requests' own noise.
+        """
+        batch, are_coupled = context.sampling, list(context.is_coupled)
+        if not drafter or batch.is_all_greedy or all(are_coupled):
+            return context
+        if self._batch is not batch or self._are_coupled != are_coupled:
+            self._batch, self._are_coupled, self._kept = batch, are_coupled, {}
+        own = self._kept.get(drafter)
+        if own is None:
+            rows = torch.tensor([not each for each in are_coupled], device=batch.greedy.device)
+            own = self._kept[drafter] = replace(batch, noise=batch.noise.of_drafter(drafter, rows))
+        return replace(context, sampling=own)
+
 
 _MOST_BOUGHT = 128  # least cap of nodes in a tree of several drafters; a drafter with wider trees raises the cap
 _LONGEST_GRAFT = 10  # tokens

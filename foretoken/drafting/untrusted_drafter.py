@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import restored_torch_state
 from foretoken.core.errors import PassError, TreeError
 from foretoken.core.token_tree import PROBE, TokenTree
-from foretoken.core.torch_state import restored_torch_state
 from foretoken.drafters.base import Committed, DraftContext, Verified
 from foretoken.drafting.draft_guard import find_misfit
 

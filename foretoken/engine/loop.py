@@ -16,31 +16,32 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
-from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
+from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free, restored_torch_state
 from foretoken.core.errors import ModelError, described
-from foretoken.core.records import StepRecord
-from foretoken.core.stage_clock import StageClock
+from foretoken.core.records import StageClock, StepRecord
 from foretoken.core.token_tree import MAX_NODES, TokenTree
-from foretoken.core.torch_state import restored_torch_state
 from foretoken.drafters.base import DraftContext
 from foretoken.drafting.drafting import Draft
 from foretoken.engine.engine_counts import EngineCounts
 from foretoken.engine.failures import MemoryPressure, contained, fail, is_out_of_memory
-from foretoken.engine.outcomes import (
-    Outcome,
-    greatest_on_host,
-    newly_committed,
-    outcomes_of_choices,
-    outcomes_on_host,
-    sequence_step,
-    token_scores,
-)
 from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.sampling_state import SamplingState
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import slot_of
 from foretoken.engine.tracing import traced
-from foretoken.engine.verification import VerifiedBatch, logits_of, token_choice, verification
+from foretoken.engine.verification import (
+    Outcome,
+    VerifiedBatch,
+    greatest_on_host,
+    logits_of,
+    newly_committed,
+    outcomes_of_choices,
+    outcomes_on_host,
+    sequence_step,
+    token_choice,
+    token_scores,
+    verification,
+)
 from foretoken.grammars.drafts import GrammarBounds
 from foretoken.sampling.node_scores import NodeScores
 

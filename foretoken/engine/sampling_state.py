@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from foretoken.engine.sequence import slot_of
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.grammar import GrammarMask
-from foretoken.sampling.history import History, HistoryTable
+from foretoken.sampling.processors import History, HistoryTable
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import described, one_line
 from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk, TextPart
-from foretoken.text.detokenizer import Detokenizer, StopStrings
+from foretoken.text.codec import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.core.token_tree import TokenTree
-    from foretoken.engine.outcomes import Outcome
+    from foretoken.engine.verification import Outcome
     from foretoken.sampling.node_scores import NodeScores
 
 _DRAFTERS = PROBE - 1  # bits of the drafters in `TokenTree.source`

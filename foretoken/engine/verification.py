@@ -1,29 +1,278 @@
-"""Builds the pass of an iteration, and holds its result before anything is committed."""
+"""What an iteration asks of the target, what acceptance decides, and what follows for caller, drafters and records.
+
+Letters: B sequences, N nodes, V vocabulary, K tokens of one sequence.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from foretoken.core.backend import reads_are_free
+from foretoken.acceptance.walk import walk_chosen
+from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.passes import Pass, TokenChoice
-from foretoken.engine.sequence import slot_of
+from foretoken.core.records import SequenceStep
+from foretoken.drafters.base import Committed, Verified
+from foretoken.engine.sequence import TokenScores, slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from torch import Tensor
-
+    from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.records import TreeTrace
-    from foretoken.core.token_tree import TokenTree
+    from foretoken.core.token_tree import HostFacts, TokenTree
     from foretoken.decoder.base import PassOutput
-    from foretoken.drafting.drafting import Draft
-    from foretoken.engine.outcomes import Outcome
+    from foretoken.drafting.drafting import Draft, Drafting
     from foretoken.engine.prefill import Chunk, Prefill
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
+    from foretoken.sampling.node_scores import NodeScores
+
+
+class Outcome(NamedTuple):
+    """Decision of acceptance for one sequence, on the host.
+
+    Attributes:
+        path: Accepted nodes in order.
+        tokens: Accepted tokens and the correction or bonus token.
+        num_valid: Number of leading tokens with finite target logits that the request's parameters allow.
+        num_drafted: Drafted nodes of the tree that could be accepted.
+        tree_depth: Greatest depth of these nodes.
+        sources: `TokenTree.source` of the accepted nodes; all 1 if one drafter proposed the tree.
+        drafted: `TokenTree.source` of the nodes of `num_drafted`, in any order.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    num_valid: int
+    num_drafted: int
+    tree_depth: int
+    sources: list[int]
+    drafted: list[int]
+
+
+def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome]:
+    """Brings all outcomes of an iteration to the host in one transfer; `scores` has the tree without probes."""
+    tree, path, nodes = scores.tree, acceptance.path, acceptance.path.clamp_min(0)
+    is_finite = scores.by_node(torch.isfinite(scores.logits.amax(1)))
+    columns = [
+        acceptance.num_accepted.unsqueeze(1), acceptance.next_token.unsqueeze(1), path, tree.tokens.gather(1, nodes),
+        is_finite[:, :1], is_finite.gather(1, nodes),
+    ]  # fmt: skip
+    facts = _facts_of_drafts(tree)
+    if facts is None:
+        is_drafted = tree.parents >= 0
+        columns += [is_drafted.sum(1, keepdim=True), (tree.depths * is_drafted).amax(1, keepdim=True)]
+    if tree.source is not None:
+        columns += [tree.source.gather(1, nodes), torch.where(tree.parents >= 0, tree.source, 0)]
+    outcomes, depth = [], path.shape[1]
+    for row, values in enumerate(torch.cat(columns, dim=1).tolist()):  # the synchronisation
+        accepted, next_token = values[:2]
+        on_path, tokens, is_valid = values[2 : 2 + depth], values[2 + depth : 2 + 2 * depth], values[2 + 2 * depth :]
+        rest = values[3 + 3 * depth :]
+        num_drafted, tree_depth = (facts.num_nodes[row] - 1, facts.depths[row]) if facts is not None else rest[:2]
+        # Each token needs a finite row of logits at the root or on the path; the first bad row ends the sequence. A
+        # row without a possible token draws -1: the request's parameters may exclude all tokens.
+        num_valid = min([*is_valid[: accepted + 1], 0].index(0), accepted + (next_token >= 0))
+        outcomes.append(
+            Outcome(
+                path=on_path[:accepted],
+                tokens=[*tokens[:accepted], next_token],
+                num_valid=num_valid,
+                num_drafted=num_drafted,
+                tree_depth=tree_depth,
+                sources=rest[2 : 2 + accepted] if tree.source is not None else [1] * accepted,
+                drafted=[1] * num_drafted if tree.source is None else [each for each in rest[2 + depth :] if each],
+            )
+        )
+    return outcomes
+
+
+def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -> list[Outcome]:
+    """Returns the outcomes of greedy and coupled acceptance from the target's token after every node.
+
+    Args:
+        tree: Without probes, on a device where reads are free.
+        choices: The token after each node, without padding; -1 if logits are not finite.
+        offsets: B + 1, the first node of each tree.
+    """
+    paths = walk_chosen(tree, [choices[start:end] for start, end in pairwise(offsets)])
+    facts = _facts_of_drafts(tree)
+    rows = _drafted_of_rows(tree) if facts is None else []
+    outcomes = []
+    for row, (nodes, next_token) in enumerate(paths):
+        if facts is None:
+            sources, num_drafted, tree_depth, drafted = rows[row]
+        else:
+            num_drafted, tree_depth = facts.num_nodes[row] - 1, facts.depths[row]
+            sources, drafted = None, [1] * num_drafted
+        outcomes.append(
+            Outcome(
+                path=nodes,
+                tokens=[*(choices[offsets[row] + node] for node in [0, *nodes][: len(nodes)]), next_token],
+                num_valid=len(nodes) + (next_token >= 0),
+                num_drafted=num_drafted,
+                tree_depth=tree_depth,
+                sources=[1] * len(nodes) if sources is None else [sources[node] for node in nodes],
+                drafted=drafted,
+            )
+        )
+    return outcomes
+
+
+def _facts_of_drafts(tree: TokenTree) -> HostFacts | None:
+    """Returns host facts of trees without probes, if they hold all that outcomes need."""
+    facts = tree.host_facts
+    return facts if facts is not None and tree.source is None and facts.are_depths_exact else None
+
+
+class _Drafted(NamedTuple):
+    """Nodes of one tree that could be accepted.
+
+    Attributes:
+        sources: `TokenTree.source` of all nodes; None if one drafter proposed the tree.
+        num_drafted: See `Outcome`.
+        tree_depth: See `Outcome`.
+        drafted: See `Outcome`.
+    """
+
+    sources: list[int] | None
+    num_drafted: int
+    tree_depth: int
+    drafted: list[int]
+
+
+def _drafted_of_rows(tree: TokenTree) -> list[_Drafted]:
+    sources = [None] * tree.batch_size if tree.source is None else tree.source.tolist()
+    rows = []
+    for parents, depths, of_nodes in zip(tree.parents.tolist(), tree.depths.tolist(), sources, strict=True):
+        nodes = [node for node, parent in enumerate(parents) if parent >= 0]
+        drafted = [1] * len(nodes) if of_nodes is None else [of_nodes[node] for node in nodes if of_nodes[node]]
+        rows.append(_Drafted(of_nodes, len(nodes), max((depths[node] for node in nodes), default=0), drafted))
+    return rows
+
+
+def greatest_on_host(logits: Tensor) -> list[int]:
+    """Returns the token with the greatest logit of each row of a CPU tensor, the lowest among equals.
+
+    Args:
+        logits: (R, V) float32.
+
+    Returns:
+        R tokens, -1 if the greatest logit is not finite.
+    """
+    rows = logits.numpy()  # NumPy's argmax is vectorised along a row, torch's is not
+    best = rows.argmax(1)
+    is_finite = np.isfinite(rows[np.arange(len(rows)), best])  # argmax treats NaN as the greatest
+    tokens: list[int] = np.where(is_finite, best, -1).tolist()
+    return tokens
+
+
+def token_scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
+    """Returns log-probabilities at output tokens; one transfer to the host.
+
+    Args:
+        logits: (K, V) float32, the rows that decided the tokens.
+        tokens: K tokens.
+        count: Number of most probable tokens to return.
+    """
+    log_probs = logits.log_softmax(1)
+    top = log_probs.topk(min(count, logits.shape[1]), dim=1)
+    chosen = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1))
+    ranks = (log_probs > chosen).sum(1) + 1
+    return [
+        TokenScores(token=token, logprob=value, rank=rank, top=dict(zip(ids, values, strict=True)))
+        for token, value, rank, ids, values in zip(
+            tokens, chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    ]
+
+
+def newly_committed(
+    roots: list[int],
+    trees: Pass,
+    tree: TokenTree,
+    outcomes: list[Outcome],
+    features: Tensor | None,
+    top_ids: Tensor | None,
+) -> Committed:
+    """Returns what drafters learn: root and accepted path of every sequence, with their features.
+
+    Args:
+        roots: Root token of each of B sequences.
+        trees: The part of the pass with the trees.
+        tree: The verified tree.
+        outcomes: The outcome of each sequence.
+        features: (M, F, D) tapped features of the tokens of `trees`, perhaps followed by others, or None.
+        top_ids: See `foretoken.drafters.base.Verified`.
+    """
+    starts = trees.offsets[:-1]
+    paths = [outcome.path for outcome in outcomes]
+    if features is not None:
+        nodes = [start + node for start, path in zip(starts, paths, strict=True) for node in (0, *path)]
+        if nodes == list(range(len(nodes))):
+            # Cloned: drafters keep the features, and a view would keep those of the whole pass.
+            features = features if len(nodes) == len(features) else features[: len(nodes)].clone()
+        else:
+            features = features.index_select(0, integers_on(nodes, features.device))
+    return Committed(
+        slots=trees.slots,
+        starts=trees.prefix_lens,
+        tokens=[[root, *outcome.tokens[: len(outcome.path)]] for root, outcome in zip(roots, outcomes, strict=True)],
+        features=features,
+        verified=Verified(tree=tree, paths=paths, offsets=trees.offsets, top_ids=top_ids),
+    )
+
+
+def sequence_step(
+    drafting: Drafting,
+    sequence: Sequence,
+    outcome: Outcome,
+    generated: list[int],
+    num_proposed: int | None,
+    trace: TreeTrace | None = None,
+    *,
+    ends_prompt: bool = False,
+) -> SequenceStep:
+    """Returns the record of one sequence's iteration.
+
+    Args:
+        drafting: Knows the drafters' names.
+        sequence: The sequence.
+        outcome: The decision of acceptance.
+        generated: Tokens added to its output.
+        num_proposed: See `SequenceStep`.
+        trace: The trace with the whole accepted path; cut if the sequence ended earlier.
+        ends_prompt: See `SequenceStep`.
+    """
+    accepted = min(len(outcome.path), len(generated))
+    accepted_from = [drafting.credit(source) for source in outcome.sources[:accepted]]
+    if trace is not None and len(generated) <= len(outcome.path):
+        trace = replace(trace, path=outcome.path[:accepted], next_token=None)
+    drafted: dict[str, int] = {}
+    for source, count in Counter(outcome.drafted).items():
+        for name in drafting.credit(source):
+            drafted[name] = drafted.get(name, 0) + count
+    return SequenceStep(
+        request_id=sequence.request_id,
+        num_drafted=outcome.num_drafted,
+        tree_depth=outcome.tree_depth,
+        num_accepted=accepted,
+        num_emitted=len(generated),
+        tokens=generated,
+        accepted_by=dict(Counter(name for names in accepted_from for name in names)),
+        drafted_by=drafted,
+        num_proposed=num_proposed,
+        accepted_from=accepted_from,
+        ends_prompt=ends_prompt,
+        trace=trace,
+    )
 
 
 class Verification(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.core.checks import check_integer, check_text, shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, RequestError
-from foretoken.core.vllm_sampling import check_other_keywords
+from foretoken.core.sampling_params import check_other_keywords
 from foretoken.entrypoints.llm import LLM
 from foretoken.entrypoints.request_queue import RequestQueue
 from foretoken.entrypoints.request_stream import RequestOutputs, RequestStream

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from foretoken.core.backend import restored_torch_state
 from foretoken.core.checks import check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, ForetokenError, described, foreign_errors_as
 from foretoken.core.token_tree import MAX_NODES
-from foretoken.core.torch_state import restored_torch_state
 from foretoken.drafters.base import TargetReads
 from foretoken.drafting.untrusted_drafter import UntrustedDrafter
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.core.backend import own_torch_state
 from foretoken.core.checks import shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, EngineStopped, RequestError
-from foretoken.core.torch_state import own_torch_state
-from foretoken.core.vllm_sampling import check_other_keywords
-from foretoken.decoder.memory import share_of_free
+from foretoken.core.sampling_params import check_other_keywords
+from foretoken.decoder.slot_cache import share_of_free
 from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
 from foretoken.drafting.drafting import (

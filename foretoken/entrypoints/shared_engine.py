@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from foretoken.core.torch_state import own_torch_state
+from foretoken.core.backend import own_torch_state
 from foretoken.files.locks import FairLock
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.formats.mapping import read_tensors
-from foretoken.formats.medusa_names import MedusaNames
+from foretoken.formats.medusa import MedusaNames
 from foretoken.formats.saving import finished
 
 if TYPE_CHECKING:

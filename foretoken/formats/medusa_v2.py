@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from foretoken.core.errors import ConfigError
 from foretoken.formats import medusa
 from foretoken.formats.mapping import scatter
-from foretoken.formats.medusa_names import OFFICIAL, with_biases
+from foretoken.formats.medusa import OFFICIAL, with_biases
 from foretoken.formats.saving import (
     MEDUSA_CODE,
     TGI,

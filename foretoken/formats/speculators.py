@@ -15,7 +15,7 @@ import torch
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.eagle import read_eagle
-from foretoken.formats.eagle3_network import (
+from foretoken.formats.eagle3 import (
     LAYER_IDS,
     boundaries_of,
     eagle3_tensors,

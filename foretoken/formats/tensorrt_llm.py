@@ -21,12 +21,12 @@ from torch.nn.functional import pad
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, listed
-from foretoken.formats import hydra_names, medusa_names
+from foretoken.formats import hydra_names, medusa
 from foretoken.formats.checkpoint import check_keys
 from foretoken.formats.files import HeadFiles, Weights
 from foretoken.formats.hydra_names import HydraNames, prefix_entries
 from foretoken.formats.mapping import assemble, scatter, wanted_shapes
-from foretoken.formats.medusa_names import MedusaNames
+from foretoken.formats.medusa import MedusaNames
 from foretoken.formats.saving import TRT_HYDRA, TRT_MEDUSA, Reader, expect_method, finished, own_entries, save
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
@@ -202,7 +202,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         stored = MEDUSA.config(ranks.merged, vocab_size=config.get("vocab_size"))
         table = MEDUSA.table(stored)
         counts = {"num_heads": "num_medusa_heads", "num_layers": "num_medusa_layers"}
-        medusa_names.warn_of_counts(name, config, counts, stored)
+        medusa.warn_of_counts(name, config, counts, stored)
     else:
         stored = HYDRA.config(ranks.merged, _prefix_sizes(config), target)
         table = HYDRA.table(stored)
@@ -212,7 +212,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     sizes: Any = stored.model_copy(update={"vocab_size": _vocab_size(name, config, stored.vocab_size)})
     cut = {key: _cut(key, tensor, sizes.vocab_size) for key, tensor in tensors.items()}
     if isinstance(sizes, MedusaConfig):
-        sizes, cut = medusa_names.without_added_biases(config, sizes, cut)
+        sizes, cut = medusa.without_added_biases(config, sizes, cut)
     return finished(name, config, sizes, cut, target)
 
 
@@ -230,7 +230,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     sizes: MedusaConfig | HydraConfig
     table: dict[str, Place]
     if isinstance(config, MedusaConfig):
-        sizes, weights = medusa_names.for_writing(config, checkpoint.weights, options, what=what)
+        sizes, weights = medusa.for_writing(config, checkpoint.weights, options, what=what)
         table = MEDUSA.table(sizes)
     else:
         assert isinstance(config, HydraConfig), "the method says so"

@@ -15,7 +15,7 @@ import torch
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import check_token_map, make_config, read_tensors, scatter
-from foretoken.formats.medusa_names import MedusaNames, warn_of_counts
+from foretoken.formats.medusa import MedusaNames, warn_of_counts
 from foretoken.formats.saving import VLLM, Reader, expect_method, finished, own_entries, own_entry, save
 from foretoken.heads.medusa import MedusaConfig
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from foretoken.decoder.blocks import Blocks
-    from foretoken.decoder.lean.head_steps import AutoregressiveSteps
+    from foretoken.decoder.lean.native_head import AutoregressiveSteps
     from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from foretoken.core.passes import Tap
-    from foretoken.decoder.lean.head_steps import HeadSteps
+    from foretoken.decoder.lean.native_head import HeadSteps
     from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 

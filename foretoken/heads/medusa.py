@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from typing_extensions import override
 
-from foretoken.decoder.lean.head_steps import HeadStep, HeadSteps, LmHead
+from foretoken.decoder.lean.native_head import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import StepHead, StepHeadConfig
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foretoken.decoder.lean.head_steps import LmHead, ScaledEmbedding
+from foretoken.decoder.lean.native_head import LmHead, ScaledEmbedding
 from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from foretoken.core.records import TreeTrace
 from foretoken.core.results import GenerationMetrics
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import MIB, read_named
-from foretoken.text.detokenizer import TokenSpans
+from foretoken.text.codec import TokenSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,8 +19,7 @@ from foretoken.core.errors import ModelError, PassError, RequestError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.base import TreeDrafting
-from foretoken.decoder.memory import affordable_rows
-from foretoken.decoder.slot_cache import GRANULE, SlotCache
+from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows
 from foretoken.models.model_changes import WeightWrites
 from foretoken.runner.choice import PassWidths, choose_decoder
 from foretoken.runner.costs import pass_costs

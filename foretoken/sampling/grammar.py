@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.sampling.history import NodeView
+    from foretoken.sampling.processors import NodeView
 
 
 class Ends(NamedTuple):

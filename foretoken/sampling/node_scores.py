@@ -13,13 +13,12 @@ from torch import Tensor
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.sampling.batch import best_possible, one_hot_log_probs, warp
-from foretoken.sampling.history import NodeView
-from foretoken.sampling.processors import apply_processors
+from foretoken.sampling.processors import NodeView, apply_processors
 
 if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.sampling.batch import SamplingBatch
-    from foretoken.sampling.history import History
+    from foretoken.sampling.processors import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
 from foretoken.core.errors import RequestError
-from foretoken.core.sampling_params import MOST_TOKENS, SamplingParams
+from foretoken.core.sampling_params import MOST_TOKENS, OTHER_FIELDS, SamplingParams
 from foretoken.core.structured_outputs import StructuredOutputsParams
-from foretoken.core.vllm_sampling import OTHER_FIELDS
 from foretoken.server.errors import ApiError
 from foretoken.server.tool_requests import tool_use
 

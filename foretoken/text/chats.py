@@ -11,7 +11,7 @@ from jinja2 import UndefinedError
 
 from foretoken.core.checks import check_boolean, check_text, shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
-from foretoken.core.vllm_sampling import OtherField, check_other_keywords
+from foretoken.core.sampling_params import OtherField, check_other_keywords
 
 if TYPE_CHECKING:
     from foretoken.text.codec import Codec

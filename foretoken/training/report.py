@@ -1,6 +1,6 @@
 """Measures a trained head on held-out prompts, and saves it with the results.
 
-`foretoken.training.acceptance` measures acceptance by depth and rank. The acceptance length comes from drafting in the
+`foretoken.training.evaluation` measures acceptance by depth and rank. The acceptance length comes from drafting in the
 engine.
 """
 
@@ -25,7 +25,7 @@ from foretoken.heads.autoregressive import AutoregressiveConfig
 from foretoken.models.loading import load_config
 from foretoken.models.placement import DTYPES
 from foretoken.runner.costs import pass_costs
-from foretoken.training.acceptance import measured_acceptance
+from foretoken.training.evaluation import measured_acceptance
 from foretoken.training.processes import training_processes
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.token_tree import DraftDistributions, DrawKind, HostFacts, TokenTree
+from foretoken.trees.choices import Level, relations_of, whole_places
 from foretoken.trees.merge import compacted
 from foretoken.trees.pruning import normalised_entropy
-from foretoken.trees.shape_levels import Level, relations_of, whole_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -244,10 +244,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "top-k children tested with p/q": Mutant(TOP, broken=replace(TOP, drafts=marked(TOP.drafts, DrawKind.INDEPENDENT))),
     "penalties of the root only": Mutant(
-        PENALISED, patches={"foretoken.sampling.history.History.extended": without_the_path}
+        PENALISED, patches={"foretoken.sampling.processors.History.extended": without_the_path}
     ),
     "penalties one token late": Mutant(
-        PENALISED, patches={"foretoken.sampling.history.History.extended": without_the_node_itself}
+        PENALISED, patches={"foretoken.sampling.processors.History.extended": without_the_node_itself}
     ),
     "lenience 0.95": Mutant(LENIENT, broken=replace(LENIENT, rule=lenient(0.95))),
     "typical acceptance": Mutant(BEST_PAIR, broken=replace(BEST_PAIR, rule=typical)),

@@ -8,8 +8,8 @@ from foretoken.acceptance.sequential import accept_sequential
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
-from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
+from foretoken.sampling.processors import History, HistoryTable
 
 # Exact in float32, the type of the batch's parameters.
 PRESENCE, FREQUENCY = 1.5, 0.75

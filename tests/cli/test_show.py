@@ -16,8 +16,7 @@ from end_to_end.tiny_llms import tokenizer
 
 from foretoken.cli.shown_tokens import ShownTokens, has_colours, runs, safe_and_painted
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
-from foretoken.text.codec import Codec
-from foretoken.text.detokenizer import TokenSpans
+from foretoken.text.codec import Codec, TokenSpans
 
 GENERATE = (
     "generate", MODEL, "-p", "class Queue:\n", "-s", "ngram:num_speculative_tokens=3+hydra:num_speculative_tokens=3",

@@ -10,8 +10,7 @@ import torch
 
 from foretoken.core import checks
 from foretoken.core.errors import ForetokenError, RequestError
-from foretoken.core.sampling_params import SamplingParams
-from foretoken.core.vllm_sampling import OTHER_FIELDS
+from foretoken.core.sampling_params import OTHER_FIELDS, SamplingParams
 
 NAN, INF = math.nan, math.inf
 

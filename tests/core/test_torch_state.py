@@ -12,8 +12,8 @@ import torch
 from end_to_end.tiny_llms import draft_model, llm, noisy, target
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.backend import _autocast_nesting, own_torch_state, restored_torch_state
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.core.torch_state import _autocast_nesting, own_torch_state, restored_torch_state
 from foretoken.drafters.base import TargetReads
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=20, repetition_penalty=1.1, logprobs=1)

@@ -23,7 +23,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.blocks import Matrix
 from foretoken.decoder.lean.torch_blocks import fuse
-from foretoken.engine.outcomes import greatest_on_host
+from foretoken.engine.verification import greatest_on_host
 from foretoken.models.loading import wrap_model
 from foretoken.models.taps import run_plain
 from foretoken.runner import decoders

@@ -10,15 +10,14 @@ from tiny_models import tiny_model
 
 from foretoken import LLM
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.decoder import memory
-from foretoken.decoder.memory import affordable_rows
-from foretoken.decoder.slot_cache import LayerShape
+from foretoken.decoder import slot_cache
+from foretoken.decoder.slot_cache import LayerShape, affordable_rows
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
 
 def test_rows_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 2 * 80_000)
+    monkeypatch.setattr(slot_cache, "_free_bytes", lambda device: 2 * 80_000)
     shapes = [LayerShape(2, 8, 8), LayerShape(1, 4, 4)]  # 32 + 8 numbers a row
     rows = affordable_rows(shapes, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert rows == 80_000 // (40 * 2)
@@ -27,8 +26,12 @@ def test_rows_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_share_of_the_free_memory_can_be_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 100_000)
-    assert [memory.share_of_free(torch.device("cpu"), most) for most in (0.25, 0.5, 0.9)] == [25_000, 50_000, 50_000]
+    monkeypatch.setattr(slot_cache, "_free_bytes", lambda device: 100_000)
+    assert [slot_cache.share_of_free(torch.device("cpu"), most) for most in (0.25, 0.5, 0.9)] == [
+        25_000,
+        50_000,
+        50_000,
+    ]
     capacities = [
         LLM(tiny_model("llama"), max_num_seqs=2, **arguments).target.cache.capacity
         for arguments in ({"kv_cache_memory_bytes": 25_000}, {"gpu_memory_utilization": 0.25}, {})

@@ -116,7 +116,7 @@ def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch
 
 def test_drafting_rests_where_the_clock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Iterations without drafts are looked at; then nobody is told, until drafts are tried with a feature at hand."""
-    monkeypatch.setattr("foretoken.drafting.probing.SHARE", 0.25)
+    monkeypatch.setattr("foretoken.drafting.measured_gain.SHARE", 0.25)
     monkeypatch.setattr("foretoken.drafting.measured_gain._STAY_NEAR", 4)
     calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
     engine_drafting: Any = calls.engine._engine._drafting

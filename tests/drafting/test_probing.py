@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from foretoken.drafting.probing import ProbeSchedule
+from foretoken.drafting.measured_gain import ProbeSchedule
 
 CREDIT = 8.0
 

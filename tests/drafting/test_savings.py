@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from foretoken.drafting.probing import CREDIT, MOST, SHARE, Savings
+from foretoken.drafting.measured_gain import CREDIT, MOST, SHARE, Savings
 
 
 def test_drafts_end_with_the_credit_and_begin_again_with_savings() -> None:

@@ -33,7 +33,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.drafting.base import Fixed
-from foretoken.drafting.draft_noise import DraftNoise
+from foretoken.drafting.drafting import DraftNoise
 from foretoken.engine.loop import Engine
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint

@@ -20,8 +20,8 @@ from foretoken.core.results import CompletionOutput
 from foretoken.engine import loop
 from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingBatch
-from foretoken.sampling.history import HistoryTable
-from foretoken.text.detokenizer import Detokenizer
+from foretoken.sampling.processors import HistoryTable
+from foretoken.text.codec import Detokenizer
 
 DRAFTERS = drafters()
 PROMPTS = [[5], [6, 7], [8, 9, 10]]

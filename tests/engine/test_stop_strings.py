@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.text.detokenizer import StopStrings
+from foretoken.text.codec import StopStrings
 
 CHUNKS = st.lists(st.text("ab", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)

@@ -14,8 +14,7 @@ from foretoken import LLM, SamplingParams, StreamChunk
 from foretoken.core.errors import RequestError
 from foretoken.core.records import SequenceStep, StepRecord
 from foretoken.drafters.base import TargetReads
-from foretoken.text.codec import Codec
-from foretoken.text.detokenizer import TokenSpans
+from foretoken.text.codec import Codec, TokenSpans
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 DRAFTERS = drafters()

@@ -14,9 +14,9 @@ from slow_grammars import BLANK, HOSTILE, LARGE, Gate, structured
 
 from foretoken import LLM, AsyncLLM, SamplingParams
 from foretoken.core.errors import RequestError
-from foretoken.grammars import checks as grammar_checks
 from foretoken.grammars import compiling
-from foretoken.grammars.checks import Form, GrammarChecks
+from foretoken.grammars import compiling as grammar_checks
+from foretoken.grammars.compiling import Form, GrammarChecks
 
 PROMPT = "def area(self):\n    "
 

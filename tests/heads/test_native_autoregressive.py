@@ -21,7 +21,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Norm
 from foretoken.decoder.lean.head_kernels import AutoregressiveKernels
-from foretoken.decoder.lean.head_steps import LmHead, ScaledEmbedding
+from foretoken.decoder.lean.native_head import LmHead, ScaledEmbedding
 from foretoken.decoder.lean.native_linear import NativeLinear
 from foretoken.drafters.shared.drafts import LevelPasses
 from foretoken.heads.autoregressive import AutoregressiveHead, BlockOutputs

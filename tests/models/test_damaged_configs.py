@@ -24,7 +24,7 @@ from model_files import (
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.checks import shown
-from foretoken.decoder import memory
+from foretoken.decoder import slot_cache
 from foretoken.models.loading import load_model
 
 ARCHITECTURES = ("llama", "gpt2", "gpt_oss")  # rotary and learned positions; experts, windows and sinks
@@ -35,7 +35,7 @@ _GATE = "model.layers.1.mlp.gate_proj.weight"
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No memory beyond `_MEMORY`: what is asked for in vain raises a MemoryError or RuntimeError."""
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1 << 26)  # what a long context may take
+    monkeypatch.setattr(slot_cache, "_free_bytes", lambda device: 1 << 26)  # what a long context may take
     with limit_memory(_MEMORY):
         yield
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
-from foretoken.sampling.history import History, HistoryTable
+from foretoken.sampling.processors import History, HistoryTable
 
 VOCAB = 8
 NEVER = -math.inf

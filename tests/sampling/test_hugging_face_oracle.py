@@ -14,8 +14,7 @@ from transformers import (
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest, warp
-from foretoken.sampling.history import HistoryTable, NodeView
-from foretoken.sampling.processors import apply_processors
+from foretoken.sampling.processors import HistoryTable, NodeView, apply_processors
 
 VOCAB, ROWS = 101, 64
 

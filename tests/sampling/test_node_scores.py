@@ -22,8 +22,8 @@ from slow_processors import (
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
-from foretoken.sampling.history import History
 from foretoken.sampling.node_scores import NodeScores
+from foretoken.sampling.processors import History
 
 thorough = settings(max_examples=100)
 

@@ -11,8 +11,8 @@ import pytest
 from server.live_server import LiveServer
 from slow_grammars import HOSTILE, LARGE, Gate, structured
 
-from foretoken.grammars import checks as grammar_checks
 from foretoken.grammars import compiling
+from foretoken.grammars import compiling as grammar_checks
 
 ASK = {"prompt": "class Queue:\n    def push(self, item):\n", "max_tokens": 48, "temperature": 0.0}
 COMPILING = 12  # requests at once, more than a thread pool of the event loop's has threads on a small machine

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast, PythonBackend
 from foretoken import SamplingParams
 from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingRequest
-from foretoken.text.codec import Codec
-from foretoken.text.detokenizer import Detokenizer
+from foretoken.text.codec import Codec, Detokenizer
 
 IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
 UNICODE = "naïve 😀 e\u0301 ß€\U0001f468\u200d\U0001f469 \ufffd 日本 \u2028 x"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foretoken.core.errors import ConfigError
-from foretoken.training.acceptance import tuned_tree
+from foretoken.training.evaluation import tuned_tree
 from foretoken.trees.choices import TreeShape
 
 

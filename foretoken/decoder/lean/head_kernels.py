@@ -14,8 +14,7 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.lean.build import native_library
-from foretoken.decoder.lean.head_steps import NativeAutoregressiveHead
-from foretoken.decoder.lean.native_head import NativeHead
+from foretoken.decoder.lean.native_head import NativeAutoregressiveHead, NativeHead
 from foretoken.decoder.lean.structures import DraftArguments, Draw, Status
 from foretoken.decoder.lean.threads import kernel_threads
 from foretoken.trees.dynamic import DynamicExpansion
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.block_stack import BlockStack
-    from foretoken.decoder.lean.head_steps import AutoregressiveSteps, HeadSteps
+    from foretoken.decoder.lean.native_head import AutoregressiveSteps, HeadSteps
     from foretoken.trees.dynamic import ShapedExpansion
 
 

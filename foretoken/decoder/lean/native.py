@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass, Tap, TokenChoice
     from foretoken.decoder.blocks import Blocks
-    from foretoken.decoder.lean.head_steps import NativeAutoregressiveHead
+    from foretoken.decoder.lean.native_head import NativeAutoregressiveHead
     from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.trees.dynamic import ShapedExpansion

@@ -10,8 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.training.data.packed import DataProgress, PackedTokens
-from foretoken.training.data.writer import PACKED_TOKENS, PackedWriter
+from foretoken.training.data.packed import PACKED_TOKENS, DataProgress, PackedTokens, PackedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
