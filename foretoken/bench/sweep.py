@@ -69,9 +69,8 @@ def run_sweep(
     """Measures the points that the results lack.
 
     Points of one serving are measured a few at a time. Each batch of prompts is decoded plainly and by each point in
-    turn
-    before the next batch, so that a drift of the machine's speed affects all alike. Each point is compared with plain
-    decoding of the same batch at the same time.
+    turn before the next batch, so that a drift of the machine's speed affects all alike. Each point is compared with
+    plain decoding of the same batch at the same time.
 
     Args:
         points: Points of a grid, by serving.

@@ -48,9 +48,8 @@ def bench(
     A second table shows the drafts: how many nodes were used, how often each depth was accepted, and in which share of
     the passes the engine chose not to draft because drafting would have been slower (with num_speculative_tokens it
     always drafts). For a lossy acceptance rule it shows the target's surprise at the text, in nats a token: the price
-    of
-    the speed. The drafter `oracle` knows the text and is right as often as its `pattern` says: it shows the cost of the
-    engine itself.
+    of the speed. The drafter `oracle` knows the text and is right as often as its `pattern` says: it shows the cost of
+    the engine itself.
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
     from foretoken.bench.workload import Workload, load_prompts

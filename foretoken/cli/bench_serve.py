@@ -50,9 +50,8 @@ def serve(
     """Send requests to a server with OpenAI's API and measure latencies, throughput, errors and acceptance.
 
     TTFT is the time to the first text, TPOT the time a token after that, E2EL the time of a whole request. ITL is the
-    time
-    between parts of a stream; a part holds several tokens if drafts were accepted. Figures are over complete answers;
-    others are counted by status, with 429 (the server is full) apart.
+    time between parts of a stream; a part holds several tokens if drafts were accepted. Figures are over complete
+    answers; others are counted by status, with 429 (the server is full) apart.
 
     Tokens are counted by the server's usage, else by parts with text: the output says which. Acceptance comes from the
     server's counters at /metrics between begin and end, requests of other clients included.

@@ -23,8 +23,7 @@ def inspect(
 
     With --verify (or --target, or in a foreign format) a head is read completely: numbers that are not finite, and
     tensors that are missing, unknown or of a wrong shape, are errors. With --verify a target's tensors are compared
-    with
-    its architecture, and their numbers are read.
+    with its architecture, and their numbers are read.
     """
     directory = _local(place)
     facts = None if target is not None or verify else _quick_facts(directory)

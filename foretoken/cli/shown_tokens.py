@@ -39,8 +39,7 @@ def runs(characters: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | 
     """Groups characters with their colours into runs of one colour.
 
     A character that a terminal joins to the previous one (a combining mark, a variation selector, a part of an emoji)
-    has
-    the same colour: an escape sequence between them would separate them.
+    has the same colour: an escape sequence between them would separate them.
     """
     found: list[tuple[str, str | None]] = []
     last = ""

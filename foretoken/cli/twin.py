@@ -50,10 +50,9 @@ def twin(
     """Make a cost twin: a model of any size that writes the text of a small trained model.
 
     A pass of the twin costs as much as a pass of a model of that size, while text, drafts and acceptance are those of
-    the
-    trained model. So drafters can be measured beside a target of realistic cost. Hidden size, attention heads, MLP and
-    draft heads grow by one power of four. The draft model grows too, also in depth, so that its share of a pass stays
-    the same.
+    the trained model. So drafters can be measured beside a target of realistic cost. Hidden size, attention heads, MLP
+    and draft heads grow by one power of four. The draft model grows too, also in depth, so that its share of a pass
+    stays the same.
 
     Then original and twin are compared: logits over bundled text, greedy text, and every drafter's proposals. A twin in
     OUT is replaced.

@@ -36,8 +36,7 @@ class TokenChoice:
 
     Attributes:
         inverse_temperature: (R,) float32; 0 takes the greatest logit, other values draw from softmax(logits /
-            temperature)
-            by Gumbel-max with `KeyedNoise` of `Purpose.TARGET` at the position after the row's token.
+            temperature) by Gumbel-max with `KeyedNoise` of `Purpose.TARGET` at the position after the row's token.
         seeds: (R,) int64, keys of that noise; ignored where the greatest logit is taken.
         impossible_ids: (U,) int64, tokens whose logits become -inf first; None for none.
     """
@@ -55,16 +54,14 @@ class Pass:
         tokens: (M,) int64, one sequence after another. Ignored if other inputs replace the embeddings.
         positions: (W,) int64, rotary position of each node.
         parents: (W,) int64, index of the parent among the nodes of the same sequence, smaller than the node's own; -1
-            for
-            a node that sees the prefix alone.
+            for a node that sees the prefix alone.
         slots: S cache slots, all different.
         prefix_lens: S committed cache rows that every node of the sequence sees; row i holds position i.
         offsets: S + 1, first token of each sequence; every sequence has at least one token.
         num_earlier: S numbers of nodes that earlier passes computed; None for none.
         logit_rows: (R,) int64, ascending, the tokens that need logits; None for none.
         is_causal: Whether the host knows that every sequence is a chain, node i the child of node i - 1, so that no
-            mask
-            is needed. May be False for chains.
+            mask is needed. May be False for chains.
         choice: How the tokens after the rows of logits are chosen; None takes the greatest logits.
         has_features: Whether tapped features are needed. A decoder may return them anyway.
         num_layers: Number of blocks to run, from the first, before the final norm and the LM head; None for all. Fewer

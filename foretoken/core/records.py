@@ -142,10 +142,9 @@ class SequenceStep:
         accepted_by: Accepted nodes by drafter name; a node that two drafters proposed counts for both.
         drafted_by: The nodes of `num_drafted` by drafter name; a node that two drafters proposed counts for both.
         num_proposed: Nodes that drafters proposed, without roots and probes, before trees were cut, merged or selected.
-            A
-            node that two drafters proposed counts twice, a dropped tree not at all. None if no drafter was asked for
-            this
-            sequence, or if a trusted drafter's tree has `host_facts` and `source`: only the device knows its probes.
+            A node that two drafters proposed counts twice, a dropped tree not at all. None if no drafter was asked for
+            this sequence, or if a trusted drafter's tree has `host_facts` and `source`: only the device knows its
+            probes.
         accepted_from: For each of the `num_accepted` tokens the names of the drafters that proposed it.
         ends_prompt: Whether the pass read the end of its prompt; its tree was the root alone for that reason.
         trace: Trace of its tree; None without `LLM(trace=True)`.

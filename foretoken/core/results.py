@@ -121,8 +121,7 @@ class GenerationMetrics:
         seconds: Wall-clock seconds in draft / verify / accept / commit of these passes, without the prompt tokens'
             share of verify.
         prefill_seconds: Seconds of prefill: the prompt tokens' share of each pass, and the whole of a pass without
-            decoding
-            sequences in which prompts ended.
+            decoding sequences in which prompts ended.
         num_prefix_queries: Prompt tokens that were looked up in the prefix cache.
         num_cached_tokens: Prompt tokens that were found there and not read again.
         num_preemptions: Number of preemptions; after each all tokens were read again.
@@ -354,8 +353,7 @@ class RequestOutput:
         outputs: n completions.
         metrics: Counts and seconds over all n completions.
         prompt_logprobs: For each prompt token a mapping as in `CompletionOutput.logprobs`; None for the first token.
-            None
-            as a whole if not requested.
+            None as a whole if not requested.
         num_cached_tokens: Prompt tokens of the first completion that the prefix cache held; None before it began.
     """
 

@@ -173,14 +173,12 @@ class SamplingParams:
         top_p: Keep the smallest set of tokens whose probability reaches p.
         min_p: Keep tokens with at least this fraction of the most probable token's probability.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; at least
-            2**-20,
-            just below 1e-6.
+            2**-20, just below 1e-6.
         presence_penalty: Subtracted once from the logit of every token already in the output.
         frequency_penalty: Subtracted once per occurrence in the output.
         logit_bias: Maps a token id to the number, -100..100, that is added to its logit.
         bad_words: Token sequences, or strings, that must not appear; at most 128 tokens each and 4096 together. A
-            string
-            is forbidden with and without a space before it.
+            string is forbidden with and without a space before it.
         allowed_token_ids: The only token ids that may be generated, including those that end the text; None for all.
         min_tokens: End-of-sequence and stop token ids are impossible before this many output tokens.
         max_tokens: Most output tokens; None means up to the context limit.
@@ -194,10 +192,8 @@ class SamplingParams:
         prompt_logprobs: Return the same for each prompt token but the first.
         skip_special_tokens: Leaves special tokens out of the text.
         structured_outputs: The required form of the text, as `StructuredOutputsParams` or a mapping. End-of-sequence
-            tokens
-            are possible where the form is complete, with `ignore_eos` nowhere. If nothing can follow, the text ends
-            with
-            "stop", even before `min_tokens`.
+            tokens are possible where the form is complete, with `ignore_eos` nowhere. If nothing can follow, the text
+            ends with "stop", even before `min_tokens`.
         output_kind: Form of the results of `async for` over `AsyncLLM.generate`; None for
             `RequestOutputKind.CUMULATIVE`.
             `LLM.generate` ignores it. `LLM.stream` and `AsyncLLM.submit` accept `DELTA` and None alone.

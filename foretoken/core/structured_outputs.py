@@ -35,8 +35,7 @@ class StructuredOutputsParams:
 
     Raises:
         RequestError: When a value has another type, is too large or nested too deeply. Compile errors come later, when
-            the
-            request is read.
+            the request is read.
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -93,16 +93,13 @@ class TokenTree:
         num_nodes: (B,) int64, real nodes including the root, at least 1.
         max_depth: Upper bound of `depths`, known on the host so that loops over depth need no synchronisation.
         scores: (B, N) float32 or None, the drafter's estimate of the log-probability that the whole path down to the
-            node
-            is accepted. Controllers calibrate it by acceptance.
+            node is accepted. Controllers calibrate it by acceptance.
         source: (B, N) int64, a bit set of the drafters that proposed the node, bit i for drafter i; None with one
-            drafter.
-            `PROBE` marks nodes that are verified only to read the target's answer
+            drafter. `PROBE` marks nodes that are verified only to read the target's answer
             (`foretoken.drafters.base.Verified.top_ids`). Probes and the nodes below them are never accepted.
         distributions: The draft distributions; None if all nodes are one-hot.
         host_facts: The producer's guarantees; None without any. `dataclasses.replace` keeps them: pass new ones, or
-            None,
-            along with changed tensors.
+            None, along with changed tensors.
     """
 
     tokens: Tensor

@@ -95,8 +95,7 @@ def new_directory(
     Args:
         path: The place.
         existing: What to do with an existing directory. "refuse": an error, unless it is empty. "replace": it is
-            removed
-            with all its content. "merge": new files replace files of the same names; the others stay.
+            removed with all its content. "merge": new files replace files of the same names; the others stay.
         last: Name of the file that is merged last.
 
     Raises:

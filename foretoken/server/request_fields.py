@@ -326,8 +326,8 @@ def _params(
     """Returns the sampling parameters of a request; the engine checks their values.
 
     `defaults` fill missing fields, and their `max_tokens` bounds every request, as in vLLM's server. `max_tokens`
-    applies
-    if the request has none. `thoughts` are the tags before structured output; see `StructuredOutputsParams.reasoning`.
+    applies if the request has none. `thoughts` are the tags before structured output; see
+    `StructuredOutputsParams.reasoning`.
     """
     for name in _MOST_ITEMS:
         _check_size(name, given.get(name))

@@ -115,8 +115,7 @@ def split_prompts(prompts: Any) -> list[Any]:
 
     Args:
         prompts: One prompt, or a list, tuple, array or tensor of prompts, or the output of a tokenizer (`input_ids`,
-            with
-            `attention_mask` for padded rows).
+            with `attention_mask` for padded rows).
 
     Returns:
         Prompts, not checked yet.
@@ -146,8 +145,7 @@ class PromptReader:
 
         Raises:
             RequestError: When a part has an unknown form, is empty or too long, is text without a tokenizer, or holds
-                ids that
-                do not exist.
+                ids that do not exist.
         """
         more = prompt if isinstance(prompt, Mapping) else {}
         given = _value(prompt) if isinstance(prompt, Mapping) else prompt

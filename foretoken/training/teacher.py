@@ -83,8 +83,7 @@ class FeatureCache:
     """Features of training batches on disk, up to a bounded size; others are computed every time.
 
     Entries lie in a directory named by everything that they depend on. Heads that are trained one after another on the
-    same
-    batches share them.
+    same batches share them.
     """
 
     def __init__(self, directory: Path, *, key: str, max_bytes: int) -> None:

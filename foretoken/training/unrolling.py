@@ -31,8 +31,7 @@ class UnrolledObjective(Objective):
     Attributes:
         passes: Steps that are unrolled, K at most.
         stride: Distance of positions whose drafts are followed beyond the first step, with a new offset in each batch;
-            1
-            as published.
+            1 as published.
     """
 
     is_detached: ClassVar[bool] = False  # whether no gradient flows from a step into earlier ones

@@ -60,8 +60,7 @@ def check_twin(
     """Runs original and twin on a CPU, each on the decoder that serves there.
 
     On an exact decoder logits must be equal bit for bit. Other decoders may sum a longer row in another order: logits
-    must
-    then agree to rounding.
+    must then agree to rounding.
 
     Args:
         parts: The result of `make_twin`.

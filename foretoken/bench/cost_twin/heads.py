@@ -126,8 +126,7 @@ def _eagle3(config: Any) -> Rules:
     """A layer that fuses the taps, a decoder block that reads the embedding beside the state, and an LM head.
 
     The twin's residual stream has the same numbers at every boundary, followed by zeros; its further blocks come last.
-    So
-    features are the target's, followed by zeros, at the same boundaries.
+    So features are the target's, followed by zeros, at the same boundaries.
     """
     taps = len(config.boundaries)
     return {

@@ -24,8 +24,7 @@ def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int
     """Returns the seconds at which requests are sent; the first at 0.
 
     Times between two requests have a gamma distribution with mean 1 / rate: a Poisson process for `burstiness` 1,
-    burstier
-    below 1, more even above.
+    burstier below 1, more even above.
 
     Args:
         count: Requests.

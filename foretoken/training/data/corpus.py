@@ -57,8 +57,7 @@ class CorpusPlan:
     Attributes:
         sources: Sources, read one after another.
         held_out_fraction: Share of records for `held_out/`, chosen by a hash of their content: a record goes to the
-            same
-            side in every order and every mixture. 0 for none.
+            same side in every order and every mixture. 0 for none.
         held_out_sources: Sources of `held_out/` instead.
         num_documents: Most documents of both parts together, and of the held-out sources; None for all.
         max_tokens: `train/` ends with the document that reaches this number of tokens; None for no limit.

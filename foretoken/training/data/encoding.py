@@ -191,8 +191,8 @@ class Encoder:
         """Yields documents, in order.
 
         Plain text is encoded as it is, all of it supervised. A prompt and its completion are encoded as one text;
-        tokens that
-        differ from the prompt's own encoding are supervised, that is the completion, with a token across the border.
+        tokens that differ from the prompt's own encoding are supervised, that is the completion, with a token across
+        the border.
         Conversations: see `ChatEncoder`.
         """
         for batch in _batches(records):

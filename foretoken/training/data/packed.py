@@ -106,8 +106,7 @@ class PackedTokens:
         """Returns the batch of a training step, a pure function of (seed, step).
 
         Each epoch takes every window of a grid once, in its own order. The grid starts at a random token of the epoch
-        and
-        continues from the last token to the first. A batch may span two epochs.
+        and continues from the last token to the first. A batch may span two epochs.
 
         Args:
             step: Step from 0.

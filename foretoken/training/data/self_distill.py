@@ -108,9 +108,8 @@ class SelfDistiller:
         """Yields documents in the order of the records; writes new ones to the file before they are yielded.
 
         A prompt is the start of a plain text, the prompt of a completion, or a conversation up to the last user turn
-        that
-        leaves room for the response. Only the response is supervised. An EOS that the target did not write is appended
-        unsupervised.
+        that leaves room for the response. Only the response is supervised. An EOS that the target did not write is
+        appended unsupervised.
 
         Raises:
             RequestError: When the file is of other settings, another target or other records, or cannot be written.

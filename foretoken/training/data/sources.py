@@ -149,8 +149,7 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
     """Returns the rows of a data set, streamed, in the forms of `read_row`.
 
     Articles of WikiText are cut into rows. If the first row with text is such a heading (` = Title = `), rows are
-    joined
-    into documents that begin at headings. Rows without text are left out.
+    joined into documents that begin at headings. Rows without text are left out.
 
     Args:
         name: Hub name, a directory (data files, or the output of `save_to_disk`) or a data file.

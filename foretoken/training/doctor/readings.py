@@ -167,8 +167,7 @@ class Agreement:
         """Returns the best shift of each head with the best reading; 0 if another could be chance or little training.
 
         A head that has learnt little still predicts the token right after its feature, which may be the label of a
-        shift. Such
-        a head counts as shifted only if another head, with another shifted label, is shifted too.
+        shift. Such a head counts as shifted only if another head, with another shifted label, is shifted too.
         """
         reading = self.best_reading
         found, doubtful = [], []

@@ -225,8 +225,7 @@ def _labelled(supervised: Tensor, num_heads: int) -> tuple[Tensor, Tensor, list[
 
     Returns:
         (N,) sequences and (N,) places p, where the label is the token p + 1 and head i learns at position p - 1 - i;
-        and
-        the number of these places for each head.
+        and the number of these places for each head.
     """
     sequence, column = supervised[:, 2:].nonzero().unbind(1)
     order = column.argsort(descending=True, stable=True)
