@@ -24,7 +24,7 @@ from benchmarks.rivals.plot import write_plot
 from benchmarks.rivals.prompts import of_length, read_prompts
 from benchmarks.rivals.report import as_json, as_markdown, pass_rows, request_rows
 from foretoken.core.errors import ForetokenError
-from foretoken.models.describe import read_twin_record
+from foretoken.models.config_checks import read_twin_record
 
 
 def main(arguments: list[str]) -> int:

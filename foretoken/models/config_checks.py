@@ -6,13 +6,18 @@ import logging
 import re
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed, one_line
+from foretoken.core.validation import validated
 from foretoken.files.bounded_reads import MIB, check_regular, read_json_object
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SIZES = (
     "vocab_size",
@@ -27,6 +32,44 @@ SIZES = (
 )
 LARGEST_SIZE = 1 << 28  # the largest published sizes are vocabularies and contexts of some ten millions
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+TWIN_KEY = "cost_twin"
+
+
+class TwinRecord(BaseModel):
+    """The trained model behind a cost twin.
+
+    Attributes:
+        of: Name of the trained model that computes the same function.
+        layers: Layers of the twin; for a draft model or a head, of the twin that it drafts for.
+        hidden_size: Hidden size of the same model.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    of: str = Field(min_length=1)
+    layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+
+    @property
+    def label(self) -> str:
+        """For example "24 x 1024 of tinycode"."""
+        return f"{self.layers} x {self.hidden_size} of {self.of}"
+
+    def __str__(self) -> str:
+        return f"cost twin {self.label}"
+
+
+def read_twin_record(values: Mapping[str, Any], name: str) -> TwinRecord | None:
+    """Returns the record in a configuration or in a head's notes, or None; raises `ModelError` if it is invalid."""
+    if values.get(TWIN_KEY) is None:
+        return None
+    return validated(
+        TwinRecord,
+        values[TWIN_KEY],
+        f"'{TWIN_KEY}' in the config.json of '{name}'",
+        error=ModelError,
+        advice="Make it again.",
+    )
 
 
 def is_size(value: object) -> bool:

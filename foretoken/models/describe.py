@@ -9,53 +9,15 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors import safe_open
 
 from foretoken.core.errors import ModelError
-from foretoken.core.validation import validated
 from foretoken.files.bounded_reads import read_json_object, tensor_headers
-from foretoken.models.config_checks import ATTENTION_LAYERS, SIZES, check_model_files, is_size
+from foretoken.models.config_checks import ATTENTION_LAYERS, SIZES, check_model_files, is_size, read_twin_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-KEY = "cost_twin"
-
-
-class TwinRecord(BaseModel):
-    """The trained model behind a cost twin.
-
-    Attributes:
-        of: Name of the trained model that computes the same function.
-        layers: Layers of the twin; for a draft model or a head, of the twin that it drafts for.
-        hidden_size: Hidden size of the same model.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    of: str = Field(min_length=1)
-    layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-
-    @property
-    def label(self) -> str:
-        """For example "24 x 1024 of tinycode"."""
-        return f"{self.layers} x {self.hidden_size} of {self.of}"
-
-    def __str__(self) -> str:
-        return f"cost twin {self.label}"
-
-
-def read_twin_record(values: Mapping[str, Any], name: str) -> TwinRecord | None:
-    """Returns the record in a configuration or in a head's notes, or None; raises `ModelError` if it is invalid."""
-    if values.get(KEY) is None:
-        return None
-    return validated(
-        TwinRecord, values[KEY], f"'{KEY}' in the config.json of '{name}'", error=ModelError, advice="Make it again."
-    )
-
 
 _PLAIN = {
     "llama": "LlamaForCausalLM",

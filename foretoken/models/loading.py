@@ -18,14 +18,14 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.config_checks import (
     ATTENTION_LAYERS,
+    TWIN_KEY,
     check_model_files,
     check_quantization,
     check_readable,
     check_sizes,
     end_tokens,
+    read_twin_record,
 )
-from foretoken.models.describe import KEY as TWIN_KEY
-from foretoken.models.describe import read_twin_record
 from foretoken.models.placement import check_placement, gather_weights, resolve_device, resolve_dtype
 from foretoken.models.plugin import ATTENTION_NAME, adapt_attention
 from foretoken.models.shared_copy import shared_copy
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from foretoken.models.describe import TwinRecord
+    from foretoken.models.config_checks import TwinRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

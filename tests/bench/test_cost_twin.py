@@ -34,7 +34,7 @@ from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.methods import head_methods
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.models.describe import TwinRecord
+from foretoken.models.config_checks import TwinRecord
 from foretoken.models.loading import fill_model, load_model
 from foretoken.models.parts import TargetParts
 from foretoken.runner.runner import Runner

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.cost_twin.model import Rule
 from foretoken.core.errors import ConfigError
 from foretoken.heads.falcon import NUM_LAYERS
-from foretoken.models.describe import KEY
+from foretoken.models.config_checks import TWIN_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from foretoken.bench.cost_twin.model import Padding
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.heads.decoder_layer import LayerConfig
-    from foretoken.models.describe import TwinRecord
+    from foretoken.models.config_checks import TwinRecord
 
     Rules = Mapping[str, Rule]
 
@@ -50,7 +50,7 @@ def padded_head(
         config=type(config).model_validate(config.model_dump() | sizes),
         weights=weights,
         target=target,
-        notes={**checkpoint.notes, KEY: record.model_dump(mode="json")},
+        notes={**checkpoint.notes, TWIN_KEY: record.model_dump(mode="json")},
     )
 
 

@@ -27,7 +27,7 @@ from foretoken.formats.files import open_files
 from foretoken.formats.registry import holds_head, read_head
 from foretoken.formats.saving import whole_files
 from foretoken.formats.target_info import TargetInfo
-from foretoken.models.describe import KEY, TwinRecord
+from foretoken.models.config_checks import TWIN_KEY, TwinRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def _is_twin(path: Path) -> bool:
     except ModelError:
         return False
     notes = config.get("notes")
-    return KEY in config or (isinstance(notes, dict) and KEY in notes)
+    return TWIN_KEY in config or (isinstance(notes, dict) and TWIN_KEY in notes)
 
 
 TARGET, DRAFT_MODEL = "target", "draft_model"

@@ -17,8 +17,7 @@ import torch
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.files import Weights, open_files
-from foretoken.models.config_checks import check_model_files
-from foretoken.models.describe import read_twin_record
+from foretoken.models.config_checks import check_model_files, read_twin_record
 from foretoken.models.loading import check_architecture, load_config
 from foretoken.models.weight_files import check_shapes, read_headers
 

@@ -14,7 +14,7 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
 from foretoken.formats.files import open_files
 from foretoken.formats.saving import write_config, write_weights
-from foretoken.models.describe import KEY, TwinRecord
+from foretoken.models.config_checks import TWIN_KEY, TwinRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -146,7 +146,7 @@ def _config(
         "head_dim": old.get("head_dim") or model.hidden_size // old["num_attention_heads"],
         "num_hidden_layers": num_layers,
         "rms_norm_eps": old.get("rms_norm_eps", 1e-6) / factor,
-        KEY: record.model_dump(mode="json"),
+        TWIN_KEY: record.model_dump(mode="json"),
     }
     if old.get("layer_types"):
         config["layer_types"] = [*old["layer_types"], *old["layer_types"][-1:] * (num_layers - model.num_layers)]
