@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
-from foretoken.core.records import AskedDrafter, Laps
+from foretoken.core.records import AskedDrafter
+from foretoken.core.stage_clock import Laps
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
 from foretoken.drafters.base import MeasuredDrafter, TargetReads
 from foretoken.drafting.adaptive_depth import AdaptiveDepth
