@@ -86,7 +86,7 @@ def test_coupled_drafts_are_mostly_accepted() -> None:
 
 @pytest.mark.parametrize("name", ["sequential", "block"])
 def test_residual_replaced_by_the_target_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"foretoken.acceptance.{name}.residual", lambda target_probs, draft_probs: target_probs)
+    monkeypatch.setattr("foretoken.acceptance.sequential.residual", lambda target_probs, draft_probs: target_probs)
     rule = {"sequential": accept_sequential, "block": accept_block}[name]
     assert p_value(generate(rule, CHAIN, SEEDS)) < LEVEL
 

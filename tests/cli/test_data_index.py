@@ -76,7 +76,7 @@ def test_bad_requests(place: Path, tmp_path: Path) -> None:
         (damaged / "train" / "meta.json").write_text(json.dumps(meta | change))
         assert_refused(run("data", "index", str(damaged), "--out", out), sentence)
     (damaged / "train" / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "eos_id"}))
-    assert_refused(run("data", "index", str(damaged), "--out", out), "does not tell its eos_id")
+    assert_refused(run("data", "index", str(damaged), "--out", out), "does not say its eos_id")
     assert not Path(out).exists()
 
 

@@ -51,7 +51,7 @@ def test_a_draft_model_has_one_row_for_all_depths() -> None:
     [
         ((), "-s names 0 drafters. Expected one head or draft model, as -s hydra."),
         (("-s", "hydra", "-s", "medusa"), "-s names 2 drafters."),
-        (("-s", "ngram"), "method 'ngram' has no candidates to tell apart by rank. Expected a head or a draft model"),
+        (("-s", "ngram"), "method 'ngram' has no ranked candidates. Expected a head or a draft model"),
         (("-s", "hydra", "--nodes", "513"), "--nodes is 513. Expected at most 512."),
         (("-s", "hydra", "--depth", "5"), "--depth is 5, but drafts are 4 deep at most. Expected no more."),
     ],

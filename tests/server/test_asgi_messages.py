@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+pytest.importorskip("ray", reason="needs the extra [ray]")
+
 from foretoken.server.ray_forwarding import answer_messages, portable_scope
 
 SCOPE = {"type": "http", "method": "POST", "path": "/echo", "query_string": b"", "headers": [(b"x-name", b"a")]}

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ray", reason="needs the extra [ray]")
+
 from foretoken.server.ray_forwarding import prefix_key
 
 SYSTEM = {"role": "system", "content": "Write code. " * 10}
