@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-pytest.importorskip("ray", reason="needs the extra [ray]")
+pytest.importorskip("ray.serve", reason="needs the extra [ray]")
 
 from foretoken.server.ray_forwarding import answer_messages, portable_scope
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-pytest.importorskip("ray", reason="needs the extra [ray]")
+pytest.importorskip("ray.serve", reason="needs the extra [ray]")
 
 from foretoken.server.ray_forwarding import merged_pages
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="needs the extra [ray]")
+pytest.importorskip("ray.serve", reason="needs the extra [ray]")
 
 from foretoken.server.ray_forwarding import prefix_key
 
