@@ -48,7 +48,7 @@ def inspect(
 
 
 def _local(place: str) -> Path:
-    """Returns the local directory, downloaded for a hub id; see `formats.hub`."""
+    """Returns the local directory, downloaded for a hub id; see `local_head`."""
     if Path(place).exists():
         return Path(place)  # importing the hub's client takes half a second
     from foretoken.formats.files import is_hub_id, local_head

@@ -1,6 +1,6 @@
 """Hydra and Hydra++: heads that read earlier drafted tokens, evaluated at each node of the tree.
 
-Hydra++ reads the target's features through a decoder block of its own, see `prefix_features`.
+Hydra++ reads the target's features through a decoder block of its own, see `PrefixFeatures`.
 
 Source: Ankner et al. 2024 (arXiv 2402.05109).
 """

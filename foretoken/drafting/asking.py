@@ -1,7 +1,7 @@
 """Chooses which drafter to call next.
 
 L_b,d is the probability that the trees at hand are right down to depth d of sequence b. R_d is the probability that the
-candidate drafter is right at depth d where the trees at hand are wrong (`reach`). Calling the drafter for D levels adds
+candidate drafter is right at depth d where the trees at hand are wrong (`Reach`). Calling the drafter for D levels adds
 Σ_b Σ_d≤D (1 - L_b,d) R_d expected tokens. It costs the drafter's seconds and those of verifying its nodes. The nodes at
 hand are bought together with the new ones, see `buying`.
 

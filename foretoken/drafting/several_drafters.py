@@ -3,7 +3,7 @@
 Drafters that cost almost nothing are asked first. The others are asked one by one, each time the one that adds most
 tokens per second, until none adds any (`asking`). All proposals are merged into one tree. Chains of lookups are grafted
 below the best leaves that others proposed. Nodes are bought (`buying`). A drafter that is not asked is tried now and
-then (`probing`), so that a change of text is noticed.
+then (`ProbeSchedule`), so that a change of text is noticed.
 
 Letters: B sequences, N nodes, D levels.
 """

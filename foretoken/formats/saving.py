@@ -224,7 +224,7 @@ def finished(
 
 
 def save(directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
-    """Writes weights and then a configuration into a new directory of `whole_files`.
+    """Writes weights and then a configuration into a new directory, see `whole_files`.
 
     Args:
         directory: New and empty.

@@ -1,4 +1,4 @@
-"""Finds the weights for a lean decoder (`decoder.lean.weights`) in transformers modules, by a table of architectures.
+"""Finds the weights for a lean decoder (`decoder.lean.stock`) in transformers modules, by a table of architectures.
 
 An unknown architecture or part is refused by name and left to the generic decoder.
 """
