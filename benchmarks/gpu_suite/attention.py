@@ -177,7 +177,7 @@ def make_scene(store: tuple[Tensor, Tensor], batch: int, prefix: int, nodes: int
 
 def candidates(scene: Scene) -> Calls:
     """Every kernel that needs no compiler of its own, by name."""
-    from foretoken.attention.triton_masked import masked_attention_triton
+    from benchmarks.gpu_suite.triton_masked import masked_attention_triton
     from foretoken.attention.triton_tree import tree_attention_triton
 
     device, batch, heads = scene.keys.device, scene.batch, scene.query.shape[1]

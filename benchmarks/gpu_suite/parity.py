@@ -64,7 +64,7 @@ def run(work: Work) -> None:
 
 def available_kernels(work: Work) -> dict[str, Kernel]:
     """The kernels that run here, by name; says which do not."""
-    from foretoken.attention.triton_masked import masked_attention_triton
+    from benchmarks.gpu_suite.triton_masked import masked_attention_triton
     from foretoken.attention.triton_tree import tree_attention_triton
 
     def options(problem: Problem, case: Case) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def available_kernels(work: Work) -> dict[str, Kernel]:
     if not has_cuda_runtime(work.device):
         work.left_out("the CUDA kernel", "it needs a GPU")
         return kernels
-    from foretoken.attention.cuda_tree import tree_attention_cuda
+    from benchmarks.gpu_suite.cuda_tree import tree_attention_cuda
 
     def cuda(problem: Problem, case: Case) -> Tensor:
         tables, work = problem.layout.tables(), problem.work

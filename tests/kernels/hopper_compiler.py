@@ -12,8 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.gpu_suite import triton_masked
 from foretoken.acceptance import triton_walk
-from foretoken.attention import triton_masked, triton_tables, triton_tree
+from foretoken.attention import triton_tables, triton_tree
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
 from foretoken.decoder import triton_cache

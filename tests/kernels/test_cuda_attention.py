@@ -19,8 +19,8 @@ import torch
 from kernel_device import DEVICE
 from torch import Tensor
 
-from foretoken.attention import cuda_tree
-from foretoken.attention.cuda_tree import (
+from benchmarks.gpu_suite import cuda_tree
+from benchmarks.gpu_suite.cuda_tree import (
     BlockShape,
     KernelModule,
     TreeAttentionArguments,

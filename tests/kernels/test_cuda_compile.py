@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.attention import cuda_tree
+from benchmarks.gpu_suite import cuda_tree
 from foretoken.core.errors import ConfigError
 
 
