@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ctypes import byref, c_int64, c_void_p
+import subprocess
+from ctypes import CDLL, byref, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from torch import Tensor
 from foretoken.core.errors import PassError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
-from foretoken.decoder.lean.build import native_library
+from foretoken.decoder.lean import build
 from foretoken.decoder.lean.head_kernels import NativeDraft, can_draft
 from foretoken.decoder.lean.structures import Status
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
@@ -38,6 +42,19 @@ def draws(kinds: list[str], vocab_size: int) -> DraftDraws:
     return DraftDraws.build(batch, [KINDS[kind][1] for kind in kinds], POSITION + torch.arange(len(kinds)))
 
 
+@cache
+def children_library() -> CDLL:
+    """The kernels' choice of children as a library of its own: its callers in the package bring logits of their own."""
+    source = Path(__file__).with_name("children.cpp")
+    with TemporaryDirectory() as directory:
+        library = Path(directory) / "children.so"
+        kernels = Path(build.__file__).with_name("kernels")
+        subprocess.run([*build._compiler(), *build._flags(), "-w", f"-I{kernels}", source, "-o", library], check=True)
+        loaded = CDLL(str(library))
+    loaded.children_bytes.restype = loaded.choose_children.restype = c_int64
+    return loaded
+
+
 def choose_children(draft: NativeDraft, depth: int, logits: Tensor, *, is_shared: bool = False) -> None:
     """Calls the kernel for the parents of one depth, which drafts of heads call for every level.
 
@@ -45,11 +62,9 @@ def choose_children(draft: NativeDraft, depth: int, logits: Tensor, *, is_shared
     """
     assert logits.dtype is torch.float32
     assert logits.is_contiguous()
-    library, arguments, width = native_library(), draft.arguments, c_int64(logits.shape[-1])
-    library.foretoken_children_bytes.restype = library.foretoken_children.restype = c_int64
-    size = library.foretoken_children_bytes(byref(arguments), width)
-    space = torch.empty(size, dtype=torch.uint8)
-    status = library.foretoken_children(
+    library, arguments, width = children_library(), draft.arguments, c_int64(logits.shape[-1])
+    space = torch.empty(library.children_bytes(byref(arguments), width), dtype=torch.uint8)
+    status = library.choose_children(
         byref(arguments), c_int64(depth), c_void_p(logits.data_ptr()), width, c_int64(is_shared), c_int64(2),
         c_void_p(space.data_ptr()),
     )  # fmt: skip

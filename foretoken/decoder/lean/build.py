@@ -37,8 +37,8 @@ _SANITIZE = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
 )  # fmt: skip
 _SYMBOLS = (
-    "foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes", "foretoken_children",
-    "foretoken_children_bytes", "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",
+    "foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes",
+    "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",
     "foretoken_head_draft_bytes", "foretoken_autoregressive_draft", "foretoken_autoregressive_draft_bytes",
 )  # fmt: skip
 _TIMEOUT_S = 300

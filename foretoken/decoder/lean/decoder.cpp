@@ -11,7 +11,6 @@
 // Letters: S sequences, M tokens of a pass, W nodes of its trees, R rows of logits, K and N inputs and outputs of a
 // matrix.
 
-#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <limits>
@@ -19,17 +18,13 @@
 
 #include <omp.h>
 
-#include "kernels/autoregressive.h"
-#include "kernels/barrier.h"
-#include "kernels/checks.h"
 #include "kernels/children.h"
 #include "kernels/decoder.h"
 #include "kernels/draft.h"
-#include "kernels/elementwise.h"
+#include "kernels/gemm.h"
 #include "kernels/heads.h"
-#include "kernels/inputs.h"
 #include "kernels/interface.h"
-#include "kernels/model_draft.h"
+#include "kernels/rows.h"
 #include "kernels/tiles.h"
 #include "kernels/workspace.h"
 
@@ -156,27 +151,7 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
   return Status::kDone;
 }
 
-// Bytes of the workspace of `foretoken_children`; -1 if 64 bits cannot count them.
-int64_t foretoken_children_bytes(const Draft* draft, int64_t width) {
-  return width < 1 ? 0 : ChildrenSpace(*draft, width, nullptr).size;
-}
-
-// Chooses the children of all nodes of one depth that have some. logits: (B, P, width) of these nodes, or (B, 1, width)
-// with `is_shared`. Returns a `Status`; a refused call writes nothing.
-Status foretoken_children(const Draft* draft, int64_t depth, float* logits, int64_t width, int64_t is_shared, int64_t num_threads, void* workspace) {
-  if (logits == nullptr || workspace == nullptr) return Status::kMissing;
-  if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
-  const int64_t seen = std::min(width, draft->vocab);
-  const Status status = check_draft(*draft, seen, is_shared != 0);
-  if (status != Status::kDone) return status;
-  const Children children(*draft, seen, width, workspace);
-  if (depth < 0 || depth >= children.depth()) return Status::kShape;
-#pragma omp parallel num_threads(int(num_threads))
-  children.choose(depth, logits, is_shared != 0);
-  return Status::kDone;
-}
-
-// Bytes for `foretoken_head_draft`, besides those of `foretoken_children`; -1 if 64 bits cannot count them.
+// Bytes of the workspace of `foretoken_head_draft`; -1 if 64 bits cannot count them.
 int64_t foretoken_head_draft_bytes(const Head* head, const Draft* draft, int64_t num_rows) {
   const int64_t first = ChildrenSpace(*draft, head->vocab, nullptr).size;
   const int64_t second = HeadSpace(*head, num_rows, draft->num_nodes, nullptr).size;

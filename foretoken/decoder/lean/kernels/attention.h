@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "gemm.h"
-#include "inputs.h"
 #include "interface.h"
 #include "tiles.h"
 #include "vectors.h"

@@ -13,10 +13,8 @@
 
 #include <omp.h>
 
-#include "barrier.h"
-#include "choice.h"
-#include "elementwise.h"
 #include "interface.h"
+#include "rows.h"
 #include "vectors.h"
 #include "workspace.h"
 

@@ -9,13 +9,10 @@
 #include <omp.h>
 
 #include "attention.h"
-#include "barrier.h"
-#include "choice.h"
-#include "elementwise.h"
-#include "experts.h"
 #include "feed_forward.h"
-#include "inputs.h"
+#include "gemm.h"
 #include "interface.h"
+#include "rows.h"
 #include "tiles.h"
 #include "vectors.h"
 #include "workspace.h"

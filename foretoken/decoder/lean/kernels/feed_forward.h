@@ -1,14 +1,25 @@
-// The input of a feed-forward network's down projection: f(gate) * up, or f(up).
+// Feed-forward layers: the input of the down projection, f(gate) * up or f(up), and mixtures of experts. A router gives
+// each token some experts, gated layers. Their outputs are added with its weights.
+//
+// The tokens of an expert are multiplied together, so that its weights are read once a pass. A token's result comes
+// from its own row alone, and the outputs of its experts are added in the order of the experts. The result does not
+// depend on other tokens with the same experts.
+//
+// Letters: P pairs of a token and one of its experts, sorted by expert; M tokens.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
-#include "elementwise.h"
+#include <omp.h>
+
 #include "gemm.h"
-#include "inputs.h"
 #include "interface.h"
+#include "rows.h"
 #include "tiles.h"
+#include "workspace.h"
 
 namespace {
 
@@ -29,5 +40,121 @@ void multiply_activated(int64_t activation, const Matrix& gate, const Matrix& up
     for (int64_t m = 0; m < M; ++m) activate_portion(inner, m, has_gate ? gates + m * up.rows : nullptr, ups + m * up.rows, begin, end, f);
   });
 }
+
+// Chooses the experts of one token by its router's logits (count,), which become probabilities: chosen (top_k,)
+// ascending, and their weights. Among equal probabilities the lower expert wins.
+inline void choose_experts(const Experts& experts, float* logits, int64_t* chosen, float* weights) {
+  const int64_t count = experts.count, top_k = experts.top_k;
+  float top = logits[0], sum = 0, total = 0;
+  for (int64_t e = 1; e < count; ++e) top = std::max(top, logits[e]);
+  for (int64_t e = 0; e < count; ++e) sum += logits[e] = std::exp(logits[e] - top);
+  for (int64_t e = 0; e < count; ++e) logits[e] /= sum;
+  for (int64_t j = 0; j < top_k; ++j) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < count; ++e) {
+      const bool is_free = std::find(chosen, chosen + j, e) == chosen + j;
+      if (is_free && (best < 0 || logits[e] > logits[best])) best = e;
+    }
+    chosen[j] = best;
+    total += logits[best];
+  }
+  std::sort(chosen, chosen + top_k);
+  for (int64_t j = 0; j < top_k; ++j) weights[j] = experts.is_normalised ? logits[chosen[j]] / total : logits[chosen[j]];
+}
+
+template <class T>
+class ExpertLayer {
+ public:
+  ExpertLayer(const Layer& layer, int64_t hidden, int64_t M, const Workspace<T>& space, Barrier& barrier)
+      : layer_(layer), experts_(layer.experts), hidden_(hidden), M_(M), num_pairs_(M * layer.experts.top_k), space_(space), barrier_(barrier) {}
+
+  // Runs inside a parallel region, all threads together, once the inputs are there. Afterwards `pair_out` has the
+  // output of every pair in its place.
+  void run(const MatrixInputs<T>& inputs) const {
+    multiply_into(experts_.router, inputs, M_, space_.router);
+    barrier_.wait();
+    const int64_t top_k = experts_.top_k;
+    share(M_, [&](int64_t m) {
+      choose_experts(experts_, space_.router + m * experts_.count, space_.chosen + m * top_k, space_.weights + m * top_k);
+    });
+    barrier_.wait();
+    if (omp_get_thread_num() == 0) sort_pairs();
+    barrier_.wait();
+    share(num_pairs_, [&](int64_t pair) { gather(inputs, pair); });
+    barrier_.wait();
+    const int64_t width = experts_.intermediate;
+    for_each_expert([&](int64_t e, int64_t first, int64_t count) {
+      const T* gate_up = static_cast<const T*>(experts_.gate_up) + e * 2 * width * hidden_;
+      const Matrix gate{gate_up, nullptr, width, hidden_}, up{gate_up + width * hidden_, nullptr, width, hidden_};
+      multiply_activated(layer_.activation, gate, up, inputs_of(space_.pair_inputs, e, hidden_, count), count,
+                         inputs_of(space_.pair_inner, e, width, count), space_.pair_gate + first * width, space_.pair_up + first * width);
+    });
+    barrier_.wait();
+    for_each_expert([&](int64_t e, int64_t first, int64_t count) {
+      const T* down = static_cast<const T*>(experts_.down) + e * hidden_ * width;
+      multiply_into(Matrix{down, nullptr, hidden_, width}, inputs_of(space_.pair_inner, e, width, count), count,
+                    space_.pair_out + first * hidden_);
+    });
+    barrier_.wait();
+  }
+
+  // Adds the weighted outputs of a token's experts to a row (hidden,).
+  void add(int64_t m, float* row) const {
+    for (int64_t j = m * experts_.top_k; j < (m + 1) * experts_.top_k; ++j) {
+      const float *out = space_.pair_out + space_.places[j] * hidden_, weight = space_.weights[j];
+      int64_t k = 0;
+      for (; k + kLanes <= hidden_; k += kLanes) {
+        store_lanes(row + k, multiply_add(Lanes{} + weight, load_lanes(out + k), load_lanes(row + k)));
+      }
+      for (; k < hidden_; ++k) row[k] = std::fma(weight, out[k], row[k]);
+    }
+  }
+
+ private:
+  // The first pair of each expert (`starts`), and the place of every pair among all pairs. `blocks` are the starts with
+  // the padding of each expert's inputs.
+  void sort_pairs() const {
+    const int64_t count = experts_.count, top_k = experts_.top_k;
+    std::fill(space_.starts, space_.starts + count + 1, 0);
+    for (int64_t j = 0; j < num_pairs_; ++j) ++space_.starts[space_.chosen[j] + 1];
+    space_.blocks[0] = 0;
+    for (int64_t e = 0; e < count; ++e) {
+      space_.blocks[e + 1] = space_.blocks[e] + MatrixInputs<T>::padded_tokens(space_.starts[e + 1]);
+      space_.starts[e + 1] += space_.starts[e];
+    }
+    for (int64_t j = 0; j < num_pairs_; ++j) {  // `starts` counts up here and is moved back afterwards
+      const int64_t e = space_.chosen[j], place = space_.starts[e]++;
+      space_.places[j] = place;
+      space_.tokens[place] = j / top_k;
+      space_.experts[place] = e;
+    }
+    for (int64_t e = count; e > 0; --e) space_.starts[e] = space_.starts[e - 1];
+    space_.starts[0] = 0;
+  }
+
+  // Copies the inputs of a pair's token to those of its expert.
+  void gather(const MatrixInputs<T>& inputs, int64_t pair) const {
+    const int64_t e = space_.experts[pair], first = space_.starts[e];
+    inputs_of(space_.pair_inputs, e, hidden_, space_.starts[e + 1] - first).copy(pair - first, inputs, space_.tokens[pair], hidden_);
+  }
+
+  MatrixInputs<T> inputs_of(typename MatrixInputs<T>::Token* base, int64_t e, int64_t width, int64_t count) const {
+    return {base + space_.blocks[e] * MatrixInputs<T>::padded(width), count, width};
+  }
+
+  template <class Work>
+  void for_each_expert(Work&& work) const {
+    for (int64_t e = 0; e < experts_.count; ++e) {
+      const int64_t first = space_.starts[e], count = space_.starts[e + 1] - first;
+      if (count > 0) work(e, first, count);
+    }
+  }
+
+  const Layer& layer_;
+  const Experts& experts_;
+  const int64_t hidden_, M_, num_pairs_;
+  const Workspace<T>& space_;
+  Barrier& barrier_;
+};
 
 }  // namespace

@@ -12,17 +12,151 @@
 
 #include <omp.h>
 
-#include "barrier.h"
 #include "children.h"
-#include "elementwise.h"
 #include "gemm.h"
-#include "head_interface.h"
-#include "head_layers.h"
-#include "head_space.h"
 #include "interface.h"
+#include "rows.h"
+#include "tiles.h"
 #include "vectors.h"
+#include "workspace.h"
 
 namespace {
+
+// Writes a row of `size` elements times a factor to an input, from element `first` on.
+template <class X, class E>
+void put_row(const X& inputs, int64_t m, int64_t first, const E* row, int64_t size, float factor) {
+  int64_t k = 0;
+  if (first % kLanes == 0) {
+    for (; k + kLanes <= size; k += kLanes) inputs.put(m, first + k, load_lanes(row + k) * factor);
+  }
+  for (; k < size; ++k) inputs.put(m, first + k, to_float(row[k]) * factor);
+}
+
+// Writes rows of `size` contiguous elements.
+struct PutRows {
+  const float* rows;
+  int64_t size;
+  template <class X>
+  void operator()(int64_t m, const X& inputs) const {
+    put_row(inputs, m, 0, rows + m * size, size, 1.0f);
+  }
+};
+
+// Calls work(row) with the row at an element of a table in bfloat16 or float32.
+template <class Work>
+void with_row(const void* table, bool is_bfloat16, int64_t first, Work&& work) {
+  if (is_bfloat16) {
+    work(static_cast<const Bfloat16*>(table) + first);
+  } else {
+    work(static_cast<const float*>(table) + first);
+  }
+}
+
+// An LM head with its model's scale and cap of logits.
+struct LmHead {
+  const HeadMatrix& matrix;
+  const int64_t* token_map;  // the token of each row; null: row i is token i
+  int64_t vocab;             // V
+  float scale, softcap;      // scale 1: none, cap 0: none
+};
+
+class HeadLayers {
+ public:
+  // inputs: room for the inputs of any layer in the widest dtype.
+  explicit HeadLayers(float* inputs) : inputs_(inputs) {}
+
+  // out (M, rows) = M inputs times the transposed matrix; put(m, inputs) sets input m. Ends with a barrier.
+  template <class Put>
+  void project(const HeadMatrix& matrix, int64_t M, Put&& put, float* out) const {
+    set_inputs(matrix, M, put);
+    multiply_all(matrix, M, out);
+  }
+
+  // out (M, V), -inf for tokens without a row. Ends with a barrier.
+  template <class Put>
+  void logits(const LmHead& head, int64_t M, Put&& put, float* out) const {
+    const int64_t V = head.vocab;
+    share(head.token_map == nullptr ? 0 : M, [&](int64_t m) { std::fill_n(out + m * V, V, -INFINITY); });
+    set_inputs(head.matrix, M, put);
+    const bool is_plain = head.token_map == nullptr && head.scale == 1.0f && head.softcap == 0.0f;
+    is_plain ? multiply_all(head.matrix, M, out) : multiply_logits(head, M, out);
+  }
+
+ private:
+  template <class T>
+  MatrixInputs<T> inputs(const Matrix& matrix, int64_t M) const {
+    return {reinterpret_cast<typename MatrixInputs<T>::Token*>(inputs_), M, matrix.cols};
+  }
+
+  // Calls run(inputs) with inputs in the dtype of a matrix.
+  template <class Run>
+  void with_inputs(const HeadMatrix& matrix, int64_t M, Run&& run) const {
+    if (matrix.matrix.scales != nullptr) {
+      run(inputs<Int8>(matrix.matrix, M));
+    } else {
+      matrix.is_bfloat16 ? run(inputs<Bfloat16>(matrix.matrix, M)) : run(inputs<float>(matrix.matrix, M));
+    }
+    barrier_.wait();
+  }
+
+  template <class Put>
+  void set_inputs(const HeadMatrix& matrix, int64_t M, Put&& put) const {
+    with_inputs(matrix, M, [&](const auto& inputs) { share(M, [&](int64_t m) { put(m, inputs); }); });
+  }
+
+  // These two do not depend on the caller's `put`, so they are compiled once.
+  void multiply_all(const HeadMatrix& matrix, int64_t M, float* out) const {
+    with_inputs(matrix, M, [&](const auto& inputs) { multiply_into(matrix.matrix, inputs, M, out); });
+  }
+
+  void multiply_logits(const LmHead& head, int64_t M, float* out) const {
+    with_inputs(head.matrix, M, [&](const auto& inputs) {
+      multiply(head.matrix.matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
+        for (int i = 0; i < count; ++i) {
+          const float value = values[i] * head.scale, cap = head.softcap;
+          out[m * head.vocab + (head.token_map == nullptr ? n + i : head.token_map[n + i])] =
+              cap > 0 ? std::tanh(value / cap) * cap : value;
+        }
+      });
+    });
+  }
+
+  float* inputs_;
+  mutable Barrier barrier_;
+};
+
+// Buffers of the steps of up to M rows; `size` is their bytes, -1 if 64 bits cannot count them.
+struct HeadSpace {
+  float* logits;     // (M, V)
+  float* wide;       // (M, 2 W)
+  float* states[2];  // (M, W), inputs of the LM head, of a level and of the level before
+  float* inputs;     // of any matrix, in the widest dtype
+  int64_t* places;   // (N,), the index of a node in its level
+  int64_t size = 0;
+
+  HeadSpace(const Head& head, int64_t rows, int64_t num_nodes, void* base) {
+    int64_t longest = head.width;
+    for (int64_t i = 0; i < head.num_steps; ++i) longest = std::max(longest, head.steps[i].first.matrix.cols);
+    take(base, size, logits, rows, head.vocab);
+    take(base, size, wide, rows, 2 * head.width);
+    for (float*& state : states) take(base, size, state, rows, head.width);
+    take(base, size, inputs, most_inputs(rows), Inputs<Int8>::padded(longest));
+    take(base, size, places, num_nodes, 1);
+  }
+};
+
+// Checks that a draft stays within the tables of a head.
+inline Status check_head(const Head& head, const Draft& draft, const float* features) {
+  if (features == nullptr || head.steps == nullptr) return Status::kMissing;
+  if (draft.vocab != head.vocab) return Status::kShape;
+  for (int64_t i = 0; head.kind != kFromFeature && i < head.num_steps; ++i) {
+    if (head.steps[i].num_tokens < head.vocab) return Status::kTokens;
+    for (int64_t s = 0; s < draft.num_sequences; ++s) {
+      if (!all_within(draft.tokens + s * draft.num_nodes, 1, head.steps[i].num_tokens)) return Status::kTokens;
+    }
+  }
+  return Status::kDone;
+}
 
 inline bool have_one_head(const HeadStep& a, const HeadStep& b) {
   const Matrix &own = a.lm_head.matrix, &other = b.lm_head.matrix;

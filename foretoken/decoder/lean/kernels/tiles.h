@@ -14,7 +14,6 @@
 #include <type_traits>
 
 #include "gemm.h"
-#include "inputs.h"
 #include "interface.h"
 #include "vectors.h"
 
