@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from foretoken.inputs import PromptType, TextPrompt, TokensPrompt
     from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
     from foretoken.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-    from foretoken.training.result import TrainingResult
-    from foretoken.training.train import train
+    from foretoken.training.train import TrainingResult, train
 
 _HOMES = {
     "foretoken.core.errors": ("EngineStopped", "ForetokenError", "QueueFull"),
@@ -30,8 +29,7 @@ _HOMES = {
     "foretoken.entrypoints.llm": ("LLM",),
     "foretoken.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "foretoken.outputs": ("CompletionOutput", "RequestOutput", "StreamChunk"),
-    "foretoken.training.result": ("TrainingResult",),
-    "foretoken.training.train": ("train",),
+    "foretoken.training.train": ("TrainingResult", "train"),
     "foretoken.sampling_params": ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
 }
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import BATCH, LENGTH, E, H, Target, V, random_head, written
-from foretoken.formats.saving import EAGLE_CODE, SGLANG, SPECFORGE
+from foretoken.formats.conversion import EAGLE_CODE, SGLANG, SPECFORGE
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config

@@ -28,12 +28,12 @@ from benchmarks.interop.samples import E, H, Target, V, drafting_handle, greedy_
 from foretoken import SamplingParams
 from foretoken.drafters.base import Committed, DraftRequest
 from foretoken.drafters.falcon import FalconDrafter, Options
-from foretoken.formats.saving import FALCON_CODE
+from foretoken.formats.conversion import FALCON_CODE
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.falcon import FalconConfig
 from foretoken.models.loading import load_model
-from foretoken.training.objectives.base import Examples, accumulate, label_counts
-from foretoken.training.objectives.falcon import FalconObjective
+from foretoken.training.objective_base import Examples, accumulate, label_counts
+from foretoken.training.objectives import FalconObjective
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:

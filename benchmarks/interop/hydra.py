@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import LENGTH, PREFIX, E, Target, V, our_logits, random_head, texts, written_pickle
-from foretoken.formats.saving import HYDRA_CODE
+from foretoken.formats.conversion import HYDRA_CODE
 from foretoken.heads.hydra import HydraConfig
 
 if TYPE_CHECKING:

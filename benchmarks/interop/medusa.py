@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import LENGTH, E, V, our_logits, random_head, texts, written_pickle
-from foretoken.formats.saving import MEDUSA_CODE
+from foretoken.formats.conversion import MEDUSA_CODE
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:

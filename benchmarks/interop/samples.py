@@ -13,10 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foretoken import SamplingParams
 from foretoken.drafters.base import DraftContext, TargetHandle
-from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.mapping import head_shapes
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo
+from foretoken.formats.conversion import head_shapes
 from foretoken.formats.registry import head_readers, read_head, write_head
-from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.base import StepHead
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.models.loading import load_model
@@ -27,7 +26,7 @@ from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from foretoken.formats.saving import Reader
+    from foretoken.formats.conversion import Reader
     from foretoken.heads.base import HeadConfig
     from foretoken.models.parts import TargetParts
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import load_prompts
 from foretoken.core.results import GenerationMetrics
+from foretoken.formats.checkpoint import TargetInfo, TargetWeights
 from foretoken.formats.registry import read_head, write_head
-from foretoken.formats.target_info import TargetInfo, TargetWeights
 from foretoken.models.loading import load_model
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from benchmarks.interop.borrowed import UnusableError
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import Target, written
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.mapping import head_shapes
-from foretoken.formats.saving import SPECULATORS
+from foretoken.formats.conversion import SPECULATORS, head_shapes
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.models.loading import load_model

@@ -21,7 +21,7 @@ from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.fms import CASES, case_name, speculator
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import E, V, our_chain, our_logits, random_head, texts, written
-from foretoken.formats.saving import OLD_TGI, TGI
+from foretoken.formats.conversion import OLD_TGI, TGI
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:

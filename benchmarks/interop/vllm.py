@@ -19,7 +19,7 @@ from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.fms import speculator
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import E, V, our_logits, random_head, texts, written
-from foretoken.formats.saving import VLLM
+from foretoken.formats.conversion import VLLM
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:

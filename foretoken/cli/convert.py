@@ -11,8 +11,7 @@ from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
 
 if TYPE_CHECKING:
-    from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.formats.target_info import TargetInfo
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _NUM_HEADS = "Keep the first N heads; an error when the tensors hold fewer."
@@ -66,9 +65,9 @@ def convert(
     """
     import torch
 
+    from foretoken.formats.checkpoint import TargetInfo
     from foretoken.formats.files import local_head
     from foretoken.formats.registry import head_readers, write_head
-    from foretoken.formats.target_info import TargetInfo
 
     _check_out(out, force=force)
     if dtype is not None and dtype not in _DTYPES:

@@ -21,8 +21,8 @@ from foretoken.core.errors import ConfigError, RequestError
 if TYPE_CHECKING:
     from foretoken.entrypoints.llm import LLM
     from foretoken.training.data.corpus import Corpus, DocumentMaker
+    from foretoken.training.data.documents import DistillSettings
     from foretoken.training.data.packed import DataProgress
-    from foretoken.training.data.self_distill import DistillSettings
 
 
 def index(
@@ -87,8 +87,7 @@ def vocab(
     A pass reads a smaller LM head in less time. The target alone writes the tokens that the head cannot draft, so the
     text does not change. Coverage is the share of the labels that can be drafted.
     """
-    from foretoken.training.data.packed import PackedTokens
-    from foretoken.training.data.vocabulary import count_vocabulary
+    from foretoken.training.data.packed import PackedTokens, count_vocabulary
 
     if out.exists() or out.is_symlink():
         raise ConfigError(f"'{out}' exists already. Expected a new file. Choose another or remove it.")
@@ -171,7 +170,7 @@ def data(
     """
     from foretoken.training.data.corpus import CorpusPlan, build_corpus
     from foretoken.training.data.packed import PACKED_TOKENS
-    from foretoken.training.data.sources import dataset_source, file_source, json_source, text_source
+    from foretoken.training.data.records import dataset_source, file_source, json_source, text_source
 
     PACKED_TOKENS.check(out, force=force)
     speculative_config = options.drafter_texts(speculative_config, spec_type)
@@ -190,7 +189,7 @@ def data(
     )
     meta: dict[str, Any] = {"target": target}
     if self_distill:
-        from foretoken.training.data.self_distill import DistillSettings
+        from foretoken.training.data.documents import DistillSettings
 
         settings = DistillSettings(
             prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
@@ -248,7 +247,7 @@ def _target(
 
 
 def _encoders(tokenizer: Any) -> Callable[[str], DocumentMaker]:
-    from foretoken.training.data.encoding import Encoder
+    from foretoken.training.data.documents import Encoder
 
     def make(part: str) -> DocumentMaker:
         del part  # both parts are made in the same way
@@ -262,7 +261,7 @@ def _distillers(
 ) -> Callable[[str], DocumentMaker]:
     """Makes documents from the target's responses; held-out sources have their own file of responses."""
     from foretoken.training.data.corpus import TRAIN
-    from foretoken.training.data.self_distill import SelfDistiller
+    from foretoken.training.data.documents import SelfDistiller
 
     def make(part: str) -> DocumentMaker:
         path = file if part == TRAIN else file.with_name(f"{part}.{file.name}")

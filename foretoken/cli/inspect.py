@@ -67,8 +67,8 @@ def _quick_facts(directory: Path) -> dict[str, Any] | None:
 
 def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[str, Any] | None:
     from foretoken.formats import describe
+    from foretoken.formats.checkpoint import TargetInfo
     from foretoken.formats.registry import holds_head, read_head
-    from foretoken.formats.target_info import TargetInfo
 
     if not holds_head(directory):
         return None

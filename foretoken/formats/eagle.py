@@ -1,8 +1,14 @@
-"""Reads and writes EAGLE-1, EAGLE-2 and HASS heads as published: `fc`, `layers.0`, and a Llama's `config.json`.
+"""Reads and writes EAGLE-1, EAGLE-2 and HASS heads as published, and holds the parts that all formats of EAGLE share.
 
-The tensors identify such heads; the configuration does not name EAGLE. Old files for vLLM are read too: their
-configuration lies under `model`, and they repeat the target's LM head. The original code silently drops a norm before
-attention or after the block; such a norm is an error here.
+The tensors (`fc`, `layers.0`) identify such heads; the configuration, a Llama's, does not name EAGLE. Old files for
+vLLM are read too: their configuration lies under `model`, and they repeat the target's LM head. The original code
+silently drops a norm before attention or after the block; such a norm is an error here.
+
+Formats have different names for the decoder block (`layers.0`, `midlayer`, `transformer`) and different keys in
+`config.json`. Files store `d2t`, the offset of each drafted token to the target's, and `t2d`, which of the target's
+tokens are drafted; a head here stores the tokens.
+
+Letters: E hidden size of the target, W width of the block, V vocabulary, Vd vocabulary of the drafts.
 """
 
 from __future__ import annotations
@@ -11,36 +17,29 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed
-from foretoken.formats.eagle_names import (
-    EMBEDDING,
-    IS_DRAFTED,
-    LM_HEAD,
-    OFFSETS,
-    OTHER_NORMS,
-    eagle_table,
-    is_targets,
-    layer_config,
-    misread_block,
-    stated_layer,
-    vocabulary,
-    warn_of_base,
-    width_of,
-    without_prefix,
-)
-from foretoken.formats.mapping import make_config, read_tensors, scatter
-from foretoken.formats.saving import (
+from foretoken.formats.conversion import (
     EAGLE_CODE,
+    LAYER_PARTS,
     SGLANG,
     VLLM_EAGLE,
+    Place,
     Reader,
     expect_method,
     finished,
+    is_targets,
+    make_config,
     own_entries,
     own_entry,
-    save,
+    read_tensors,
+    scatter,
     target_name,
 )
+from foretoken.formats.files import save
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 
 if TYPE_CHECKING:
@@ -49,10 +48,258 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles, Weights
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
+    from foretoken.heads.eagle3 import Eagle3Config
+
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+OFFSETS, IS_DRAFTED = "d2t", "t2d"
+OTHER_NORMS = (
+    "embed_layernorm", "hidden_layernorm", "lm_head_layernorm", "embedding_layernorm", "pre_lm_head_layernorm",
+)  # fmt: skip
+_WITH_BIAS = ("q_proj", "k_proj", "v_proj")
+_THETA, _EPSILON = 10000.0, 1e-6  # for files that state none
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+
+
+def without_prefix(files: HeadFiles) -> Weights:
+    """Removes the prefix `model.` that some writers add to tensor names."""
+    return files.weights.renamed(lambda key: key.removeprefix("model."))
+
+
+def layer_table(layer: str, *, has_bias: bool) -> dict[str, Place]:
+    """Returns places of the block's tensors by key, without its first norms; layer: prefix of their names."""
+    places = {f"{layer}.{theirs}.weight": Place(f"layer.{ours}.weight") for ours, theirs in LAYER_PARTS.items()}
+    if has_bias:
+        places |= {f"{layer}.self_attn.{part}.bias": Place(f"layer.{part}.bias") for part in _WITH_BIAS}
+    places[f"{layer}.post_attention_layernorm.weight"] = Place("layer.post_attention_norm")
+    return places
+
+
+def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0") -> dict[str, Place]:
+    """Returns places by key of an EAGLE head."""
+    places = layer_table(layer, has_bias=config.layer.attention_bias)
+    places[f"{fc}.weight"] = Place("fc.weight")
+    if config.has_bias:
+        places[f"{fc}.bias"] = Place("fc.bias")
+    return places
+
+
+def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
+    """Returns places by key of an EAGLE-3 head, without the map of drafted tokens."""
+    places = layer_table(layer, has_bias=config.layer.attention_bias)
+    places["fc.weight"] = Place("fc.weight")
+    places["norm.weight"] = Place("norm")
+    places[LM_HEAD] = Place("lm_head.weight")
+    places[f"{layer}.input_layernorm.weight"] = Place("layer.side_norm")
+    hidden_norm = "state_norm" if config.norm_before_residual else "layer.input_norm"
+    places[f"{layer}.hidden_norm.weight"] = Place(hidden_norm)
+    if config.own_embedding:
+        places[EMBEDDING] = Place("embedding")
+    if config.norm_before_fc:
+        places["input_norm.weight"] = Place("feature_norm")
+    if config.fc_norms:
+        places |= {f"fc_norm.{i}.weight": Place("feature_norms", (i,)) for i in range(len(config.boundaries))}
+    return places
+
+
+def layer_config(weights: Weights, layer: str, stated: Mapping[str, Any], *, width: int) -> LayerConfig:
+    """Returns the block's sizes; only the configuration tells the number of attention heads.
+
+    Args:
+        weights: The file.
+        layer: Prefix of the block's names.
+        stated: The configuration of a Llama with one layer.
+        width: W.
+
+    Raises:
+        ModelError: If a size is missing, or the block is not a Llama's.
+    """
+    name, shapes = weights.name, weights.shapes
+    _check_kind(weights, layer, stated)
+    heads = stated.get("num_attention_heads")
+    if not isinstance(heads, int) or heads < 1:
+        raise ModelError(
+            f"the config.json of '{name}' has num_attention_heads {shown(heads)}. Expected a count, as of a Llama."
+        )
+    sizes = [size for size in (stated.get("head_dim"), width // heads) if isinstance(size, int)]
+    rows = rows_of(shapes, f"{layer}.self_attn.q_proj.weight")
+    config: LayerConfig = make_config(
+        LayerConfig,
+        name,
+        num_attention_heads=heads,
+        num_key_value_heads=stated.get("num_key_value_heads") or heads,
+        head_dim=next((size for size in sizes if size * heads == rows), sizes[0]),
+        intermediate_size=rows_of(shapes, f"{layer}.mlp.gate_proj.weight") or stated.get("intermediate_size"),
+        attention_bias=any(f"{layer}.self_attn.{part}.bias" in shapes for part in _WITH_BIAS),
+        rms_norm_eps=_EPSILON if stated.get("rms_norm_eps") is None else stated["rms_norm_eps"],
+        **_rotation(name, stated),
+    )
+    return config
+
+
+def stated_layer(config: LayerConfig, *, width: int, vocab_size: int, target: TargetInfo) -> dict[str, Any]:
+    """Returns the configuration of a Llama with the block as its only layer, for `layer_config`."""
+    longest = getattr(target.config, "max_position_embeddings", None)
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _stated_scaling(config.rope_scaling),
+        "max_position_embeddings": longest or 4096,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def misread_block(config: LayerConfig, *, width: int) -> str | None:
+    """Returns why EAGLE's own code computes a block of `stated_layer` wrongly; None if it does not."""
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type", "linear")
+    if config.head_dim * config.num_attention_heads != width:
+        return f"it cuts {width} into heads evenly, and tensors do not fit"
+    if kind != "linear":
+        return f"it does not know rotary scaling '{kind}' and stops"
+    if scaling and scaling["factor"] <= 1:
+        return f"it stops at a scaling factor of {scaling['factor']}, which has to be above 1 there"
+    if scaling and config.rope_theta != _THETA:
+        return f"it scales rotations of base {_THETA:g} alone, and this head's is {config.rope_theta:g}"
+    return None
+
+
+def warn_of_base(name: str, config: LayerConfig) -> None:
+    """Warns of a rotary base that the authors' code ignores, in case the head was trained there."""
+    if config.rope_scaling is not None and config.rope_theta != _THETA:
+        logging.getLogger(__name__).warning(
+            "%s: rope_theta is %g here; beside rope_scaling EAGLE's own code takes %g, whatever config.json says",
+            name, config.rope_theta, _THETA,
+        )  # fmt: skip
+
+
+def vocabulary(weights: Weights, stated: Mapping[str, Any], target: TargetInfo, *, keys: tuple[str, ...]) -> int:
+    """Returns V from a tensor, the configuration or the target; raises `ModelError` without any."""
+    rows = next((rows for key in keys if (rows := rows_of(weights.shapes, key))), None)
+    size = rows or stated.get("vocab_size") or target.vocab_size
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise ModelError(f"'{weights.name}' does not tell its vocabulary. Pass --target DIR.")
+    return size
+
+
+def width_of(weights: Weights, stated: Mapping[str, Any], fc: str) -> int:
+    """Returns W from the configuration or the rows of the weight `fc`; raises `ModelError` without either."""
+    width = stated.get("hidden_size") or rows_of(weights.shapes, fc)
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        raise ModelError(f"hidden_size of '{weights.name}' is {shown(width)}. Expected a size, as of a Llama.")
+    return width
+
+
+def rows_of(shapes: Mapping[str, tuple[int, ...]], key: str) -> int | None:
+    """Returns the first dimension of a tensor; None if the tensor is missing, or has no dimensions."""
+    return next(iter(shapes.get(key, ())), None)
+
+
+def tokens_of(name: str, offsets: Tensor, is_drafted: Tensor | None, *, vocab_size: int) -> Tensor:
+    """Returns (Vd,) int64, the target's token of each drafted token.
+
+    Args:
+        name: Of the file, for messages.
+        offsets: (Vd,) integers, `d2t`.
+        is_drafted: (V,), `t2d`, or None if the file lacks it.
+        vocab_size: V.
+
+    Raises:
+        ModelError: If they are not a map of different tokens of the vocabulary, or contradict each other.
+    """
+    if offsets.dtype not in _INTEGERS:
+        raise ModelError(f"{OFFSETS} of '{name}' holds {offsets.dtype}. Expected integers.")
+    offsets = offsets.long()
+    own = torch.arange(len(offsets))
+    is_far = (offsets < -len(offsets)) | (offsets >= vocab_size)  # the sum could overflow
+    tokens = own + offsets.masked_fill(is_far, vocab_size)
+    outside = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
+    if len(outside):
+        at = int(outside[0])
+        raise ModelError(
+            f"{OFFSETS} of '{name}' is {int(offsets[at])} at {at}, and the target has {vocab_size} tokens. Expected "
+            "how far each drafted token is from the target's. Copy or convert it again."
+        )
+    found = torch.zeros(vocab_size, dtype=torch.long).index_add_(0, tokens, torch.ones_like(tokens))
+    if bool((found > 1).any()):
+        raise ModelError(
+            f"{OFFSETS} of '{name}' maps several drafted tokens to {int(found.argmax())}. Expected how far each "
+            "drafted token is from the target's, not the tokens themselves. Copy or convert it again."
+        )
+    if is_drafted is not None and not torch.equal(is_drafted != 0, found > 0):
+        raise ModelError(
+            f"{IS_DRAFTED} and {OFFSETS} of '{name}' name different tokens. Expected the same {len(offsets)} in both. "
+            "Copy or convert it again."
+        )
+    return tokens
+
+
+def map_tensors(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Returns `d2t` and `t2d` of a head's map."""
+    is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
+    is_drafted[token_map] = True
+    return {OFFSETS: token_map - torch.arange(len(token_map)), IS_DRAFTED: is_drafted}
+
+
+def _stated_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns rotary scaling with the keys that EAGLE's code reads: two keys and a float."""
+    if scaling is None or scaling["rope_type"] != "linear":
+        return scaling
+    return {"type": "linear", "factor": float(scaling["factor"])}
+
+
+def _check_kind(weights: Weights, layer: str, stated: Mapping[str, Any]) -> None:
+    name, stem = weights.name, layer.rsplit(".", 1)[0] if layer.endswith(".0") else None
+    further = [key for key in weights.shapes if stem and key.startswith(f"{stem}.") and not key.startswith(f"{layer}.")]
+    count = stated.get("num_hidden_layers", 1)
+    if further or count != 1:
+        raise ModelError(
+            f"'{name}' has {'several' if further else shown(count)} decoder layers. Expected a head with one."
+        )
+    if any(f"{layer}.self_attn.{part}.weight" in weights.shapes for part in ("q_norm", "k_norm")):
+        raise ModelError(f"the block of '{name}' norms queries and keys (q_norm, k_norm), which heads here do not.")
+    if "sliding_attention" in (stated.get("layer_types") or ()):
+        raise ModelError(
+            f"the block of '{name}' has a sliding window of {shown(stated.get('sliding_window'))} tokens. Expected one "
+            "that sees the whole text."
+        )
+    wanted = {"hidden_act": "silu", "partial_rotary_factor": 1, "logit_scale": 1}
+    for key, value in wanted.items():
+        if stated.get(key) not in (None, value):
+            raise ModelError(f"'{name}' has {key} {shown(stated[key])}. Expected {value}, as heads here compute it.")
+
+
+def _rotation(name: str, stated: Mapping[str, Any]) -> dict[str, Any]:
+    parts = [stated.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ModelError(f"the rotary scaling of '{name}' is {shown(parts)}. Expected keys and values, or null.")
+    rope = parts[0] | parts[1]
+    bases = {base for base in (rope.pop("rope_theta", None), stated.get("rope_theta")) if base is not None}
+    if len(bases) > 1:
+        raise ModelError(f"'{name}' has several values of rope_theta, {', '.join(map(shown, bases))}. Expected one.")
+    old = rope.pop("type", None)
+    kind = rope.pop("rope_type", old)
+    rotation: dict[str, Any] = {"rope_theta": next(iter(bases), _THETA), "rope_scaling": None}
+    if kind not in (None, "default"):
+        rotation["rope_scaling"] = {"rope_type": kind, **rope}
+        if kind in ("llama3", "yarn"):
+            longest = stated.get("max_position_embeddings")
+            rotation["rope_scaling"].setdefault("original_max_position_embeddings", longest)
+    return rotation
+
 
 _LAYER = re.compile(r"(?:model\.)?layers\.0\..*")
 

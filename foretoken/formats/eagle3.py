@@ -14,13 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.eagle_names import (
+from foretoken.formats.conversion import (
+    EAGLE_CODE,
+    SGLANG,
+    SPECFORGE,
+    VLLM_EAGLE,
+    Reader,
+    expect_method,
+    finished,
+    is_targets,
+    make_config,
+    own_entries,
+    own_entry,
+    read_tensors,
+    scatter,
+    target_name,
+)
+from foretoken.formats.eagle import (
     EMBEDDING,
     IS_DRAFTED,
     LM_HEAD,
     OFFSETS,
     eagle3_table,
-    is_targets,
     layer_config,
     map_tensors,
     misread_block,
@@ -32,20 +47,7 @@ from foretoken.formats.eagle_names import (
     width_of,
     without_prefix,
 )
-from foretoken.formats.mapping import make_config, read_tensors, scatter
-from foretoken.formats.saving import (
-    EAGLE_CODE,
-    SGLANG,
-    SPECFORGE,
-    VLLM_EAGLE,
-    Reader,
-    expect_method,
-    finished,
-    own_entries,
-    own_entry,
-    save,
-    target_name,
-)
+from foretoken.formats.files import save
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
@@ -54,10 +56,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles, Weights
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 

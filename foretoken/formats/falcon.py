@@ -9,35 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
-from foretoken.formats.eagle_names import (
-    EMBEDDING,
-    layer_config,
-    layer_table,
-    stated_layer,
-    vocabulary,
-    warn_of_embedding,
-    without_prefix,
-)
-from foretoken.formats.mapping import Place, make_config, read_tensors, scatter
-from foretoken.formats.saving import (
+from foretoken.formats.conversion import (
     FALCON_CODE,
+    Place,
     Reader,
     expect_method,
     finished,
+    make_config,
     own_entries,
     own_entry,
-    save,
+    read_tensors,
+    scatter,
     target_name,
+    warn_of_embedding,
 )
+from foretoken.formats.eagle import EMBEDDING, layer_config, layer_table, stated_layer, vocabulary, without_prefix
+from foretoken.formats.files import save
 from foretoken.heads.falcon import NUM_LAYERS, FalconConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
 
 _LSTM, _LAYER = "lstm.weight_ih_l0", "layers.0"
 _BLOCKS = 4  # blocks of a draft in the published runs

@@ -1,4 +1,4 @@
-"""Opens the files of a foreign checkpoint: its configuration, and tensors that are read on demand.
+"""Opens the files of a checkpoint, whose tensors are read on demand, and writes new ones.
 
 Files are not trusted. Only torch's restricted reader, which runs no code, loads pickles. Shard names must be plain file
 names.
@@ -6,10 +6,12 @@ names.
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import warnings
 import zipfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.core.errors import ConfigError, ModelError, foreign_errors_as, listed, one_line
+from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
 from foretoken.models.config_checks import indexed_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PLAIN = ["*.json", "*.safetensors"]
@@ -258,3 +262,72 @@ def _is_plain(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+CONFIG = "config.json"
+
+
+@contextmanager
+def whole_files(directory: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """Yields a new directory to write into; its files move to `directory` when the block ends without an error.
+
+    Args:
+        directory: Created if missing. See `core.atomic_files` for symbolic links.
+        replaces: Whether the new files replace everything in it. Otherwise each replaces the file of its name,
+            `config.json` last.
+
+    Raises:
+        ConfigError: If the files cannot be written.
+    """
+    advice = "Expected a directory with enough room that may be written to. Name another place, or make room."
+    existing: Any = "replace" if replaces else "merge"
+    with (
+        told_as(ConfigError, f"'{directory}'", advice),
+        new_directory(directory, existing=existing, last=CONFIG) as new,
+    ):
+        yield new
+
+
+@contextmanager
+def safetensors_errors() -> Iterator[None]:
+    """Turns errors of safetensors about files that cannot be written into `OSError`."""
+    try:
+        yield
+    except SafetensorError as err:
+        raise OSError(one_line(err)) from err
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes tensors, each with its own memory: safetensors, or a pickle by the name's ending; raises `OSError`."""
+    if path.suffix == ".safetensors":
+        path.touch()
+        mode = path.stat().st_mode  # safetensors makes its files readable by their owner alone
+        with safetensors_errors():
+            save_file(dict(tensors), path, metadata={"format": "pt"})
+        path.chmod(mode)
+        return
+    with path.open("wb") as file:
+        try:
+            torch.save(dict(tensors), file)
+        except RuntimeError as err:  # torch's writer hides the file's error
+            cause = err.__context__ if isinstance(err.__context__, OSError) else None
+            raise cause or OSError(one_line(err)) from err
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Writes the `config.json` of a checkpoint."""
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def save(directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
+    """Writes weights and then a configuration into a new directory, see `whole_files`.
+
+    Args:
+        directory: New and empty.
+        name: Of the weights; the ending decides between safetensors and a pickle.
+        tensors: Each with its own memory.
+        config: For `config.json`; None leaves it out.
+    """
+    write_weights(directory / name, tensors)
+    if config is not None:
+        write_config(directory, config)

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.formats.mapping import read_tensors
+from foretoken.formats.conversion import finished, read_tensors
 from foretoken.formats.medusa import MedusaNames
-from foretoken.formats.saving import finished
 
 if TYPE_CHECKING:
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
     from foretoken.formats.files import HeadFiles, Weights
-    from foretoken.formats.target_info import TargetInfo
 
 NAMES = MedusaNames(block="{head}.blocks.{layer}.linear", lm_head="{head}.lm_head.weight")
 _NORM = re.compile(r"\d{1,4}\.norm\.weight")

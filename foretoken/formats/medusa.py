@@ -17,22 +17,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError
-from foretoken.formats.mapping import Place, count, make_config, most_common, read_tensors, scatter
-from foretoken.formats.saving import (
+from foretoken.formats.conversion import (
     MEDUSA_CODE,
     TGI,
     TRT_MEDUSA,
     VLLM,
+    Place,
     Reader,
+    count,
     expect_method,
     finished,
     has_different_blocks,
+    make_config,
+    most_common,
     needs_target_name,
     own_entries,
     own_entry,
-    save,
+    read_tensors,
+    scatter,
     target_name,
 )
+from foretoken.formats.files import save
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
@@ -42,10 +47,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles, Weights
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.core.errors import ConfigError
 from foretoken.formats import medusa
-from foretoken.formats.mapping import scatter
-from foretoken.formats.medusa import OFFICIAL, with_biases
-from foretoken.formats.saving import (
+from foretoken.formats.conversion import (
     MEDUSA_CODE,
     TGI,
     VLLM,
@@ -19,16 +17,17 @@ from foretoken.formats.saving import (
     expect_method,
     has_different_blocks,
     needs_target_name,
+    scatter,
 )
+from foretoken.formats.medusa import OFFICIAL, with_biases
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
 
 
 def recognises(files: HeadFiles) -> bool:

@@ -11,30 +11,33 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.mapping import Place, make_config, most_common, read_tensors, scatter
-from foretoken.formats.saving import (
+from foretoken.formats.conversion import (
     OLD_TGI,
     TGI,
     VLLM,
+    Place,
     Reader,
     expect_method,
     finished,
+    make_config,
+    most_common,
     needs_target_name,
     own_entries,
     own_entry,
-    save,
+    read_tensors,
+    scatter,
     target_name,
 )
+from foretoken.formats.files import save
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles, Weights
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
 
 _PREFIX = "speculator."
 _KEY = re.compile(r"(speculator\.)?(emb|proj|head|ln)\.(?P<stage>\d{1,4})\.(weight|bias)")

@@ -13,8 +13,8 @@ from foretoken.core.errors import ModelError, nearest_name_hint
 from foretoken.core.validation import validated
 from foretoken.files.bounded_reads import check_regular
 from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, check_keys
-from foretoken.formats.mapping import check_token_map
-from foretoken.formats.saving import whole_files, write_config, write_weights
+from foretoken.formats.conversion import check_token_map
+from foretoken.formats.files import whole_files, write_config, write_weights
 from foretoken.heads.base import HeadConfig, build_head
 from foretoken.heads.methods import head_methods
 

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
 from foretoken.formats import native
-from foretoken.formats.checkpoint import with_dtype
-from foretoken.formats.files import HeadFiles, holds_pickles, open_files
-from foretoken.formats.mapping import check_values
-from foretoken.formats.saving import Reader, WriteOptions, whole_files
+from foretoken.formats.checkpoint import TargetInfo, with_dtype
+from foretoken.formats.conversion import Reader, WriteOptions, check_values
+from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_files
 from foretoken.formats.speculators import KINDS
-from foretoken.formats.target_info import TargetInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,8 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-    from foretoken.formats.target_info import TargetWeights
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetWeights
 
 # Names of vllm-project/speculators.
 _SPECULATORS = {"peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "multi-token prediction"}

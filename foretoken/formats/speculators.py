@@ -14,7 +14,16 @@ import torch
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.eagle import read_eagle
+from foretoken.formats.conversion import (
+    SPECULATORS,
+    VLLM_EAGLE,
+    Reader,
+    expect_method,
+    finished,
+    own_entries,
+    own_entry,
+)
+from foretoken.formats.eagle import EMBEDDING, read_eagle, stated_layer, without_prefix
 from foretoken.formats.eagle3 import (
     LAYER_IDS,
     boundaries_of,
@@ -23,17 +32,7 @@ from foretoken.formats.eagle3 import (
     read_eagle3,
     with_plain_vocabulary,
 )
-from foretoken.formats.eagle_names import EMBEDDING, stated_layer, without_prefix
-from foretoken.formats.saving import (
-    SPECULATORS,
-    VLLM_EAGLE,
-    Reader,
-    expect_method,
-    finished,
-    own_entries,
-    own_entry,
-    save,
-)
+from foretoken.formats.files import save
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
@@ -42,10 +41,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, TargetWeights
+    from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles, Weights
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo, TargetWeights
 
 KINDS = ("eagle3", "eagle")
 _LAYER, _LAYER_CONFIG = "layers.0", "transformer_layer_config"

@@ -21,13 +21,22 @@ from torch.nn.functional import pad
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, listed
-from foretoken.formats import hydra_names, medusa
+from foretoken.formats import hydra, medusa
 from foretoken.formats.checkpoint import check_keys
-from foretoken.formats.files import HeadFiles, Weights
-from foretoken.formats.hydra_names import HydraNames, prefix_entries
-from foretoken.formats.mapping import assemble, scatter, wanted_shapes
+from foretoken.formats.conversion import (
+    TRT_HYDRA,
+    TRT_MEDUSA,
+    Reader,
+    assemble,
+    expect_method,
+    finished,
+    own_entries,
+    scatter,
+    wanted_shapes,
+)
+from foretoken.formats.files import HeadFiles, Weights, save
+from foretoken.formats.hydra import HydraNames, prefix_entries
 from foretoken.formats.medusa import MedusaNames
-from foretoken.formats.saving import TRT_HYDRA, TRT_MEDUSA, Reader, expect_method, finished, own_entries, save
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 
@@ -35,10 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.formats.mapping import Place
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.formats.conversion import Place, WriteOptions
     from foretoken.heads.base import HeadConfig
 
 MOST_RANKS = 4096
@@ -234,7 +241,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         table = MEDUSA.table(sizes)
     else:
         assert isinstance(config, HydraConfig), "the method says so"
-        sizes, weights = hydra_names.with_own_lm_heads(config, checkpoint.weights, options, what=what)
+        sizes, weights = hydra.with_own_lm_heads(config, checkpoint.weights, options, what=what)
         table = HYDRA.table(sizes)
     tensors = {key: _padded(key, tensor, tp_size) for key, tensor in scatter(weights, table).items()}
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
@@ -306,7 +313,7 @@ def _prefix_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         "prefix_rms_norm_eps": config.get("norm_epsilon"),
     }
     if isinstance(scaling := config.get("rotary_scaling"), dict):
-        found[hydra_names.TARGET_SCALING] = {"rope_type": scaling.get("type", scaling.get("rope_type")), **scaling}
+        found[hydra.TARGET_SCALING] = {"rope_type": scaling.get("type", scaling.get("rope_type")), **scaling}
     return {key: value for key, value in found.items() if value is not None} | dict(config)
 
 

@@ -14,9 +14,20 @@ import torch
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
-from foretoken.formats.mapping import check_token_map, make_config, read_tensors, scatter
+from foretoken.formats.conversion import (
+    VLLM,
+    Reader,
+    check_token_map,
+    expect_method,
+    finished,
+    make_config,
+    own_entries,
+    own_entry,
+    read_tensors,
+    scatter,
+)
+from foretoken.formats.files import save
 from foretoken.formats.medusa import MedusaNames, warn_of_counts
-from foretoken.formats.saving import VLLM, Reader, expect_method, finished, own_entries, own_entry, save
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
@@ -25,10 +36,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles
-    from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
 
 NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
 _PREFIX = "medusa_heads."

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-import foretoken.training.objectives
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.validation import validated
+from foretoken.training.objectives import METHODS, TrainedMethod
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from foretoken.heads.base import HeadConfig
     from foretoken.models.loading import LoadedModel
-    from foretoken.training.objectives.base import Objective
+    from foretoken.training.objective_base import Objective
 
 
 class Schedule(BaseModel):
@@ -116,52 +114,43 @@ class JointConfig(BaseModel):
         return self.head_weight * shape[self.head_warmup]
 
 
-def trainable_methods() -> list[str]:
-    """Returns the methods with an objective."""
-    modules = iter_modules(foretoken.training.objectives.__path__)
-    return sorted(module.name for module in modules if module.name != "base")
-
-
 def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> HeadConfig:
     """Returns the configuration of a new head.
 
     Args:
-        method: One of `trainable_methods()`.
+        method: One of `METHODS`.
         target: Gives hidden size and vocabulary.
         sizes: Values that replace the defaults.
 
     Raises:
         ConfigError: For an unknown method or key, with the nearest name, or a value out of range.
     """
-    module = _objective_module(method)
+    found = _trained_method(method)
     fixed = sorted({"hidden_size", "vocab_size"} & sizes.keys())
     if fixed:
         raise ConfigError(f"'{fixed[0]}' of a {method} head is the target's. Expected other keys. Leave it out.")
     given = {
         "hidden_size": int(target.config.hidden_size),
         "vocab_size": target.vocab_size,
-        **module.default_sizes(target),
+        **found.default_sizes(target),
         **sizes,
     }
-    result: HeadConfig = validated(module.CONFIG, given, f"a {method} head")
-    return result
+    return validated(found.config, given, f"a {method} head")
 
 
 def trained_head(method: str) -> str:
     """Returns the method of the trained head; "hass" trains another method's head. Raises as `head_config`."""
-    result: str = _objective_module(method).CONFIG.method
-    return result
+    return _trained_method(method).config.method
 
 
 def has_size(method: str, key: str) -> bool:
     """Returns whether heads of a method have this size. Raises as `head_config`."""
-    return key in _objective_module(method).CONFIG.model_fields
+    return key in _trained_method(method).config.model_fields
 
 
 def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
     """Returns the objective of a method; weights: values that replace its defaults. Raises as `head_config`."""
-    result: Objective = validated(_objective_module(method).OBJECTIVE, weights, f"the objective of {method}")
-    return result
+    return validated(_trained_method(method).objective, weights, f"the objective of {method}")
 
 
 def train_config(values: Mapping[str, Any]) -> TrainConfig:
@@ -174,7 +163,7 @@ def joint_config(values: Mapping[str, Any]) -> JointConfig:
     return validated(JointConfig, values, "joint training")
 
 
-def _objective_module(method: str) -> Any:
-    if method not in trainable_methods():
-        raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, trainable_methods())}")
-    return import_module(f"foretoken.training.objectives.{method}")
+def _trained_method(method: str) -> TrainedMethod:
+    if method not in METHODS:
+        raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, sorted(METHODS))}")
+    return METHODS[method]

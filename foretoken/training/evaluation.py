@@ -14,7 +14,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head
 from foretoken.models.parts import target_parts
-from foretoken.training.objectives.base import Examples
+from foretoken.training.objective_base import Examples
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.search import best_nodes

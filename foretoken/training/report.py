@@ -6,7 +6,6 @@ engine.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,14 @@ from foretoken.core.results import GenerationMetrics
 from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
-from foretoken.formats.saving import safetensors_errors
+from foretoken.formats.files import safetensors_errors
 from foretoken.heads.autoregressive import AutoregressiveConfig
 from foretoken.models.loading import load_config
 from foretoken.models.placement import DTYPES
 from foretoken.runner.costs import pass_costs
 from foretoken.training.evaluation import measured_acceptance
-from foretoken.training.processes import training_processes
+from foretoken.training.run_state import read_curve
+from foretoken.training.trainer import training_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -135,12 +135,6 @@ def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> 
         "drafts": f"{config.vocab_size if drafted is None else drafted} of {config.vocab_size} tokens",
         **trained,
     }
-
-
-def read_curve(run: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's metrics; empty without metrics."""
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.evaluation import Evaluation
 from foretoken.training.joint import JointTrainer
-from foretoken.training.processes import training_processes
+from foretoken.training.run_state import MetricsLog
 from foretoken.training.teacher import FeatureCache, Teacher
-from foretoken.training.trainer import MetricsLog, StepReport, Trainer
+from foretoken.training.trainer import StepReport, Trainer, training_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.evaluation import EvaluationConfig
-    from foretoken.training.objectives.base import Objective
+    from foretoken.training.objective_base import Objective
     from foretoken.training.trainer import Batches, Processes
 
 _SETTINGS = "settings.json"

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foretoken.core.errors import ModelError, one_line
-from foretoken.files.atomic_files import new_directory, told_as
-from foretoken.formats.saving import write_weights
+from foretoken.files.atomic_files import new_directory, told_as, write_file
+from foretoken.formats.files import write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,3 +124,52 @@ def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: names[id(parameter)] for index, parameter in enumerate(ordered)}
+
+
+class MetricsLog:
+    """Writes one JSON object a step to `metrics.jsonl`, and tensorboard curves if tensorboard is installed."""
+
+    def __init__(self, run: Path, first_step: int) -> None:
+        """Opens the log and drops lines of steps that will be repeated."""
+        path = run / "metrics.jsonl"
+        kept = []
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
+        with told_as(ModelError, f"'{path}'", "Expected room for the run's curves. Make some, and go on."):
+            write_file(path, "".join(f"{line}\n" for line in kept))
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._board = _board(run / "tensorboard", first_step)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Adds the values of a step; a list gives one curve an entry."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        if self._board is None:
+            return
+        for key, value in values.items():
+            if isinstance(value, list):
+                for index, part in enumerate(value):
+                    self._board.add_scalar(f"{key}/{index}", part, step)
+            elif isinstance(value, int | float):
+                self._board.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Closes the log."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _board(directory: Path, first_step: int) -> Any:
+    """Returns a tensorboard writer that hides curves of repeated steps; None if tensorboard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(directory), purge_step=first_step + 1)
+
+
+def read_curve(run: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a run's metrics; empty without metrics."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []

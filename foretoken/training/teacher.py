@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.files.atomic_files import new_file
-from foretoken.formats.saving import safetensors_errors
+from foretoken.formats.files import safetensors_errors
 from foretoken.models.plugin import ForwardPass, running
 from foretoken.models.taps import Taps, own_attention
 

@@ -8,8 +8,8 @@ head with dropout, which units are dropped).
 from __future__ import annotations
 
 import itertools
-import json
 import math
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from foretoken.core.errors import ModelError
-from foretoken.files.atomic_files import told_as, write_file
+from foretoken.core.errors import ConfigError, ModelError
 from foretoken.sampling.noise import derive_seed
-from foretoken.training.objectives.base import Examples, HeadSums, accumulate, label_counts, mean_by_head
+from foretoken.training.objective_base import Examples, HeadSums, accumulate, label_counts, mean_by_head
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
 if TYPE_CHECKING:
@@ -31,7 +30,40 @@ if TYPE_CHECKING:
     from foretoken.heads.base import Head
     from foretoken.models.parts import TargetParts
     from foretoken.training.config import TrainConfig
-    from foretoken.training.objectives.base import Objective
+    from foretoken.training.objective_base import Objective
+
+
+class _Launched:
+    """Processes that were started together."""
+
+    def __init__(self) -> None:
+        try:
+            from accelerate import PartialState
+        except ImportError as err:
+            raise ConfigError(
+                "training in several processes needs accelerate. Run in foretoken's repository: pip install '.[train]'."
+            ) from err
+        # Without this setting, accelerate would treat processes of torchrun without an accelerator as single ones: each
+        # would train alone and write into the same directory.
+        wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        state = PartialState(cpu=wants_cpu or not torch.accelerator.is_available())
+        self.num_processes, self.process_index = state.num_processes, state.process_index
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        from accelerate.utils import reduce
+
+        total: Tensor = reduce(tensor, reduction="sum")
+        return total
+
+
+def training_processes() -> Processes:
+    """Returns the processes of this run.
+
+    Raises:
+        ConfigError: When several were started and accelerate is not installed.
+    """
+    return _Launched() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else OneProcess()
+
 
 _BAD_STEPS_IN_A_ROW = 5
 _RECENT_STEPS = 20
@@ -301,46 +333,3 @@ def parameter_groups(module: nn.Module, weight_decay: float, rate_factor: float 
         {"params": matrices, "weight_decay": weight_decay, "rate_factor": rate_factor},
         {"params": others, "weight_decay": 0.0, "rate_factor": rate_factor},
     ]
-
-
-class MetricsLog:
-    """Writes one JSON object a step to `metrics.jsonl`, and tensorboard curves if tensorboard is installed."""
-
-    def __init__(self, run: Path, first_step: int) -> None:
-        """Opens the log and drops lines of steps that will be repeated."""
-        path = run / "metrics.jsonl"
-        kept = []
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
-        with told_as(ModelError, f"'{path}'", "Expected room for the run's curves. Make some, and go on."):
-            write_file(path, "".join(f"{line}\n" for line in kept))
-        self._file = path.open("a", buffering=1, encoding="utf-8")
-        self._board = _board(run / "tensorboard", first_step)
-
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        """Adds the values of a step; a list gives one curve an entry."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        if self._board is None:
-            return
-        for key, value in values.items():
-            if isinstance(value, list):
-                for index, part in enumerate(value):
-                    self._board.add_scalar(f"{key}/{index}", part, step)
-            elif isinstance(value, int | float):
-                self._board.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        """Closes the log."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _board(directory: Path, first_step: int) -> Any:
-    """Returns a tensorboard writer that hides curves of repeated steps; None if tensorboard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(directory), purge_step=first_step + 1)

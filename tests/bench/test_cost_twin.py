@@ -23,7 +23,7 @@ from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.passes import Pass
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.mapping import head_shapes
+from foretoken.formats.conversion import head_shapes
 from foretoken.formats.registry import read_head
 from foretoken.heads.base import HeadConfig
 from foretoken.heads.decoder_layer import LayerConfig

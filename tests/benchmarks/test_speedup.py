@@ -26,7 +26,7 @@ from foretoken.bench.sweep_results import Quartiles
 from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.mapping import head_shapes
+from foretoken.formats.conversion import head_shapes
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.models.loading import load_model
 

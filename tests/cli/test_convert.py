@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.mapping import head_shapes
+from foretoken.formats.conversion import head_shapes
 from foretoken.formats.registry import read_head
 from foretoken.heads.base import HeadConfig
 from foretoken.heads.decoder_layer import LayerConfig

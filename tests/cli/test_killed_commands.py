@@ -79,7 +79,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from foretoken.formats import native
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-    from foretoken.formats.mapping import head_shapes
+    from foretoken.formats.conversion import head_shapes
     from foretoken.heads.medusa import MedusaConfig
     from foretoken.models.loading import load_model
 

@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from foretoken.bench.cost_twin.model import Padding
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.mapping import head_shapes
+from foretoken.formats.conversion import head_shapes
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.models.loading import load_model
 

@@ -27,10 +27,9 @@ from tiny_heads import (
 from torch.nn.functional import rms_norm, silu
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.checkpoint import TargetFingerprint
+from foretoken.formats.checkpoint import TargetFingerprint, TargetInfo, TargetWeights
+from foretoken.formats.conversion import EAGLE_CODE
 from foretoken.formats.registry import head_readers, read_head, write_head
-from foretoken.formats.saving import EAGLE_CODE
-from foretoken.formats.target_info import TargetInfo, TargetWeights
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 CONFIGS = {

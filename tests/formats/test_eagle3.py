@@ -42,10 +42,10 @@ from tiny_heads import (
 from torch.nn.functional import rms_norm, silu
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats import saving
+from foretoken.formats import conversion
+from foretoken.formats.checkpoint import TargetInfo, TargetWeights
+from foretoken.formats.conversion import EAGLE_CODE
 from foretoken.formats.registry import head_readers, read_head, write_head
-from foretoken.formats.saving import EAGLE_CODE
-from foretoken.formats.target_info import TargetInfo, TargetWeights
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -341,7 +341,7 @@ def test_who_reads_it() -> None:
         head = random_head(CONFIGS[name], target=None)
         return {reader.program: reader.reads for reader in head_readers("eagle3", head, target=target)}
 
-    everybody = dict.fromkeys(("foretoken", EAGLE_CODE, saving.SPECFORGE, "SGLang", "vLLM"), True)
+    everybody = dict.fromkeys(("foretoken", EAGLE_CODE, conversion.SPECFORGE, "SGLang", "vLLM"), True)
     assert said("official") == everybody
     assert not said("official", TargetInfo())["vLLM"]  # whose taps are the target's
     assert said("two other taps") == dict.fromkeys(everybody, False) | {"foretoken": True}
@@ -366,7 +366,7 @@ def test_who_reads_which_attention(changes: dict[str, Any], official: str | None
     found = {reader.program: reader for reader in head_readers("eagle3", head, target=AROUND)}
     for program, reason in (
         (EAGLE_CODE, official),
-        *((each, others) for each in (saving.SPECFORGE, "SGLang", "vLLM")),
+        *((each, others) for each in (conversion.SPECFORGE, "SGLang", "vLLM")),
     ):
         assert found[program].reads == (reason is None), program
         assert found[program].how.startswith(reason or ""), program

@@ -23,8 +23,8 @@ from tiny_heads import (
 )
 
 from foretoken.core.errors import ModelError
+from foretoken.formats.conversion import FALCON_CODE
 from foretoken.formats.registry import head_readers, read_head, write_head
-from foretoken.formats.saving import FALCON_CODE
 from foretoken.heads.falcon import FalconConfig
 
 FALCON = {

@@ -23,8 +23,8 @@ from tiny_heads import (
 )
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats.checkpoint import TargetInfo, TargetWeights
 from foretoken.formats.registry import read_head, write_head
-from foretoken.formats.target_info import TargetInfo, TargetWeights
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 

@@ -23,8 +23,8 @@ from tiny_heads import (
 )
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats.checkpoint import TargetInfo
 from foretoken.formats.registry import read_head, write_head
-from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.medusa import MedusaConfig
 
 OFFICIAL = {

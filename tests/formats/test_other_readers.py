@@ -17,10 +17,9 @@ from tiny_heads import E, V, logits, numbers, random_head, round_trip, target_in
 from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError
-from foretoken.formats.checkpoint import HeadCheckpoint
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+from foretoken.formats.conversion import Reader
 from foretoken.formats.registry import head_readers, known_formats, read_head, write_head
-from foretoken.formats.saving import Reader
-from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.falcon import FalconConfig
 from foretoken.heads.hydra import HydraConfig

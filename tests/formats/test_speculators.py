@@ -39,9 +39,9 @@ from tiny_heads import (
 from tiny_models import tiny_model
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats.checkpoint import TargetInfo, TargetWeights
+from foretoken.formats.conversion import SPECULATORS
 from foretoken.formats.registry import head_readers, read_head, write_head
-from foretoken.formats.saving import SPECULATORS
-from foretoken.formats.target_info import TargetInfo, TargetWeights
 from foretoken.models.loading import wrap_model
 
 CONFIG = {

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.core.errors import ModelError
-from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.mapping import head_shapes
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights
+from foretoken.formats.conversion import head_shapes
 from foretoken.formats.registry import read_head, write_head
-from foretoken.formats.target_info import TargetInfo, TargetWeights
 from foretoken.heads.base import HeadConfig
 from foretoken.models.parts import TargetParts
 

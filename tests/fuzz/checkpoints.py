@@ -16,8 +16,8 @@ from tiny_models import tiny_model
 
 from foretoken import SamplingParams
 from foretoken.core.errors import ForetokenError
+from foretoken.formats.checkpoint import TargetInfo
 from foretoken.formats.registry import known_formats, read_head, write_head
-from foretoken.formats.target_info import TargetInfo
 from fuzz import engines, files
 from fuzz.worker import Case, check_refusal
 

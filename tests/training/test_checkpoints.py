@@ -17,8 +17,7 @@ from torch import nn
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint
-from foretoken.training.run_state import Progress, load_state, save_state, saved_states
-from foretoken.training.trainer import MetricsLog
+from foretoken.training.run_state import MetricsLog, Progress, load_state, save_state, saved_states
 
 
 class Net(nn.Module):

@@ -13,9 +13,9 @@ from heads.tiny_falcon import falcon
 from training_runs import batches, metrics, same_weights, settings, target, trained
 
 from foretoken.heads.falcon import FalconHead
-from foretoken.training.objectives import falcon as objectives
-from foretoken.training.objectives.base import Examples, accumulate, label_counts
-from foretoken.training.objectives.falcon import FalconObjective, Rows, glanced, learning_rows, with_answers
+from foretoken.training import objectives
+from foretoken.training.objective_base import Examples, accumulate, label_counts
+from foretoken.training.objectives import FalconObjective, Rows, glanced, learning_rows, with_answers
 from foretoken.training.run import Interrupted, train_head
 from foretoken.training.trainer import StepReport
 

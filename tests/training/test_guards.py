@@ -23,12 +23,16 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.models.parts import target_parts
 from foretoken.runner.runner import Runner
 from foretoken.training.config import head_config
-from foretoken.training.doctor.checks import Check, check_trained, check_values, fresh_head
-from foretoken.training.doctor.drafting import DraftingFigures
-from foretoken.training.doctor.examine import Examination, examine
+from foretoken.training.doctor.checks import (
+    Check,
+    check_agreement,
+    check_drafting,
+    check_trained,
+    check_values,
+    fresh_head,
+)
+from foretoken.training.doctor.examine import DraftingFigures, Examination, examine, examine_training
 from foretoken.training.doctor.readings import EARLIER, IN_PLACE, LATER, NORMED_TWICE, PRE_NORM, SHIFTS, Agreement
-from foretoken.training.doctor.trial import examine_training
-from foretoken.training.doctor.verdicts import check_agreement, check_drafting
 from foretoken.training.teacher import Teacher
 
 good = cache(trained)

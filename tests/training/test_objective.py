@@ -16,8 +16,8 @@ from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.models.parts import TargetParts
-from foretoken.training.objectives import base
-from foretoken.training.objectives.base import Examples, HeadSums, Objective, accumulate, label_counts
+from foretoken.training import objective_base as base
+from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts
 
 B, S, K, E = 3, 9, 3, 16
 MIXED = {"ce_weight": 0.7, "kl_weight": 0.9, "tv_weight": 0.4, "feature_weight": 0.3, "head_decay": 0.6}

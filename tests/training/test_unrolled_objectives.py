@@ -18,10 +18,8 @@ from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.models.parts import TargetParts
-from foretoken.training.objectives.base import Examples, HeadSums, Objective, accumulate, label_counts
-from foretoken.training.objectives.eagle import EagleObjective
-from foretoken.training.objectives.eagle3 import Eagle3Objective
-from foretoken.training.objectives.hass import HassObjective
+from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts
+from foretoken.training.objectives import Eagle3Objective, EagleObjective, HassObjective
 
 B, S, E, V, K = 2, 11, 8, 13, 3
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=12)

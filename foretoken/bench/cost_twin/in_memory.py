@@ -14,7 +14,7 @@ from foretoken.bench.cost_twin.make import planned_parts, write_heads, write_pla
 from foretoken.bench.cost_twin.model import Padding
 from foretoken.bench.cost_twin.model_files import padded_tensors, write_all_but_weights
 from foretoken.formats.checkpoint import TargetFingerprint
-from foretoken.formats.saving import whole_files
+from foretoken.formats.files import whole_files
 from foretoken.models.loading import fill_model
 
 if TYPE_CHECKING:

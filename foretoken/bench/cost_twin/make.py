@@ -23,10 +23,9 @@ from foretoken.bench.workload import no_progress
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats import native
-from foretoken.formats.files import open_files
+from foretoken.formats.checkpoint import TargetInfo
+from foretoken.formats.files import open_files, whole_files
 from foretoken.formats.registry import holds_head, read_head
-from foretoken.formats.saving import whole_files
-from foretoken.formats.target_info import TargetInfo
 from foretoken.models.config_checks import TWIN_KEY, TwinRecord
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.cost_twin.model import exactly
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
-from foretoken.formats.files import open_files
-from foretoken.formats.saving import write_config, write_weights
+from foretoken.formats.files import open_files, write_config, write_weights
 from foretoken.models.config_checks import TWIN_KEY, TwinRecord
 
 if TYPE_CHECKING:

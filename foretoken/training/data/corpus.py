@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from foretoken.training.data.records import Document, Record
-    from foretoken.training.data.sources import Source
+    from foretoken.training.data.records import Document, Record, Source
 
 TRAIN, HELD_OUT = "train", "held_out"
 

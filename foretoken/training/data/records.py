@@ -1,21 +1,23 @@
-"""One record of a source, still text: a plain document, a prompt with its completion, or a conversation.
-
-Reads the row forms of common data sets; needs no tokenizer.
-"""
+"""Records, still text, of text files, JSON files and data sets: documents, prompts with completions, conversations."""
 
 from __future__ import annotations
 
+import glob
+import gzip
 import hashlib
 import json
+import re
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_text, shown
-from foretoken.core.errors import RequestError, nearest_name_hint
+from foretoken.core.errors import ConfigError, RequestError, foreign_errors_as, nearest_name_hint, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Message = dict[str, str]
 _ROLES = {"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -148,3 +150,219 @@ class Document:
             raise RequestError(
                 f"a document has {len(self.tokens)} tokens and {len(self.supervised)} flags. Expected one flag a token."
             )
+
+
+_JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A source of records, which can be read repeatedly.
+
+    Attributes:
+        name: Name in `meta.json` and messages.
+        records: Reads the records in a fixed order; raises `RequestError` for a damaged file.
+        total: Sum of the sizes of all records, skipped ones included, in `unit`; None if unknown beforehand.
+        unit: "bytes" or "rows".
+    """
+
+    name: str
+    records: Callable[[], Iterator[Record]]
+    total: int | None = None
+    unit: str = "bytes"
+
+
+def text_source(path: str) -> Source:
+    """Returns text files as a source; each file is one document.
+
+    Args:
+        path: A file, a directory (all files below it, without hidden ones) or a glob (`**` enters directories).
+
+    Raises:
+        RequestError: When there is no such file.
+    """
+    files = _files(path, ())
+
+    def records() -> Iterator[Record]:
+        for file in files:
+            try:
+                data = file.read_bytes()
+                text = data.decode("utf-8-sig")
+            except OSError as err:
+                raise RequestError(f"'{file}' cannot be read: {err}.") from err
+            except UnicodeDecodeError as err:
+                raise RequestError(f"'{file}' is not UTF-8 text: {err}. Leave it out with a glob.") from err
+            if text.strip():
+                yield Record(where=str(file), text=text, size=len(data))
+
+    return Source(name=path, records=records, total=sum(file.stat().st_size for file in files))
+
+
+def json_source(path: str, *, text_column: str = "text") -> Source:
+    """Returns rows of JSON files: `.jsonl`, `.jsonl.gz`, or `.json` with one array, as ShareGPT is published.
+
+    Args:
+        path: A file, a directory (its files with these suffixes) or a glob.
+        text_column: See `read_row`, which lists the forms of a row.
+
+    Raises:
+        RequestError: When there is no such file.
+    """
+    files = _files(path, _JSON_SUFFIXES)
+
+    def records() -> Iterator[Record]:
+        for file in files:
+            yield from _array_rows(file, text_column) if file.suffix == ".json" else _line_rows(file, text_column)
+
+    is_packed = any(file.suffix == ".gz" for file in files)  # whose contents have an unknown size
+    return Source(name=path, records=records, total=None if is_packed else sum(file.stat().st_size for file in files))
+
+
+def file_source(path: str, *, text_column: str = "text") -> Source:
+    """Returns a text or JSON source, by the suffix."""
+    return json_source(path, text_column=text_column) if path.endswith(_JSON_SUFFIXES) else text_source(path)
+
+
+def _files(path: str, suffixes: Sequence[str]) -> list[Path]:
+    place = Path(path)
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        found = [file for file in place.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(place))]
+        found = [file for file in found if not suffixes or file.name.endswith(tuple(suffixes))]
+    else:
+        found = [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207 - `**`
+    if not found:
+        kind = f" with {', '.join(suffixes)} files" if suffixes else ""
+        raise RequestError(f"there is no file '{path}'. Expected a file, a directory{kind} or a glob that finds files.")
+    return sorted(found)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _line_rows(file: Path, text_column: str) -> Iterator[Record]:
+    number = 0
+    try:
+        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as err:  # UnicodeDecodeError too
+                    raise RequestError(f"{file}:{number} is not valid JSON: {err}.") from err
+                record = read_row(row, f"{file}:{number}", text_column=text_column, size=len(line))
+                if record is not None:
+                    yield record
+    except (OSError, EOFError, zlib.error) as err:
+        raise RequestError(f"'{file}' cannot be read after line {number}: {err}.") from err
+
+
+def _array_rows(file: Path, text_column: str) -> Iterator[Record]:
+    try:
+        data = file.read_bytes()
+        rows = json.loads(data)
+    except OSError as err:
+        raise RequestError(f"'{file}' cannot be read: {err}.") from err
+    except ValueError as err:
+        raise RequestError(f"'{file}' is not valid JSON: {err}. Name files of JSON lines .jsonl.") from err
+    if not isinstance(rows, list):
+        raise RequestError(f"'{file}' holds {type(rows).__name__}. Expected an array of rows.")
+    for number, row in enumerate(rows):
+        record = read_row(row, f"{file}: row {number}", text_column=text_column, size=len(data) // len(rows))
+        if record is not None:
+            yield record
+
+
+_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
+_HEADING = re.compile(r"\s*= [^=].* =\s*")  # WikiText's " = Title = "; its sections have " = = Section = = "
+
+
+def dataset_source(name: str, *, config: str | None = None, split: str = "train", text_column: str = "text") -> Source:
+    """Returns the rows of a data set, streamed, in the forms of `read_row`.
+
+    Articles of WikiText are cut into rows. If the first row with text is such a heading (` = Title = `), rows are
+    joined into documents that begin at headings. Rows without text are left out.
+
+    Args:
+        name: Hub name, a directory (data files, or the output of `save_to_disk`) or a data file.
+        config: Configuration, for data sets with several.
+        split: Split.
+        text_column: See `read_row`.
+
+    Raises:
+        ConfigError: When `datasets` is not installed.
+        RequestError: When the data set or split cannot be opened.
+    """
+    try:
+        import datasets
+    except ImportError as err:
+        raise ConfigError(
+            f"the data set '{name}' needs the package 'datasets', which is not installed. "
+            "Run in foretoken's repository: pip install '.[datasets]'. Or pass files with --jsonl or --text."
+        ) from err
+    hint = "" if config is None else f" ({config})"
+    opening = f"split '{split}' of data set '{name}'{hint} cannot be opened"
+    with foreign_errors_as(RequestError, lambda err: f"{opening}: {one_line(err)}."):
+        rows, total = _open(datasets, name, config, split)
+
+    def records() -> Iterator[Record]:
+        reading, ours = f"data set '{name}' cannot be read", (ConfigError, RequestError)
+        with foreign_errors_as(RequestError, lambda err: f"{reading}: {one_line(err)}.", passing=ours):
+            found = _rows(rows, f"{name}[{split}]", text_column)
+            yield from _articles(found)
+
+    shown = name if config is None else f"{name}/{config}"
+    return Source(name=f"{shown}[{split}]", records=records, total=total, unit="rows")
+
+
+def _open(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any, int | None]:
+    """Returns the rows of a split, and their number if known."""
+    datasets.disable_progress_bars()
+    place = Path(name)
+    if any((place / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        saved = datasets.load_from_disk(name)
+        saved = saved[split] if isinstance(saved, dict) else saved
+        return saved, len(saved)
+    if place.is_file():
+        builder = _BUILDERS.get("".join(place.suffixes).removesuffix(".gz"), "")
+        if not builder:
+            raise ValueError(f"its suffix is none of {', '.join(_BUILDERS)}")
+        rows = datasets.load_dataset(builder, data_files={split: str(place)}, split=split, streaming=True)
+    else:
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
+    known = rows.info.splits or {}
+    return rows, known[split].num_examples or None if split in known else None
+
+
+def _rows(rows: Any, where: str, text_column: str) -> Iterator[Record]:
+    for number, row in enumerate(rows):
+        record = read_row(row, f"{where} row {number}", text_column=text_column, size=1)
+        if record is not None:
+            yield record
+
+
+def _articles(records: Iterator[Record]) -> Iterator[Record]:
+    """Joins records at WikiText's headings if the first record is one."""
+    first = next(records, None)
+    if first is None:
+        return
+    if not _is_heading(first):
+        yield first
+        yield from records
+        return
+    lines, size = [first.text], first.size
+    begin = first
+    for record in records:
+        if _is_heading(record):
+            yield replace(begin, text="".join(lines), size=size)
+            begin, lines, size = record, [], 0
+        lines.append(record.text)
+        size += record.size
+    yield replace(begin, text="".join(lines), size=size)
+
+
+def _is_heading(record: Record) -> bool:
+    return record.prompt is None and record.messages is None and _HEADING.fullmatch(record.text) is not None

@@ -12,44 +12,252 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from foretoken.core.errors import ForetokenError
-from foretoken.formats.checkpoint import TargetFingerprint
+from foretoken.core.errors import ForetokenError, ModelError
+from foretoken.entrypoints.llm import LLM
+from foretoken.formats.checkpoint import TargetFingerprint, TargetWeights
 from foretoken.formats.registry import read_head
-from foretoken.formats.target_info import TargetWeights
 from foretoken.models.parts import target_parts
-from foretoken.training.config import head_config
+from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import (
     Check,
+    check_agreement,
+    check_drafting,
     check_fit,
     check_logits,
     check_serving,
     check_taps,
     check_trained,
     check_values,
+    fresh_head,
     skipped,
 )
-from foretoken.training.doctor.drafting import draft
 from foretoken.training.doctor.readings import (
+    AT_ONCE,
     IN_PLACE,
     Texts,
+    greedy,
     greedy_texts,
     measure,
     predictions,
     read_features,
     target_choices,
 )
-from foretoken.training.doctor.trial import examine_training
-from foretoken.training.doctor.verdicts import check_agreement, check_drafting
 from foretoken.training.teacher import Teacher
+from foretoken.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
     from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loading import LoadedModel
+    from foretoken.models.parts import TargetParts
     from foretoken.training.trainer import Batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingFigures:
+    """The engine's acceptance, and the expected one from the head's predictions at the same positions.
+
+    Attributes:
+        accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
+        expected: The same, from the head with the text as input.
+        num_passes: Passes after prefill.
+        num_errors: Passes whose draft was dropped because the drafter failed.
+    """
+
+    accepted: Sequence[float]
+    expected: Sequence[float]
+    num_passes: int
+    num_errors: int
+
+    @property
+    def drop(self) -> float:
+        """Greatest difference of the two at any depth."""
+        return max((want - got for want, got in zip(self.expected, self.accepted, strict=True)), default=0.0)
+
+
+def draft(
+    target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str
+) -> DraftingFigures:
+    """Drafts the continuations with chains in the engine, and compares pass by pass.
+
+    Args:
+        target: The target.
+        config: `speculative_config` with the head.
+        texts: Prompts and their plain continuations.
+        said: (K, B, S), the head's predictions with the right feature.
+        tokenizer: The target's tokenizer.
+        runner: See `LLM`.
+
+    Raises:
+        ForetokenError: When the head cannot be loaded as a drafter.
+    """
+    records: list[StepRecord] = []
+    lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
+    llm = LLM(  # drafts with the head as trained: int8 copies would differ from the prediction
+        target,
+        speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said), "quantization": "none"},
+        tokenizer=tokenizer,
+        max_num_seqs=AT_ONCE,
+        max_model_len=min(max(map(len, texts.texts)) + 1, target.context_len),
+        runner=runner,
+        on_step=records.append,
+    )
+    outputs = llm.generate([list(prompt) for prompt in texts.prompts], greedy(max(lengths)))
+    rows = {output.request_id: row for row, output in enumerate(outputs)}
+    accepted, expected = _by_depth(records, rows, _followed(outputs, texts), texts, said.tolist())
+    passes = sum(not step.ends_prompt for record in records for step in record.sequences)
+    errors = sum(record.draft_error is not None for record in records)
+    return DraftingFigures(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
+
+
+def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:
+    """Returns how far each text was repeated; less than all of it only if two tokens tie within rounding."""
+    found = []
+    for output, prompt, text in zip(outputs, texts.prompts, texts.texts, strict=True):
+        pairs = zip(output.outputs[0].token_ids, text[len(prompt) :], strict=False)
+        same = next((index for index, (got, want) in enumerate(pairs) if got != want), len(text) - len(prompt))
+        found.append(len(prompt) + same)
+    return found
+
+
+def _by_depth(
+    records: Sequence[StepRecord],
+    rows: Mapping[str, int],
+    followed: Sequence[int],
+    texts: Texts,
+    said: list[list[list[int]]],
+) -> tuple[list[float], list[float]]:
+    """Returns shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
+    accepted, expected, counts = ([0] * len(said) for _ in range(3))
+    roots = [len(prompt) - 1 for prompt in texts.prompts]
+    for record in records:
+        for step in record.sequences:
+            row = rows[step.request_id]
+            root = roots[row]
+            roots[row] += step.num_emitted
+            depth = min(step.tree_depth, len(said))
+            if root + depth >= followed[row]:
+                continue
+            hits = [said[d][row][root - 1] == texts.texts[row][root + 1 + d] for d in range(depth)]
+            right = next((d for d, hit in enumerate(hits) if not hit), depth)
+            for d in range(depth):
+                counts[d] += 1
+                accepted[d] += step.num_accepted > d
+                expected[d] += right > d
+    kept = [d for d, count in enumerate(counts) if count]
+    return [accepted[d] / counts[d] for d in kept], [expected[d] / counts[d] for d in kept]
+
+
+_STEPS, _WINDOWS, _LENGTH = 100, 2, 16
+
+
+def examine_training(
+    target: LoadedModel,
+    config: HeadConfig,
+    texts: Texts,
+    *,
+    data: Batches | None = None,
+    token_map: Tensor | None = None,
+) -> list[Check]:
+    """Checks that a fresh head has the right starting point, and that a few steps on one batch lower its loss.
+
+    Args:
+        target: The frozen target.
+        config: Sizes of the head.
+        texts: Texts for the check, and for training without data.
+        data: Training data.
+        token_map: (Vd,) int64, the tokens of a draft vocabulary; None for the first ones, if the head needs one.
+    """
+    parts = target_parts(target, dtype=torch.float32)
+
+    def fresh(seed: int) -> Head:
+        return fresh_head(config, parts, seed=seed, token_map=token_map)
+
+    return [_check_start(target, fresh, parts, texts), _check_learning(target, fresh, parts, texts, data)]
+
+
+def _check_start(target: LoadedModel, fresh: Callable[[int], Head], parts: TargetParts, texts: Texts) -> Check:
+    """Checks that a fresh head predicts the target's own next token, for methods that start there."""
+    config = fresh(0).config
+    features = read_features(target, texts.tokens, config.taps)[IN_PLACE]
+    one, other = (predictions(fresh(seed), parts, features, texts) for seed in (0, 1))
+    if not torch.equal(one, other):
+        return skipped("fresh head", f"A fresh {config.method} head is random.")
+    where = texts.judged(last=config.steps)
+    choices = target_choices(parts, Teacher(target).features(texts.tokens).float(), texts)
+    share = min(float((row == choices)[where].float().mean()) for row in one)
+    message = "Every fresh head predicts the target's own next token."
+    if share < 0.99:
+        message = (
+            "A fresh head does not say the target's own next token, though it only hands the feature on to the LM "
+            "head: the feature is not what the LM head reads, or the LM head is not the target's. Look at the checks "
+            "of the target above; do not train yet."
+        )
+    return Check(
+        name="fresh head", verdict="ok" if share >= 0.99 else "warning" if share >= 0.5 else "fault", value=share,
+        expected="at least 0.99 of the positions", message=message,
+    )  # fmt: skip
+
+
+def _check_learning(
+    target: LoadedModel, fresh: Callable[[int], Head], parts: TargetParts, texts: Texts, data: Batches | None
+) -> Check:
+    """Checks that 100 steps on one small batch lower the loss."""
+    tokens, supervised = _training_batch(texts, data)
+    head = fresh(0)
+    features = Teacher(target, head.config.taps).read(tokens).float()
+    settings = train_config({
+        "schedule": {"num_steps": _STEPS, "warmup_steps": 10}, "batch_size": len(tokens),
+        "length": tokens.shape[1],
+    })  # fmt: skip
+    # Without noise: for short windows EAGLE's noise would exceed the features themselves.
+    objective = objective_config(head.config.method, {"noise": 0.0})
+    name, expected = "learning", "below 0.9 times the first loss"
+    trainer = Trainer(head, parts, objective, settings, _OneBatch(tokens, supervised), lambda *_: features)
+    try:
+        losses = [report.loss for report in trainer.steps()]
+    except ModelError as err:
+        return Check(name=name, verdict="fault", value=None, expected=expected, message=str(err))
+    has_learnt = losses[-1] < 0.9 * losses[0]
+    message = f"The loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps on one batch"
+    if not has_learnt:
+        message += (
+            ": the head learns nothing even by heart. Expected it to fall clearly. Features may not be finite, or "
+            "the rate may be too low"
+        )
+    return Check(
+        name=name, verdict="ok" if has_learnt else "fault", value=[losses[0], losses[-1]], expected=expected,
+        message=f"{message}.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _OneBatch:
+    """The same (B, S) tokens and flags at every step; see `Batches`."""
+
+    tokens: Tensor
+    supervised: Tensor
+
+    def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        del step, batch_size, length, seed
+        return self.tokens, self.supervised
+
+
+def _training_batch(texts: Texts, data: Batches | None) -> tuple[Tensor, Tensor]:
+    """Returns (B, S) tokens and flags: of the data, or the ends of the texts."""
+    if data is not None:
+        return data.batch(0, batch_size=_WINDOWS, length=_LENGTH, seed=0)
+    length = min(_LENGTH, *map(len, texts.texts))
+    tokens = torch.tensor([list(text[-length:]) for text in texts.texts[:_WINDOWS]])
+    return tokens, torch.ones_like(tokens, dtype=torch.bool)
+
 
 _OF_THE_HEAD = ("head trained", "head values", "feature", "labels", "knowledge", "depth", "drafting")
 

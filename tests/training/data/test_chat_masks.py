@@ -21,7 +21,7 @@ from data_tokenizers import (
 )
 
 from foretoken.core.errors import ConfigError
-from foretoken.training.data.encoding import DISAGREES, NO_ASSISTANT, NO_COMPLETION, REFUSED, ChatEncoder, Encoder
+from foretoken.training.data.documents import DISAGREES, NO_ASSISTANT, NO_COMPLETION, REFUSED, ChatEncoder, Encoder
 from foretoken.training.data.records import Document, Message, Record
 
 

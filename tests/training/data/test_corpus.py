@@ -11,9 +11,9 @@ from data_tokenizers import BOS, EOS, letter_tokenizer, letters
 
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.training.data.corpus import Corpus, CorpusPlan, build_corpus
-from foretoken.training.data.encoding import Encoder
+from foretoken.training.data.documents import Encoder
 from foretoken.training.data.packed import DataProgress, PackedTokens
-from foretoken.training.data.sources import Source, json_source
+from foretoken.training.data.records import Source, json_source
 
 WORDS = [f"{first}{second}" for first in "abcdefgh" for second in "klmnopqrst"]
 

@@ -12,9 +12,8 @@ import pytest
 from tiny_models import VOCAB_SIZE
 
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.training.data import vocabulary
-from foretoken.training.data.packed import PackedTokens
-from foretoken.training.data.vocabulary import DraftVocabulary, count_vocabulary
+from foretoken.training.data import packed as packed_module
+from foretoken.training.data.packed import DraftVocabulary, PackedTokens, count_vocabulary
 
 META: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tokenizer_sha": "words", "tokens_sha256": "text"}
 
@@ -26,7 +25,7 @@ def packed(tokens: list[int], labels: list[bool] | None = None) -> PackedTokens:
 @pytest.mark.parametrize("is_partial", [False, True])
 @pytest.mark.parametrize("size", [1, 10, 40])
 def test_the_most_frequent_labels(size: int, is_partial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "_COUNTED_AT_ONCE", 97)  # several portions
+    monkeypatch.setattr(packed_module, "_COUNTED_AT_ONCE", 97)  # several portions
     generator = np.random.default_rng(5)
     tokens = generator.integers(3, VOCAB_SIZE, 1500)
     flags = generator.random(1500) < (0.67 if is_partial else 1.0)

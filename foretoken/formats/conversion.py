@@ -1,21 +1,23 @@
-"""Maps another format's tensor names to entries of a head's state dictionary, for reading and for writing.
+"""The parts that readers and writers of foreign formats share: tables of tensor names, write options, our own key.
 
-The same table serves both directions, so a round trip changes nothing. A head stacks tensors that formats store
-separately: a `Place` is a name and indices into the first dimensions. Several names may share a place; their tensors
-must then be equal.
+A table maps a format's tensor names to entries of a head's state dictionary, for reading and for writing, so a round
+trip changes nothing. A head stacks tensors that formats store separately: a `Place` is a name and indices into the
+first dimensions. Several names may share a place; their tensors must then be equal.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import ModelError, listed
+from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.core.validation import validated
-from foretoken.formats.checkpoint import check_keys
+from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, TargetFingerprint, TargetInfo, check_keys
 from foretoken.heads.base import HeadConfig, build_head
 
 if TYPE_CHECKING:
@@ -168,3 +170,167 @@ def make_config(kind: type[HeadConfig | LayerConfig], name: str, **sizes: Any) -
         if isinstance(sizes.get(key), int) and sizes[key] > _MOST_PARTS:
             raise ModelError(f"head '{name}' has {key} {sizes[key]}. Expected at most {_MOST_PARTS}.")
     return validated(kind, sizes, f"head '{name}'", error=ModelError, advice="Copy or convert it again.")
+
+
+LAYER_PARTS = {
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+}
+
+
+def is_targets(tensor: Tensor, other: Tensor) -> bool:
+    """Decides whether a tensor equals a tensor of the target, in its own dtype."""
+    return tensor.shape == other.shape and torch.equal(tensor, other.to("cpu", tensor.dtype))
+
+
+def warn_of_embedding(weights: Weights, key: str, target: TargetInfo) -> None:
+    """Warns if a file's embedding differs from the target's."""
+    if target.weights is not None and not is_targets(weights.fetch([key])[key], target.weights.embedding):
+        logging.getLogger(__name__).warning("%s: %s is not the target's embedding", weights.name, key)
+
+
+MEDUSA_CODE = "FasterDecoding/Medusa"
+HYDRA_CODE = "zankner/Hydra"
+TRT_MEDUSA = "TensorRT-LLM"
+TRT_HYDRA = "the public Hydra port of TensorRT-LLM"
+VLLM = "vLLM 0.32"
+VLLM_EAGLE = "vLLM"
+EAGLE_CODE = "SafeAILab/EAGLE"
+FALCON_CODE = "Bestpay-inc/Falcon"
+SGLANG = "SGLang"
+SPECFORGE = "sgl-project/SpecForge"
+SPECULATORS = "speculators 0.9"
+TGI = "TGI 3.3"
+OLD_TGI = "TGI 2.0.3 to 2.2"
+
+
+class Reader(NamedTuple):
+    """A program that may read a checkpoint.
+
+    Attributes:
+        program: Its name, with the version if that matters.
+        reads: Whether it computes the same network.
+        how: What to do; or, if it does not read the head, what happens.
+    """
+
+    program: str
+    reads: bool
+    how: str
+
+    def __str__(self) -> str:
+        return f"{'read' if self.reads else 'not read'} by {self.program}: {self.how}"
+
+
+def has_different_blocks(checkpoint: HeadCheckpoint, *names: str) -> bool:
+    """Decides whether blocks that other programs tie differ; names: stacked tensors with blocks along dimension 1."""
+    stacked = [checkpoint.weights[name] for name in names if name in checkpoint.weights]
+    return any(not torch.equal(part, part[:, :1].expand_as(part)) for part in stacked if part.shape[1] > 1)
+
+
+def needs_target_name(checkpoint: HeadCheckpoint) -> str:
+    """Returns advice for readers that load the target by the head's entry, if this head names no target."""
+    is_named = checkpoint.target is not None and checkpoint.target.name
+    return (
+        "" if is_named else "; set base_model_name_or_path in config.json to the target, which this head does not name"
+    )
+
+
+KEY = "foretoken"
+# Tensors do not tell these: equal blocks may be untied, and zero biases may be absent.
+_NETWORK_KEYS = ("tied_blocks", "has_bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How to write a head.
+
+    Attributes:
+        target: What is known of the target.
+        tp_size: Ranks to split the tensors over, for formats that do.
+        as_safetensors: Whether to write safetensors if the format's own file is a pickle.
+    """
+
+    target: TargetInfo = field(default_factory=TargetInfo)
+    tp_size: int = 1
+    as_safetensors: bool = False
+
+
+def expect_method(checkpoint: HeadCheckpoint, *methods: str, what: str) -> None:
+    """Raises `ConfigError` unless a format can hold heads of this method."""
+    method = checkpoint.config.method
+    if method not in methods:
+        raise ConfigError(f"{what} cannot hold a head of method '{method}'. Expected {' or '.join(methods)}.")
+
+
+def own_entries(checkpoint: HeadCheckpoint, **more: Any) -> dict[str, Any]:
+    """Returns our key of a foreign `config.json`, which other readers ignore; more: further values in it."""
+    target = checkpoint.target
+    return {
+        KEY: {
+            "target": None if target is None else target.model_dump(mode="json"),
+            "acceptance": checkpoint.acceptance,
+            "choices": checkpoint.choices,
+            "notes": dict(checkpoint.notes),
+            **{key: getattr(checkpoint.config, key) for key in _NETWORK_KEYS if hasattr(checkpoint.config, key)},
+            **more,
+        }
+    }
+
+
+def target_name(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    """Returns the key by which published heads name their target."""
+    name = None if checkpoint.target is None else checkpoint.target.name
+    return {"base_model_name_or_path": name or "N/A"}
+
+
+def own_entry(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Returns a value under our key of a foreign `config.json`."""
+    entries = config.get(KEY)
+    return entries.get(key, default) if isinstance(entries, dict) else default
+
+
+def finished(
+    name: str, config: Mapping[str, Any], sizes: HeadConfig, weights: Mapping[str, Tensor], target: TargetInfo
+) -> HeadCheckpoint:
+    """Returns the checkpoint of a format's reader.
+
+    Args:
+        name: The file or directory, for messages.
+        config: Its `config.json`.
+        sizes: The head's configuration.
+        weights: The head's tensors; equal blocks become tied unless the file says otherwise.
+        target: The caller's knowledge of the target, used if the file names none.
+
+    Raises:
+        ModelError: If our key has invalid entries, or the head does not fit the target.
+    """
+    if hasattr(sizes, "tied_blocks") and own_entry(config, "tied_blocks") is not False:
+        sizes, weights = with_ties(sizes, dict(weights))
+    entries = config.get(KEY)
+    entries = entries if isinstance(entries, dict) else {}
+    extras = validated(HeadExtras, entries, f"'{KEY}' in the config.json of '{name}'", error=ModelError)
+    known = extras.target or target.fingerprint
+    base = config.get("base_model_name_or_path")
+    if known is None and isinstance(base, str) and base != "N/A":
+        known = TargetFingerprint(name=base, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+    checkpoint = HeadCheckpoint(
+        config=sizes,
+        weights=weights,
+        target=known,
+        acceptance=extras.acceptance,
+        choices=extras.choices,
+        notes=extras.notes,
+    )
+    own = TargetFingerprint(hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+    if target.fingerprint is not None and own.differences(target.fingerprint):
+        checkpoint.check_target(target.fingerprint, what=name)
+        raise ModelError(
+            f"head '{name}' has {', '.join(own.differences(target.fingerprint))}, which is the target's. "
+            "Expected a head for this target."
+        )
+    return checkpoint

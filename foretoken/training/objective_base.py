@@ -9,49 +9,23 @@ Letters: B sequences, S positions, K heads, E hidden size, M positions of one po
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from foretoken.models.rotary import STATIC_KINDS, target_scaling
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Self
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
-
-
-def layer_like(target: LoadedModel) -> dict[str, Any]:
-    """Returns values of `LayerConfig` like the target's, with its rotary scaling if that is static."""
-    config = target.config
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    scaling = target_scaling(config)
-    if scaling is not None and scaling["rope_type"] not in STATIC_KINDS:
-        logging.getLogger(__name__).warning(
-            "%s: its rotary scaling '%s' depends on the length of texts; the head's decoder block rotates without",
-            target.name,
-            scaling["rope_type"],
-        )
-        scaling = None
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": head_dim + head_dim % 2,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
-        **({} if scaling is None else {"rope_scaling": scaling}),
-    }
 
 
 _PORTION_VALUES = 1 << 24  # logits of one portion
@@ -84,8 +58,11 @@ class Objective(BaseModel):
         tv_weight: Weight of the total variation between target and head.
         feature_weight: Weight of the smooth L1 distance between the head's feature and the target's.
         head_decay: Head i has the weight `head_decay ** i`.
-        noise: Uniform noise on features, within noise / sqrt(S E) (after NEFTune 2310.05914); 0 for none.
+        noise: Uniform noise on features, within noise / sqrt(S E) (after NEFTune 2310.05914), or within
+            noise * `noise_window` / S for methods with a window; 0 for none.
     """
+
+    noise_window: ClassVar[int | None] = None  # tokens of the published training windows
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -122,7 +99,8 @@ class Objective(BaseModel):
 
     def noise_bound(self, num_positions: int, size: int) -> float:
         """Returns the largest noise on a feature, for S positions and features of `size` elements."""
-        return float(self.noise / (num_positions * size) ** 0.5)
+        scale = (num_positions * size) ** -0.5 if self.noise_window is None else self.noise_window / num_positions
+        return float(self.noise * scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +328,11 @@ def _noisy(features: Tensor, objective: Objective) -> Tensor:
     if not bound:
         return features
     return features + torch.empty_like(features).uniform_(-bound, bound)
+
+
+def first_candidates(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:
+    """Returns (M,) int64, the most probable tokens of (M, W) inputs of `logits`, a portion at a time."""
+    return torch.cat([logits(part).argmax(-1) for part in rows.split(max(1, _PORTION_VALUES // vocab_size))])
 
 
 def mean_by_head(values: Tensor, counts: Tensor) -> Sequence[float]:

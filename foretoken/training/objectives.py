@@ -1,0 +1,304 @@
+"""The objectives of the methods, each with the sizes of a new head, and the table of trainable methods.
+
+- Medusa: weights 0.8^i as published, by default towards the target's distribution, as section 2.3.2 has it for the
+  backbone. Cai et al. 2024 (arXiv 2401.10774), section 2.2.
+- Hydra++: the target's distributions alone, all heads with the same weight. Ankner et al. 2024 (arXiv 2402.05109),
+  sections 4.2 and 4.3.
+- MLP speculator: all stages with the same weight, as in the published runs. Wertheimer et al. 2024 (arXiv 2404.19124),
+  section 3.
+- EAGLE: the next feature and, with a tenth of the weight, the target's distribution, one step ahead. Li et al. 2024
+  (arXiv 2401.15077), section 4.2; the noise is that of the released code, which grows for shorter windows.
+- HASS: EAGLE's over several steps, each from the head's own features of the steps before, without a gradient between
+  steps, and the cross-entropy over the target's most probable tokens. The head is EAGLE's. Zhang et al. 2024
+  (arXiv 2408.15766), sections 3.1 and 3.2.
+- EAGLE-3: the target's distributions over several steps of the head's own states, see `Eagle3Objective`. Li et al. 2025
+  (arXiv 2503.01840), section 3.1 (training-time test).
+- Falcon: whole blocks with glances at the answers, see `FalconObjective`. Gao et al. 2024 (arXiv 2412.12639).
+
+Letters: B sequences, S positions, N rows that learn, K size of a block, E hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from typing_extensions import override
+
+from foretoken.heads.autoregressive import AutoregressiveHead
+from foretoken.heads.eagle import EagleConfig
+from foretoken.heads.eagle3 import Eagle3Config
+from foretoken.heads.falcon import FalconConfig, FalconHead
+from foretoken.heads.hydra import HydraConfig
+from foretoken.heads.medusa import MedusaConfig
+from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+from foretoken.models.rotary import STATIC_KINDS, target_scaling
+from foretoken.training.objective_base import Fed, Objective, first_candidates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from foretoken.heads.base import Head, HeadConfig
+    from foretoken.models.loading import LoadedModel
+    from foretoken.models.parts import TargetParts
+    from foretoken.training.losses import LossWeights
+    from foretoken.training.objective_base import Examples
+
+_NOISE_WINDOW = 512  # window length of the published noise
+
+
+class MedusaObjective(Objective):
+    """The published decay with distillation from the target."""
+
+    head_decay: float = Field(default=0.8, gt=0, le=1)
+
+
+class UnrolledObjective(Objective):
+    """Trains several steps of a draft of an `AutoregressiveHead`, the later ones on the head's own states.
+
+    Drafts from neighbouring positions teach nearly the same. Following only every few of them beyond the first step
+    gives the same gradient on average, for a fraction of the work.
+
+    Attributes:
+        passes: Steps that are unrolled, K at most.
+        stride: Distance of positions whose drafts are followed beyond the first step, with a new offset in each batch;
+            1 as published.
+    """
+
+    is_detached: ClassVar[bool] = False  # whether no gradient flows from a step into earlier ones
+
+    passes: int = Field(default=1, ge=1)
+    stride: int = Field(default=1, ge=1)
+
+    @override
+    def steps(self, config: HeadConfig) -> int:
+        """Returns `passes`, K at most."""
+        return min(self.passes, config.steps)
+
+    @override
+    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
+        """Yields the steps; draws from torch's global generator unless all drafts are followed."""
+        assert isinstance(head, AutoregressiveHead), "the table of methods says so"
+        offset = int(torch.randint(self.stride, ())) if self.stride > 1 else 0
+        starts = slice(offset, None, self.stride)
+        steps = head.unrolled(given.features, given.tokens, parts, starts=starts, is_detached=self.is_detached)
+        for index, hidden in enumerate(steps):
+            yield Fed(hidden, offset, self.stride) if index else Fed(hidden)
+
+
+class EagleObjective(UnrolledObjective):
+    """Published weights."""
+
+    noise_window: ClassVar[int | None] = _NOISE_WINDOW
+
+    kl_weight: float = Field(default=0.1, ge=0)
+    feature_weight: float = Field(default=1.0, ge=0)
+    noise: float = Field(default=0.1, ge=0)
+
+
+class HassObjective(EagleObjective):
+    """Published weights.
+
+    Attributes:
+        passes: Steps that are aligned with drafting.
+        top_weight: Weight of -sum of p log q over the target's most probable tokens.
+        num_top: The number of these tokens.
+    """
+
+    is_detached: ClassVar[bool] = True
+
+    passes: int = Field(default=3, ge=1)
+    top_weight: float = Field(default=1.0, ge=0)
+    num_top: int = Field(default=10, ge=1)
+
+    @property
+    @override
+    def distance_weights(self) -> LossWeights:
+        """The weights of EAGLE's distances and of `top_weight`."""
+        return super().distance_weights._replace(top=self.top_weight, num_top=self.num_top)
+
+
+class Eagle3Objective(UnrolledObjective):
+    """Published weights; the gradient flows through all steps, and later steps count less.
+
+    Over a draft vocabulary, the target's distribution is its part in that vocabulary; positions whose choice lies
+    outside teach nothing. With s_j the sum of pass j's losses over its supervised positions and n_j their number, the
+    loss is
+
+        (s_0 + 0.8 s_1 + ... + 0.8^6 s_6) / n_0
+
+    so that a position has the same weight in every pass. The released code and SpecForge also divide the sums of all
+    passes by one count, but by that of all tokens of the batch, padding and prompts included.
+    """
+
+    head_decay: float = Field(default=0.8, gt=0, le=1)
+    passes: int = Field(default=7, ge=1)
+
+    @override
+    def divisors(self, counts: Tensor) -> Tensor:
+        """Returns the first pass's positions for all passes."""
+        return counts[:1].expand_as(counts)
+
+
+class FalconObjective(Objective):
+    """Coupled sequential glancing distillation, after glancing training (Qian et al. 2020, 2008.07905).
+
+    A text is read as blocks of K pairs; each of the rows r learns feature r + K and the token after it. Rows are
+    predicted once without a gradient. Then a share of the wrong rows, which falls during training, gets the answers
+    (feature and token) in place of their own pair. The other rows of the block learn from these.
+
+    Weights and noise are those of the released code. That code draws the tokens of the cross-entropy from the target,
+    where this one takes the text's own, and sharpens a part of the divergence by a temperature of 0.95. Step i is row i
+    of the blocks.
+
+    Attributes:
+        glancing: Initial share of the wrong rows that get their answers; falls linearly to 0.
+        glancing_floor: Constant added to that share; the released code has 0.35 and 0.1.
+    """
+
+    noise_window: ClassVar[int | None] = _NOISE_WINDOW
+
+    ce_weight: float = Field(default=0.01, ge=0)
+    kl_weight: float = Field(default=0.09, ge=0)
+    feature_weight: float = Field(default=1.0, ge=0)
+    noise: float = Field(default=0.1, ge=0)
+    glancing: float = Field(default=0.4, ge=0, le=1)
+    glancing_floor: float = Field(default=0.0, ge=0, le=1)
+
+    @override
+    def steps(self, config: HeadConfig) -> int:
+        """Returns K."""
+        assert isinstance(config, FalconConfig), "the table of methods says so"
+        return config.block
+
+    @override
+    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
+        """Yields the steps of the text as blocks; the first block begins at position 0."""
+        assert isinstance(head, FalconHead), "the table of methods says so"
+        block = head.config.block
+        following = parts.embed(given.tokens).to(given.features.dtype).roll(-1, dims=1)
+        share = self.glancing_floor + self.glancing * (1 - given.progress)
+        if share:
+            rows = learning_rows(given.supervised, block)
+            with torch.no_grad():
+                outputs = head.block_outputs(given.features, following)
+                said = first_candidates(
+                    lambda hidden: head.draft_logits(0, hidden, parts),
+                    outputs[rows.sequence, rows.row],
+                    head.config.vocab_size,
+                )
+                right = first_candidates(
+                    parts.lm_head, given.final[rows.sequence, rows.row + block], head.config.vocab_size
+                )
+            chosen = glanced(rows, said != right, share, block)
+            given = replace(given, features=with_answers(given.features, given.final, chosen, block))
+            following = with_answers(following, following, chosen, block)
+        outputs = head.block_outputs(given.features, following)
+        for index in range(block):  # row i of a block is step i of the draft that begins at the block's last position
+            yield Fed(outputs[:, index::block], block - 1, block)
+
+
+class Rows(NamedTuple):
+    """Rows of texts: (N,) int64 sequences, and positions in them."""
+
+    sequence: Tensor
+    row: Tensor
+
+
+def learning_rows(supervised: Tensor, block: int) -> Rows:
+    """Returns the rows r, in order, that learn token r + K + 1; supervised: (B, S) bool, tokens that are labels."""
+    return Rows(*supervised[:, block + 1 :].nonzero().unbind(1))
+
+
+def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
+    """Draws the rows that get their answers, with torch's global generator.
+
+    In each sequence every K-th learning row may be drawn. The number of draws is `share` of its wrong rows, rounded
+    down. For K above 2 one draw stands for K of these: the first of a run of 1 to K - 1 learning rows.
+
+    Args:
+        rows: (N,) learning rows, sequence by sequence in order.
+        is_wrong: (N,) bool.
+        share: Share of the wrong rows.
+        block: K.
+    """
+    chosen: list[tuple[int, int]] = []
+    for sequence in rows.sequence.unique().tolist():
+        is_own = rows.sequence == sequence
+        own, num_wrong = rows.row[is_own].tolist(), int(is_wrong[is_own].sum())
+        starts, known = own[::block], set(own)
+        count = int(share * num_wrong) // (1 if block == 2 else block)
+        for place in torch.randperm(len(starts))[:count].tolist():
+            run = 1 + int(torch.randint(block - 1, ()))
+            chosen += [(sequence, row) for row in range(starts[place], starts[place] + run) if row in known]
+    table = torch.tensor(sorted(set(chosen)), dtype=torch.int64, device=rows.row.device).view(-1, 2)
+    return Rows(table[:, 0], table[:, 1])
+
+
+def with_answers(values: Tensor, answers: Tensor, chosen: Rows, block: int) -> Tensor:
+    """Returns (B, S, E) values, with `answers` from K positions later at the chosen rows."""
+    changed = values.clone()
+    changed[chosen.sequence, chosen.row] = answers[chosen.sequence, chosen.row + block].to(values.dtype)
+    return changed
+
+
+def _layer_like(target: LoadedModel) -> dict[str, Any]:
+    """Returns values of `LayerConfig` like the target's, with its rotary scaling if that is static."""
+    config = target.config
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    scaling = target_scaling(config)
+    if scaling is not None and scaling["rope_type"] not in STATIC_KINDS:
+        logging.getLogger(__name__).warning(
+            "%s: its rotary scaling '%s' depends on the length of texts; the head's decoder block rotates without",
+            target.name,
+            scaling["rope_type"],
+        )
+        scaling = None
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim + head_dim % 2,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        **({} if scaling is None else {"rope_scaling": scaling}),
+    }
+
+
+def _eagle3_sizes(target: LoadedModel) -> dict[str, Any]:
+    """Returns the published taps, and a decoder block like the target's."""
+    last = target.num_layers
+    published = (2, last // 2, last - 3)
+    is_deep = last >= 7
+    return {"boundaries": published if is_deep else tuple(range(last + 1))[-3:], "layer": _layer_like(target)}
+
+
+class TrainedMethod(NamedTuple):
+    """A trainable method.
+
+    Attributes:
+        config: Sizes of its head.
+        objective: Its objective.
+        default_sizes: Returns sizes of a new head for a target, besides vocabulary and hidden size.
+    """
+
+    config: type[HeadConfig]
+    objective: type[Objective]
+    default_sizes: Callable[[LoadedModel], dict[str, Any]]
+
+
+METHODS = {
+    "medusa": TrainedMethod(MedusaConfig, MedusaObjective, lambda _: {}),
+    "hydra": TrainedMethod(HydraConfig, Objective, lambda target: {"prefix": _layer_like(target)}),
+    "mlp_speculator": TrainedMethod(
+        MlpSpeculatorConfig, Objective, lambda target: {"inner_dim": target.config.hidden_size}
+    ),
+    "eagle": TrainedMethod(EagleConfig, EagleObjective, lambda target: {"layer": _layer_like(target)}),
+    "hass": TrainedMethod(EagleConfig, HassObjective, lambda target: {"layer": _layer_like(target)}),
+    "eagle3": TrainedMethod(Eagle3Config, Eagle3Objective, _eagle3_sizes),
+    "falcon": TrainedMethod(FalconConfig, FalconObjective, lambda target: {"layer": _layer_like(target)}),
+}

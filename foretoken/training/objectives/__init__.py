@@ -1,1 +1,0 @@
-"""Training objectives of the heads, one file a method."""
