@@ -17,7 +17,7 @@ import torch
 from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import drafting_handle, greedy_context
-from foretoken.drafters.lookups.datastore import write_datastore
+from foretoken.drafters.datastore import write_datastore
 from foretoken.drafters.rest import Options, RestDrafter
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ def index(
     them meanwhile.
     """
     from foretoken.core.errors import RequestError
-    from foretoken.drafters.lookups.datastore import DATASTORE, SORTED_DEPTH, write_datastore
+    from foretoken.drafters.datastore import DATASTORE, SORTED_DEPTH, write_datastore
     from foretoken.training.data.packed import PackedTokens
 
     DATASTORE.check(out, force=force)

@@ -13,7 +13,7 @@ from foretoken.cli.progress import progress
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foretoken.drafters.options import DrafterOptions
+    from foretoken.drafters.base import DrafterOptions
     from foretoken.models.loading import LoadedModel
     from foretoken.training.evaluation import TunedTree
 
@@ -97,8 +97,8 @@ def _drafter(config: DrafterOptions, target: LoadedModel, tokenizer: Any) -> tup
     import torch
 
     from foretoken.drafters import draft_model
-    from foretoken.drafters.heads.loading import HeadOptions, checked_head
-    from foretoken.drafters.models.loading import DraftModelFiles
+    from foretoken.drafters.heads import HeadOptions, checked_head
+    from foretoken.drafters.vocabularies import DraftModelFiles
 
     if isinstance(config, HeadOptions):
         head = checked_head(config, target, config.method).module(dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Drafts a chain or a tree with a smaller language model, on its own KV cache.
 
-The draft model has the target's vocabulary, or one that shares tokens with it (`foretoken.drafters.models.loading`).
-With `vocab_match="text"` it drafts text (`foretoken.drafters.models.text_draft`).
+The draft model has the target's vocabulary, or one that shares tokens with it (`foretoken.drafters.vocabularies`).
+With `vocab_match="text"` it drafts text (`foretoken.drafters.text_draft`).
 
 Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (2302.01318) for chains; sampled trees draw
 children without replacement as Sequoia does (2402.12374). Coupled requests draft with the target's noise (2408.07978).
@@ -15,9 +15,18 @@ from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.models.draft_levels import DraftLevels
-from foretoken.drafters.models.loading import (
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
+from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, with_quantization
+from foretoken.drafters.text_draft import TextDraftDrafter
+from foretoken.drafters.vocabularies import (
     DraftModelFiles,
     Translation,
     VocabMatch,
@@ -25,9 +34,6 @@ from foretoken.drafters.models.loading import (
     vocabularies,
     vocabulary_map,
 )
-from foretoken.drafters.models.text_draft import TextDraftDrafter
-from foretoken.drafters.options import DrafterOptions
-from foretoken.drafters.shared.drafts import KeptDraws, QuantizationOption, with_quantization
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion

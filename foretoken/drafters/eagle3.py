@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads.autoregressive import AutoregressiveDrafter
-from foretoken.drafters.heads.loading import HeadOptions
+from foretoken.drafters.autoregressive import AutoregressiveDrafter
+from foretoken.drafters.heads import HeadOptions
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter

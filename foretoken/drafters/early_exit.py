@@ -19,9 +19,16 @@ from pydantic import Field
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.options import DrafterOptions
-from foretoken.drafters.shared.drafts import KeptDraws, LevelPasses
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
+from foretoken.drafters.levels import KeptDraws, LevelPasses
 from foretoken.trees.dynamic import DynamicShape, begin_expansion
 from foretoken.trees.pruning import Pruning
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads.drafter import HeadDrafter
-from foretoken.drafters.heads.loading import HeadOptions
-from foretoken.drafters.heads.stack_features import PrefixFeatures
+from foretoken.drafters.head_features import PrefixFeatures
+from foretoken.drafters.heads import HeadDrafter, HeadOptions
 from foretoken.heads.hydra import HydraHeads
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
-    from foretoken.drafters.heads.stack_features import KeptFeatures
+    from foretoken.drafters.head_features import KeptFeatures
 
 
 class Options(HeadOptions):

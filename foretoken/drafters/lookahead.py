@@ -23,8 +23,16 @@ from pydantic import Field, model_validator
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.options import DrafterOptions, TreeOption
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+    TreeOption,
+)
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads.drafter import HeadDrafter
-from foretoken.drafters.heads.loading import HeadOptions
+from foretoken.drafters.heads import HeadDrafter, HeadOptions
 from foretoken.heads.medusa import MedusaHeads
 
 if TYPE_CHECKING:

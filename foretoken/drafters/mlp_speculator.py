@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads.drafter import HeadDrafter, step_head
-from foretoken.drafters.heads.loading import HeadOptions
+from foretoken.drafters.heads import HeadDrafter, HeadOptions, step_head
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,15 @@ from typing import ClassVar
 from pydantic import Field
 
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.options import DrafterOptions
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
 from foretoken.trees.merge import Trie
 
 

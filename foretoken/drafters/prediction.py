@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.options import DrafterOptions
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:

@@ -23,8 +23,16 @@ from pydantic import model_validator
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import HostFacts, TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.options import DrafterOptions, TreeOption
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+    TreeOption,
+)
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.pruning import pruned
 from foretoken.trees.search import best_nodes

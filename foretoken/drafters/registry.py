@@ -20,7 +20,7 @@ import foretoken.drafters
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, described, foreign_errors_as, nearest_name_hint
 from foretoken.core.validation import validated
-from foretoken.drafters.options import DrafterOptions
+from foretoken.drafters.base import DrafterOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
 _GROUP = "foretoken.drafters"
-_NOT_METHODS = {"base", "options", "registry"}
+_NOT_METHODS = {
+    "autoregressive", "base", "datastore", "head_features", "heads", "levels", "registry", "suffix_tree", "text_draft",
+    "vocabularies",
+}  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and other engines, without dashes, that do not exist here.
@@ -50,7 +53,7 @@ _OTHER_NAMES = {
 def known_methods() -> list[str]:
     """Returns the names that `speculative_config["method"]` may have, besides import paths."""
     found = pkgutil.iter_modules(foretoken.drafters.__path__)
-    modules = {module.name for module in found if not module.ispkg}  # packages hold what methods share
+    modules = {module.name for module in found}
     return sorted((modules - _NOT_METHODS) | _installed().keys())
 
 

@@ -19,9 +19,16 @@ from pydantic import Field, model_validator
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.lookups.datastore import Datastore
-from foretoken.drafters.options import DrafterOptions
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
+from foretoken.drafters.datastore import Datastore
 from foretoken.trees.merge import Trie
 from foretoken.trees.pruning import pruned
 

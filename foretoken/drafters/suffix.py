@@ -13,8 +13,11 @@ import math
 from array import array
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, Self
+from operator import itemgetter
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -22,10 +25,16 @@ from foretoken.core.backend import floats_on
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.lookups.suffix_matches import DraftLimits, SuffixDraft, SuffixMatches, best_draft
-from foretoken.drafters.lookups.suffix_tree import SuffixTree
-from foretoken.drafters.options import DrafterOptions
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
+from foretoken.drafters.suffix_tree import Match, SuffixMatches, SuffixTree
 from foretoken.trees.pruning import pruned
 
 if TYPE_CHECKING:
@@ -123,6 +132,183 @@ class SuffixPool:
 
 def _salt_bytes(salt: str | None) -> int:
     return _SALT_BYTES + 4 * len(salt or "")
+
+
+_ROUNDING = 1e-9  # of a product of shares
+
+
+class SuffixDraft(NamedTuple):
+    """Nodes below a root, without the root.
+
+    Attributes:
+        tokens: Of each node.
+        parents: Node 0 is the root, so node i + 1 is entry i.
+        probs: Estimated probability that the path down to each node is accepted.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    probs: list[float]
+
+    @property
+    def score(self) -> float:
+        """Expected number of accepted tokens."""
+        return sum(self.probs)
+
+
+NO_DRAFT = SuffixDraft([], [], [])
+
+
+class DraftLimits(NamedTuple):
+    """Bounds of a draft.
+
+    Attributes:
+        most_nodes: Without the root.
+        most_depth: Levels below it.
+        spec_factor: Nodes for each token of a match.
+        least_prob: Of a node's path.
+        is_path: Whether nodes have at most one child.
+    """
+
+    most_nodes: int
+    most_depth: int
+    spec_factor: float
+    least_prob: float
+    is_path: bool
+
+    def least_count(self, prob: float, followed: int) -> float:
+        """Returns the least occurrences of a token after a path, by the path's probability."""
+        return self.least_prob / prob * followed * (1 - _ROUNDING)
+
+
+def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLimits) -> SuffixDraft:
+    """Returns the draft with the greatest score; among equals that of the earlier source, then of the longer match."""
+    best = NO_DRAFT
+    for matches in sources:
+        best = _better_draft(matches, max_depth, limits, best)
+    return best
+
+
+def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, known: SuffixDraft) -> SuffixDraft:
+    """Returns the best draft of one source, or `known` if none is better."""
+    best, best_score, best_length = known, known.score, max_depth
+    tried: dict[int, int] = {}  # greatest size by number of occurrences: as many occurrences are the same ones
+    draw = _likely_path if limits.is_path else _likely_tree
+    for length, room, bound in _lengths(matches.longest, max_depth, limits):
+        if bound < best_score:
+            break
+        match = matches.match(length) if bound > best_score or length > best_length else None
+        if match is None:
+            continue
+        size = bound if limits.is_path else room
+        if size <= tried.get(match.count, 0):
+            continue
+        tried[match.count] = size
+        draft = draw(matches, match, room, limits, best_score)
+        if (draft.score, length) > (best_score, best_length):
+            best, best_score, best_length = draft, draft.score, length
+    return best
+
+
+@lru_cache(maxsize=4096)
+def _lengths(longest: int, max_depth: int, limits: DraftLimits) -> list[tuple[int, int, int]]:
+    """Returns lengths of matches that may give nodes, with their node and score bounds, the greatest score first.
+
+    No score is above the depth: the probabilities of a level sum to at most 1.
+    """
+    found = []
+    for length in range(longest, 0, -1):
+        room = min(int(limits.spec_factor * length), limits.most_nodes)
+        bound = min(room, limits.most_depth, max_depth - length)
+        if bound > 0:
+            found.append((length, room, bound))
+    return sorted(found, key=itemgetter(2), reverse=True)
+
+
+def _likely_path(matches: SuffixMatches, match: Match, room: int, limits: DraftLimits, to_beat: float) -> SuffixDraft:
+    """Returns the most frequent continuation, token by token; stops if its score must stay below `to_beat`."""
+    tokens: list[int] = []
+    probs: list[float] = []
+    prob, score, room = 1.0, 0.0, min(room, limits.most_depth)
+    while len(tokens) < room:
+        run = matches.run(match, room - len(tokens))
+        if run:
+            tokens.extend(run)
+            probs.extend([prob] * len(run))
+            score += prob * len(run)
+            match = match.longer(len(run))
+            continue
+        followed = matches.followed(match)
+        found = matches.most_frequent(match, limits.least_count(prob, followed))
+        if found is None:
+            break
+        token, longer = found
+        prob *= longer.count / followed
+        if prob < limits.least_prob * (1 - _ROUNDING):
+            break
+        if score + prob * (room - len(tokens)) < to_beat * (1 - _ROUNDING):
+            return NO_DRAFT
+        tokens.append(token)
+        probs.append(prob)
+        score += prob
+        match = longer
+    return SuffixDraft(tokens, list(range(len(tokens))), probs)
+
+
+def _likely_tree(matches: SuffixMatches, match: Match, room: int, limits: DraftLimits, to_beat: float) -> SuffixDraft:
+    """Returns the nodes with the greatest path probabilities; stops if the score must stay below `to_beat`.
+
+    Among equal probabilities, nodes that followed every occurrence of their parent come first.
+    """
+    draft = _Growing(limits.most_depth)
+    heap: list[tuple[float, int, int, int, Match]] = []  # negative probability, order of arrival, parent, token
+    num_offered, node, prob = 0, 0, 1.0
+    while True:
+        run = matches.run(match, min(room - len(draft.tokens), draft.depth_below(node)))
+        for token in run or ():
+            node = draft.add(node, token, prob)
+        if draft.depth_below(node):
+            match = match.longer(len(run)) if run else match
+            followed = matches.followed(match)
+            following = matches.following(match, limits.least_count(prob, followed))
+            for token, longer in following[: room - len(draft.tokens)]:
+                value = prob * (longer.count / followed)
+                if value < limits.least_prob * (1 - _ROUNDING):
+                    break
+                num_offered += 1
+                heappush(heap, (-value, num_offered, node, token, longer))
+        if not heap or len(draft.tokens) >= room:
+            return SuffixDraft(draft.tokens, draft.parents, draft.probs)
+        negative, _, parent, token, match = heappop(heap)
+        prob = -negative
+        if draft.score + prob * (room - len(draft.tokens)) < to_beat * (1 - _ROUNDING):
+            return NO_DRAFT
+        node = draft.add(parent, token, prob)
+
+
+class _Growing:
+    """A draft to which nodes are added, and the depth of each."""
+
+    __slots__ = ("depths", "most_depth", "parents", "probs", "score", "tokens")
+
+    def __init__(self, most_depth: int) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.probs: list[float] = []
+        self.depths, self.most_depth, self.score = [0], most_depth, 0.0
+
+    def add(self, parent: int, token: int, prob: float) -> int:
+        """Returns the new node's number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.probs.append(prob)
+        self.depths.append(self.depths[parent] + 1)
+        self.score += prob
+        return len(self.tokens)
+
+    def depth_below(self, node: int) -> int:
+        """Returns the levels that a node may have below it."""
+        return self.most_depth - self.depths[node]
 
 
 class Options(DrafterOptions):

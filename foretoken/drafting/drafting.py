@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.core.records import Declined, StepRecord
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
-    from foretoken.drafters.options import DrafterOptions
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
     from foretoken.drafting.base import Allotment, Continue, Controller, Leaf
     from foretoken.grammars.drafts import GrammarBounds
     from foretoken.sampling.batch import SamplingBatch

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.core.results import RequestOutput
-    from foretoken.drafters.options import DrafterOptions
+    from foretoken.drafters.base import DrafterOptions
 
 PLAIN = "plain"
 _BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")

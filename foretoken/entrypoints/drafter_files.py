@@ -150,7 +150,7 @@ def check_model_of(method: str, model: str | None, target: str | None) -> None:
     Raises:
         ConfigError: When the weights are missing, or belong to a model or a head of another method.
     """
-    from foretoken.heads.methods import head_methods
+    from foretoken.heads import head_methods
 
     is_head = method in head_methods()
     if not is_head and method != _DRAFT_MODEL:

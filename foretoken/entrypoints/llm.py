@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.core.results import Metric, RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.drafters.base import Drafter
-    from foretoken.drafters.options import DrafterOptions
+    from foretoken.drafters.base import Drafter, DrafterOptions
     from foretoken.entrypoints.config import SpeculativeConfig
     from foretoken.entrypoints.engine_args import EngineArgs
     from foretoken.models.loading import LoadedModel

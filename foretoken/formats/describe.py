@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from foretoken.core.errors import ModelError
 from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
-from foretoken.heads.methods import head_methods
+from foretoken.heads import head_methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -15,8 +15,8 @@ from foretoken.files.bounded_reads import check_regular
 from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, check_keys
 from foretoken.formats.conversion import check_token_map
 from foretoken.formats.files import whole_files, write_config, write_weights
+from foretoken.heads import head_methods
 from foretoken.heads.base import HeadConfig, build_head
-from foretoken.heads.methods import head_methods
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,21 +10,22 @@ Letters: E hidden size of the target, F features that a head reads, K steps, V v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from foretoken.decoder.lean.native_linear import optimize_for_inference
+from foretoken.decoder.lean.native_linear import fast_linear, optimize_for_inference
+from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, unrolled_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
-
     from foretoken.core.passes import Tap
-    from foretoken.decoder.lean.native_head import HeadSteps
+    from foretoken.decoder.blocks import Blocks
+    from foretoken.decoder.lean.native_head import AutoregressiveSteps, HeadSteps
     from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
@@ -187,3 +188,135 @@ class StepHead(Head):
         for index in range(self.config.num_heads):
             state, hidden = self.step(index, state, tokens.roll(-(index + 1), dims=1), parts)
             yield hidden
+
+
+class AutoregressiveConfig(HeadConfig):
+    """Sizes of an autoregressive head.
+
+    Attributes:
+        num_steps: K, steps that training unrolls and measures; drafts may be deeper.
+        layer: Sizes of the decoder block.
+    """
+
+    num_steps: int = Field(default=7, ge=1, le=64)
+    layer: LayerConfig
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return self.num_steps
+
+    @property
+    def max_depth(self) -> int | None:
+        """None: drafts may have any depth."""
+        return None
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.hidden_size
+
+
+class BlockInputs(NamedTuple):
+    """The inputs of the decoder block, (..., W) each; `side` is None for blocks with one input."""
+
+    inputs: Tensor
+    side: Tensor | None
+
+
+class BlockOutputs(NamedTuple):
+    """Values computed from the block's output, (..., W) each.
+
+    Attributes:
+        state: Replaces the next feature.
+        hidden: The input of `Head.draft_logits`.
+    """
+
+    state: Tensor
+    hidden: Tensor
+
+
+class AutoregressiveHead(Head):
+    """A head with one decoder block, `layer`."""
+
+    config: AutoregressiveConfig
+    layer: DecoderLayer
+
+    def begin(self, features: Tensor) -> Tensor:
+        """Returns (..., W), the state of positions with features (..., F E)."""
+        return features
+
+    def embed(self, tokens: Tensor, parts: TargetParts) -> Tensor:
+        """Returns (..., W), embeddings of tokens: the target's, unless the head has its own."""
+        return parts.embed(tokens)
+
+    @abstractmethod
+    def paired(self, state: Tensor, embedded: Tensor) -> BlockInputs:
+        """Returns the block's inputs for pairs of (..., W) states and (..., W) embeddings of the next tokens."""
+
+    def outputs(self, x: Tensor) -> BlockOutputs:
+        """Returns the state and hidden values for the block's (..., W) output."""
+        return BlockOutputs(x, x)
+
+    @override
+    def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
+        """Packs the linear layers around the block; `as_blocks` runs the block as a whole."""
+        if compacts:
+            self.layer.compact()
+        for name, child in list(self.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(self, name, fast_linear(child, quantization=quantization, compacts=compacts))
+
+    @abstractmethod
+    def as_blocks(self, num_positions: int) -> Blocks:
+        """Returns the block for `BlockStack`, for up to `num_positions` positions; its output goes to `outputs`."""
+
+    @abstractmethod
+    def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:
+        """Returns the head for the native kernels, after `optimize_for_inference`; None if they cannot run it."""
+
+    @override
+    def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
+        return self.unrolled(features, tokens, parts)
+
+    def unrolled(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        parts: TargetParts,
+        *,
+        starts: slice = slice(None),
+        is_detached: bool = False,
+    ) -> Iterator[Tensor]:
+        """Computes `teacher_forced` for all drafts of a text at once.
+
+        Step i of the draft that begins at position t stands at index t.
+
+        Args:
+            features: (B, S, F E).
+            tokens: (B, S) int64.
+            parts: The modules shared with the target.
+            starts: Q positions of the drafts that go on after the first step: later tensors are (B, Q, …).
+            is_detached: Whether gradients stop between steps, as in HASS; else they flow through all steps, as in
+                EAGLE-3's training-time test.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        state = self.begin(features)
+        first: Heads | None = None
+        later: list[Heads] = []
+        for index in range(self.config.num_steps):
+            following = tokens.roll(-(index + 1), dims=1)
+            if index == 1:
+                positions, state = positions[starts], state[:, starts]
+            embedded = self.embed(following[:, starts] if index else following, parts).to(state.dtype)
+            inputs, side = self.paired(state, embedded)
+            heads = self.layer.projected(inputs, positions.unsqueeze(0) + index, side)
+            if first is None:
+                first = heads
+            else:
+                later.append(heads)
+            mixed = unrolled_attention(heads.query, positions, first, later)
+            state, hidden = self.outputs(self.layer.finished(inputs, mixed))
+            yield hidden
+            if is_detached:
+                state = state.detach()

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.lean.native_head import AutoregressiveSteps
-from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, BlockInputs
+from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs
 from foretoken.heads.decoder_layer import DecoderLayer
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.lean.native_head import AutoregressiveSteps, LmHead, ScaledEmbedding
-from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
+from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
 from foretoken.heads.decoder_layer import DecoderLayer
 
 if TYPE_CHECKING:

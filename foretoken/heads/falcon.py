@@ -25,8 +25,7 @@ from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.lean.native_linear import linear_layer, optimize_for_inference
-from foretoken.heads.autoregressive import AutoregressiveConfig
-from foretoken.heads.base import Head
+from foretoken.heads.base import AutoregressiveConfig, Head
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, unrolled_attention
 
 if TYPE_CHECKING:

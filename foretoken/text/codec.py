@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
-from foretoken.drafters.models.token_bytes import byte_alphabet
+from foretoken.core.token_ids import byte_alphabet
 from foretoken.files.locks import ForkLock
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from foretoken.heads.autoregressive import AutoregressiveHead
+from foretoken.heads.base import AutoregressiveHead
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.heads.falcon import FalconConfig, FalconHead

@@ -20,7 +20,7 @@ from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
 from foretoken.formats.files import safetensors_errors
-from foretoken.heads.autoregressive import AutoregressiveConfig
+from foretoken.heads.base import AutoregressiveConfig
 from foretoken.models.loading import load_config
 from foretoken.models.placement import DTYPES
 from foretoken.runner.costs import pass_costs

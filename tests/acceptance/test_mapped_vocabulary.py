@@ -11,8 +11,7 @@ from end_to_end.tiny_llms import byte_level_tokenizer
 from enumeration import EXACT, exact_distribution
 
 from foretoken.acceptance.sequential import accept_block, accept_sequential
-from foretoken.drafters.models.loading import VocabularyMap
-from foretoken.drafters.models.token_bytes import Vocabulary
+from foretoken.drafters.vocabularies import Vocabulary, VocabularyMap
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1)], ids=str)

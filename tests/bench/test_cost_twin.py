@@ -25,6 +25,7 @@ from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.conversion import head_shapes
 from foretoken.formats.registry import read_head
+from foretoken.heads import head_methods
 from foretoken.heads.base import HeadConfig
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
@@ -32,7 +33,6 @@ from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.heads.falcon import FalconConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
-from foretoken.heads.methods import head_methods
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.models.config_checks import TwinRecord
 from foretoken.models.loading import fill_model, load_model

@@ -13,14 +13,13 @@ from drafters.drafting_contexts import attached, begin
 from tiny_models import tiny_model
 from torch import Tensor
 
+from foretoken.drafters.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.base import Committed
-from foretoken.drafters.heads.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.registry import read_head
-from foretoken.heads.autoregressive import AutoregressiveHead
-from foretoken.heads.base import build_head
+from foretoken.heads.base import AutoregressiveHead, build_head
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config

@@ -6,8 +6,7 @@ from array import array
 
 from hypothesis import strategies as st
 
-from foretoken.drafters.lookups.suffix_matches import SuffixMatches
-from foretoken.drafters.lookups.suffix_tree import SuffixTree
+from foretoken.drafters.suffix_tree import SuffixMatches, SuffixTree
 
 DEPTH = 6
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.drafters.heads.drafter import CapturedExpansion, fill_by_steps
+from foretoken.drafters.heads import CapturedExpansion, fill_by_steps
 from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.models.parts import TargetParts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest

@@ -34,8 +34,7 @@ from transformers import PreTrainedTokenizerFast
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import DrawKind, TokenTree
-from foretoken.drafters.models.loading import _SAMPLE
-from foretoken.drafters.models.token_bytes import Vocabulary
+from foretoken.drafters.vocabularies import _SAMPLE, Vocabulary
 from foretoken.models.loading import load_model, wrap_model
 from foretoken.runner.runner import Runner
 from tests.tree_checks import check_tree

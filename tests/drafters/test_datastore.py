@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError
-from foretoken.drafters.lookups import datastore
-from foretoken.drafters.lookups.datastore import (
+from foretoken.drafters import datastore
+from foretoken.drafters.datastore import (
     INDEX,
     SUFFIXES,
     TOKENS,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, Prefix
-from foretoken.drafters.heads.falcon_blocks import FalconBlocks, block_plan
-from foretoken.drafters.shared.drafts import KeptDraws
+from foretoken.drafters.falcon import FalconBlocks, block_plan
+from foretoken.drafters.levels import KeptDraws
 from foretoken.models.parts import TargetParts
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import DynamicShape, begin_expansion

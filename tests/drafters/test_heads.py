@@ -17,7 +17,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
 from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.drafters.base import Committed, MeasuredDrafter
-from foretoken.drafters.heads.drafter import load_head
+from foretoken.drafters.heads import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import files, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint

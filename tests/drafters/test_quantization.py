@@ -145,7 +145,7 @@ def test_weights_as_they_are_stored_draft_in_the_targets_precision(method: str, 
     """Beside a float32 target scores are those of torch's modules in float32, also where bfloat16 holds the weights."""
     directory = saved(tmp_path / "head", method, fits_bfloat16=True)
     ours = drafted(directory, method)
-    with mock.patch("foretoken.drafters.heads.loading.runs_cpu_kernels", return_value=False):
+    with mock.patch("foretoken.drafters.heads.runs_cpu_kernels", return_value=False):
         torchs = drafted(directory, method)
     assert ours.tokens.tolist() == torchs.tokens.tolist()
     assert ours.parents.tolist() == torchs.parents.tolist()

@@ -14,8 +14,7 @@ from end_to_end.tiny_llms import llm
 import foretoken.drafters
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.base import TargetReads
-from foretoken.drafters.options import LONGEST_CHAIN, DrafterOptions
+from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TargetReads
 from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
 from foretoken.runner.costs import CostCurve
 from foretoken.trees.choices import PUBLISHED, TreeShape

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.lookups.datastore import write_datastore
+from foretoken.drafters.datastore import write_datastore
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafters.rest import create
 from tests.tree_checks import check_tree

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.drafters.lookups.datastore import sorted_suffixes
+from foretoken.drafters.datastore import sorted_suffixes
 
 
 @given(

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from suffix_texts import DEPTH, TOKENS, children_by_hand, occurrences, open_matches, pool_matches
 
-from foretoken.drafters.lookups.suffix_matches import DraftLimits, SuffixDraft, SuffixMatches, best_draft
-from foretoken.drafters.lookups.suffix_tree import SuffixTree
+from foretoken.drafters.suffix import DraftLimits, SuffixDraft, best_draft
+from foretoken.drafters.suffix_tree import SuffixMatches, SuffixTree
 
 
 def num_followed(texts: list[list[int]], run: list[int], *, is_own: bool) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from suffix_texts import DEPTH, TOKENS, children_by_hand, occurrences, open_matches, pool_matches
 
-from foretoken.drafters.lookups.suffix_matches import SuffixMatches
+from foretoken.drafters.suffix_tree import SuffixMatches
 
 
 def check_matches(matches: SuffixMatches, texts: list[list[int]], tokens: list[int], least: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
-from foretoken.drafters.lookups.suffix_tree import count_of
 from foretoken.drafters.suffix import Member, SuffixPool
+from foretoken.drafters.suffix_tree import count_of
 
 DEPTH = 6
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from foretoken.drafters.lookups.suffix_tree import Node, SuffixTree, count_of
+from foretoken.drafters.suffix_tree import Node, SuffixTree, count_of
 
 
 @dataclass

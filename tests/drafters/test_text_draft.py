@@ -14,8 +14,8 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from tokenizers_of_kinds import BUNDLED, KINDS, TEXTS
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafters.models.text_draft import DraftText, Retokenizer
-from foretoken.drafters.models.token_bytes import Vocabulary
+from foretoken.drafters.text_draft import DraftText, Retokenizer
+from foretoken.drafters.vocabularies import Vocabulary
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 from tests.tree_checks import check_tree

@@ -10,7 +10,7 @@ from tokenizers_of_kinds import KINDS, TEXTS, bundled, byte_level, llama_like, w
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.models.token_bytes import Vocabulary
+from foretoken.drafters.vocabularies import Vocabulary
 
 
 def vocabulary(kind: str) -> Vocabulary:

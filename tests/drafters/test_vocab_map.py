@@ -10,8 +10,7 @@ import torch
 from end_to_end.tiny_llms import OTHER_ORDER, other_tokenizer, tokenizer
 from tokenizers_of_kinds import KINDS, TEXTS
 
-from foretoken.drafters.models.loading import Translation, VocabularyMap
-from foretoken.drafters.models.token_bytes import Vocabulary
+from foretoken.drafters.vocabularies import Translation, Vocabulary, VocabularyMap
 
 CPU = torch.device("cpu")
 

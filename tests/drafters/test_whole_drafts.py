@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken import SamplingParams
 from foretoken.decoder.lean.native import NativeBlocks
+from foretoken.drafters import head_features
 from foretoken.drafters.base import Committed
-from foretoken.drafters.heads import stack_features
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
@@ -108,7 +108,7 @@ def test_long_parts_are_fed_before(method: str, tmp_path: Path) -> None:
         lengths.append(work.num_tokens)
         return run(blocks, work, *inputs)
 
-    with mock.patch.object(NativeBlocks, "run", seen), mock.patch.object(stack_features, "_CHUNK", 32):
+    with mock.patch.object(NativeBlocks, "run", seen), mock.patch.object(head_features, "_CHUNK", 32):
         first = made.propose(context([text], params=[REQUESTS["greedy"][0]]))
         again = made.propose(context([text], params=[REQUESTS["greedy"][0]]))
     assert lengths == [32, 32, 14]

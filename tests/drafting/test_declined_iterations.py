@@ -19,7 +19,7 @@ from foretoken import SamplingParams
 from foretoken.core.records import StageSeconds, StepRecord
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftContext, DraftRequest
-from foretoken.drafters.heads.stack_features import PrefixFeatures
+from foretoken.drafters.head_features import PrefixFeatures
 from foretoken.drafters.oracle import OracleDrafter
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting import draft_timing, drafting

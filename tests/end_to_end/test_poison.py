@@ -17,12 +17,12 @@ from foretoken import LLM
 from foretoken.core.results import GenerationMetrics
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.block_stack import BlockStack
+from foretoken.drafters.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.heads.autoregressive import AutoregressiveDrafter
-from foretoken.drafters.heads.drafter import HeadDrafter
-from foretoken.drafters.heads.stack_features import PrefixFeatures, StackFeatures
-from foretoken.drafters.models.text_draft import TextDraftDrafter
+from foretoken.drafters.head_features import PrefixFeatures, StackFeatures
+from foretoken.drafters.heads import HeadDrafter
+from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.engine.sequence import Sequence, slot_of
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}

@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 from foretoken import LLM
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.datastore import write_datastore
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
-from foretoken.drafters.lookups.datastore import write_datastore
 from foretoken.models.loading import wrap_model
 
 MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]

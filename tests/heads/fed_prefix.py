@@ -12,7 +12,7 @@ from heads.head_formulas import SAME, E, numbers
 from torch import Tensor
 
 from foretoken.drafters.base import Committed, Prefix
-from foretoken.drafters.heads.stack_features import PrefixFeatures
+from foretoken.drafters.head_features import PrefixFeatures
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import PrefixLayer
 

@@ -9,8 +9,7 @@ import torch
 from head_formulas import SAME, E, V, numbers, random_weights, shared_parts, tokens
 from heads.eagle_formulas import draft
 
-from foretoken.heads.autoregressive import AutoregressiveHead
-from foretoken.heads.base import build_head
+from foretoken.heads.base import AutoregressiveHead, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config

@@ -13,8 +13,7 @@ from torch import Tensor
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.heads.autoregressive import AutoregressiveHead
-from foretoken.heads.base import build_head
+from foretoken.heads.base import AutoregressiveHead, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config

@@ -23,9 +23,8 @@ from foretoken.decoder.blocks import Norm
 from foretoken.decoder.lean.head_kernels import AutoregressiveKernels
 from foretoken.decoder.lean.native_head import LmHead, ScaledEmbedding
 from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.drafters.shared.drafts import LevelPasses
-from foretoken.heads.autoregressive import AutoregressiveHead, BlockOutputs
-from foretoken.heads.base import build_head
+from foretoken.drafters.levels import LevelPasses
+from foretoken.heads.base import AutoregressiveHead, BlockOutputs, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config

@@ -13,7 +13,7 @@ from heads.fed_prefix import GROUPS, Fed, block
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaModel
 
-from foretoken.drafters.heads import stack_features
+from foretoken.drafters import head_features
 
 
 @pytest.mark.parametrize("theta", [10000.0, 50.0])
@@ -111,7 +111,7 @@ def test_chunks_of_one_size(chunk: int, kind: str, name: str, dtype: torch.dtype
 def test_prompt_before_chunks(prompt: int, dtype: torch.dtype) -> None:
     """Prompts on both sides of what is fed beside other slots, and of the size of a chunk."""
     fed = Fed(block(), dtype)
-    with mock.patch.object(stack_features, "_CHUNK", 16):
+    with mock.patch.object(head_features, "_CHUNK", 16):
         for slot in (0, 1):
             fed.begin(slot, seed=slot)
         fed.commit({0: prompt, 1: 3})

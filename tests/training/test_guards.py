@@ -17,7 +17,7 @@ from trained_heads import MAX_TOKENS, PROMPTS, SIZES, target, texts, tokenizer, 
 
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.drafters.base import Committed
-from foretoken.drafters.heads.stack_features import LastFeatures
+from foretoken.drafters.head_features import LastFeatures
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.models.parts import target_parts

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from foretoken.heads.base import build_head
+from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config

@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.llm import LLM
-from foretoken.heads.autoregressive import AutoregressiveHead
+from foretoken.heads.base import AutoregressiveHead
 from foretoken.models.taps import find_blocks, find_final_norm
 from foretoken.training.teacher import Teacher
 

@@ -15,6 +15,7 @@ Source: Oliaro et al. 2024 (arXiv 2411.04975), section 4; the layout of nodes is
 from __future__ import annotations
 
 from array import array
+from operator import itemgetter
 from sys import getsizeof
 from typing import TYPE_CHECKING
 
@@ -279,3 +280,157 @@ def _shared(one: array[int], start: int, other: array[int], at: int, begin: int,
     while one[start + begin] == other[at + begin]:
         begin += 1
     return begin
+
+
+class Match:
+    """All occurrences of a run of tokens.
+
+    Attributes:
+        branch: Occurrences in the tree; None for none.
+        depth: Tokens of the run.
+        count: Number of occurrences.
+        ends: Ends of occurrences in the text itself that the tree does not count yet.
+    """
+
+    __slots__ = ("branch", "count", "depth", "ends")
+
+    def __init__(self, branch: Branch | None, depth: int, count: int, ends: Sequence[int] = ()) -> None:
+        self.branch, self.depth, self.count, self.ends = branch, depth, count, ends
+
+    def longer(self, more: int) -> Match:
+        """Returns the match with `more` further tokens, which followed all its occurrences."""
+        return Match(self.branch, self.depth + more, self.count)
+
+
+class SuffixMatches:
+    """Matches of the end of one text with one tree. Valid until either changes.
+
+    Attributes:
+        longest: Tokens of the longest end of the text that has a match, below the depth of the tree.
+    """
+
+    def __init__(self, tree: SuffixTree, text: array[int], num_counted: int | None = None) -> None:
+        """Finds the longest match.
+
+        Args:
+            tree: The tree to search.
+            text: Any text.
+            num_counted: Suffixes of the text that the tree counts, if the text is one of the tree's open sequences or
+                begins with one; else None.
+        """
+        self._tree, self._text, self._first = tree, text, num_counted
+        self._ends: list[int] = []  # where the last token occurs among the suffixes that are not counted
+        if num_counted is not None and text:
+            last = text[-1]
+            self._ends = [end for end in range(num_counted + 1, len(text) + 1) if text[end - 1] == last]
+        self.longest = self._longest(min(tree.max_depth - 1, len(text)))
+
+    def match(self, length: int) -> Match | None:
+        """Returns occurrences of the last `length` tokens; None if there are none besides the end of the text.
+
+        The end of the text is among them if the tree counts it.
+        """
+        run = self._text[len(self._text) - length :]
+        branch = self._tree.find(run)
+        count = 0 if branch is None else count_of(branch)
+        if self._first is None:
+            return Match(branch, length, count) if count else None
+        least = self._first + length
+        ends = [end for end in self._ends if end >= least and self._text[end - length : end] == run]
+        count += len(ends)
+        return Match(branch, length, count, ends) if count > 1 else None
+
+    def followed(self, match: Match) -> int:
+        """Returns how many occurrences of a match something may have followed: all but the end of the text."""
+        return match.count - (bool(match.ends) and match.ends[-1] == len(self._text))
+
+    def run(self, match: Match, most: int) -> array[int] | None:
+        """Returns up to `most` tokens that followed every occurrence of a match.
+
+        None if a look at one edge does not tell, because a node or the end of the text is reached.
+        """
+        branch, depth = match.branch, match.depth
+        if branch is None or match.ends:
+            return None
+        tokens, start, end = self._tree.edge(branch)
+        return tokens[start + depth : start + min(end, depth + most)] if depth < end else None
+
+    def most_frequent(self, match: Match, least: float) -> tuple[int, Match] | None:
+        """Returns the first of `following`, in less time; None if there is none."""
+        found = self._found(match, least)
+        ends = self._ends_in_text(match)
+        if ends or not found:
+            return next(iter(self._with_ends(found, ends, match.depth + 1)), None)
+        best = best_token = best_count = -1
+        best_branch: Branch = 0
+        for token, branch in found:
+            count, place = (1, branch) if isinstance(branch, int) else (branch.count, branch.place)
+            if count > best_count or (count == best_count and place > best):
+                best, best_token, best_count, best_branch = place, token, count, branch
+        return best_token, Match(best_branch, match.depth + 1, best_count)
+
+    def following(self, match: Match, least: float) -> list[tuple[int, Match]]:
+        """Returns what followed a match: tokens with the longer matches that they make.
+
+        Args:
+            match: Of this object.
+            least: Count that is wanted; others may be among them.
+
+        Returns:
+            By falling count, the more recent first among equals.
+        """
+        return self._with_ends(self._found(match, least), self._ends_in_text(match), match.depth + 1)
+
+    def _found(self, match: Match, least: float) -> Collection[tuple[int, Branch]]:
+        depth, branch = match.depth, match.branch
+        if branch is None:
+            return ()
+        if isinstance(branch, Node) and depth == branch.depth:
+            # Occurrences outside the tree may make up for a missing count.
+            return self._tree.likely_children(branch, least - len(match.ends))
+        tokens, start, end = self._tree.edge(branch)
+        return ((tokens[start + depth], branch),) if depth < end else ()
+
+    def _ends_in_text(self, match: Match) -> list[int]:
+        """Returns where a match continues in the end of the text, at most as deep as the tree.
+
+        Uncounted suffixes are shorter than that, unless the text continues behind the tree's sequence.
+        """
+        if match.depth >= self._tree.max_depth:
+            return []
+        return [end for end in match.ends if end < len(self._text)]
+
+    def _with_ends(
+        self, found: Collection[tuple[int, Branch]], ends: Sequence[int], depth: int
+    ) -> list[tuple[int, Match]]:
+        """Returns what followed in the tree and at the end of the text, in order."""
+        places: dict[int, list[int]] = {}
+        for end in ends:
+            places.setdefault(self._text[end], []).append(end + 1)
+        in_tree: dict[int, Branch] = dict(found)
+        each = []
+        for token in {**in_tree, **places}:
+            branch, own = in_tree.get(token), places.get(token, ())
+            count, place = (0, -1) if branch is None else (count_of(branch), _place(branch))
+            order = (count + len(own), own[-1] if own else -1, place)
+            each.append((order, token, Match(branch, depth, count + len(own), own)))
+        each.sort(key=itemgetter(0), reverse=True)
+        return [(token, longer) for _, token, longer in each]
+
+    def _longest(self, most: int) -> int:
+        """Bisects: if a run occurs, its end occurs too. May miss the last counted suffix of another open sequence."""
+        if most and self.match(most) is not None:  # usual while a text is repeated
+            return most
+        least, most = 0, most - 1
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.match(middle) is None:
+                most = middle - 1
+            else:
+                least = middle
+        return least
+
+
+def _place(branch: Branch) -> int:
+    """Returns where the youngest suffix of a branch begins."""
+    return branch.place if isinstance(branch, Node) else branch

@@ -16,9 +16,8 @@ import torch
 
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.models.draft_levels import DraftLevels
-from foretoken.drafters.models.loading import shared_specials
-from foretoken.drafters.shared.drafts import KeptDraws, QuantizationOption, with_quantization
+from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, with_quantization
+from foretoken.drafters.vocabularies import shared_specials
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.decoder.lean.native_linear import Quantization
-    from foretoken.drafters.models.token_bytes import Piece, Vocabulary
+    from foretoken.drafters.vocabularies import Piece, Vocabulary
     from foretoken.models.loading import LoadedModel
 
 _LOOK_BEHIND = 12  # tokens before new text that are encoded again with it

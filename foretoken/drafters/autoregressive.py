@@ -27,11 +27,10 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.lean.head_kernels import AutoregressiveKernels
 from foretoken.drafters.base import TargetReads
-from foretoken.drafters.heads.drafter import HeadDrafter
-from foretoken.drafters.heads.loading import HeadOptions, checked_head
-from foretoken.drafters.heads.stack_features import StackFeatures
-from foretoken.drafters.shared.drafts import LevelPasses
-from foretoken.heads.autoregressive import AutoregressiveHead
+from foretoken.drafters.head_features import StackFeatures
+from foretoken.drafters.heads import HeadDrafter, HeadOptions, checked_head
+from foretoken.drafters.levels import LevelPasses
+from foretoken.heads.base import AutoregressiveHead
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
 
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.drafters.base import DraftContext, TargetHandle
-    from foretoken.drafters.heads.loading import LoadedHead
-    from foretoken.drafters.heads.stack_features import KeptFeatures
+    from foretoken.drafters.head_features import KeptFeatures
+    from foretoken.drafters.heads import LoadedHead
     from foretoken.models.loading import LoadedModel
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion

@@ -1,1 +1,0 @@
-"""Common parts of drafters over trained heads: features, choice of trees, tree construction."""

@@ -1,1 +1,0 @@
-"""Text indexes of drafters: suffix trees, and a sorted corpus in files."""

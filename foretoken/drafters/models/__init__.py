@@ -1,1 +1,0 @@
-"""Parts of drafting with a second language model."""
