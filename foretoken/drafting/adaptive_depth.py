@@ -81,7 +81,6 @@ class AdaptiveDepth:
         self._slower: deque[float] = deque([1.0] * min(len(timed), _DRAFTS_KEPT), maxlen=_DRAFTS_KEPT)
         self._host = FadingLine()  # seconds of accepting and committing by emitted tokens
         self._is_asking = False
-        self._is_wanted = False  # whether drafting pays from the next iteration on
         self._probes = ProbeSchedule()
         self._table: tuple[int, list[float]] | None = None  # batch size, and seconds of passes by depth
         self._age = 0
@@ -97,16 +96,11 @@ class AdaptiveDepth:
     def allot(self, batch_size: int) -> Allotment:
         """Returns the same depth for every sequence."""
         depth = self.depth(batch_size)
-        may_draft_next = depth > 0 or self._is_wanted or self._probes.is_near
         known = self._declining
-        if depth == 0 and known is not None and (len(known.allowances), known.may_draft_next) == (
-            batch_size, may_draft_next
-        ):  # fmt: skip
+        if depth == 0 and known is not None and len(known.allowances) == batch_size:
             return known
         allowance = Allowance(depth=depth, nodes=self._nodes[-1])
-        allotment = Allotment(
-            allowances=[allowance] * batch_size, declined=self.declined, may_draft_next=may_draft_next
-        )
+        allotment = Allotment(allowances=[allowance] * batch_size, declined=self.declined)
         self._declining = None if depth else allotment
         return allotment
 
@@ -121,12 +115,10 @@ class AdaptiveDepth:
 
     def depth(self, batch_size: int) -> int:
         """Returns the depth with the most expected tokens per second; 0 for plain decoding."""
-        is_announced = self._is_asking or self._is_wanted or not self._probes.num_idle
         best = self._paying_depth(batch_size) if self._is_due(batch_size) else 0
-        self._is_wanted = best > 0 and not is_announced
-        self._is_asking = best > 0 and is_announced
-        if self._is_asking:
+        if best:
             self._probes.reset()
+            self._is_asking = True
             return best
         self._is_asking = self._probes.advance(self._price)
         if self._probes.is_beginning:
@@ -135,7 +127,7 @@ class AdaptiveDepth:
 
     def _is_due(self, batch_size: int) -> bool:
         idle = self._probes.num_idle
-        is_idle = idle > 1 and not self._is_asking and not self._is_wanted
+        is_idle = idle > 1 and not self._is_asking
         return not is_idle or idle % _DECIDE_EVERY == 0 or self._table is None or self._table[0] != batch_size
 
     def _paying_depth(self, batch_size: int) -> int:

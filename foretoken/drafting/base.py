@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from foretoken.trees.merge import merge_trees
 
@@ -65,23 +65,32 @@ class Allotment:
     Attributes:
         allowances: One per sequence of the batch.
         first: The drafters to ask first; None for all drafters.
-        declined: Reason for not drafting at all; None if there are drafts, and if `measures_plain`.
-        may_draft_next: Whether the next iteration may draft. If not, drafters need not hear of this iteration.
-        measures_plain: Whether this iteration only measures plain decoding.
+        declined: Reason for not drafting; None if there are drafts, or if the controller measures plain decoding.
     """
 
     allowances: Sequence[Allowance]
     first: Ask | None = None
     declined: Declined | None = None
-    may_draft_next: bool = True
-    measures_plain: bool = False
+
+    @classmethod
+    def nothing(cls, batch_size: int, declined: Declined | None = None) -> Self:
+        """Returns no drafts for a batch of sequences."""
+        return cls(allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=declined)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing may be drafted."""
+        return not any(allowance.depth for allowance in self.allowances)
 
 
 class Controller(Protocol):
     """Decides how much to draft, and then which nodes to verify."""
 
     def allot(self, batch_size: int) -> Allotment:
-        """Returns the bounds of the drafts for a batch of sequences."""
+        """Returns the bounds of the drafts for a batch of sequences.
+
+        A draft may take place one iteration later than allotted, see `Drafting.propose`.
+        """
 
     def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
         """Returns the drafters to ask next, after some have answered; None for no drafter.

@@ -131,12 +131,11 @@ class BestNodes:
             self._declining = None
             depth = UNBOUNDED if self._depth is None else self._depth.next()
             return Allotment(allowances=[Allowance(depth=depth, nodes=self._max_nodes)] * batch_size)
-        known, may_draft_next = self._declining, self._probes.is_near or self._gain >= _NO_GAIN
-        if known is None or (len(known.allowances), known.may_draft_next) != (batch_size, may_draft_next):
-            known = self._declining = self._decline(batch_size, may_draft_next)
-        return known
+        if self._declining is None or len(self._declining.allowances) != batch_size:
+            self._declining = self._decline(batch_size)
+        return self._declining
 
-    def _decline(self, batch_size: int, may_draft_next: bool) -> Allotment:
+    def _decline(self, batch_size: int) -> Allotment:
         plain, wide = self._cost(batch_size), self._cost(self._width)
         self._price = (self._draft_s + wide - plain) / (plain + float(self._host(batch_size)))
         declined = Declined(
@@ -146,9 +145,7 @@ class BestNodes:
             acceptance=self._acceptance,
             hit_rate=1.0,
         )
-        return Allotment(
-            allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=declined, may_draft_next=may_draft_next
-        )
+        return Allotment.nothing(batch_size, declined)
 
     def further(self, trees: Mapping[int, TokenTree]) -> None:
         """Returns None: there is only one drafter."""

@@ -72,11 +72,11 @@ class Draft(NamedTuple):
         num_proposed: Nodes of each sequence, see `SequenceStep`.
         error: Reason why a drafter's own tree was dropped, or None.
         declined: Reason why no drafter was asked, or None.
-        is_committed: Whether drafters hear of the commit of this iteration.
+        is_committed: Whether drafters get `commit` after this iteration.
+        is_learned: Whether the controller learns from this iteration. Not if requests or prompts left nothing to draft,
+            and not from tokens that a grammar forced, because they say nothing about the drafters.
         asked: Indices of the drafters that were asked, in order, and the most levels of each tree.
         laps: Seconds of each of these; None if no drafter was asked.
-        has_forced: Whether the tree holds tokens that only a grammar proposed.
-        measures_plain: Whether nothing is drafted because the controller measures plain decoding.
     """
 
     tree: TokenTree
@@ -84,10 +84,9 @@ class Draft(NamedTuple):
     error: str | None = None
     declined: Declined | None = None
     is_committed: bool = True
+    is_learned: bool = False
     asked: Sequence[tuple[int, int]] = ()
     laps: Laps | None = None
-    has_forced: bool = False
-    measures_plain: bool = False
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
@@ -228,7 +227,8 @@ class Drafting:
                 drafter is asked and told of requests. None if predictions make no difference.
         """
         self._predicted: set[int] = set()  # slots of requests with predictions
-        self._is_announced = True  # whether drafters heard of the last iteration
+        self._have_missed = False  # whether drafters did not get the last `commit`
+        self._held: Allotment | None = None  # drafts that wait until drafters have got a `commit`
         self._beside_prompts = beside_prompts
         self._guards = [
             DraftGuard(drafter, vocab_size=vocab_size, max_nodes=max_nodes, device=device) for drafter in drafters
@@ -278,27 +278,28 @@ class Drafting:
     def propose(self, context: DraftContext, num_prompt_tokens: int = 0) -> Draft:
         """Returns a tree over each root: what drafters propose within the allowances and what is worth its cost.
 
+        Drafters with `TargetReads.is_last_enough` get no `commit` of iterations that the controller declines. The first
+        draft after such an iteration waits one iteration, so that the drafters get the last `commit` before it.
+
         Args:
             context: Has the bounds of requests and cache; the controller's bounds are added here.
             num_prompt_tokens: Prompt tokens of other sequences that a pass without drafts would read.
         """
-        before = self._team
         self._team = self._predicting if self._predicted.intersection(context.slots) else self._usual
         guards, controller, _ = self._team
         if controller is None or not self._is_active():
             return self._no_draft(context, is_committed=False)
-        is_late = before is not self._team and not self._is_announced  # drafters hear of an iteration before they draft
-        beside = self._beside_prompts
-        if is_late or (beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens)):
-            self._is_announced = True
+        beside, have_missed = self._beside_prompts, self._have_missed
+        self._have_missed = False
+        if beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens):
             return self._no_draft(context)
-        allotment = controller.allot(len(context.slots))
-        self._is_announced = True
-        if allotment.measures_plain:
-            return self._no_draft(context)._replace(measures_plain=True)
-        if allotment.declined is not None:
-            self._is_announced = allotment.may_draft_next or not self.reads.is_last_enough
-            return self._no_draft(context, allotment.declined, is_committed=self._is_announced)
+        allotment = self._take_held(len(context.slots)) or controller.allot(len(context.slots))
+        if allotment.is_empty:
+            self._have_missed = allotment.declined is not None and self.reads.is_last_enough
+            return self._no_draft(context, allotment.declined, is_committed=not self._have_missed, is_learned=True)
+        if have_missed:
+            self._held = allotment
+            return self._no_draft(context)
         limits, context = context.max_nodes, _within(context, allotment)
         if max(context.max_depth) <= 0:
             return self._no_draft(context)
@@ -320,7 +321,11 @@ class Drafting:
         errors = (drafts[index].error for index in sorted(drafts) if drafts[index].error is not None)
         asked = [(index, draft.tree.max_depth) for index, draft in drafts.items()]
         num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
-        return Draft(tree, num_proposed, next(errors, None), asked=asked, laps=laps)
+        return Draft(tree, num_proposed, next(errors, None), is_learned=True, asked=asked, laps=laps)
+
+    def _take_held(self, batch_size: int) -> Allotment | None:
+        held, self._held = self._held, None
+        return None if held is None or len(held.allowances) != batch_size else held
 
     def _limit(self, most: int) -> int | None:
         if most >= self._max_nodes:
@@ -341,7 +346,7 @@ class Drafting:
         if not any(bounds):
             return draft
         found = constrained_tree(draft.tree, bounds, source=1 << len(self.names))
-        return draft._replace(tree=found.tree, has_forced=found.num_forced > 0)
+        return draft._replace(tree=found.tree, is_learned=draft.is_learned and not found.num_forced)
 
     def _continuation(self, context: DraftContext) -> Continue:
         lookups = self._team.lookups
@@ -366,9 +371,17 @@ class Drafting:
             for (index, depth), each in zip(draft.asked, seconds, strict=True)
         ]
 
-    def _no_draft(self, context: DraftContext, declined: Declined | None = None, *, is_committed: bool = True) -> Draft:
+    def _no_draft(
+        self,
+        context: DraftContext,
+        declined: Declined | None = None,
+        *,
+        is_committed: bool = True,
+        is_learned: bool = False,
+    ) -> Draft:
         tree = TokenTree.roots(context.roots, device=self._device)
-        return Draft(tree, [None] * len(context.slots), declined=declined, is_committed=is_committed)
+        num_proposed = [None] * len(context.slots)
+        return Draft(tree, num_proposed, declined=declined, is_committed=is_committed, is_learned=is_learned)
 
     def commit(self, committed: Committed) -> None:
         """Tells every drafter which positions entered the target's KV cache, with the features that it reads."""
@@ -388,9 +401,8 @@ class Drafting:
             self._predicted.remove(slot)
 
     def learn(self, draft: Draft, record: StepRecord) -> None:
-        """Reports the result of a draft to the controller, unless requests or prompts left nothing to ask for."""
-        has_decided = draft.asked or draft.declined is not None or draft.measures_plain
-        if self._team.controller is not None and self._is_active() and has_decided:
+        """Reports the result of a draft to the controller, if `Draft.is_learned`."""
+        if self._team.controller is not None and draft.is_learned:
             self._team.controller.learn(record)
 
     def plain_seconds(self, num_sequences: int) -> float | None:

@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.records import Declined
-from foretoken.drafting.base import Allotment, Allowance
+from foretoken.drafting.base import Allotment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,13 +90,6 @@ class ProbeSchedule:
         """Whether this iteration is the first of a group of probes."""
         return self._num_probes == 1
 
-    @property
-    def is_near(self) -> bool:
-        """Whether the next iteration may be a probe."""
-        return self._num_probes > 0 or (
-            self._idle + 1 >= self._next and self.savings.amount + 2 * SHARE >= self._wanted
-        )
-
     def reset(self) -> None:
         """Notes that drafting pays."""
         self._idle, self._next, self._num_probes = 0, _FIRST, 0
@@ -146,10 +139,10 @@ _LEARN_EVERY = 4  # learns from every 4th iteration without a draft
 _RECENT = 9  # most looks, and most seconds of drafting iterations, that are kept
 _FEW = 3  # fewer drafting iterations do not show the usual seconds
 _SMALLEST_DEBT = 4.0  # least cap on the debt when drafting stops, so that drafting can resume
+_LONG_REST = 16  # iterations without drafts after which the next draft catches up with many tokens
 _LARGEST_CATCH_UP = 10.0  # most iterations of catching up that are charged
 _LONGER = 1.25  # clips outliers at 1.25 times the second longest recent iteration of the same kind
 _ALIKE = 2.0  # greatest ratio of looks that agree
-_STAY_NEAR = 16  # after 16 idle iterations the engine stops feeding drafters
 _FADE = 0.5 ** (1 / 16)  # decay per iteration
 
 
@@ -299,11 +292,8 @@ class MeasuredGain:
         self._new_looks = 2.0  # looks that may be made at numbers of sequences without a measurement
         self._is_delegated = self._is_looking = False
         self._num_declined = 0  # iterations without a draft that did not measure plain decoding
-        self._num_rested = 0  # iterations since the inner controller last decided
-        self._is_unannounced = False  # whether drafters may have missed the last iteration
-        self._is_catching_up = False  # whether the next draft is the first after iterations that drafters missed
+        self._num_rested = 0  # iterations since the last draft
         self._declining: Allotment | None = None  # since drafting stopped
-        self._reason: Declined | None = None  # of the last time
 
     def plain_seconds(self, batch_size: int) -> float | None:
         """Returns the measured seconds of an iteration without drafts for a batch size; None if not measured."""
@@ -316,15 +306,14 @@ class MeasuredGain:
         if now is None:  # other numbers of sequences get the savings that follow a rest
             now = self._measured[batch_size] = _Measured(ENOUGH if self._measured else CREDIT)
         self._now, self._is_delegated, self._is_looking = now, False, False
-        if now.savings.is_spent or self._is_unannounced:
-            self._num_rested = self._num_rested + 1 if now.savings.is_spent else 0
-            return self._decline(batch_size, may_draft_next=not now.savings.is_spent or self._num_rested < _STAY_NEAR)
-        self._declining, self._num_rested = None, 0
+        if now.savings.is_spent:
+            return self._decline(batch_size)
+        self._declining = None
         is_new_allowed = self._new_looks >= 1 or any(each.savings.is_spent for each in self._measured.values())
         if now.is_look_due(is_new_allowed=is_new_allowed):
             now.put_off()
             self._is_looking = True
-            return Allotment(allowances=_nothing(batch_size), measures_plain=True)
+            return Allotment.nothing(batch_size)
         self._is_delegated = True
         return self.inner.allot(batch_size)
 
@@ -338,7 +327,8 @@ class MeasuredGain:
 
     def learn(self, record: StepRecord) -> None:
         """Learns the seconds of the iteration, and tells the inner controller of iterations that it decided."""
-        now = self._now
+        now, num_rested = self._now, self._num_rested
+        self._num_rested = 0 if record.asked else num_rested + 1
         if self._is_delegated:
             self.inner.learn(record)
         if not self._is_looking and not record.asked:
@@ -352,8 +342,7 @@ class MeasuredGain:
             if self._is_looking and now.plain_s is None:
                 self._new_looks -= 1
             now.look(record.seconds.total)
-        elif self._is_catching_up:  # slower than later drafts; no reason to stop drafting at once
-            self._is_catching_up = False
+        elif num_rested >= _LONG_REST:  # the draft catches up: slower than later drafts, no reason to stop at once
             now.owed = min(now.price(record.seconds.total), _LARGEST_CATCH_UP)
         else:
             self._new_looks = min(self._new_looks + 1 / _NEW_EVERY, 2.0)
@@ -361,18 +350,8 @@ class MeasuredGain:
             if loss is not None:
                 now.spend(loss)
 
-    def _decline(self, batch_size: int, *, may_draft_next: bool) -> Allotment:
-        self._is_unannounced = not may_draft_next
-        self._is_catching_up |= not may_draft_next
+    def _decline(self, batch_size: int) -> Allotment:
         known = self._declining
-        if known is None or (len(known.allowances), known.may_draft_next) != (batch_size, may_draft_next):
-            if self._now.savings.is_spent:  # else drafters must hear of this iteration before the next draft
-                self._reason = self._now.reason()
-            known = self._declining = Allotment(
-                allowances=_nothing(batch_size), declined=self._reason, may_draft_next=may_draft_next
-            )
+        if known is None or len(known.allowances) != batch_size:
+            known = self._declining = Allotment.nothing(batch_size, self._now.reason())
         return known
-
-
-def _nothing(batch_size: int) -> list[Allowance]:
-    return [Allowance(depth=0, nodes=1)] * batch_size

@@ -88,7 +88,6 @@ class SeveralDrafters:
         self._host, self._merging = FadingLine(), FadingLine()  # by emitted tokens; by trees with nodes
         self._num_declined = 0  # in a row
         self._declined: Declined | None = None
-        self._has_heard = True  # whether drafters hear of the last iteration
         self._kept: KeptAcceptance | None = None
         self._free = frozenset[int]()  # drafters that cost almost nothing
         self._begin(0)
@@ -117,18 +116,14 @@ class SeveralDrafters:
         plain = self._plain()
         self._free = frozenset(i for i, known in enumerate(self._known) if known.seconds.of_deepest <= _FREE * plain)
         first = self._asking(Ask(sorted(self._free))) if self._free else self.further({})
-        if first is not None and self._has_heard:
+        if first is not None:
             self._num_declined = 0
             return Allotment(allowances=[Allowance(depth=UNBOUNDED, nodes=self._max_nodes)] * batch_size, first=first)
         self._asked.clear()
         self._num_declined += 1
-        self._has_heard = first is not None or any(known.probes.is_near for known in self._known)
         if self._declined is None or self._num_declined % _REASON_EVERY == 1:
             self._declined = self._reason()
-        return Allotment(
-            allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=self._declined,
-            may_draft_next=self._has_heard,
-        )  # fmt: skip
+        return Allotment.nothing(batch_size, self._declined)
 
     def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
         """Returns the drafter that adds most, or a drafter to be tried; None if there is neither."""

@@ -384,9 +384,8 @@ class Engine:
             sequence.metrics.add_step(step, record)
             sequence.credit(step)
         self.counts.add(record)
-        if not draft.has_forced:  # forced drafts say nothing about the drafters' acceptance or cost
-            drafted = record if not num_ending else replace(record, sequences=record.sequences[:num_decoding])
-            self._drafting.learn(draft, drafted)
+        decoded = record if not num_ending else replace(record, sequences=record.sequences[:num_decoding])
+        self._drafting.learn(draft, decoded)
         self._call_back(record)
 
     def _top_ids(self, verified: VerifiedBatch) -> Tensor | None:

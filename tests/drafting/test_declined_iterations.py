@@ -93,7 +93,7 @@ def test_an_iteration_without_a_draft_is_one_of_plain_decoding(method: str, monk
     assert calls.tapped == calls.committed
 
 
-def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_after_missed_iterations_has_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features of the last position are there when a probe asks for them, after many that were left out."""
     calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
     engine_drafting: Any = calls.engine._engine._drafting
@@ -108,7 +108,8 @@ def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch
     first, *records = calls.records
     assert first.sequences[0].ends_prompt
     assert all(record.declined is not None for record in records[:31])
-    later = records[num_declined:-1]
+    waiting, *later = records[num_declined:-1]
+    assert (waiting.asked, waiting.declined) == ([], None), "the drafter gets the last feature before the draft"
     assert len(later) > 5
     assert all(record.sequences[0].tree_depth > 0 for record in later), "none was asked for without a feature"
     assert calls.tapped == calls.committed < 55
@@ -117,7 +118,6 @@ def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch
 def test_drafting_rests_where_the_clock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Iterations without drafts are looked at; then nobody is told, until drafts are tried with a feature at hand."""
     monkeypatch.setattr("foretoken.drafting.measured_gain.SHARE", 0.25)
-    monkeypatch.setattr("foretoken.drafting.measured_gain._STAY_NEAR", 4)
     calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
     engine_drafting: Any = calls.engine._engine._drafting
     controller = MeasuredGain(Fixed(16))  # which asks always

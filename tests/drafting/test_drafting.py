@@ -17,7 +17,7 @@ from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetReads
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting.adaptive_depth import AdaptiveDepth
-from foretoken.drafting.base import Allotment, Allowance, Controller, Fixed
+from foretoken.drafting.base import Allotment, Controller, Fixed
 from foretoken.drafting.best_nodes import BestNodes
 from foretoken.drafting.draft_costs import BesidePrompts
 from foretoken.drafting.drafting import Draft, Drafting, choose_controller, most_nodes, room_beside_prompts
@@ -47,7 +47,7 @@ class Declining(Fixed):
 
     def allot(self, batch_size: int) -> Allotment:
         declined = Declined(width=2, pass_cost=2.0, draft_cost=0.1, acceptance=0.1, hit_rate=1.0)
-        return Allotment(allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=declined)
+        return Allotment.nothing(batch_size, declined)
 
 
 def draft(*changes: Change, controller: Controller | None = None, max_depth: tuple[int, int] = (8, 8)) -> Draft:
@@ -170,11 +170,49 @@ def test_drafters_that_are_asked_in_every_pass_are_asked_beside_prompts() -> Non
     assert room_beside_prompts(AdaptiveDepth(handle().costs, [1, 2]), handle()) is not None
 
 
-class Resting(Declining):
-    """Asks for nothing, and drafters need not hear of it."""
+class Scripted(Declining):
+    """Drafts in the iterations that a script names; counts what it is asked for and what it learns from."""
+
+    def __init__(self, script: str) -> None:
+        super().__init__(max_nodes=16)
+        self._script, self.num_learned = iter(script), 0
 
     def allot(self, batch_size: int) -> Allotment:
-        return replace(super().allot(batch_size), may_draft_next=False)
+        kind = next(self._script)
+        return super().allot(batch_size) if kind == "-" else Fixed(max_nodes=16).allot(batch_size)
+
+    def learn(self, record: StepRecord) -> None:
+        self.num_learned += 1
+
+
+def test_the_first_draft_after_missed_iterations_waits_for_one_commit() -> None:
+    """The controller is asked once for the draft, and learns nothing from the iteration in between."""
+    drafter: Any = Proposer(lambda tree: tree)
+    drafter.reads = TargetReads(is_last_enough=True)
+    controller = Scripted("d-ddd--d")
+    drafting = Drafting([drafter], controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    nothing = StepRecord(sequences=(), num_tokens=2, seconds=StageSeconds())
+    made = [drafting.propose(context([[5, 7], [5, 9]])) for _ in range(3)]
+    told = [(bool(each.asked), each.is_committed, each.is_learned) for each in made]
+    draft, declined, waiting = (True, True, True), (False, False, True), (False, True, False)
+    for _ in range(7):
+        made.append(drafting.propose(context([[5, 7], [5, 9]])))
+        drafting.learn(made[-1], nothing)
+    told += [(bool(each.asked), each.is_committed, each.is_learned) for each in made[3:]]
+    assert told == [draft, declined, waiting, draft, draft, draft, declined, declined, waiting, draft]
+    assert controller.num_learned == 6
+
+
+def test_a_draft_that_waits_is_bounded_anew_for_another_batch() -> None:
+    drafter: Any = Proposer(lambda tree: tree)
+    drafter.reads = TargetReads(is_last_enough=True)
+    controller = Scripted("-dd")
+    drafting = Drafting([drafter], controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    assert not drafting.propose(context([[5, 7], [5, 9]])).is_committed
+    assert drafting.propose(context([[5, 7]])).is_committed
+    assert drafting.propose(context([[5, 7], [5, 9]])).asked
+    with pytest.raises(StopIteration):
+        controller.allot(1)
 
 
 def test_drafters_hear_of_an_iteration_before_a_prediction_has_them_asked() -> None:
@@ -184,7 +222,7 @@ def test_drafters_hear_of_an_iteration_before_a_prediction_has_them_asked() -> N
         drafter.reads = TargetReads(is_last_enough=True)
         drafter.begin = drafter.release = mock.Mock()
     drafting = Drafting(
-        drafters, Resting(max_nodes=16), vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"),
+        drafters, Declining(max_nodes=16), vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"),
         for_predictions=Fixed(max_nodes=16),
     )  # fmt: skip
     asked = context([[5, 7], [5, 9]])

@@ -66,18 +66,17 @@ class Run:
 
     def go_on(self, world: World, iterations: int, batches: Iterable[int] = ()) -> list[bool]:
         """Makes some more, and says which of them drafted."""
-        sizes, may_draft = iter(batches), True
+        sizes = iter(batches)
         before = len(self.drafted)
         for i in range(iterations):
             batch = next(sizes, 1)
             allotment = self.controller.allot(batch)
             is_drafted = max(allowance.depth for allowance in allotment.allowances) > 0
             assert len(allotment.allowances) == batch
-            assert may_draft or not is_drafted, "drafters have heard of the iteration before"
-            assert is_drafted != (allotment.measures_plain or allotment.declined is not None)
-            may_draft = allotment.may_draft_next
+            assert is_drafted != allotment.is_empty
+            assert not is_drafted or allotment.declined is None
             self.num_declined += allotment.declined is not None
-            self.num_looks += allotment.measures_plain
+            self.num_looks += not is_drafted and allotment.declined is None
             seconds, tokens = world(i, is_drafted)
             self.drafted.append(is_drafted)
             self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
@@ -199,7 +198,7 @@ def test_looks_that_cannot_be_counted_are_put_off() -> None:
     controller, looks = MeasuredGain(Always()), list[int]()
     for i in range(100):
         allotment = controller.allot(1)
-        if allotment.measures_plain:
+        if allotment.is_empty and allotment.declined is None:
             looks.append(i)
         is_drafted = allotment.allowances[0].depth > 0
         has_prompt = is_drafted == bool(i % 2)  # of the looks those whose number is even
@@ -288,13 +287,10 @@ def test_any_number_of_sequences_costs_few_looks() -> None:
 
 
 def test_the_reason_is_that_of_the_drafts_that_lost() -> None:
-    """Also where another number of sequences follows, whose drafts are to be announced first."""
     run = Run()
     run.go_on(steady(2.5, 1), 200)
-    allotment = run.controller.allot(7)
-    reason = allotment.declined
+    reason = run.controller.allot(1).declined
     assert reason is not None
-    assert allotment.may_draft_next
     assert (reason.width, reason.acceptance, reason.hit_rate) == (5, 0.0, 1.0)
 
 
@@ -311,7 +307,7 @@ def test_what_plain_decoding_takes_is_told_once_it_was_measured() -> None:
     told = []
     for _ in range(40):
         allotment = controller.allot(2)
-        is_drafted = not allotment.measures_plain
+        is_drafted = not allotment.is_empty
         controller.learn(record(2, 3.0 if is_drafted else 2.0, 4 if is_drafted else 1, is_drafted=is_drafted))
         told.append(controller.plain_seconds(2))
     assert told[0] is None

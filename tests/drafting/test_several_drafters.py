@@ -177,16 +177,13 @@ def test_a_drafter_that_becomes_good_is_found() -> None:
 
 
 def test_without_a_free_drafter_iterations_are_declined() -> None:
-    """Two models that do not pay: nobody is asked, with a reason, and drafters hear of an iteration before a draft."""
+    """Two models that do not pay: no drafter is asked, with a reason."""
     cost, chain = CostCurve(*STEEP), range(1, 5)
     made = SeveralDrafters(cost, nodes_by_depth=[chain, chain], max_nodes=16, timed=[[(4, 8.0)], [(4, 12.0)]])
-    told = asked = True
     num_asked = 0
     for _ in range(1500):
         allotment = made.allot(2)
         asked = allotment.declined is None
-        assert told or not asked, "a draft was announced"
-        told = asked or allotment.may_draft_next
         trees = {}
         step = SequenceStep(
             request_id="", num_drafted=0, tree_depth=0, num_accepted=0, num_emitted=1, tokens=[9], accepted_by={}
