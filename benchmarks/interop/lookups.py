@@ -148,7 +148,7 @@ def _our_windows(steps: list[_Step], width: int, ngram: int, guesses: int) -> li
             trie.add_path(guess, 1 << 14)
         window.add_to(trie, max_depth=1 << 14, max_nodes=1 << 14)
         row = trie.row()
-        for found in window.learn(step.root, Answers(row, [step.answers[token] for token in row.tokens])):
+        for found in window.learn_answers(step.root, Answers(row, [step.answers[token] for token in row.tokens])):
             pool.add(found.key, found.tokens)
     return _tables(windows, guessed)
 

@@ -167,7 +167,7 @@ class Window:
             for token in column[1:]:
                 node = trie.add(node, token)
 
-    def learn(self, root: int, answers: Answers) -> list[Ngram]:
+    def learn_answers(self, root: int, answers: Answers) -> list[Ngram]:
         """Advances the window by the target's answers.
 
         Returns:
@@ -334,7 +334,7 @@ class LookaheadDrafter:
         best = verified.top_ids[:, 0].tolist()
         for slot, row, start in zip(committed.slots, verified.tree.rows(), verified.offsets, strict=False):
             state = self._states[slot]
-            for ngram in state.window.learn(row.tokens[0], Answers(row, best[start : start + len(row.tokens)])):
+            for ngram in state.window.learn_answers(row.tokens[0], Answers(row, best[start : start + len(row.tokens)])):
                 state.pool.add(ngram.key, ngram.tokens)
 
     def release(self, slot: int) -> None:

@@ -135,7 +135,7 @@ class RankRates:
         self._start = 0.35 * np.arange(1, num_ranks + 1) ** -1.3
         self._hits, self._seen = np.zeros(num_ranks), 0.0
 
-    def learn(self, successors: Sequence[int], token: int) -> None:
+    def learn_successor(self, successors: Sequence[int], token: int) -> None:
         """Counts a token that followed.
 
         Args:
@@ -308,7 +308,7 @@ class RecyclingDrafter:
         matrix, known = self._matrices[slot], self._known.get(slot)
         for token in text:
             if known is not None:
-                self._rates.learn(known, token)
+                self._rates.learn_successor(known, token)
             known = matrix.of(token)
         if known is not None:
             self._known[slot] = known

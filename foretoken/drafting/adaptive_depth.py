@@ -167,7 +167,7 @@ class AdaptiveDepth:
         self._declining = None
         return 0
 
-    def learn(self, record: StepRecord) -> None:
+    def learn_step(self, record: StepRecord) -> None:
         """Learns from the drafts and costs of an iteration. Without drafts, learns from every n-th iteration only."""
         if not self._is_asking:
             self._probes.save()
@@ -177,8 +177,8 @@ class AdaptiveDepth:
         if not record.num_prompt_tokens:  # else the pass and the host also worked for prompts
             if self._is_asking:
                 self._slower.append(record.seconds.verify / self._cost(record.num_tokens))
-            self._cost.learn(record.num_tokens, record.seconds.verify)
-            self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
+            self._cost.learn_seconds(record.num_tokens, record.seconds.verify)
+            self._host.add(emitted, record.seconds.accept + record.seconds.commit)
         deepest = max((step.tree_depth for step in record.sequences), default=0)
         if deepest:
             self._levels.append(record.seconds.draft / (self._fixed + deepest))

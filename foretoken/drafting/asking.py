@@ -53,7 +53,7 @@ class Reach:
             self._estimate = self.rates().cumprod()
         return self._estimate
 
-    def learn(self, *, before: int, right: int, asked: int, generated: int) -> None:
+    def learn_draft(self, *, before: int, right: int, asked: int, generated: int) -> None:
         """Counts one sequence's draft.
 
         Args:

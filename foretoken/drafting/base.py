@@ -107,7 +107,7 @@ class Controller(Protocol):
             continued: Returns what lookups propose after paths that are not committed.
         """
 
-    def learn(self, record: StepRecord) -> None:
+    def learn_step(self, record: StepRecord) -> None:
         """Learns from the record of an iteration."""
 
 
@@ -139,5 +139,5 @@ class Fixed:
         most = None if self._most_nodes is None else [self._most_nodes[i] for i in trees]
         return merge_trees(list(trees.values()), max_nodes=self._max_nodes, most_nodes=most).narrowed()
 
-    def learn(self, record: StepRecord) -> None:
+    def learn_step(self, record: StepRecord) -> None:
         """Learns nothing."""

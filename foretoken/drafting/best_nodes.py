@@ -56,7 +56,7 @@ class PayingDepth:
     def learn_seconds(self, depth: int, seconds: float) -> None:
         """Learns the seconds of a draft, except of the first, which reads the prompt; depth: its levels, at least 1."""
         if self._num_timed:
-            self.seconds.learn(depth, seconds)
+            self.seconds.learn_seconds(depth, seconds)
         self._num_timed += 1
 
     def learn_earnings(self, earned: Earnings, *, batch_size: int, plain_s: float) -> None:
@@ -164,7 +164,7 @@ class BestNodes:
         self._note(bought)
         return bought.taken_from(tree if tree.distributions is None else with_values(tree, values))
 
-    def learn(self, record: StepRecord) -> None:
+    def learn_step(self, record: StepRecord) -> None:
         """Learns acceptance and seconds. Without drafts, learns from every n-th iteration only."""
         if not self._is_asking:
             self._probes.save()
@@ -172,8 +172,8 @@ class BestNodes:
                 return
         num_generated = sum(step.num_emitted for step in record.sequences)
         if not record.num_prompt_tokens:  # else the pass and the host also worked for prompts
-            self._cost.learn(record.num_tokens, record.seconds.verify)
-            self._host.learn(num_generated, record.seconds.accept + record.seconds.commit)
+            self._cost.learn_seconds(record.num_tokens, record.seconds.verify)
+            self._host.add(num_generated, record.seconds.accept + record.seconds.commit)
         if not self._is_asking:
             return
         self._drafts.append(record.seconds.draft)

@@ -80,7 +80,7 @@ class Calibration:
         """Starts from the `counts` of another calibration."""
         self._seen, self._accepted = counts[0].copy(), counts[1].copy()
 
-    def learn(self, depths: Sequence[int], scores: Sequence[float] | None, accepted: Sequence[bool]) -> None:
+    def learn_nodes(self, depths: Sequence[int], scores: Sequence[float] | None, accepted: Sequence[bool]) -> None:
         """Counts an iteration's nodes."""
         self._seen *= _FADE
         self._accepted *= _FADE

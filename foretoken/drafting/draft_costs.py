@@ -24,7 +24,7 @@ class FadingLine:
     def __init__(self) -> None:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
-    def learn(self, x: float, y: float) -> None:
+    def add(self, x: float, y: float) -> None:
         """Adds an observation."""
         self._count = self._count * _FADE + 1
         self._x = self._x * _FADE + x
@@ -68,7 +68,7 @@ class DraftSeconds:
         self._deepest, self._line, self._num = deepest, FadingLine(), 0
         self._was_long = False  # whether the last proposal was slow and left out
         for depth, seconds in fastest_by_depth(timed).items():
-            self._line.learn(depth, seconds)
+            self._line.add(depth, seconds)
             self._num += 1
 
     @property
@@ -85,7 +85,7 @@ class DraftSeconds:
         """Seconds of a proposal of the greatest depth."""
         return float(self._line(float(self._deepest)))
 
-    def learn(self, depth: int, seconds: float) -> None:
+    def learn_seconds(self, depth: int, seconds: float) -> None:
         """Learns the seconds of a proposal that reached `depth`."""
         if self._num:
             known = float(self._line(float(depth)))
@@ -97,7 +97,7 @@ class DraftSeconds:
                     return
                 seconds = min(seconds, _LARGEST_RATIO * known)
         self._num += 1
-        self._line.learn(depth, seconds)
+        self._line.add(depth, seconds)
 
 
 def fastest_by_depth(timed: Sequence[tuple[int, float]]) -> dict[int, float]:
@@ -126,7 +126,7 @@ class LevelSeconds:
         """Whether any draft was timed."""
         return bool(self._drafts)
 
-    def learn(self, depth: int, seconds: float) -> None:
+    def learn_seconds(self, depth: int, seconds: float) -> None:
         """Learns the seconds of a draft; depth: its levels, at least 1."""
         self._count += 1
         self._drafts.setdefault(depth, deque(maxlen=_DRAFTS_KEPT)).append((self._count, seconds))

@@ -400,10 +400,10 @@ class Drafting:
             self._guards[-1].release(slot)
             self._predicted.remove(slot)
 
-    def learn(self, draft: Draft, record: StepRecord) -> None:
+    def learn_step(self, draft: Draft, record: StepRecord) -> None:
         """Reports the result of a draft to the controller, if `Draft.is_learned`."""
         if self._team.controller is not None and draft.is_learned:
-            self._team.controller.learn(record)
+            self._team.controller.learn_step(record)
 
     def plain_seconds(self, num_sequences: int) -> float | None:
         """Returns the measured seconds of an iteration without drafts; None if there is no measurement."""

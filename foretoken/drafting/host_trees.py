@@ -135,7 +135,7 @@ def count_followed(host: HostTree, calibration: Calibration, steps: Sequence[Seq
             if host.scores is not None:
                 scores.append(float(host.scores[row, node]))
     if depths:
-        calibration.learn(depths, scores if host.scores is not None else None, accepted)
+        calibration.learn_nodes(depths, scores if host.scores is not None else None, accepted)
     return deepest
 
 

@@ -84,7 +84,7 @@ def learn_chain(calibration: Calibration, chain: LookupChain, tokens: Sequence[i
     )  # fmt: skip
     known = min(len(following), len(chain.tokens)) if agreeing is None else len(chain.tokens)
     accepted = [agreeing is None or k < agreeing for k in range(known)]
-    calibration.learn(list(range(1, known + 1)), None, accepted)
+    calibration.learn_nodes(list(range(1, known + 1)), None, accepted)
 
 
 def _probabilities(chain: LookupChain, calibration: Calibration) -> NDArray[np.float64]:

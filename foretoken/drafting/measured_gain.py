@@ -229,7 +229,7 @@ class _Measured:
         if self.savings.is_spent and self._sums.tokens * self.plain_s > self._sums.seconds:
             self.savings = Savings(ENOUGH)  # earlier drafts were compared with outdated seconds
 
-    def learn(self, record: StepRecord) -> float | None:
+    def learn_draft(self, record: StepRecord) -> float | None:
         """Learns from an iteration with drafts.
 
         Returns the loss against plain decoding of its tokens, in plain iterations; None while unknown. While plain
@@ -325,12 +325,12 @@ class MeasuredGain:
         """Returns the inner controller's choice."""
         return self.inner.select(trees, continued)
 
-    def learn(self, record: StepRecord) -> None:
+    def learn_step(self, record: StepRecord) -> None:
         """Learns the seconds of the iteration, and tells the inner controller of iterations that it decided."""
         now, num_rested = self._now, self._num_rested
         self._num_rested = 0 if record.asked else num_rested + 1
         if self._is_delegated:
-            self.inner.learn(record)
+            self.inner.learn_step(record)
         if not self._is_looking and not record.asked:
             now.savings.save()
             self._num_declined += 1
@@ -346,7 +346,7 @@ class MeasuredGain:
             now.owed = min(now.price(record.seconds.total), _LARGEST_CATCH_UP)
         else:
             self._new_looks = min(self._new_looks + 1 / _NEW_EVERY, 2.0)
-            loss = now.learn(record)
+            loss = now.learn_draft(record)
             if loss is not None:
                 now.spend(loss)
 

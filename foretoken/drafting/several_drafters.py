@@ -223,7 +223,7 @@ class SeveralDrafters:
             result[i] = answer
         return result
 
-    def learn(self, record: StepRecord) -> None:
+    def learn_step(self, record: StepRecord) -> None:
         """Learns acceptance and seconds. Without drafts, learns from every n-th iteration only."""
         generated, steps = sum(step.num_emitted for step in record.sequences), record.sequences
         for i, known in enumerate(self._known):
@@ -231,14 +231,14 @@ class SeveralDrafters:
                 known.probes.save()
         # Beside prompts the pass and the host do more work than for the trees.
         if self._num_declined % _LEARN_EVERY == 0 and not record.num_prompt_tokens:
-            self._cost.learn(record.num_tokens, record.seconds.verify)
-            self._host.learn(generated, record.seconds.accept + record.seconds.commit)
+            self._cost.learn_seconds(record.num_tokens, record.seconds.verify)
+            self._host.add(generated, record.seconds.accept + record.seconds.commit)
         if self._num_declined:
             return
         for asked in record.asked:
             self._learn_seconds(asked)
         rest = record.seconds.draft - sum(asked.seconds for asked in record.asked)
-        self._merging.learn(sum(answer.tree.width > 1 for answer in self._answers.values()), max(rest, 0.0))
+        self._merging.add(sum(answer.tree.width > 1 for answer in self._answers.values()), max(rest, 0.0))
         if len(steps) != self._batch:  # the batch failed and was decoded again one by one
             return
         self._learn_trees(record)
@@ -327,7 +327,7 @@ class SeveralDrafters:
     def _learn_seconds(self, asked: AskedDrafter) -> None:
         seconds = self._known[asked.index].seconds
         if asked.depth or not seconds.is_known or asked.seconds > float(seconds(0.0)):
-            seconds.learn(asked.depth, asked.seconds)
+            seconds.learn_seconds(asked.depth, asked.seconds)
 
     def _learn_trees(self, record: StepRecord) -> None:
         """Counts which nodes the generated tokens followed, of each drafter given the drafters asked before it."""
@@ -338,7 +338,7 @@ class SeveralDrafters:
             known = self._known[i]
             right[i] = count_followed(answer.host, known.calibration, steps)
             for row, step in enumerate(steps):
-                known.reach(costly).learn(
+                known.reach(costly).learn_draft(
                     before=before[row], right=right[i][row], asked=self._asked[i], generated=len(step.tokens)
                 )
             before = [max(pair) for pair in zip(before, right[i], strict=True)]

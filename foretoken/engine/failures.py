@@ -69,7 +69,7 @@ class MemoryPressure:
         """Whether drafting is on."""
         return self._now() >= self._off_until
 
-    def note(self) -> None:
+    def note_failure(self) -> None:
         """Counts a failed pass. Call it when nothing refers to the tensors of the pass any more."""
         self.num_failures += 1
         if has_cuda_runtime(self._device):

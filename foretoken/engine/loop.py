@@ -187,7 +187,7 @@ class Engine:
         chunks = self._prefill.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
         output = contained(sequence, self._scored, chunks)
         if output is not None:
-            self._prefill.learn(chunks, output.features, time.perf_counter() - begin, num_decoding)
+            self._prefill.finish_chunks(chunks, output.features, time.perf_counter() - begin, num_decoding)
 
     def _scored(self, sequence: Sequence, chunks: list[Chunk]) -> PassOutput:
         chunk = chunks[0]
@@ -222,7 +222,7 @@ class Engine:
                 return
         if draft is None or verified is None:  # outside `except`: the error no longer holds tensors of the pass
             if is_memory_short:
-                self._memory.note()
+                self._memory.note_failure()
             for group in [decoding] if fewer else [[sequence] for sequence in decoding]:
                 self._iterate(group, [], fewer or most_nodes)
             for sequence in joining:
@@ -357,7 +357,7 @@ class Engine:
         clock.mark()
         seconds = clock.seconds()
         features = None if features is None else features[asked.num_decoding :]
-        self._prefill.learn(asked.chunks, features, seconds.verify, asked.num_decoding)
+        self._prefill.finish_chunks(asked.chunks, features, seconds.verify, asked.num_decoding)
         if sequences:
             self._record(verified, generated, seconds)
 
@@ -385,7 +385,7 @@ class Engine:
             sequence.credit(step)
         self.counts.add(record)
         decoded = record if not num_ending else replace(record, sequences=record.sequences[:num_decoding])
-        self._drafting.learn(draft, decoded)
+        self._drafting.learn_step(draft, decoded)
         self._call_back(record)
 
     def _top_ids(self, verified: VerifiedBatch) -> Tensor | None:

@@ -47,7 +47,7 @@ class PrefillBudget:
             budget = min(budget, max(int(self._tokens or _FIRST), num_decoding, _LEAST))
         return max(budget, 1)
 
-    def learn(self, seconds: float, *, num_decoding: int, num_prompt: int) -> None:
+    def learn_seconds(self, seconds: float, *, num_decoding: int, num_prompt: int) -> None:
         """Steers the budget by the seconds of a pass with so many tokens of decoding sequences and of prompts."""
         if not num_decoding:
             return
@@ -142,7 +142,7 @@ class Prefill:
         roots = [end - 1 for chunk, end in ends if chunk.is_last]
         return replace(work, logit_rows=integers_on(roots, self._target.device)) if roots else work
 
-    def learn(self, chunks: Seq[Chunk], features: Tensor | None, seconds: float, num_decoding: int) -> None:
+    def finish_chunks(self, chunks: Seq[Chunk], features: Tensor | None, seconds: float, num_decoding: int) -> None:
         """Records that a pass has filled the rows of chunks, and tells the drafters.
 
         Args:
@@ -152,7 +152,7 @@ class Prefill:
             num_decoding: Tokens of the pass that belong to decoding sequences.
         """
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        self.budget.learn(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
+        self.budget.learn_seconds(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
         if not chunks:
             return
         self._drafting.commit(

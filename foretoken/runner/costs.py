@@ -107,7 +107,7 @@ class CostCurve:
         share = (width - widths[after - 1]) / (widths[after] - widths[after - 1])
         return rising[after - 1] + share * (rising[after] - rising[after - 1])
 
-    def learn(self, width: int, seconds: float) -> None:
+    def learn_seconds(self, width: int, seconds: float) -> None:
         """Moves the measured point of a width towards a new pass, and other points a little."""
         index = bisect_left(self._widths, width)
         if index < len(self._widths) and self._widths[index] == width:

@@ -249,8 +249,8 @@ def test_rates_are_probabilities() -> None:
         rates = RankRates(num_ranks)
         assert rates.estimates() == sorted(rates.estimates(), reverse=True)
         for token in (0, 0, 3, 99, num_ranks - 1):
-            rates.learn(range(num_ranks), token)
-            rates.learn([-1] * num_ranks, token)
+            rates.learn_successor(range(num_ranks), token)
+            rates.learn_successor([-1] * num_ranks, token)
             assert min(rates.estimates()) > 0
             assert sum(rates.estimates()) <= 1
     assert rates._seen == pytest.approx(5, rel=0.01)

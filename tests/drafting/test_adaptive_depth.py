@@ -61,7 +61,7 @@ def live(budget: AdaptiveDepth, alpha: float, level: float, iterations: int, *, 
         depths.append(depth)
         even = [((i * batch + row) * 0.6180339887) % 1 for row in range(batch)]
         accepted = [min(depth, int(math.log(1 - u) / math.log(alpha))) for u in even]
-        budget.learn(record(depth, accepted, level=level))
+        budget.learn_step(record(depth, accepted, level=level))
     return depths
 
 
@@ -117,7 +117,7 @@ def live_beside_fixed_work(budget: AdaptiveDepth, iterations: int = 300) -> list
         depth = budget.depth(1)
         depths.append(depth)
         accepted = min(depth, int(math.log(1 - (i * 0.6180339887) % 1) / math.log(0.9)))
-        budget.learn(record(depth, [accepted], level=0.1, seconds=0.4 * (depth > 0)))
+        budget.learn_step(record(depth, [accepted], level=0.1, seconds=0.4 * (depth > 0)))
     return depths
 
 
@@ -159,7 +159,7 @@ def test_asking_in_vain_is_part_of_the_price() -> None:
             depth = budget.depth(1)
             count += depth > 0
             found = depth if i % 10 == 0 else 0
-            budget.learn(
+            budget.learn_step(
                 replace(
                     record(found, [found], level=0.0), seconds=StageSeconds(draft=seconds * (depth > 0), verify=1.0)
                 )
@@ -174,11 +174,11 @@ def test_what_the_host_takes_is_a_line_by_tokens() -> None:
     line = FadingLine()
     assert line(3.0) == 0.0
     for n in range(1, 30):
-        line.learn(n % 5 + 1, 2.0 + 0.5 * (n % 5 + 1))
+        line.add(n % 5 + 1, 2.0 + 0.5 * (n % 5 + 1))
     assert [line(x) for x in (1.0, 4.0)] == pytest.approx([2.5, 4.0])
     falling = FadingLine()
     for n in range(1, 30):
-        falling.learn(n % 5 + 1, 10.0 - n % 5)
+        falling.add(n % 5 + 1, 10.0 - n % 5)
     assert falling(1.0) == falling(5.0) > 0, "more tokens never take less"
 
 
@@ -193,7 +193,7 @@ def test_one_slow_draft_is_forgiven() -> None:
     """The first draft of a draft model reads the whole prompt: its time says nothing of the next one's."""
     budget = AdaptiveDepth(CostCurve(*FLAT), chain(8))
     depth = budget.depth(1)
-    budget.learn(record(depth, [depth], level=0.05, seconds=500.0))
+    budget.learn_step(record(depth, [depth], level=0.05, seconds=500.0))
     assert min(live(budget, 0.8, 0.05, 100)[-40:]) >= 4
 
 
@@ -202,8 +202,8 @@ def test_wide_passes_and_large_batches_cost() -> None:
     linear = AdaptiveDepth(CostCurve((1, 2), (1.0, 2.0)), chain(8))
     stairs = AdaptiveDepth(CostCurve((1, 8, 9, 64), (1.0, 1.0, 2.0, 14.0)), chain(16))
     for _ in range(200):
-        linear.learn(record(1, [0], level=0.0, verify=2.0))
-        stairs.learn(record(7, [6], level=0.0))
+        linear.learn_step(record(1, [0], level=0.0, verify=2.0))
+        stairs.learn_step(record(7, [6], level=0.0))
     assert linear.depth(1) == 0
     assert stairs.depth(1) == 7
     assert stairs.depth(4) == 1
@@ -213,7 +213,7 @@ def test_an_untested_depth_is_judged_by_the_others() -> None:
     """Drafts of depth 2 that are always accepted say that deeper ones are worth a try."""
     budget = AdaptiveDepth(CostCurve(*FLAT), chain(16))
     for _ in range(50):
-        budget.learn(record(2, [2], level=0.02))
+        budget.learn_step(record(2, [2], level=0.02))
     assert budget.depth(1) > 4
 
 
@@ -221,7 +221,7 @@ def test_plain_iterations_teach_no_acceptance() -> None:
     budget = AdaptiveDepth(CostCurve(*FLAT), chain(8))
     before = budget.depth(1)
     for _ in range(100):
-        budget.learn(record(0, [0], level=0.0))
+        budget.learn_step(record(0, [0], level=0.0))
     assert budget.depth(1) == before
 
 
@@ -231,7 +231,7 @@ def test_the_nodes_of_a_tree_are_paid_for() -> None:
     flat, linear = AdaptiveDepth(CostCurve(*FLAT), tree), AdaptiveDepth(CostCurve((1, 2), (1.0, 1.1)), tree)
     for budget in (flat, linear):
         for _ in range(100):
-            budget.learn(replace(record(2, [2], level=0.01), num_tokens=33))
+            budget.learn_step(replace(record(2, [2], level=0.01), num_tokens=33))
     assert flat.depth(1) == 2
     assert linear.depth(1) == 1
 
@@ -257,7 +257,7 @@ def test_a_probe_is_no_declined_draft() -> None:
     budget = AdaptiveDepth(CostCurve((1, 64), (1.0, 640.0)), chain(4))
     for _ in range(100):
         assert (budget.depth(1) == 0) == (budget.declined is not None)
-        budget.learn(record(0, [0], level=0.0))
+        budget.learn_step(record(0, [0], level=0.0))
 
 
 def test_the_width_is_that_of_the_whole_batch() -> None:
@@ -283,9 +283,9 @@ def test_metrics_count_declined_drafts(curve: Any, is_dear: bool, monkeypatch: p
 
 def test_a_line_through_nothing_emitted_is_level() -> None:
     line = FadingLine()
-    line.learn(0, 2.0)
+    line.add(0, 2.0)
     assert line(3.0) == 2.0
-    line.learn(4, 6.0)
+    line.add(4, 6.0)
     assert 2.0 < line(4.0) <= 6.5
 
 
@@ -293,7 +293,7 @@ def test_iterations_that_emit_nothing_leave_the_budget_working() -> None:
     """The first request had no possible token; every later one then failed, dividing by zero tokens."""
     budget = AdaptiveDepth(CostCurve(*FLAT), chain(4))
     failed = record(0, [0], level=0.01)
-    budget.learn(replace(failed, sequences=[replace(failed.sequences[0], num_emitted=0)]))
+    budget.learn_step(replace(failed, sequences=[replace(failed.sequences[0], num_emitted=0)]))
     assert budget.depth(1) > 0
 
 
@@ -304,7 +304,7 @@ def test_a_draft_stakes_at_most_half_of_what_was_saved() -> None:
     for is_accepted in (*[True] * 100, *[False] * 3):
         depth = budget.depth(1)
         depths.append(depth)
-        budget.learn(record(depth, [depth * is_accepted], level=0.0, verify=1.0 + depth / 2))
+        budget.learn_step(record(depth, [depth * is_accepted], level=0.0, verify=1.0 + depth / 2))
     assert depths[99] == 20, "loses 10 iterations, half of the most that is saved"
     assert depths[102] < depths[101] < depths[100]
     assert budget.depth(1)
@@ -314,7 +314,7 @@ def test_a_disturbed_iteration_does_not_end_drafting() -> None:
     budget = AdaptiveDepth(CostCurve((1, 4), (1.0, 1.5)), chain(3))
     live(budget, 0.8, 0.01, 60)
     depth = budget.depth(1)
-    budget.learn(record(depth, [depth], level=0.01, verify=500.0))
+    budget.learn_step(record(depth, [depth], level=0.01, verify=500.0))
     assert all(live(budget, 0.8, 0.01, 20))
 
 
@@ -339,6 +339,6 @@ def test_a_busy_machine_does_not_end_drafting(slowness: Callable[[int], float], 
         accepted = min(allowance.depth, int(math.log(1 - (i * 0.6180339887) % 1) / math.log(0.8)))
         made = record(allowance.depth, [accepted], level=level * slowness(i), verify=slowness(i))
         asked = [AskedDrafter(index=0, name="d", depth=allowance.depth, seconds=made.seconds.draft)]
-        controller.learn(replace(made, asked=asked if allowance.depth else []))
+        controller.learn_step(replace(made, asked=asked if allowance.depth else []))
     for begin in range(0, 800, 100):  # some iterations measure plain decoding
         assert sum(depth > 0 for depth in depths[begin : begin + 100]) >= 94

@@ -129,7 +129,7 @@ def test_what_was_accepted_changes_what_is_bought() -> None:
     for _ in range(30):
         made.allot(1)
         chosen = made.select({0: chain})
-        made.learn(record([1, 9]))
+        made.learn_step(record([1, 9]))
     assert chosen.rows()[0].tokens == [5, 1]
 
 
@@ -140,11 +140,11 @@ def test_nodes_that_were_cut_are_learned_from_too() -> None:
     for _ in range(30):
         made.allot(1)
         made.select({0: chain})
-        made.learn(record([1, 9]))
+        made.learn_step(record([1, 9]))
     for _ in range(120):
         made.allot(1)
         chosen = made.select({0: chain})
-        made.learn(record([1, 2, 3, 4][: chosen.width + 1]))
+        made.learn_step(record([1, 2, 3, 4][: chosen.width + 1]))
     assert chosen.width == 4
 
 
@@ -159,7 +159,7 @@ def test_drafts_that_do_not_pay_are_given_up_and_tried_again() -> None:
             made.select({0: chain})
         else:
             reasons.append(allotment.declined)
-        made.learn(record([9], draft=5.0 if asked[-1] else 0.0))
+        made.learn_step(record([9], draft=5.0 if asked[-1] else 0.0))
     assert 0 < sum(asked[50:]) * 5.0 <= 0.01 * 3000 + 5.0
     assert all(reason is not None and reason.draft_cost > 1 for reason in reasons)
 
@@ -171,7 +171,7 @@ def test_drafters_that_find_nothing_are_given_up_too() -> None:
         asked.append(made.allot(1).allowances[0].depth > 0)
         if asked[-1]:
             assert made.select({0: TokenTree.roots([5])}).width == 1
-        made.learn(record([9], draft=5.0 if asked[-1] else 0.0))
+        made.learn_step(record([9], draft=5.0 if asked[-1] else 0.0))
     assert 0 < sum(asked[50:]) * 5.0 <= 0.01 * 3000 + 5.0
 
 
@@ -185,7 +185,7 @@ def test_drafts_come_back_when_they_pay_again() -> None:
         for _ in range(iterations):
             asked.append(made.allot(1).allowances[0].depth > 0)
             width = made.select({0: chain}).width if asked[-1] else 1
-            made.learn(record(text[:width], draft=draft if asked[-1] else 0.0))
+            made.learn_step(record(text[:width], draft=draft if asked[-1] else 0.0))
         return asked
 
     assert sum(live([9], 0.3, 5000)) < 200
@@ -197,7 +197,7 @@ def test_drafts_come_back_when_they_pay_again() -> None:
 def test_what_smaller_depths_would_have_earned_is_what_is_bought_of_such_drafts(slope: float, draft_s: float) -> None:
     """Of every depth: the earnings that a draft of all depths tells against the purchase from a draft cut there."""
     curve, host = CostCurve((1, 64), (1.0, 1.0 + 63 * slope)), FadingLine()
-    host.learn(2.0, 0.1)
+    host.add(2.0, 0.1)
     rows, values = [WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [VALUES, [0.6, 0.2]]
     tree = scored(rows, values)
     drafts = draft_s * np.arange(1, 4)
@@ -240,7 +240,7 @@ def test_dynamic_trees_are_drafted_as_deep_as_pays() -> None:
         asked.append(made.allot(1).allowances[0].depth)
         cut = TreeRow(chain.tokens[: asked[-1] + 1], chain.parents[: asked[-1] + 1])
         width = made.select({0: scored([cut], [[0.9] * asked[-1]])}).width
-        made.learn(record([1, 2, 9][:width], draft=0.1 * asked[-1]))
+        made.learn_step(record([1, 2, 9][:width], draft=0.1 * asked[-1]))
     assert asked[0] == 3
     assert set(asked[-20:]) == {2, 3}
     assert asked[-20:].count(2) >= 16
@@ -251,7 +251,7 @@ def test_a_record_of_another_batch_is_left_out() -> None:
     made = controller(FLAT)
     made.allot(2)
     made.select({0: TokenTree.from_rows([TreeRow([5, 1], [-1, 0])] * 2)})
-    made.learn(record([1, 9]))
+    made.learn_step(record([1, 9]))
     assert not made._calibration._seen.any()
 
 
@@ -261,7 +261,7 @@ def test_scores_that_are_no_numbers() -> None:
     for _ in range(3):
         made.allot(1)
         assert made.select({0: tree}).num_nodes.tolist() == [6]
-        made.learn(record([1, 3, 9]))
+        made.learn_step(record([1, 3, 9]))
 
 
 def test_calibration_starts_from_the_drafters_own_word() -> None:
@@ -273,7 +273,7 @@ def test_calibration_starts_from_the_drafters_own_word() -> None:
     assert first[2] < 0.02
     assert calibration.probabilities(depths, None).tolist() == [0.5, 0.5, 0.25]
     for _ in range(100):
-        calibration.learn([1], [float(scores[0])], [False])
+        calibration.learn_nodes([1], [float(scores[0])], [False])
     assert calibration.probabilities(depths, scores)[0] < 0.1
 
 
@@ -290,9 +290,9 @@ def test_what_is_known_of_a_score_holds_at_depths_that_were_not_seen() -> None:
     calibration, scores = Calibration(), np.log(np.array([0.15], dtype=np.float32))
     assert calibration.probabilities(np.array([3]), scores)[0] == pytest.approx(0.15)
     for _ in range(60):
-        calibration.learn([1], [float(scores[0])], [True])
+        calibration.learn_nodes([1], [float(scores[0])], [True])
     assert calibration.probabilities(np.array([3]), scores)[0] > 0.8
     for _ in range(60):
-        calibration.learn([3], [float(scores[0])], [False])
+        calibration.learn_nodes([3], [float(scores[0])], [False])
     assert calibration.probabilities(np.array([3]), scores)[0] < 0.1
     assert calibration.probabilities(np.array([1]), scores)[0] > 0.8

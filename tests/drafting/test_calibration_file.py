@@ -43,8 +43,8 @@ def learned(num: int = 100) -> tuple[tuple[Calibration, Reach], KeptAcceptance]:
     made = learners()
     kept = KeptAcceptance(made, KEY)
     for i in range(num):
-        made[0].learn([1, 2], [-0.05, -0.3], [i % 4 == 0, False])
-        made[1].learn(before=0, right=int(i % 4 == 0), asked=4, generated=2)
+        made[0].learn_nodes([1, 2], [-0.05, -0.3], [i % 4 == 0, False])
+        made[1].learn_draft(before=0, right=int(i % 4 == 0), asked=4, generated=2)
         kept.learned()
     return made, kept
 
@@ -81,7 +81,7 @@ def test_a_controller_keeps_what_it_learned_at_its_end(cache: Path) -> None:
     kept = KeptAcceptance(made.learners, KEY)
     made.keep_learned(kept)
     for _ in range(100):
-        made.learners[0].learn([1], None, [True])  # type: ignore[attr-defined]
+        made.learners[0].learn_nodes([1], None, [True])  # type: ignore[attr-defined]
         kept.learned()
     assert not (cache / FILE).exists()
     del made, kept

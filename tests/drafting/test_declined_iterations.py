@@ -124,9 +124,9 @@ def test_drafting_rests_where_the_clock_says_so(monkeypatch: pytest.MonkeyPatch)
 
     def learn(record: StepRecord) -> None:
         seconds = StageSeconds(draft=1.0, verify=2.0) if record.asked else StageSeconds(verify=1.0)
-        controller.learn(replace(record, seconds=seconds))
+        controller.learn_step(replace(record, seconds=seconds))
 
-    timed = mock.Mock(wraps=controller, learn=learn)
+    timed = mock.Mock(wraps=controller, learn_step=learn)
     monkeypatch.setattr(engine_drafting, "_usual", engine_drafting._usual._replace(controller=timed))
     got = calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
     assert got == llm({}).generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids

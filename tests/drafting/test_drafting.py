@@ -161,8 +161,8 @@ def test_nobody_is_asked_beside_prompts_that_fill_a_pass() -> None:
     assert controller.allot.call_count == 2
     assert made[2].is_committed, "drafters hear what such a pass brought"
     assert made[2].declined is None
-    drafting.learn(made[2], StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
-    controller.learn.assert_not_called()
+    drafting.learn_step(made[2], StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
+    controller.learn_step.assert_not_called()
 
 
 def test_drafters_that_are_asked_in_every_pass_are_asked_beside_prompts() -> None:
@@ -181,7 +181,7 @@ class Scripted(Declining):
         kind = next(self._script)
         return super().allot(batch_size) if kind == "-" else Fixed(max_nodes=16).allot(batch_size)
 
-    def learn(self, record: StepRecord) -> None:
+    def learn_step(self, record: StepRecord) -> None:
         self.num_learned += 1
 
 
@@ -197,7 +197,7 @@ def test_the_first_draft_after_missed_iterations_waits_for_one_commit() -> None:
     draft, declined, waiting = (True, True, True), (False, False, True), (False, True, False)
     for _ in range(7):
         made.append(drafting.propose(context([[5, 7], [5, 9]])))
-        drafting.learn(made[-1], nothing)
+        drafting.learn_step(made[-1], nothing)
     told += [(bool(each.asked), each.is_committed, each.is_learned) for each in made[3:]]
     assert told == [draft, declined, waiting, draft, draft, draft, declined, declined, waiting, draft]
     assert controller.num_learned == 6

@@ -11,7 +11,7 @@ from foretoken.drafting.draft_costs import LevelSeconds
 def learned(*drafts: tuple[int, float]) -> LevelSeconds:
     made = LevelSeconds()
     for depth, seconds in drafts:
-        made.learn(depth, seconds)
+        made.learn_seconds(depth, seconds)
     return made
 
 
@@ -40,5 +40,5 @@ def test_a_machine_that_becomes_faster() -> None:
     """What a depth took that is drafted no more is forgotten."""
     made = learned(*[(4, 8.0)] * 5)
     for _ in range(120):
-        made.learn(1, 0.5)
+        made.learn_seconds(1, 0.5)
     assert made(4) == pytest.approx(2.0)

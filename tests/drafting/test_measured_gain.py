@@ -32,7 +32,7 @@ class Always:
     def select(self, trees: Any, continued: Any = None) -> TokenTree:
         raise AssertionError("nobody asks here")
 
-    def learn(self, record: StepRecord) -> None:
+    def learn_step(self, record: StepRecord) -> None:
         self.num_learned += 1
         assert record.asked
 
@@ -80,7 +80,7 @@ class Run:
             seconds, tokens = world(i, is_drafted)
             self.drafted.append(is_drafted)
             self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
-            self.controller.learn(record(batch, seconds, tokens, is_drafted=is_drafted, width=self.width))
+            self.controller.learn_step(record(batch, seconds, tokens, is_drafted=is_drafted, width=self.width))
         assert self.inner.num_allotted == self.inner.num_learned == sum(self.drafted)
         return self.drafted[before:]
 
@@ -202,7 +202,7 @@ def test_looks_that_cannot_be_counted_are_put_off() -> None:
             looks.append(i)
         is_drafted = allotment.allowances[0].depth > 0
         has_prompt = is_drafted == bool(i % 2)  # of the looks those whose number is even
-        controller.learn(record(1, 1.5, 2, is_drafted=is_drafted, num_prompt_tokens=50 * has_prompt))
+        controller.learn_step(record(1, 1.5, 2, is_drafted=is_drafted, num_prompt_tokens=50 * has_prompt))
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(looks))
     assert 2 <= len(looks) < 12
 
@@ -224,7 +224,7 @@ def test_drafts_that_lose_beside_prompts_are_found_out(share: float) -> None:
         drafted.append(allotment.allowances[0].depth > 0)
         num_prompt_tokens = 50 * (draw.random() < share)
         seconds = 3.0 if drafted[-1] else 1.0
-        controller.learn(record(1, seconds, 1, is_drafted=drafted[-1], num_prompt_tokens=num_prompt_tokens))
+        controller.learn_step(record(1, seconds, 1, is_drafted=drafted[-1], num_prompt_tokens=num_prompt_tokens))
     assert sum(drafted) < 4000
 
 
@@ -273,7 +273,7 @@ def test_a_rest_ends_while_prompts_are_read() -> None:
     run.go_on(steady(3.0, 1), 200)
     for _ in range(800):
         is_drafted = run.controller.allot(1).allowances[0].depth > 0
-        run.controller.learn(record(1, 1.0, 1, is_drafted=is_drafted, num_prompt_tokens=50))
+        run.controller.learn_step(record(1, 1.0, 1, is_drafted=is_drafted, num_prompt_tokens=50))
     assert is_drafted
 
 
@@ -299,7 +299,7 @@ def test_passes_that_read_prompts_say_nothing() -> None:
     for _ in range(200):
         allotment = controller.allot(1)
         assert allotment.allowances[0].depth == 4
-        controller.learn(record(1, 100.0, 1, is_drafted=True, num_prompt_tokens=50))
+        controller.learn_step(record(1, 100.0, 1, is_drafted=True, num_prompt_tokens=50))
 
 
 def test_what_plain_decoding_takes_is_told_once_it_was_measured() -> None:
@@ -308,7 +308,7 @@ def test_what_plain_decoding_takes_is_told_once_it_was_measured() -> None:
     for _ in range(40):
         allotment = controller.allot(2)
         is_drafted = not allotment.is_empty
-        controller.learn(record(2, 3.0 if is_drafted else 2.0, 4 if is_drafted else 1, is_drafted=is_drafted))
+        controller.learn_step(record(2, 3.0 if is_drafted else 2.0, 4 if is_drafted else 1, is_drafted=is_drafted))
         told.append(controller.plain_seconds(2))
     assert told[0] is None
     assert told[-1] == 2.0

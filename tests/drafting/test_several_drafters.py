@@ -96,7 +96,7 @@ class World:
                 for b, n in enumerate(accepted)
             ]  # fmt: skip
             seconds = StageSeconds(draft=draft_s, verify=verify)
-            made.learn(StepRecord(sequences=steps, num_tokens=width, seconds=seconds, asked=asked))
+            made.learn_step(StepRecord(sequences=steps, num_tokens=width, seconds=seconds, asked=asked))
 
     def _has_match(self, row: int) -> bool:
         """Whether the text of a sequence is one of those that were there before, for a stretch."""
@@ -202,7 +202,7 @@ def test_without_a_free_drafter_iterations_are_declined() -> None:
             assert allotment.declined is not None
             assert allotment.declined.draft_cost > 1
         seconds = StageSeconds(draft=2.0 * len(took), verify=1.4)
-        made.learn(StepRecord(sequences=[step, step], num_tokens=2, seconds=seconds, asked=took))
+        made.learn_step(StepRecord(sequences=[step, step], num_tokens=2, seconds=seconds, asked=took))
     assert 0 < num_asked < 30
 
 
@@ -219,7 +219,7 @@ def test_two_drafters_are_judged_by_themselves() -> None:
         made.allot(1)
         assert made.further(trees) is None
         chosen = made.select(trees)
-        made.learn(StepRecord(sequences=[step], num_tokens=2, seconds=StageSeconds(verify=1.0)))
+        made.learn_step(StepRecord(sequences=[step], num_tokens=2, seconds=StageSeconds(verify=1.0)))
     assert chosen.rows()[0].tokens == [5, 2]
     assert chosen.source is not None
     assert chosen.source.tolist() == [[0b11, 0b10]]
@@ -246,7 +246,7 @@ def test_lookups_go_on_below_the_leaves_of_others() -> None:
                 request_id="", num_drafted=2, tree_depth=2, num_accepted=len(tokens) - 1, num_emitted=len(tokens),
                 tokens=tokens, accepted_by={},
             )  # fmt: skip
-            made.learn(StepRecord(sequences=[step], num_tokens=3, seconds=StageSeconds(verify=1.0)))
+            made.learn_step(StepRecord(sequences=[step], num_tokens=3, seconds=StageSeconds(verify=1.0)))
         return chosen
 
     good = live([1, 2, 3, 4, 5, 6, 7])
@@ -289,7 +289,7 @@ def test_of_several_lookups_the_one_that_is_right_goes_on() -> None:
             request_id="", num_drafted=2, tree_depth=2, num_accepted=5, num_emitted=6, tokens=[1, 2, 3, 4, 5, 6],
             accepted_by={},
         )  # fmt: skip
-        made.learn(StepRecord(sequences=[step], num_tokens=3, seconds=StageSeconds(verify=1.0)))
+        made.learn_step(StepRecord(sequences=[step], num_tokens=3, seconds=StageSeconds(verify=1.0)))
     assert chosen[0].rows()[0].tokens == [5, 1, 2, 9, 9, 9, 9, 9]
     assert chosen[-1].rows()[0].tokens == [5, 1, 2, 3, 4, 5]
     assert chosen[-1].source is not None

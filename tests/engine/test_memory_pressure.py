@@ -94,7 +94,7 @@ def test_failures_that_lie_further_apart_switch_nothing_off() -> None:
     clock = Clock()
     memory = MemoryPressure(torch.device("cpu"), now=clock)
     for _ in range(9):
-        memory.note()
+        memory.note_failure()
         assert memory.allows_drafts
         clock.seconds += 31.0
 

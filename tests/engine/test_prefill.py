@@ -154,38 +154,38 @@ class TestBudget:
     @pytest.mark.parametrize("token", [1e-5, 1e-3])
     def test_a_step_with_prompts_comes_to_take_as_long_as_it_may(self, fixed: float, token: float) -> None:
         budget, step = PrefillBudget(), 0.010
-        budget.learn(step, num_decoding=1, num_prompt=0)
+        budget.learn_seconds(step, num_decoding=1, num_prompt=0)
         for _ in range(60):
             count = budget.tokens(1, 4096)
-            budget.learn(step + fixed + token * count, num_decoding=1, num_prompt=count)
+            budget.learn_seconds(step + fixed + token * count, num_decoding=1, num_prompt=count)
         assert budget.tokens(1, 4096) == pytest.approx(max((1.4 * step - fixed) / token, 4), rel=0.1)
 
     def test_one_slow_step_does_not_make_prompts_slow(self) -> None:
         """A step of a hundred times the usual, as where the machine was busy, is made up for in a few others."""
         budget = PrefillBudget()
-        budget.learn(0.010, num_decoding=1, num_prompt=0)
+        budget.learn_seconds(0.010, num_decoding=1, num_prompt=0)
         for seconds in [0.010] * 20 + [1.0]:
-            budget.learn(seconds, num_decoding=1, num_prompt=budget.tokens(1, CHUNK))
+            budget.learn_seconds(seconds, num_decoding=1, num_prompt=budget.tokens(1, CHUNK))
         before = budget.tokens(1, CHUNK)
         for _ in range(3):
-            budget.learn(0.010, num_decoding=1, num_prompt=budget.tokens(1, CHUNK))
+            budget.learn_seconds(0.010, num_decoding=1, num_prompt=budget.tokens(1, CHUNK))
         assert before >= 100
         assert budget.tokens(1, CHUNK) > before
 
     def test_short_chunks_do_not_raise_it(self) -> None:
         budget = PrefillBudget()
-        budget.learn(0.010, num_decoding=1, num_prompt=0)
+        budget.learn_seconds(0.010, num_decoding=1, num_prompt=0)
         before = budget.tokens(1, CHUNK)
         for _ in range(20):
-            budget.learn(0.010, num_decoding=1, num_prompt=1)
+            budget.learn_seconds(0.010, num_decoding=1, num_prompt=1)
         assert budget.tokens(1, CHUNK) == before
 
     def test_something_is_always_read(self) -> None:
         """Four tokens, and as many as are decoded, however long a step takes; one where a limit leaves no room."""
         budget = PrefillBudget()
-        budget.learn(1e-6, num_decoding=1, num_prompt=0)
+        budget.learn_seconds(1e-6, num_decoding=1, num_prompt=0)
         for _ in range(40):
-            budget.learn(1.0, num_decoding=1, num_prompt=budget.tokens(1, CHUNK))
+            budget.learn_seconds(1.0, num_decoding=1, num_prompt=budget.tokens(1, CHUNK))
         assert budget.tokens(1, CHUNK) == 4
         assert budget.tokens(8, CHUNK) == 8
         assert PrefillBudget(4).tokens(9, CHUNK) == 1
