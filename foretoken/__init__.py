@@ -15,8 +15,7 @@ __all__ = [
 if TYPE_CHECKING:
     from foretoken.core.errors import EngineStopped, ForetokenError, QueueFull
     from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.entrypoints.engine_args import AsyncEngineArgs, EngineArgs
-    from foretoken.entrypoints.llm import LLM
+    from foretoken.entrypoints.llm import LLM, AsyncEngineArgs, EngineArgs
     from foretoken.inputs import PromptType, TextPrompt, TokensPrompt
     from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
     from foretoken.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "foretoken.core.errors": ("EngineStopped", "ForetokenError", "QueueFull"),
     "foretoken.entrypoints.async_llm": ("AsyncLLM",),
-    "foretoken.entrypoints.engine_args": ("AsyncEngineArgs", "EngineArgs"),
-    "foretoken.entrypoints.llm": ("LLM",),
+    "foretoken.entrypoints.llm": ("LLM", "AsyncEngineArgs", "EngineArgs"),
     "foretoken.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "foretoken.outputs": ("CompletionOutput", "RequestOutput", "StreamChunk"),
     "foretoken.training.train": ("TrainingResult", "train"),

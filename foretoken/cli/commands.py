@@ -2,32 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from foretoken.cli import (
-    batch,
-    bench,
-    bench_serve,
-    chat,
-    convert,
-    data,
-    doctor,
-    generate,
-    inspect,
-    report,
-    serve,
-    sweep,
-    train,
-    tune,
-    twin,
-    verify,
-)
-from foretoken.cli.help import Command, VllmCommand, ending, without_flags
-from foretoken.core.errors import ForetokenError
+from foretoken.cli import batch, bench, chat, data, generate, heads, serve, sweep, train, twin
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError, ForetokenError
+
+_VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+_DIRECTORIES = {"model", "target", "init"}  # text options that name a directory or a hub id
+_LARGEST = 2**31 - 1  # the largest integer that an option takes
+_LARGER = {"seed": 2**63 - 1, "kv_cache_memory_bytes": 2**63 - 1}
+
+
+class Command(TyperCommand):
+    """A command that names values as `N`, `TEXT` or `PATH` in its help, and arguments as in the text about them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See typer; joins the lines of a help paragraph, which are then wrapped to the terminal's width."""
+        super().__init__(*args, **kwargs)
+        self.help = joined(self.help or "")
+        callback = self.callback
+        hints = typing.get_type_hints(getattr(callback, "__wrapped__", callback))
+        for param in self.params:
+            is_argument = param.param_type_name == "argument"
+            if param.metavar is None and param.name in hints:
+                param.metavar = param.name.upper() if is_argument else _value(hints[param.name])
+            if is_argument:  # the argument's name stands there; newer versions of typer add a type
+                vars(param)["display_type_rich"] = _no_type
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """See click."""
+        return without_flags(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click; refuses an empty path, which `Path` reads as the current directory, and integers out of range."""
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            name = param.metavar if param.param_type_name == "argument" else max(param.opts, key=len)
+            is_name = param.param_type_name == "argument" or param.metavar == "PATH" or param.name in _DIRECTORIES
+            if is_name and "" in _values(given.get(param.name)):
+                raise ConfigError(f"{name} is empty. Expected a name; . is this directory.")
+            limit = _LARGER.get(param.name, _LARGEST)
+            for value in _values(ctx.params.get(param.name)):
+                if isinstance(value, int) and not -limit <= value <= limit:
+                    bound = f"at most {limit}" if value > limit else f"at least {-limit}"
+                    raise ConfigError(f"{name} is {shown(value)}. Expected {bound}.")
+        return rest
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See click; hides other names of an option, and of a switch's other side, unless the text mentions them."""
+        named = [(param, param.opts, param.secondary_opts) for param in self.params]
+        try:
+            for param, opts, others in named:
+                text = getattr(param, "help", None) or ""
+                param.opts = [opts[0], *(each for each in opts[1:] if each not in text)]
+                param.secondary_opts = [each for each in others if each not in text]
+            super().format_help(ctx, formatter)
+        finally:
+            for param, opts, others in named:
+                param.opts, param.secondary_opts = opts, others
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Returns the usage line's parts: `[OPTIONS] MODEL [HEAD]`."""
+        arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
+        names = [str(param.metavar) if param.required else f"[{param.metavar}]" for param in arguments]
+        return [self.options_metavar or "", *names]
+
+
+class VllmCommand(Command):
+    """A command that `vllm` has too: takes vLLM's options at neutral values and refuses other values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """See click."""
+        from foretoken.entrypoints.vllm_arguments import without_other_options
+
+        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        return super().parse_args(ctx, without_other_options(args, own))
+
+
+def _no_type(ctx: Any) -> None:
+    del ctx
+
+
+def without_flags(params: list[Any]) -> list[Any]:
+    """Removes the values of switches from the help of options. Changes the options."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+def joined(text: str) -> str:
+    """Joins the lines of every paragraph."""
+    return "\n\n".join(" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+
+
+def ending(*examples: str, found: str | None = None) -> str:
+    """Returns the end of a command's help; `found` says what exit code 1 means, for commands that give verdicts."""
+    verdict = f", 1 {found}" if found else ""
+    codes = f"Exit codes: 0 done{verdict}, 2 wrong input or a system error, 130 Ctrl-C."
+    lines = "\n".join(f"  {example}" for example in examples)
+    return f"Examples:\n{lines}\n\n{codes}" if examples else codes
+
+
+def _values(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list | tuple) else [given]
+
+
+def _value(kind: Any) -> str:
+    """Returns the placeholder of an option's value; "" for a flag."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    if parts:
+        return _value(parts[0])
+    return "" if kind is bool else _VALUES[kind]
 
 
 class Ended(Exception):
@@ -75,8 +170,8 @@ app = typer.Typer(
     cls=_Commands,
     pretty_exceptions_enable=False,
 )
-_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
-    (generate.generate, ending(
+_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
+    ("generate", generate.generate, ending(
         "foretoken generate models/tinycode -p 'class Queue:'",
         "foretoken generate models/tinycode -f prompt.txt -s ngram --temperature 0.8",
         "foretoken generate models/tinycode -p 'class Queue:' \\",
@@ -84,99 +179,95 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken generate models/tinycode -p 'class Queue:' -s ngram+hydra --show \\",
         "    --trace runs/queue.jsonl",
     )),
-    (chat.chat, ending(
+    ("chat", chat.chat, ending(
         "foretoken chat Qwen/Qwen3-0.6B -s ngram",
         "foretoken chat Qwen/Qwen3-0.6B -s ngram --system 'Answer in one sentence.'",
     )),
-    (serve.serve, ending(
+    ("serve", serve.serve, ending(
         "foretoken serve models/tinycode -s ngram",
         "foretoken serve Qwen/Qwen3-0.6B -s ngram --host 0.0.0.0 --api-key-file keys",
         found="the engine failed",
     )),
-    (batch.batch, ending(
+    ("batch", batch.batch, ending(
         "foretoken batch in.jsonl out.jsonl --model models/tinycode -s ngram",
         "foretoken batch in.jsonl out.jsonl --model Qwen/Qwen3-0.6B --max-num-seqs 16",
     )),
-    (report.report, ending(
+    ("report", generate.report, ending(
         "foretoken report runs/queue.jsonl",
         "foretoken report runs/queue.jsonl --out runs/page.html",
     )),
-    (verify.verify, ending(
+    ("verify", bench.verify, ending(
         "foretoken verify models/tinycode -s ngram -s draft_model:tree",
         "foretoken verify models/tinycode -s hydra --batch-size 1 --batch-size 3",
         found="some text differs by more than rounding",
     )),
-    (bench.bench, ending(
+    ("bench", bench.bench, ending(
         "foretoken bench models/tinycode -s ngram -s draft_model --temperature 0.8",
         "foretoken bench models/tinycode -s ngram:num_speculative_tokens=8 --wide",
     )),
-    (bench_serve.serve, ending(
+    ("bench serve", bench.bench_serve, ending(
         "foretoken bench serve --base-url http://127.0.0.1:8000 --max-concurrency 16",
         "foretoken bench serve --endpoint chat --request-rate 4 --num-prompts 200 \\",
         "    --save-result runs/load.json",
         found="no request was answered",
     )),
-    (sweep.sweep, ending(
+    ("sweep", sweep.sweep, ending(
         "foretoken sweep models/tinycode -s hydra:chain -s medusa:chain \\",
         "    --sweep num_speculative_tokens=2,3,4 --out runs/sweep",
         "foretoken sweep models/tinycode -s hydra:dynamic:num_speculative_tokens=4 \\",
         "    --batch-size 1 --batch-size 4 --sweep max_nodes=8,16,32 --out runs/nodes",
         "foretoken sweep runs/sweep --wide",
     )),
-    (twin.twin, ending(
+    ("twin", twin.twin, ending(
         "foretoken twin models/tinycode runs/twin --layers 24 --hidden-size 1024",
         "foretoken twin models/tinycode runs/twin --heads models/tinycode-hydra \\",
         "    --draft-model keep",
         found="the twin does not compute the model's function",
     )),
-    (inspect.inspect, ending(
+    ("inspect", heads.inspect, ending(
         "foretoken inspect models/tinycode",
         "foretoken inspect models/tinycode-hydra --verify --target models/tinycode",
         found="--verify found something wrong",
     )),
-    (convert.convert, ending(
+    ("convert", heads.convert, ending(
         "foretoken convert models/tinycode-hydra runs/hydra --to hydra \\",
         "    --target models/tinycode",
         "foretoken convert models/tinycode-medusa runs/trt --to tensorrt_llm \\",
         "    --target models/tinycode --dtype bfloat16",
     )),
-    (data.data, ending(
+    ("data", data.data, ending(
         "foretoken data models/tinycode --text 'foretoken/**/*.py' --out runs/data",
         "foretoken data models/tinycode --jsonl chats.jsonl --self-distill \\",
         "    -s ngram --out runs/data",
     )),
-    (data.vocab, ending(
+    ("data vocab", data.vocab, ending(
         "foretoken data vocab runs/data --size 512 --out runs/vocab.json",
         "foretoken train eagle3 models/tinycode --data runs/data --out runs/eagle3 \\",
         "    --draft-vocab runs/vocab.json",
     )),
-    (data.index, ending(
+    ("data index", data.index, ending(
         "foretoken data index runs/data --out runs/index",
         "foretoken generate models/tinycode -p 'class Queue:' \\",
         "    -s rest:datastore=runs/index",
     )),
-    (train.train, ending(
+    ("train", train.train, ending(
         "foretoken train medusa models/tinycode --data runs/data --out runs/medusa",
         "foretoken train hydra models/tinycode --data runs/data --out runs/hydra \\",
         "    --set num_layers=2 --steps 1400 --lr 2e-3",
     )),
-    (tune.tree, ending(
+    ("tune tree", train.tree, ending(
         "foretoken tune tree models/tinycode -s hydra --nodes 32 --out runs/tree.json",
         "foretoken tune tree models/tinycode -s draft_model --nodes 16 --depth 6",
     )),
-    (doctor.doctor, ending(
+    ("doctor", heads.doctor, ending(
         "foretoken doctor models/tinycode --method hydra",
         "foretoken doctor models/tinycode models/tinycode-hydra",
         found="some check found a fault",
     )),
 )  # fmt: skip
-_TWO_WORDS: dict[Callable[..., None], str] = {
-    bench_serve.serve: "bench serve", data.vocab: "data vocab", data.index: "data index", tune.tree: "tune tree",
-}  # fmt: skip
-for _function, _ending in _COMMANDS:
-    _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None
-    _name = _TWO_WORDS.get(_function)
-    _class = VllmCommand if _function in (serve.serve, batch.batch) else Command
+for _name, _function, _ending in _COMMANDS:
+    _settings = {"token_normalize_func": heads.option_name} if _name == "convert" else None
+    _class = VllmCommand if _name in ("serve", "batch") else Command
     app.command(_name, cls=_class, epilog=_ending, context_settings=_settings)(_function)
 
 

@@ -1,4 +1,4 @@
-"""`foretoken generate`: completes one prompt and prints the text as it comes."""
+"""`foretoken generate` completes a prompt, and prints the text as it comes; `foretoken report` shows its traces."""
 
 from __future__ import annotations
 
@@ -343,3 +343,32 @@ def _why_not(record: StepRecord) -> str:
     if num_proposed is None:
         return "not asked"
     return "all cut" if num_proposed else "found nothing"
+
+
+def report(
+    run: Annotated[
+        Path,
+        typer.Argument(help="A file of `foretoken generate --trace`, or a directory with such files or with sweeps."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="The page. Default: RUN with the ending .html, or RUN/report.html."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the page.")] = False,
+) -> None:
+    """Show a generation token by token, with the tree of every iteration and why its nodes were rejected.
+
+    The page is one file that needs no network: summary, text, trees, and the results and pictures of sweeps in RUN.
+    """
+    from foretoken.core.errors import ConfigError
+    from foretoken.files.atomic_files import told_as, write_file
+    from foretoken.report.page import render
+    from foretoken.report.sources import read_run
+
+    place = out or (run / "report.html" if run.is_dir() else run.with_suffix(".html"))
+    found = read_run(run)
+    options.check_new_file(place, "the page", force=force)
+    with told_as(ConfigError, f"'{place}'", "Expected a place for a file that may be written to. Name one with --out."):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_file(place, render(found))
+    terminal.say(str(place))

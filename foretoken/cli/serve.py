@@ -12,8 +12,8 @@ import typer
 from foretoken.cli import options, terminal
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
-from foretoken.server.api_keys import KEY_VARIABLE, api_keys
-from foretoken.server.tool_formats import TAGS, TOOL_FORMATS, thinking_tags, tool_format
+from foretoken.server.guards import KEY_VARIABLE, api_keys
+from foretoken.server.tools import TAGS, TOOL_FORMATS, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

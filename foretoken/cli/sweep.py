@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.cli.progress import progress
+from foretoken.cli.terminal import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

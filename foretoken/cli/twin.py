@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.cli.progress import progress
+from foretoken.cli.terminal import progress
 from foretoken.core.errors import ConfigError, RequestError, nearest_name_hint
 
 if TYPE_CHECKING:

@@ -5,19 +5,20 @@ Any number of threads may call one `LLM`. Iterations run one at a time, and each
 
 from __future__ import annotations
 
+import argparse
 import gc
 import warnings
 from contextlib import closing, nullcontext
 from functools import cache, partial
-from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.backend import own_torch_state
 from foretoken.core.checks import shown
-from foretoken.core.errors import BuiltPerProcess, ConfigError, EngineStopped, RequestError
+from foretoken.core.errors import BuiltPerProcess, ConfigError, EngineStopped, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import check_other_keywords
 from foretoken.decoder.slot_cache import share_of_free
 from foretoken.drafters.base import TargetHandle
@@ -44,7 +45,7 @@ from foretoken.entrypoints.model_arguments import (
 )
 from foretoken.entrypoints.requests import Request, RequestReader
 from foretoken.entrypoints.shared_engine import SharedEngine
-from foretoken.entrypoints.vllm_arguments import check_other_arguments
+from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS, check_other_arguments, read_option
 from foretoken.models.model_changes import count_writes
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.runner import Runner
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter, DrafterOptions
     from foretoken.entrypoints.config import SpeculativeConfig
-    from foretoken.entrypoints.engine_args import EngineArgs
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
     from foretoken.text.chats import Message
@@ -441,3 +441,61 @@ def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
         return nullcontext()
     make: Any = tqdm if isinstance(use_tqdm, bool) else use_tqdm
     return make(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+
+_Parser = TypeVar("_Parser", bound=argparse._ActionsContainer)  # a parser or an argument group
+_PARAMETERS = {name: each for name, each in signature(LLM).parameters.items() if each.kind != Parameter.VAR_KEYWORD}
+_NOT_TYPED = {"drafter", "on_step", "trace"}  # functions, and `trace`, which needs one
+
+
+class EngineArgs:
+    """Arguments of `LLM`, for `LLM.from_engine_args(args)` or `LLM(**vars(args))`. `LLM` checks the values.
+
+    An argument that was not given reads as its default.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
+        """Takes the arguments of `LLM`; raises `ConfigError` for a name that neither `LLM` nor vLLM has."""
+        for name in arguments:
+            if name not in _PARAMETERS and name not in OTHER_ARGUMENTS:
+                raise ConfigError(f"EngineArgs has no argument {shown(name)}. {nearest_name_hint(name, _PARAMETERS)}")
+        vars(self).update(arguments, model=model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PARAMETERS and name not in OTHER_ARGUMENTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return _PARAMETERS[name].default if name in _PARAMETERS else None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    @staticmethod
+    def add_cli_args(parser: _Parser) -> _Parser:
+        """Adds an option for each argument and returns the parser; its result lacks options that are not given."""
+        for name in (*_PARAMETERS, *OTHER_ARGUMENTS):
+            if name in _NOT_TYPED:
+                continue
+            option = f"--{name.replace('_', '-')}"
+            is_switch = OTHER_ARGUMENTS[name].is_switch if name in OTHER_ARGUMENTS else "bool" in _type(name)
+            form: dict[str, Any] = {"type": str if "str" in _type(name) else read_option}
+            if is_switch:
+                form = {"action": argparse.BooleanOptionalAction}
+            parser.add_argument(option, default=argparse.SUPPRESS, **form)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Returns the arguments in a parser's result; raises `ConfigError` if it has no model."""
+        given = {name: value for name, value in vars(args).items() if name in _PARAMETERS or name in OTHER_ARGUMENTS}
+        if "model" not in given:
+            raise ConfigError("there is no model among the arguments. Expected --model DIRECTORY.")
+        return cls(**given)
+
+
+class AsyncEngineArgs(EngineArgs):
+    """Arguments for `AsyncLLM.from_engine_args(args)`; the same as `EngineArgs`."""
+
+
+def _type(name: str) -> str:
+    """Returns the annotation of an argument; empty for an argument that only vLLM has."""
+    return str(_PARAMETERS[name].annotation) if name in _PARAMETERS else ""

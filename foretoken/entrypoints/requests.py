@@ -1,15 +1,18 @@
-"""Turns prompts and sampling parameters into checked sequences that the engine can run."""
+"""Turns prompts and sampling parameters into checked sequences for the engine, and keeps results for readers."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
+from collections import deque
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_text, checked_token_ids, shown
-from foretoken.core.errors import RequestError
+from foretoken.core.errors import ForetokenError, RequestError, described
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import MOST_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams, bounded_bad_words
 from foretoken.engine.sequence import Sequence
@@ -21,8 +24,9 @@ from foretoken.text.codec import Codec
 from foretoken.text.prompts import PromptReader, ReadPrompt, split_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from foretoken.core.results import StreamChunk
     from foretoken.runner.runner import Runner
 
 
@@ -84,6 +88,102 @@ class Request:
             metrics=GenerationMetrics.total(sequence.metrics for sequence in self.sequences),
             num_cached_tokens=self.sequences[0].metrics.num_cached_tokens if self.has_begun else None,
         )
+
+
+class QueuedRequest:
+    """A request, with the results that its readers have not taken yet.
+
+    The engine's thread fills it, readers in any event loop empty it. They share deques, whose operations are atomic:
+    neither side takes a lock or waits for the other.
+
+    Attributes:
+        request: The request.
+        chunks: Unread chunks.
+        output: The whole result, once the request is over.
+        error: The reason if there will be no result.
+        is_read: Whether anybody reads chunks; if not, chunks are made only at the end.
+        has_summaries: Whether a summary is made with chunks.
+        summary: The request when chunks were last made, without its completions.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.chunks: deque[StreamChunk] = deque()
+        self.output: RequestOutput | None = None
+        self.error: ForetokenError | None = None
+        self.is_read = self.has_summaries = False
+        self.summary: RequestOutput | None = None
+        self._num_made = [0] * len(request.sequences)  # for each completion the tokens that were put into chunks
+        self._is_told = [False] * len(request.sequences)  # for each completion whether its last chunk was made
+        self._readers: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more will come."""
+        return self.output is not None or self.error is not None
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens so far, over all completions."""
+        return sum(len(s.tokens) - s.num_prompt for s in self.request.sequences)
+
+    def fill(self) -> str | None:
+        """Makes chunks, and the whole result once the request is over; returns the description of an error, or None."""
+        try:
+            self._make_chunks()
+            if self.request.is_over:
+                self.output = self.request.output()
+        except Exception as err:  # noqa: BLE001 - a tokenizer that fails must cost its request alone
+            return described(err)
+        return None
+
+    def fill_at_last(self) -> None:
+        """Gives readers the result of a finished request, or the reason why there is none."""
+        error = self.fill()
+        if error is not None:
+            name = self.request.request_id
+            self.error = ForetokenError(f"the result of request '{name}' cannot be made: {error}.")
+
+    def _make_chunks(self) -> None:
+        """Makes chunks of new tokens unless the reader still has unread ones; always makes the last chunk."""
+        is_open, chunks = self.is_read and not self.chunks, []
+        for sequence, made in zip(self.request.sequences, self._num_made, strict=True):
+            index, is_over = sequence.index, sequence.finish_reason is not None
+            sequence.tell_scores()
+            count = len(sequence.tokens) - sequence.num_prompt
+            if self._is_told[index] or not (is_over or (is_open and count > made)):
+                continue
+            chunks.append(sequence.chunk(0, made))
+            self._num_made[index], self._is_told[index] = count, is_over
+        if chunks and self.has_summaries:
+            self.summary = self.request.summary()  # before the chunks, which wake the reader
+        self.chunks.extend(chunks)
+
+    def wake(self, *, is_forked: bool = False) -> None:
+        """Wakes all readers, in any event loop.
+
+        In a forked child readers are woken directly: its event loops share wake-up channels with the parent.
+        """
+        while self._readers:
+            reader = self._readers.popleft()
+            with suppress(RuntimeError):  # the loop is closed: the reader is gone
+                if is_forked:
+                    _resolve(reader)
+                else:
+                    reader.get_loop().call_soon_threadsafe(_resolve, reader)
+
+    async def wait(self, is_there: Callable[[], bool]) -> None:
+        """Waits until `is_there()` is true."""
+        while not is_there():
+            reader = asyncio.get_running_loop().create_future()
+            self._readers.append(reader)
+            if not is_there():  # checked again: it may have come before the reader was in the queue
+                await reader
+
+
+def _resolve(reader: asyncio.Future[None]) -> None:
+    if not reader.done():
+        reader.set_result(None)
 
 
 class RequestReader:

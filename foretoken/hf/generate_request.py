@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -12,10 +11,12 @@ from foretoken.core.errors import RequestError
 from foretoken.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import Tensor
     from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+    from foretoken.runner.runner import Runner
 
 
 class Meaning(NamedTuple):
@@ -166,39 +167,13 @@ class Unserved(Exception):
     """transformers has to serve a call; the text is the reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Limits of an engine.
-
-    Attributes:
-        context_len: Most tokens of a sequence.
-        eos_ids: End-of-sequence tokens of the loaded model.
-    """
-
-    context_len: int
-    eos_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """A request for the engine.
-
-    Attributes:
-        prompts: Token ids of each row, without padding.
-        params: The same for all rows. A row ends where transformers ends it, or later.
-    """
-
-    prompts: list[list[int]]
-    params: SamplingParams
-
-
 def read_request(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
-    limits: EngineLimits,
-) -> GenerateRequest:
+    target: Runner,
+) -> tuple[list[list[int]], SamplingParams]:
     """Reads what `generate` prepared for its decoding loop.
 
     Args:
@@ -206,7 +181,11 @@ def read_request(
         attention_mask: (B, T), 0 at padding; None without padding.
         criteria: All stopping criteria.
         config: With defaults and `generate`'s own tensors of special tokens.
-        limits: Limits of the engine.
+        target: Bounds the tokens of a sequence.
+
+    Returns:
+        Token ids of each row without padding, and the parameters of all rows. A row ends where transformers ends it,
+        or later.
 
     Raises:
         Unserved: When transformers has to serve the call.
@@ -218,13 +197,13 @@ def read_request(
         raise Unserved("nothing says what rows that are over are padded with")
     num_new = max(criteria.max_length - width, 1)
     longest = max(map(len, prompts)) + num_new
-    if longest > limits.context_len:
-        raise Unserved(f"{longest} tokens are longer than the engine's context of {limits.context_len}")
+    if longest > target.context_len:
+        raise Unserved(f"{longest} tokens are longer than the engine's context of {target.context_len}")
     ends = [token for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.tolist()]
     eos = getattr(config, "_eos_token_tensor", None)
     eos_ids = [] if eos is None else eos.tolist()
     least = 0 if eos is None else min(max((config.min_length or 0) - width, config.min_new_tokens or 0), num_new)
-    if least > 0 and not {*limits.eos_ids, *ends} <= set(eos_ids):
+    if least > 0 and not {*target.model.eos_ids, *ends} <= set(eos_ids):
         raise Unserved("a minimum length holds back other end-of-sequence tokens than the model's")
     words = [list(word) for word in config.bad_words_ids or () if list(word) not in [[token] for token in eos_ids]]
     words += [[token] for token in config.suppress_tokens or ()]
@@ -235,7 +214,7 @@ def read_request(
         )  # fmt: skip
     except RequestError as err:
         raise Unserved(str(err)) from err
-    return GenerateRequest(prompts=prompts, params=params)
+    return prompts, params
 
 
 def _sampling(config: GenerationConfig) -> dict[str, Any]:

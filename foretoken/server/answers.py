@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, RequestOutput, StreamChunk
     from foretoken.entrypoints.llm import LLM
-    from foretoken.server.errors import ApiError
+    from foretoken.server.json_body import ApiError
     from foretoken.server.message_parts import MessageForm
     from foretoken.server.request_fields import ServedRequest
 

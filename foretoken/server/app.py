@@ -1,45 +1,107 @@
-"""The routes of the server: an ASGI application over an `AsyncLLM`."""
+"""The routes of the server: an ASGI application over an `AsyncLLM`, with the page at `/`."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import foretoken
 from foretoken.core.errors import ForetokenError
-from foretoken.server.answers import Envelope, seconds_since_1970
-from foretoken.server.errors import ApiError, api_error
+from foretoken.report.page import render_inlined
+from foretoken.server.answers import seconds_since_1970
 from foretoken.server.guards import Guards, check_origins, open_to
-from foretoken.server.json_body import parse_object
-from foretoken.server.live_request import LiveRequest
+from foretoken.server.json_body import ApiError, api_error, parse_object
+from foretoken.server.live_request import (
+    GENERATING,
+    BodyReader,
+    JsonResponse,
+    LiveRequest,
+    in_thread,
+    is_large,
+    read_body,
+)
 from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.metrics import ServerMetrics
-from foretoken.server.page import documentation_of, page_response
-from foretoken.server.replies import EventStream, JsonResponse, disconnect, dumped_in_pieces
-from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request, token_request
-from foretoken.server.response_answers import ResponseEnvelope, numbered
-from foretoken.server.response_fields import as_chat, told_back
-from foretoken.server.threads import has_template, in_thread, is_large, rendered
+from foretoken.server.request_fields import token_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.server.guards import App
-    from foretoken.server.request_fields import ServedRequest
+    from foretoken.server.json_body import App
+
+    _Handler = Callable[[Request], Awaitable[Response]]
+
+_ANSWERS = {"/": HTMLResponse, "/metrics": PlainTextResponse}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {},
+            },
+        }
+    },
+}
+_ERRORS = {
+    status: {"description": description, "content": {"application/json": {"schema": _ERROR}}}
+    for status, description in (
+        ("4XX", "Refused: `error` says why."),
+        ("5XX", "Failed, or not ready: `error` says why."),
+    )
+}
+
+
+def documentation_of(path: str) -> dict[str, Any]:
+    """Returns the keyword arguments of `FastAPI.add_api_route` for a path such as "/v1/models/{name}"."""
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)(?::path)?}", path)
+    ]
+    return {
+        "response_class": _ANSWERS.get(path, JSONResponse),
+        "responses": _ERRORS,
+        "openapi_extra": {"parameters": parameters} if parameters else None,
+    }
+
+
+# The page sends requests to this server alone, cannot be framed, and never parses text as markup.
+_POLICY = "connect-src 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+
+
+def page_response() -> Response:
+    """Returns the page, which reads the name of the model from /v1/models."""
+    content, policy = _page()
+    headers = {
+        "Content-Security-Policy": f"{policy}; {_POLICY}", "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
+    }  # fmt: skip
+    return Response(content, media_type="text/html", headers=headers)
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """Returns the page and its content security policy."""
+    return render_inlined("foretoken.server", "page")
+
 
 _LARGE_BODY = 256 * 1024  # bytes; a larger body is read in a thread, so that other requests' chunks are not delayed
 _NO_TEMPLATE = "Start the server with --chat-template FILE, or send the text to /v1/completions."
 _LONGEST_ITERATION_S = 300.0  # after which /health fails, so that a supervisor may restart the server
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -98,23 +160,24 @@ class _Server:
     """The handlers of all routes."""
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
-        self._engine, self._config, self._unknown = engine, config, UnknownFields()
-        self._defaults, self._created = engine.llm.sampling_defaults, seconds_since_1970()
-        self._formats = AnswerFormats.of(
-            engine.llm, config.chat_template, tool_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
+        self._engine, self._config, self._created, llm = engine, config, seconds_since_1970(), engine.llm
+        template = config.chat_template
+        formats = AnswerFormats.of(
+            llm, template, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+        )
+        _log.info("parsers, by the chat template or the options: %s", formats)
+        self._reader = BodyReader(
+            llm, model=config.names[0], template=template, advice=_NO_TEMPLATE, formats=formats,
+            has_draft_metrics=config.has_draft_metrics,
         )  # fmt: skip
-        _log.info("parsers, by the chat template or the options: %s", self._formats)
         self.metrics = ServerMetrics(
             engine, config.names[0], has_vllm_names=config.has_vllm_metrics, name=config.engine_name
         )
 
-    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
+    def routes(self) -> list[tuple[str, str, _Handler]]:
         return [
             ("/", "GET", self._answering(self.page)),
-            ("/v1/completions", "POST", self._answering(self.completions)),
-            ("/v1/chat/completions", "POST", self._answering(self.chat)),
-            ("/v1/responses", "POST", self._answering(self.responses)),
+            *((path, "POST", self._answering(partial(self.generate, path), name)) for name, path in GENERATING.items()),
             ("/v1/models", "GET", self._answering(self.models)),
             ("/v1/models/{name:path}", "GET", self._answering(self.model)),
             ("/tokenize", "POST", self._answering(self.tokenize)),
@@ -126,8 +189,8 @@ class _Server:
             ("/version", "GET", self._answering(self.version)),
         ]
 
-    def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Wraps a handler: exceptions become answers."""
+    def _answering(self, handler: _Handler, name: str | None = None) -> _Handler:
+        """Wraps a handler: exceptions become answers; name: of the route, by default that of the handler."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -138,7 +201,7 @@ class _Server:
                 _log.exception("a request to %s failed", request.scope["path"])
                 return self._error(api_error(err))
 
-        answer.__name__ = handler.__name__
+        answer.__name__ = name or handler.__name__
         return answer
 
     async def not_routed(self, request: Request, error: Exception) -> Response:
@@ -159,60 +222,11 @@ class _Server:
     async def page(self, _: Request) -> Response:
         return page_response()
 
-    async def completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        return await self._served(request, await _read(completion_request, body, self._unknown, self._defaults))
-
-    async def chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        prompt = await self._conversation(body)
-        return await self._served(request, await self._asked(body, prompt))
-
-    async def _asked(self, chat: dict[str, Any], prompt: dict[str, Any]) -> ServedRequest:
-        return await _read(chat_request, chat, self._unknown, self._defaults, prompt, self._formats)
-
-    async def _conversation(self, body: dict[str, Any]) -> dict[str, Any]:
-        messages, form = await _read(chat_form, body)
-        return await rendered(self._engine.llm, messages, form, self._config.chat_template, _NO_TEMPLATE)
-
-    async def responses(self, request: Request) -> Response:
-        body = await self._body(request)
-        chat = await _read(as_chat, body)
-        prompt = await self._conversation(chat)
-        asked = await self._asked(chat, prompt)
-        envelope = ResponseEnvelope(
-            request=asked, told=await _read(told_back, body), model=self._config.names[0],
-            has_draft_metrics=self._has_metrics(asked),
-        )  # fmt: skip
-        live = await LiveRequest.submit(self._engine, envelope, self.metrics)
-        if asked.is_streamed:
-            return EventStream(numbered(live.parts()), self.metrics.count_disconnect, has_names=True)
-        return await self._whole(request, live)
-
-    async def _served(self, request: Request, asked: ServedRequest) -> Response:
-        envelope = Envelope(request=asked, model=self._config.names[0], has_draft_metrics=self._has_metrics(asked))
-        live = await LiveRequest.submit(self._engine, envelope, self.metrics)
-        if asked.is_streamed:
-            return EventStream(live.parts(), self.metrics.count_disconnect)
-        return await self._whole(request, live)
-
-    def _has_metrics(self, asked: ServedRequest) -> bool:
-        return self._config.has_draft_metrics if asked.has_draft_metrics is None else asked.has_draft_metrics
-
-    async def _whole(self, request: Request, live: LiveRequest) -> Response:
-        """Answers in one piece; aborts the request if the client disconnects."""
-        answer = asyncio.ensure_future(live.whole(dumped_in_pieces))
-        gone = asyncio.ensure_future(disconnect(request.receive))
-        try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return JsonResponse(answer.result())
-            self.metrics.count_disconnect()
-            return Response(status_code=499)  # the client has disconnected
-        finally:
-            answer.cancel()
-            gone.cancel()
-            live.abort()
+    async def generate(self, path: str, request: Request) -> Response:
+        """Answers the paths of `GENERATING`."""
+        shape = await self._reader.shape(path, await self._body(request))
+        live = await LiveRequest.submit(self._engine, shape, self.metrics)
+        return await live.response(request.receive, self.metrics.count_disconnect)
 
     async def models(self, _: Request) -> Response:
         return JsonResponse({"object": "list", "data": [self._card(name) for name in self._config.names]})
@@ -228,7 +242,7 @@ class _Server:
             "id": name, "object": "model", "created": self._created, "owned_by": "foretoken",
             "root": self._config.names[0], "parent": None, "max_model_len": llm.target.context_len,
             "drafters": [drafter.name for drafter in llm.drafters], "is_lossless": not llm.is_lossy,
-            "has_chat_template": has_template(llm, self._config.chat_template),
+            "has_chat_template": self._reader.has_template,
         }  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:
@@ -236,7 +250,7 @@ class _Server:
         body = await self._body(request)
         llm = self._engine.llm
         if body.get("messages") is not None:
-            tokens: list[int] = (await self._conversation(body))["prompt_token_ids"]
+            tokens: list[int] = (await self._reader.conversation(body))["prompt_token_ids"]
         else:
             has_special = body.get("add_special_tokens", True) is not False
             tokens = await in_thread(
@@ -245,7 +259,7 @@ class _Server:
         return JsonResponse({"count": len(tokens), "max_model_len": llm.target.context_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        tokens = await _read(token_request, await self._body(request))
+        tokens = await read_body(token_request, await self._body(request))
         return JsonResponse({"prompt": await in_thread(self._engine.llm.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
@@ -266,7 +280,7 @@ class _Server:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         is_large.set(len(await request.body()) > _LARGE_BODY)
-        body = await _read(parse_object, await request.body())
+        body = await read_body(parse_object, await request.body())
         if body.get("model") is not None:
             self._check_model(body["model"])
         return body
@@ -279,8 +293,3 @@ class _Server:
                 f"The model {shown} does not exist here. Known: {known}.", status=404, param="model",
                 code="model_not_found",
             )  # fmt: skip
-
-
-async def _read(call: Callable[_Given, _Result], *given: _Given.args, **more: _Given.kwargs) -> _Result:
-    """Runs a call that reads a body; in a thread if the body is large."""
-    return await in_thread(call, *given, **more) if is_large.get() else call(*given, **more)

@@ -1,27 +1,61 @@
-"""ASGI middleware: checks API keys and headers, bounds the size and time of bodies, sets CORS headers."""
+"""API keys, and ASGI middleware that checks keys, headers and bodies, and sets CORS headers.
+
+Keys come from the environment and a file, never from a command line, which all users of a machine can read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from starlette.middleware.cors import CORSMiddleware
-
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
-from foretoken.server.errors import ApiError
-from foretoken.server.replies import send_json
+from foretoken.files.bounded_reads import read_named
+from foretoken.server.json_body import ApiError, send_json
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
+    from pathlib import Path
 
-    Message = MutableMapping[str, Any]
-    Receive = Callable[[], Awaitable[Message]]
-    Send = Callable[[Message], Awaitable[None]]
-    App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+    from foretoken.server.json_body import App, Message, Receive, Send
+
+KEY_VARIABLE = "FORETOKEN_API_KEY"
+
+
+def api_keys(path: Path | None) -> list[str]:
+    """Returns the key in `KEY_VARIABLE`, if set, and the keys of a file.
+
+    Args:
+        path: A file with one key a line; None for no file.
+
+    Raises:
+        ConfigError: When a key is empty or not plain ASCII, or the file cannot be read or has no key.
+    """
+    given = [os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else []
+    if path is not None:
+        given += _keys_of(path)
+    for key in given:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"an API key of {KEY_VARIABLE} or --api-key-file is empty or has other than ASCII characters."
+            )
+    return given
+
+
+def _keys_of(path: Path) -> list[str]:
+    try:
+        text = read_named(path, error=ConfigError).decode("utf-8", "replace")  # no ASCII: refused later
+    except OSError as err:
+        raise ConfigError(f"'{path}' cannot be read: {err.strerror}. Expected a file with one API key a line.") from err
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"'{path}' has no API key. Expected one a line.")
+    return lines
+
 
 MOST_BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
@@ -115,6 +149,8 @@ def open_to(origins: Sequence[str], app: App) -> App:
     """
     if not origins:
         return app
+    from starlette.middleware.cors import CORSMiddleware  # `serve --help` works without the extra `serve`
+
     opened: App = CORSMiddleware(
         app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=("Retry-After",)
     )  # fmt: skip

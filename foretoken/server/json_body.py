@@ -1,14 +1,74 @@
-"""Reads the JSON object of a request's body, and refuses bodies that are not plain JSON."""
+"""JSON bodies of requests and answers, and errors in the form of OpenAI's API. Imports no web framework."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.core.checks import lone_surrogate
-from foretoken.server.errors import ApiError
+from foretoken.core.errors import EngineStopped, QueueFull, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+
+    Message = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[Message]]
+    Send = Callable[[Message], Awaitable[None]]
+    App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "method_not_allowed",
+    408: "timeout_error", 413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error",
+    503: "service_unavailable",
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """An error answer.
+
+    Attributes:
+        status: HTTP status.
+        message: One or two sentences.
+        param: The field of the request with the error, if any.
+        code: A name for programs, if any.
+        headers: Further headers of the answer.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Returns the body of the answer."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def api_error(error: BaseException) -> ApiError:
+    """Returns the answer for an exception; an unforeseen exception reveals no details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return ApiError(str(error), status=429, code="queue_full", headers=wait)
+    if isinstance(error, RequestError):
+        return ApiError(str(error))
+    if isinstance(error, EngineStopped):
+        return ApiError("The engine serves no requests any more. Send the request to another server.", status=503)
+    return ApiError("The server failed. The request was not completed; other requests go on.", status=500)
+
 
 DEEPEST = 64  # nesting of containers
 # Parsing more values would delay other requests. Each kind is counted by its character in the body.
@@ -103,3 +163,55 @@ def _check(value: Any) -> None:
 
 def _too_deep() -> ApiError:
     return ApiError(f"The body is nested too deeply. Expected at most {DEEPEST} objects or lists within each other.")
+
+
+_LONGEST_PIECE = 128  # list items encoded in one call
+_DEEPEST_PIECES = 6  # containers around log-probabilities in the bodies of completions, chats and responses
+
+
+def dumped(body: Any) -> bytes:
+    """Encodes a body as JSON."""
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def dumped_in_pieces(body: Any) -> bytes:
+    """Encodes a large body as JSON in pieces; one call of `json.dumps` would hold the GIL throughout."""
+    return b"".join(_pieces(body, _DEEPEST_PIECES))
+
+
+def _pieces(value: Any, depth: int) -> Iterator[bytes]:
+    """Yields the JSON of a value in short pieces; depth: levels of containers to encode value by value."""
+    if isinstance(value, list) and (len(value) > _LONGEST_PIECE or not depth):
+        slices = (value[at : at + _LONGEST_PIECE] for at in range(0, len(value), _LONGEST_PIECE))
+        yield b"[" + b",".join(dumped(each)[1:-1] for each in slices) + b"]"
+    elif isinstance(value, list) and depth:
+        yield b"["
+        for at, item in enumerate(value):
+            yield b"," if at else b""
+            yield from _pieces(item, depth - 1)
+        yield b"]"
+    elif isinstance(value, dict) and depth:
+        yield b"{"
+        for at, (name, item) in enumerate(value.items()):
+            yield (b"," if at else b"") + dumped(name) + b":"
+            yield from _pieces(item, depth - 1)
+        yield b"}"
+    else:
+        yield dumped(value)
+
+
+async def send_json(
+    send: Send, body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None, *, is_end: bool = True
+) -> None:
+    """Sends a JSON answer; is_end: whether the answer ends here, else the caller sends an empty last part."""
+    content = dumped(body)
+    named = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
+    raw = [(name.lower().encode(), value.encode()) for name, value in named.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": content, "more_body": not is_end})
+
+
+async def disconnect(receive: Receive) -> None:
+    """Waits until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

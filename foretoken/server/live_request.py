@@ -1,60 +1,143 @@
-"""Submits all prompts of a request at once and reads their results, as a whole or as a stream."""
+"""Submits all prompts of a request at once, reads their results, and aborts them if the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from starlette.responses import Response
 
 from foretoken.core.errors import ForetokenError, undone_on_error
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
-from foretoken.server.answers import EchoedPrompt, chunk_alone, prompt_alone, running_usage
-from foretoken.server.errors import ApiError, api_error
-from foretoken.server.replies import dumped_in_pieces
-from foretoken.server.threads import in_pool, in_thread
+from foretoken.server.answers import EchoedPrompt, Envelope, chunk_alone, prompt_alone, running_usage
+from foretoken.server.json_body import ApiError, api_error, disconnect, dumped, dumped_in_pieces
+from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
+from foretoken.server.responses import ResponseEnvelope, as_chat, told_back
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping, Sequence
+    from concurrent.futures import Executor
 
     from foretoken.core.results import Logprob, RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.entrypoints.request_stream import RequestStream
+    from foretoken.entrypoints.async_llm import AsyncLLM, RequestStream
+    from foretoken.entrypoints.llm import LLM
+    from foretoken.server.json_body import Receive, Send
+    from foretoken.server.message_parts import AnswerFormats
     from foretoken.server.metrics import ServerMetrics
     from foretoken.server.request_fields import ServedRequest
+
+    AnswerShape = Envelope | ResponseEnvelope
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+is_large: ContextVar[bool] = ContextVar("is_large", default=False)
+"""Whether the current task serves a request with a large body."""
+# Large requests have their own threads and processors, so that other requests never wait for them.
+_large = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), thread_name_prefix="foretoken-large")
+
+
+async def in_thread(call: Callable[_Given, _Result], *given: _Given.args, **options: _Given.kwargs) -> _Result:
+    """Runs a call in a thread and returns its result; large requests share few threads. See `in_pool`."""
+    return await in_pool(_large if is_large.get() else None, partial(call, *given, **options))
+
+
+async def in_pool(pool: Executor | None, call: Callable[[], _Result]) -> _Result:
+    """Runs a call in one of a pool's threads and returns its result.
+
+    Args:
+        pool: None for the event loop's own pool.
+        call: Sees the context variables of the caller.
+
+    Raises:
+        RuntimeError: When the call raises `StopIteration`, with which a future would never end.
+    """
+    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, _ended, call)
+
+
+def _ended(call: Callable[[], _Result]) -> _Result:
+    try:
+        return call()
+    except StopIteration as err:
+        raise RuntimeError("StopIteration out of a call in a thread") from err
+
+
+async def read_body(call: Callable[_Given, _Result], *given: _Given.args, **options: _Given.kwargs) -> _Result:
+    """Runs a call that reads a body; in a thread if the body is large."""
+    return await in_thread(call, *given, **options) if is_large.get() else call(*given, **options)
+
+
+GENERATING = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
+
+
+class BodyReader:
+    """Checks the bodies of requests to the paths of `GENERATING`.
+
+    Attributes:
+        has_template: Whether conversations can be rendered.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        model: str,
+        template: str | None,
+        advice: str,
+        formats: AnswerFormats,
+        has_draft_metrics: bool = False,
+    ) -> None:
+        """Makes a reader.
+
+        Args:
+            llm: The model, with its tokenizer.
+            model: The name of the model in answers.
+            template: The chat template in Jinja; None for the tokenizer's own.
+            advice: Ends the error about a missing template.
+            formats: The model's formats of tool calls and thoughts.
+            has_draft_metrics: Whether answers have draft metrics, unless a request says otherwise.
+        """
+        self._llm, self._model, self._template, self._advice, self._formats = llm, model, template, advice, formats
+        self._unknown, self._has_draft_metrics = UnknownFields(), has_draft_metrics
+        self.has_template = bool(template or getattr(llm.tokenizer, "chat_template", None))
+
+    async def shape(self, path: str, body: dict[str, Any]) -> AnswerShape:
+        """Checks a body and returns the shape of its answer; raises `ApiError` or `RequestError` for invalid fields."""
+        is_response = path == GENERATING["responses"]
+        log, defaults = self._unknown, self._llm.sampling_defaults
+        if path == GENERATING["completions"]:
+            request = await read_body(completion_request, body, log, defaults)
+        else:
+            chat = await read_body(as_chat, body) if is_response else body
+            prompt = await self.conversation(chat)
+            request = await read_body(chat_request, chat, log, defaults, prompt, self._formats)
+        has_metrics = self._has_draft_metrics if request.has_draft_metrics is None else request.has_draft_metrics
+        if not is_response:
+            return Envelope(request=request, model=self._model, has_draft_metrics=has_metrics)
+        told = await read_body(told_back, body)
+        return ResponseEnvelope(request=request, model=self._model, has_draft_metrics=has_metrics, told=told)
+
+    async def conversation(self, chat: dict[str, Any]) -> dict[str, Any]:
+        """Renders the messages of a body and returns the prompt; raises as `shape` does."""
+        messages, form = await read_body(chat_form, chat)
+        if self._llm.tokenizer is not None and not self.has_template:
+            raise ApiError(f"The model has no chat template. {self._advice}", param="messages")
+        (prompt,) = await in_thread(self._llm.chat_prompts, messages, chat_template=self._template, **form)
+        return prompt
+
 
 _Answer = TypeVar("_Answer")
 _MOST_LOGPROBS = 1 << 18  # of one answer: some 20 MB of JSON
 # Compiling structured output takes long: these requests wait for each other and leave threads to other requests.
 _compiling = ThreadPoolExecutor(4, thread_name_prefix="foretoken-grammars")
-
-
-class AnswerShape(Protocol):
-    """Builds the bodies of one answer."""
-
-    @property
-    def request(self) -> ServedRequest:
-        """The request."""
-
-    def whole(self, outputs: Sequence[RequestOutput], echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
-        """Returns the body of an answer that is not streamed; see `Envelope.whole`."""
-
-    def first(self) -> list[dict[str, Any]]:
-        """Returns the bodies before any token."""
-
-    def part(
-        self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
-    ) -> list[dict[str, Any]]:
-        """Returns the bodies with new tokens; see `Envelope.part`."""
-
-    def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Returns the bodies after all tokens; outputs: one result for each prompt."""
-
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """Returns the last body of a stream that failed."""
 
 
 class LiveRequest:
@@ -107,6 +190,28 @@ class LiveRequest:
     def abort(self) -> None:
         """Aborts all unfinished prompts within one iteration."""
         _abort(self._streams)
+
+    async def response(self, receive: Receive, on_disconnect: Callable[[], None]) -> Response:
+        """Returns the answer for a client: a stream, or the whole body; aborts the request if the client disconnects.
+
+        Args:
+            receive: Gives the client's further messages.
+            on_disconnect: Called if the client disconnects before the end.
+        """
+        if self.envelope.request.is_streamed:
+            return EventStream(self.parts(), on_disconnect, is_numbered=isinstance(self.envelope, ResponseEnvelope))
+        answer = asyncio.ensure_future(self.whole(dumped_in_pieces))
+        gone = asyncio.ensure_future(disconnect(receive))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return JsonResponse(answer.result())
+            on_disconnect()
+            return Response(status_code=499)  # the client has disconnected
+        finally:
+            answer.cancel()
+            gone.cancel()
+            self.abort()
 
     async def whole(self, make: Callable[[dict[str, Any]], _Answer]) -> _Answer:
         """Returns the whole answer; `make` builds it from the body, in a thread since log-probabilities take long.
@@ -275,3 +380,60 @@ def _check(params: SamplingParams, finish_reason: str | None, error: str | None)
         raise ApiError(f"The completion failed: {error}", status=500)
     if finish_reason == "abort":
         raise ApiError("The server ended the request. Send it again.", status=503, headers={"Retry-After": "1"})
+
+
+class JsonResponse(Response):
+    """A body as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encodes the content, unless it is already bytes."""
+        return content if isinstance(content, bytes) else dumped(content)
+
+
+class EventStream(Response):
+    """A stream of server-sent events; it ends if the reader disconnects."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, bodies: AsyncGenerator[Any], on_disconnect: Callable[[], None], *, is_numbered: bool = False
+    ) -> None:
+        """Prepares a stream.
+
+        Args:
+            bodies: The events' bodies; bytes are JSON already. The stream always closes this generator.
+            on_disconnect: Called if the reader disconnects before the end.
+            is_numbered: Whether each event has its body's type as a name, and a `sequence_number` from 0. Otherwise
+                `[DONE]` ends the stream.
+        """
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._bodies, self._on_disconnect, self._is_numbered = bodies, on_disconnect, is_numbered
+
+    async def __call__(self, _: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Sends the whole stream."""
+        sender = asyncio.ensure_future(self._send(send))
+        watcher = asyncio.ensure_future(disconnect(receive))
+        try:
+            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not sender.done():
+                self._on_disconnect()
+        finally:
+            for task in (sender, watcher):
+                task.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await sender
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._bodies) as bodies:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            number = 0
+            async for body in bodies:
+                told = {**body, "sequence_number": number} if self._is_numbered else body
+                name = f"event: {body['type']}\n".encode() if self._is_numbered else b""
+                part = name + b"data: " + (told if isinstance(told, bytes) else dumped(told)) + b"\n\n"
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                number += 1
+            await send({"type": "http.response.body", "body": b"" if self._is_numbered else b"data: [DONE]\n\n"})

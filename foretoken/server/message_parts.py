@@ -7,14 +7,13 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.server.tool_formats import FORCED, CallEnd, thinking_tags, tool_format
+from foretoken.server.tools import FORCED, CallEnd, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.entrypoints.llm import LLM
-    from foretoken.server.tool_formats import Call, Schemas, Tags, ToolFormat
-    from foretoken.server.tool_requests import ToolUse
+    from foretoken.server.tools import Call, Schemas, Tags, ToolFormat, ToolUse
 
 _MOST_SPACES = 64  # white space that may precede the opening tag of thoughts
 

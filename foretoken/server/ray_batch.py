@@ -15,18 +15,15 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ForetokenError
-from foretoken.server.batch import BatchCounts
-from foretoken.server.batch_files import Line
-from foretoken.server.batch_lines import LineAnswers, OpenLines, refused_line
-from foretoken.server.errors import ApiError
-from foretoken.server.json_body import parse_object
+from foretoken.server.batch import BatchCounts, Line, LineAnswers, OpenLines, refused_line
+from foretoken.server.json_body import ApiError, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.server.batch_files import AnswerFile
+    from foretoken.server.batch import AnswerFile
 
 _OBJECT_STORE_BYTES = 100 << 20  # for a cluster of this machine alone
 _MOST_RETRIES = (

@@ -176,8 +176,7 @@ class Front:
         Raises:
             ConfigError: When an API key or an allowed origin is invalid.
         """
-        from foretoken.server.api_keys import api_keys
-        from foretoken.server.guards import check_origins
+        from foretoken.server.guards import api_keys, check_origins
 
         check_origins(arguments.allowed_origins)
         self._replicas, self._length, self._origins = replicas, arguments.prefix_characters, arguments.allowed_origins

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import ray.exceptions
 import ray.serve.exceptions
 
-from foretoken.server.errors import ApiError
-from foretoken.server.replies import disconnect, send_json
+from foretoken.server.json_body import ApiError, disconnect, send_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping, MutableMapping
 
-    from foretoken.server.guards import App, Message, Receive, Send
+    from foretoken.server.json_body import App, Message, Receive, Send
 
 
 def prefix_key(body: bytes, length: int) -> str | None:

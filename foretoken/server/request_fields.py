@@ -11,8 +11,8 @@ from foretoken.core.checks import check_boolean, check_integer, check_sequence, 
 from foretoken.core.errors import RequestError
 from foretoken.core.sampling_params import MOST_TOKENS, OTHER_FIELDS, SamplingParams
 from foretoken.core.structured_outputs import StructuredOutputsParams
-from foretoken.server.errors import ApiError
-from foretoken.server.tool_requests import tool_use
+from foretoken.server.json_body import ApiError
+from foretoken.server.tools import tool_use
 
 if TYPE_CHECKING:
     from foretoken.server.message_parts import AnswerFormats, MessageForm

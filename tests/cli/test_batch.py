@@ -18,8 +18,7 @@ from limits import full_disk
 from foretoken import LLM
 from foretoken.cli.batch import _Progress
 from foretoken.core.errors import ConfigError
-from foretoken.server.batch import BatchCounts
-from foretoken.server.batch_files import AnswerFile, held
+from foretoken.server.batch import AnswerFile, BatchCounts, held
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 

@@ -20,8 +20,7 @@ from command_line import MODEL, ROOT, Terminal, run, run_main, run_process
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.cli.progress import progress, step_progress
-from foretoken.cli.terminal import fact, note, percent_by_depth, print_table, visible
+from foretoken.cli.terminal import fact, note, percent_by_depth, print_table, progress, step_progress, visible
 from foretoken.training.trainer import StepReport
 
 HEAD = "models/tinycode-hydra"

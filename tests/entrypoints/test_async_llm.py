@@ -35,8 +35,8 @@ from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.records import StepRecord
 from foretoken.core.results import StreamChunk
 from foretoken.engine.loop import Engine
-from foretoken.entrypoints.request_queue import Throughput
-from foretoken.entrypoints.request_stream import RequestStream
+from foretoken.entrypoints.async_llm import RequestStream
+from foretoken.entrypoints.shared_engine import Throughput
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -508,7 +508,7 @@ def test_what_a_slow_reader_leaves_is_merged() -> None:
             first = await anext(stream)
             await within_patience(engine.generate([6], GREEDY), engine.submit([5], LONG).output())
             await stream.output()
-            assert len(stream._mailbox.chunks) <= 2
+            assert len(stream._served.chunks) <= 2
             rest = [chunk async for chunk in stream]
             expected = engine.llm.generate([5], LONG)[0].outputs[0]
             assert [t for chunk in [first, *rest] for t in chunk.token_ids] == expected.token_ids

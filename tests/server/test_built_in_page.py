@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from foretoken import LLM, SamplingParams
-from foretoken.server.page import page_response
+from foretoken.server.app import page_response
 
 KEY = "the-key"
 CODE = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self"

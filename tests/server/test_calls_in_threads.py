@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from foretoken.server.threads import in_pool, in_thread
+from foretoken.server.live_request import in_pool, in_thread
 
 LONGEST_S = 30
 NAME = ContextVar("NAME", default="none")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from server.live_server import LiveServer
 
-from foretoken.server import request_fields, response_fields
+from foretoken.server import request_fields, responses
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 
@@ -20,7 +20,7 @@ def test_every_field_is_documented() -> None:
 
 def test_every_field_of_responses_is_documented() -> None:
     (section,) = re.findall(r"## Responses\n(.*?)\n## ", TEXT, flags=re.DOTALL)
-    known = response_fields._OWN | response_fields._IGNORED | response_fields._REFUSED.keys()
+    known = responses._OWN | responses._IGNORED | responses._REFUSED.keys()
     assert [name for name in sorted(known) if f"`{name}`" not in section] == []
 
 

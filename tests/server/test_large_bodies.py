@@ -13,7 +13,7 @@ import pytest
 from server.live_server import LiveServer
 
 from foretoken.engine.sequence import Sequence
-from foretoken.server import answers, app
+from foretoken.server import answers, app, live_request
 
 LONGEST_S = 60
 LARGE = " " * (app._LARGE_BODY + 1)
@@ -62,20 +62,20 @@ def test_bodies_that_are_no_objects(content: str, speculative: LiveServer) -> No
     )
 
 
-@pytest.mark.parametrize("step", ["parse_object", "completion_request"])
+@pytest.mark.parametrize(("module", "step"), [(app, "parse_object"), (live_request, "completion_request")])
 def test_others_are_served_while_a_large_body_is_read(
-    step: str, speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
+    module: Any, step: str, speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading it ends only after /health was answered."""
     has_begun, may_end = threading.Event(), threading.Event()
-    original: Callable[..., Any] = getattr(app, step)
+    original: Callable[..., Any] = getattr(module, step)
 
     def held_up(*given: Any) -> Any:
         has_begun.set()
         assert may_end.wait(LONGEST_S), "others were not served meanwhile"
         return original(*given)
 
-    monkeypatch.setattr(app, step, held_up)
+    monkeypatch.setattr(module, step, held_up)
     path, body = BODIES["completion"]
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(speculative.post, path, content=json.dumps(body).encode() + LARGE.encode())

@@ -20,8 +20,7 @@ from foretoken.server.message_parts import (
     joined,
     whole_message,
 )
-from foretoken.server.tool_formats import FORCED, TAGS, TOOL_FORMATS, CallEnd, ToolFormat, thinking_tags, tool_format
-from foretoken.server.tool_requests import ToolUse
+from foretoken.server.tools import FORCED, TAGS, TOOL_FORMATS, CallEnd, ToolFormat, ToolUse, thinking_tags, tool_format
 
 SCHEMAS: dict[str, Any] = {
     "weather": {

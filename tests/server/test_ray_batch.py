@@ -19,7 +19,7 @@ from server.ray_cluster import kill_one, ray_cluster
 from foretoken import LLM, AsyncLLM, SamplingParams
 from foretoken.cli.batch import batch
 from foretoken.core.errors import ForetokenError
-from foretoken.server.batch_files import AnswerFile
+from foretoken.server.batch import AnswerFile
 from foretoken.server.ray_batch import RayWorkers, run_ray_batch
 
 MODEL = "models/tinycode"

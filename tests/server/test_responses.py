@@ -14,10 +14,9 @@ from openai.types.responses import Response
 from server.live_server import TEMPLATE, LiveServer, live_server
 
 from foretoken import LLM
-from foretoken.server.batch_files import Line
-from foretoken.server.batch_lines import LineAnswers
+from foretoken.server.batch import Line, LineAnswers
 from foretoken.server.request_fields import structured_outputs
-from foretoken.server.response_fields import _add_to, as_chat
+from foretoken.server.responses import _add_to, as_chat
 
 TALK = [{"role": "user", "content": "A queue."}, {"role": "assistant", "content": "class Queue:"}]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_output_tokens": 40}

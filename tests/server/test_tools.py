@@ -13,7 +13,7 @@ from server.live_server import LiveServer, live_server
 from server.scripted_model import save_scripted_model
 
 from foretoken import LLM
-from foretoken.server.tool_formats import TOOL_FORMATS
+from foretoken.server.tools import TOOL_FORMATS
 
 BAR = "\uff5c"
 DEEPSEEK = [f"<{BAR}tool▁{name}{BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")]
