@@ -124,6 +124,15 @@ class HeadCheckpoint:
                 f"{', '.join(differences)}. Expected a head for this target. Train one with `foretoken train`."
             )
 
+    def extras(self) -> dict[str, Any]:
+        """Returns the entries of `HeadExtras`, JSON-ready."""
+        return {
+            "target": None if self.target is None else self.target.model_dump(mode="json"),
+            "acceptance": self.acceptance,
+            "choices": self.choices,
+            "notes": dict(self.notes),
+        }
+
     def module(self, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Head:
         """Returns the head, ready to draft; dtype: of its weights, None for the stored one."""
         with torch.device("meta"):

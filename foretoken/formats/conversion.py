@@ -8,6 +8,7 @@ first dimensions. Several names may share a place; their tensors must then be eq
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,18 +16,92 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import ConfigError, ModelError, listed
-from foretoken.core.validation import validated
+from foretoken.core.errors import ModelError, listed
+from foretoken.core.validation import Model, validated
 from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, TargetFingerprint, TargetInfo, check_keys
 from foretoken.heads.base import HeadConfig, build_head
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
-    from foretoken.formats.files import Weights
-    from foretoken.heads.decoder_layer import LayerConfig
+    from foretoken.formats.files import HeadFiles, Weights
 
+KEY = "foretoken"
 _MOST_PARTS = 64
+# Tensors do not tell these: equal blocks may be untied, and zero biases may be absent.
+_NETWORK_KEYS = ("tied_blocks", "has_bias")
+_REPEATED = ("weight", "bias")  # stacked tensors with blocks along dimension 1
+ATTENTION_BIASES = ("q_proj", "k_proj", "v_proj")
+
+MEDUSA_CODE = "FasterDecoding/Medusa"
+HYDRA_CODE = "zankner/Hydra"
+TRT_MEDUSA = "TensorRT-LLM"
+TRT_HYDRA = "the public Hydra port of TensorRT-LLM"
+VLLM = "vLLM 0.32"
+VLLM_EAGLE = "vLLM"
+EAGLE_CODE = "SafeAILab/EAGLE"
+FALCON_CODE = "Bestpay-inc/Falcon"
+SGLANG = "SGLang"
+SPECFORGE = "sgl-project/SpecForge"
+SPECULATORS = "speculators 0.9"
+TGI = "TGI 3.3"
+OLD_TGI = "TGI 2.0.3 to 2.2"
+
+
+class Reader(NamedTuple):
+    """A program that may read a checkpoint.
+
+    Attributes:
+        program: Its name, with the version if that matters.
+        reads: Whether it computes the same network.
+        how: What to do; or, if it does not read the head, what happens.
+    """
+
+    program: str
+    reads: bool
+    how: str
+
+    def __str__(self) -> str:
+        return f"{'read' if self.reads else 'not read'} by {self.program}: {self.how}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How to write a head.
+
+    Attributes:
+        target: What is known of the target.
+        tp_size: Ranks to split the tensors over, for formats that do.
+        as_safetensors: Whether to write safetensors if the format's own file is a pickle.
+    """
+
+    target: TargetInfo = field(default_factory=TargetInfo)
+    tp_size: int = 1
+    as_safetensors: bool = False
+
+
+class Format(NamedTuple):
+    """A format of heads. Only a format that can be written has `methods`, `write` and `readers`.
+
+    Attributes:
+        name: As `read_head` returns it and `write_head` takes it.
+        recognises: Decides by tensors and configuration, never by a path's name.
+        read: Returns the head of a checkpoint that was recognised. The target gives sizes that files leave out, and
+            tensors to compare with those that files repeat. Raises `ModelError` for missing, unexpected and mis-shaped
+            keys, numbers that are not finite, and sizes that are unknown or make no sense.
+        methods: The methods of heads that can be written.
+        write: Writes a head of one of these methods into an empty directory. Raises `ConfigError` if the format cannot
+            hold the head, if other programs would compute another network, or if a part of the target is missing.
+        readers: Returns the programs that read the result of `write`, and those that do not.
+    """
+
+    name: str
+    recognises: Callable[[HeadFiles], bool]
+    read: Callable[[HeadFiles, TargetInfo], HeadCheckpoint]
+    methods: tuple[str, ...] = ()
+    write: Callable[[HeadCheckpoint, Path, WriteOptions], None] | None = None
+    readers: Callable[[HeadCheckpoint, WriteOptions], list[Reader]] | None = None
 
 
 class Place(NamedTuple):
@@ -34,6 +109,22 @@ class Place(NamedTuple):
 
     name: str
     at: tuple[int, ...] = ()
+
+
+def layer_table(theirs: str, ours: str, *, has_bias: bool = False) -> dict[str, Place]:
+    """Returns places by key of a Llama's block without its first norm, from the prefixes of both names."""
+    names = {f"self_attn.{part}": part for part in (*ATTENTION_BIASES, "o_proj")}
+    names |= {f"mlp.{part}": part for part in ("gate_proj", "up_proj", "down_proj")}
+    places = {f"{theirs}.{name}.weight": Place(f"{ours}.{part}.weight") for name, part in names.items()}
+    if has_bias:
+        places |= {f"{theirs}.self_attn.{part}.bias": Place(f"{ours}.{part}.bias") for part in ATTENTION_BIASES}
+    places[f"{theirs}.post_attention_layernorm.weight"] = Place(f"{ours}.post_attention_norm")
+    return places
+
+
+def template_pattern(template: str, ending: str = "") -> re.Pattern[str]:
+    """Compiles a template of tensor names: each {field} becomes a number in a group of that name."""
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d{1,4})", re.escape(template)) + ending)
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -129,23 +220,10 @@ def check_token_map(name: str, token_map: Tensor, vocab_size: int) -> None:
         raise ModelError(f"the token_map of '{name}' is no map. Expected different tokens in 0..{vocab_size - 1}.")
 
 
-def with_ties(
-    config: HeadConfig, weights: dict[str, Tensor], names: Iterable[str] = ("weight", "bias")
-) -> tuple[Any, dict[str, Tensor]]:
-    """Marks a head's blocks as tied if they are equal; released code repeated one module.
-
-    Args:
-        config: Has `tied_blocks`.
-        weights: Its state dictionary.
-        names: Tensors with blocks along dimension 1.
-    """
-    stacked = [name for name in names if name in weights]
-    if any(weights[name].shape[1] < 2 for name in stacked) or not stacked:
-        return config, weights
-    if not all(torch.equal(weights[name], weights[name][:, :1].expand_as(weights[name])) for name in stacked):
-        return config, weights
-    tied = {name: weights[name][:, :1].contiguous() for name in stacked}
-    return config.model_copy(update={"tied_blocks": True}), weights | tied
+def has_different_blocks(weights: Mapping[str, Tensor]) -> bool:
+    """Decides whether blocks differ that other programs tie."""
+    stacked = [weights[name] for name in _REPEATED if name in weights]
+    return any(not torch.equal(part, part[:, :1].expand_as(part)) for part in stacked)
 
 
 def most_common(values: Iterable[int], *, name: str, what: str) -> int:
@@ -164,23 +242,12 @@ def count(indices: Iterable[int], *, name: str, what: str) -> int:
     return number
 
 
-def make_config(kind: type[HeadConfig | LayerConfig], name: str, **sizes: Any) -> Any:
+def make_config(kind: type[Model], name: str, **sizes: Any) -> Model:
     """Builds a configuration from a file's sizes; raises `ModelError` for invalid sizes."""
     for key in ("num_heads", "num_layers"):
         if isinstance(sizes.get(key), int) and sizes[key] > _MOST_PARTS:
             raise ModelError(f"head '{name}' has {key} {sizes[key]}. Expected at most {_MOST_PARTS}.")
     return validated(kind, sizes, f"head '{name}'", error=ModelError, advice="Copy or convert it again.")
-
-
-LAYER_PARTS = {
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
 
 
 def is_targets(tensor: Tensor, other: Tensor) -> bool:
@@ -194,92 +261,31 @@ def warn_of_embedding(weights: Weights, key: str, target: TargetInfo) -> None:
         logging.getLogger(__name__).warning("%s: %s is not the target's embedding", weights.name, key)
 
 
-MEDUSA_CODE = "FasterDecoding/Medusa"
-HYDRA_CODE = "zankner/Hydra"
-TRT_MEDUSA = "TensorRT-LLM"
-TRT_HYDRA = "the public Hydra port of TensorRT-LLM"
-VLLM = "vLLM 0.32"
-VLLM_EAGLE = "vLLM"
-EAGLE_CODE = "SafeAILab/EAGLE"
-FALCON_CODE = "Bestpay-inc/Falcon"
-SGLANG = "SGLang"
-SPECFORGE = "sgl-project/SpecForge"
-SPECULATORS = "speculators 0.9"
-TGI = "TGI 3.3"
-OLD_TGI = "TGI 2.0.3 to 2.2"
+def warn_of_counts(name: str, config: Mapping[str, Any], found: Mapping[str, int]) -> None:
+    """Warns of numbers in a configuration that differ from those of the tensors; found: the tensors', by key."""
+    for key, number in found.items():
+        if config.get(key) not in (None, number):
+            logging.getLogger(__name__).warning(
+                "%s: config.json says %s %s, the tensors say %s", name, key, config[key], number
+            )
 
 
-class Reader(NamedTuple):
-    """A program that may read a checkpoint.
-
-    Attributes:
-        program: Its name, with the version if that matters.
-        reads: Whether it computes the same network.
-        how: What to do; or, if it does not read the head, what happens.
-    """
-
-    program: str
-    reads: bool
-    how: str
-
-    def __str__(self) -> str:
-        return f"{'read' if self.reads else 'not read'} by {self.program}: {self.how}"
-
-
-def has_different_blocks(checkpoint: HeadCheckpoint, *names: str) -> bool:
-    """Decides whether blocks that other programs tie differ; names: stacked tensors with blocks along dimension 1."""
-    stacked = [checkpoint.weights[name] for name in names if name in checkpoint.weights]
-    return any(not torch.equal(part, part[:, :1].expand_as(part)) for part in stacked if part.shape[1] > 1)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns a dtype as transformers' configurations name it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def needs_target_name(checkpoint: HeadCheckpoint) -> str:
     """Returns advice for readers that load the target by the head's entry, if this head names no target."""
-    is_named = checkpoint.target is not None and checkpoint.target.name
-    return (
-        "" if is_named else "; set base_model_name_or_path in config.json to the target, which this head does not name"
-    )
-
-
-KEY = "foretoken"
-# Tensors do not tell these: equal blocks may be untied, and zero biases may be absent.
-_NETWORK_KEYS = ("tied_blocks", "has_bias")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOptions:
-    """How to write a head.
-
-    Attributes:
-        target: What is known of the target.
-        tp_size: Ranks to split the tensors over, for formats that do.
-        as_safetensors: Whether to write safetensors if the format's own file is a pickle.
-    """
-
-    target: TargetInfo = field(default_factory=TargetInfo)
-    tp_size: int = 1
-    as_safetensors: bool = False
-
-
-def expect_method(checkpoint: HeadCheckpoint, *methods: str, what: str) -> None:
-    """Raises `ConfigError` unless a format can hold heads of this method."""
-    method = checkpoint.config.method
-    if method not in methods:
-        raise ConfigError(f"{what} cannot hold a head of method '{method}'. Expected {' or '.join(methods)}.")
+    if checkpoint.target is not None and checkpoint.target.name:
+        return ""
+    return "; set base_model_name_or_path in config.json to the target, which this head does not name"
 
 
 def own_entries(checkpoint: HeadCheckpoint, **more: Any) -> dict[str, Any]:
     """Returns our key of a foreign `config.json`, which other readers ignore; more: further values in it."""
-    target = checkpoint.target
-    return {
-        KEY: {
-            "target": None if target is None else target.model_dump(mode="json"),
-            "acceptance": checkpoint.acceptance,
-            "choices": checkpoint.choices,
-            "notes": dict(checkpoint.notes),
-            **{key: getattr(checkpoint.config, key) for key in _NETWORK_KEYS if hasattr(checkpoint.config, key)},
-            **more,
-        }
-    }
+    network = {key: getattr(checkpoint.config, key) for key in _NETWORK_KEYS if hasattr(checkpoint.config, key)}
+    return {KEY: {**checkpoint.extras(), **network, **more}}
 
 
 def target_name(checkpoint: HeadCheckpoint) -> dict[str, Any]:
@@ -294,14 +300,11 @@ def own_entry(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return entries.get(key, default) if isinstance(entries, dict) else default
 
 
-def finished(
-    name: str, config: Mapping[str, Any], sizes: HeadConfig, weights: Mapping[str, Tensor], target: TargetInfo
-) -> HeadCheckpoint:
+def finished(files: HeadFiles, sizes: HeadConfig, weights: Mapping[str, Tensor], target: TargetInfo) -> HeadCheckpoint:
     """Returns the checkpoint of a format's reader.
 
     Args:
-        name: The file or directory, for messages.
-        config: Its `config.json`.
+        files: The checkpoint.
         sizes: The head's configuration.
         weights: The head's tensors; equal blocks become tied unless the file says otherwise.
         target: The caller's knowledge of the target, used if the file names none.
@@ -309,8 +312,12 @@ def finished(
     Raises:
         ModelError: If our key has invalid entries, or the head does not fit the target.
     """
-    if hasattr(sizes, "tied_blocks") and own_entry(config, "tied_blocks") is not False:
-        sizes, weights = with_ties(sizes, dict(weights))
+    name, config = str(files.path), files.config
+    stacked = [key for key in _REPEATED if key in weights and weights[key].shape[1] > 1]
+    may_tie = hasattr(sizes, "tied_blocks") and own_entry(config, "tied_blocks") is not False
+    if may_tie and stacked and not has_different_blocks(weights):  # released code repeated one module
+        weights = {**weights, **{key: weights[key][:, :1].contiguous() for key in stacked}}
+        sizes = sizes.model_copy(update={"tied_blocks": True})
     entries = config.get(KEY)
     entries = entries if isinstance(entries, dict) else {}
     extras = validated(HeadExtras, entries, f"'{KEY}' in the config.json of '{name}'", error=ModelError)
@@ -318,14 +325,7 @@ def finished(
     base = config.get("base_model_name_or_path")
     if known is None and isinstance(base, str) and base != "N/A":
         known = TargetFingerprint(name=base, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
-    checkpoint = HeadCheckpoint(
-        config=sizes,
-        weights=weights,
-        target=known,
-        acceptance=extras.acceptance,
-        choices=extras.choices,
-        notes=extras.notes,
-    )
+    checkpoint = HeadCheckpoint(config=sizes, weights=weights, **{**dict(extras), "target": known})
     own = TargetFingerprint(hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
     if target.fingerprint is not None and own.differences(target.fingerprint):
         checkpoint.check_target(target.fingerprint, what=name)

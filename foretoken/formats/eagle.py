@@ -15,28 +15,31 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed
 from foretoken.formats.conversion import (
+    ATTENTION_BIASES,
     EAGLE_CODE,
-    LAYER_PARTS,
     SGLANG,
     VLLM_EAGLE,
+    Format,
     Place,
     Reader,
-    expect_method,
+    dtype_name,
     finished,
     is_targets,
+    layer_table,
     make_config,
     own_entries,
     own_entry,
     read_tensors,
     scatter,
     target_name,
+    warn_of_embedding,
 )
 from foretoken.formats.files import save
 from foretoken.heads.decoder_layer import LayerConfig
@@ -58,7 +61,6 @@ OFFSETS, IS_DRAFTED = "d2t", "t2d"
 OTHER_NORMS = (
     "embed_layernorm", "hidden_layernorm", "lm_head_layernorm", "embedding_layernorm", "pre_lm_head_layernorm",
 )  # fmt: skip
-_WITH_BIAS = ("q_proj", "k_proj", "v_proj")
 _THETA, _EPSILON = 10000.0, 1e-6  # for files that state none
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 
@@ -68,18 +70,9 @@ def without_prefix(files: HeadFiles) -> Weights:
     return files.weights.renamed(lambda key: key.removeprefix("model."))
 
 
-def layer_table(layer: str, *, has_bias: bool) -> dict[str, Place]:
-    """Returns places of the block's tensors by key, without its first norms; layer: prefix of their names."""
-    places = {f"{layer}.{theirs}.weight": Place(f"layer.{ours}.weight") for ours, theirs in LAYER_PARTS.items()}
-    if has_bias:
-        places |= {f"{layer}.self_attn.{part}.bias": Place(f"layer.{part}.bias") for part in _WITH_BIAS}
-    places[f"{layer}.post_attention_layernorm.weight"] = Place("layer.post_attention_norm")
-    return places
-
-
 def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0") -> dict[str, Place]:
     """Returns places by key of an EAGLE head."""
-    places = layer_table(layer, has_bias=config.layer.attention_bias)
+    places = layer_table(layer, "layer", has_bias=config.layer.attention_bias)
     places[f"{fc}.weight"] = Place("fc.weight")
     if config.has_bias:
         places[f"{fc}.bias"] = Place("fc.bias")
@@ -88,7 +81,7 @@ def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0")
 
 def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
     """Returns places by key of an EAGLE-3 head, without the map of drafted tokens."""
-    places = layer_table(layer, has_bias=config.layer.attention_bias)
+    places = layer_table(layer, "layer", has_bias=config.layer.attention_bias)
     places["fc.weight"] = Place("fc.weight")
     places["norm.weight"] = Place("norm")
     places[LM_HEAD] = Place("lm_head.weight")
@@ -125,23 +118,25 @@ def layer_config(weights: Weights, layer: str, stated: Mapping[str, Any], *, wid
         )
     sizes = [size for size in (stated.get("head_dim"), width // heads) if isinstance(size, int)]
     rows = rows_of(shapes, f"{layer}.self_attn.q_proj.weight")
-    config: LayerConfig = make_config(
+    return make_config(
         LayerConfig,
         name,
         num_attention_heads=heads,
         num_key_value_heads=stated.get("num_key_value_heads") or heads,
         head_dim=next((size for size in sizes if size * heads == rows), sizes[0]),
         intermediate_size=rows_of(shapes, f"{layer}.mlp.gate_proj.weight") or stated.get("intermediate_size"),
-        attention_bias=any(f"{layer}.self_attn.{part}.bias" in shapes for part in _WITH_BIAS),
+        attention_bias=any(f"{layer}.self_attn.{part}.bias" in shapes for part in ATTENTION_BIASES),
         rms_norm_eps=_EPSILON if stated.get("rms_norm_eps") is None else stated["rms_norm_eps"],
         **_rotation(name, stated),
     )
-    return config
 
 
 def stated_layer(config: LayerConfig, *, width: int, vocab_size: int, target: TargetInfo) -> dict[str, Any]:
     """Returns the configuration of a Llama with the block as its only layer, for `layer_config`."""
     longest = getattr(target.config, "max_position_embeddings", None)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling["rope_type"] == "linear":  # EAGLE's code reads two keys and a float
+        scaling = {"type": "linear", "factor": float(scaling["factor"])}
     return {
         "model_type": "llama",
         "vocab_size": vocab_size,
@@ -154,7 +149,7 @@ def stated_layer(config: LayerConfig, *, width: int, vocab_size: int, target: Ta
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _stated_scaling(config.rope_scaling),
+        "rope_scaling": scaling,
         "max_position_embeddings": longest or 4096,
         "attention_bias": False,
         "mlp_bias": False,
@@ -254,13 +249,6 @@ def map_tensors(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
     return {OFFSETS: token_map - torch.arange(len(token_map)), IS_DRAFTED: is_drafted}
 
 
-def _stated_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns rotary scaling with the keys that EAGLE's code reads: two keys and a float."""
-    if scaling is None or scaling["rope_type"] != "linear":
-        return scaling
-    return {"type": "linear", "factor": float(scaling["factor"])}
-
-
 def _check_kind(weights: Weights, layer: str, stated: Mapping[str, Any]) -> None:
     name, stem = weights.name, layer.rsplit(".", 1)[0] if layer.endswith(".0") else None
     further = [key for key in weights.shapes if stem and key.startswith(f"{stem}.") and not key.startswith(f"{layer}.")]
@@ -304,24 +292,15 @@ def _rotation(name: str, stated: Mapping[str, Any]) -> dict[str, Any]:
 _LAYER = re.compile(r"(?:model\.)?layers\.0\..*")
 
 
-def recognises(files: HeadFiles) -> bool:
+def _recognises(files: HeadFiles) -> bool:
     """Decides whether a layer stands beside `fc`; EAGLE-3 heads match too, and are recognised earlier."""
     shapes = files.weights.shapes
     has_fc = "fc.weight" in shapes or "model.fc.weight" in shapes
     return files.config.get("model_type") == "eagle" or (has_fc and bool(files.weights.matches(_LAYER)))
 
 
-def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head.
-
-    Args:
-        files: The checkpoint.
-        target: If its embedding and LM head are available, they are compared with the file's.
-
-    Raises:
-        ModelError: For variants with more norms, an LM head that is not the target's, wrong keys, numbers that are not
-            finite, or missing sizes.
-    """
+def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads a head; compares its embedding and LM head with the target's, if these are available."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     wrapped = config.get("model")
     sizes, tensors = read_eagle(
@@ -334,14 +313,12 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         )
     if own_entry(config, "num_steps") is None:
         warn_of_base(name, sizes.layer)
-    return finished(name, config, sizes, tensors, target)
+    return finished(files, sizes, tensors, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head, and the target's embedding if available; raises `ConfigError` for other methods."""
-    expect_method(checkpoint, "eagle", what="format 'eagle'")
-    sizes = checkpoint.config
-    assert isinstance(sizes, EagleConfig), "the method says so"
+def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes a head, and the target's embedding if available."""
+    sizes = cast("EagleConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, eagle_table(sizes))
     dtype = tensors["fc.weight"].dtype
     if options.target.weights is not None:
@@ -351,17 +328,15 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         **stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target),
         "bias": sizes.has_bias,
         "qkv_bias": sizes.layer.attention_bias,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(dtype),
         **target_name(checkpoint),
         **own_entries(checkpoint, num_steps=sizes.num_steps),
     }
     save(directory, "model.safetensors" if options.as_safetensors else "pytorch_model.bin", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Returns the programs that read the result of `write`."""
-    sizes = checkpoint.config
-    assert isinstance(sizes, EagleConfig), "the method says so"
+def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    sizes = cast("EagleConfig", checkpoint.config)
     reason = misread_block(sizes.layer, width=sizes.width)
     how = reason or "EaModel.from_pretrained with ea_model_path of this directory, use_eagle3 off"
     official = Reader(EAGLE_CODE, reason is None, how)
@@ -391,19 +366,19 @@ def read_eagle(
     Args:
         weights: The file.
         stated: The configuration of a Llama.
-        target: See `read`.
+        target: Its embedding and LM head, if available, are compared with the file's.
         fc: Name of the layer that fuses.
         layer: Name of the block.
         num_steps: K if the file states it.
         has_bias: Whether the layer that fuses has a bias; None if only its tensors tell.
 
     Raises:
-        ModelError: See `read`.
+        ModelError: For variants with more norms, an LM head that is not the target's, and as `Format.read`.
     """
     name, shapes = weights.name, weights.shapes
     _check_variant(name, weights, stated)
     width = width_of(weights, stated, f"{fc}.weight")
-    sizes: EagleConfig = make_config(
+    sizes = make_config(
         EagleConfig,
         name,
         hidden_size=width,
@@ -433,17 +408,17 @@ def _check_variant(name: str, weights: Weights, stated: Mapping[str, Any]) -> No
 
 
 def _compare_shared(weights: Weights, keys: list[str], target: TargetInfo) -> None:
-    for key in keys:
-        if target.weights is None:
-            if key == LM_HEAD:
-                logging.getLogger(__name__).warning("%s: %s is taken for the target's", weights.name, key)
-            continue
-        other = target.weights.embedding if key == EMBEDDING else target.weights.lm_head
-        if is_targets(weights.fetch([key])[key], other):
-            continue
-        if key == LM_HEAD:
-            raise ModelError(
-                f"'{weights.name}' has an LM head of its own, and heads of EAGLE-1 and -2 are read by the target's. "
-                "Expected a copy of it. Pass the target that it was made for."
-            )
-        logging.getLogger(__name__).warning("%s: %s is not the target's embedding", weights.name, key)
+    if EMBEDDING in keys:
+        warn_of_embedding(weights, EMBEDDING, target)
+    if LM_HEAD not in keys:
+        return
+    if target.weights is None:
+        logging.getLogger(__name__).warning("%s: %s is taken for the target's", weights.name, LM_HEAD)
+    elif not is_targets(weights.fetch([LM_HEAD])[LM_HEAD], target.weights.lm_head):
+        raise ModelError(
+            f"'{weights.name}' has an LM head of its own, and heads of EAGLE-1 and -2 are read by the target's. "
+            "Expected a copy of it. Pass the target that it was made for."
+        )
+
+
+FORMATS = (Format("eagle", _recognises, _read, ("eagle",), _write, _readers),)

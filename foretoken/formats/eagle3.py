@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
@@ -19,8 +19,9 @@ from foretoken.formats.conversion import (
     SGLANG,
     SPECFORGE,
     VLLM_EAGLE,
+    Format,
     Reader,
-    expect_method,
+    dtype_name,
     finished,
     is_targets,
     make_config,
@@ -73,19 +74,16 @@ def read_eagle3(
     boundaries: list[int] | None,
     **variant: Any,
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """Reads the network of a file.
+    """Reads the network of a file; raises as `Format.read`.
 
     Args:
         files: The checkpoint.
         weights: Its tensors under the authors' names, except the block's.
         stated: The configuration of a Llama.
-        target: See `eagle3.read`.
+        target: Its number of blocks gives unnamed taps; its embedding tells whether the file repeats it.
         layer: Name of the block.
         boundaries: The taps, or None if the file does not name them.
         variant: Options of `Eagle3Config` that tensors do not tell.
-
-    Raises:
-        ModelError: See `eagle3.read`.
     """
     name, shapes, config = weights.name, weights.shapes, files.config
     width = width_of(weights, stated, "fc.weight")
@@ -104,7 +102,7 @@ def read_eagle3(
         )
     tokens = _token_map(weights, rows, vocab_size)
     is_own, is_shared = _embedding(weights, config, target, is_narrower=width != hidden)
-    sizes: Eagle3Config = make_config(
+    sizes = make_config(
         Eagle3Config,
         name,
         hidden_size=hidden,
@@ -128,8 +126,7 @@ def read_eagle3(
 
 def eagle3_tensors(checkpoint: HeadCheckpoint, *, layer: str) -> dict[str, Tensor]:
     """Returns a head's tensors under the authors' names; the block is called `layer`."""
-    sizes = checkpoint.config
-    assert isinstance(sizes, Eagle3Config), "the caller looks"
+    sizes = cast("Eagle3Config", checkpoint.config)
     tensors = scatter(checkpoint.weights, eagle3_table(sizes, layer=layer))
     if sizes.draft_vocab_size is not None:
         tensors |= map_tensors(checkpoint.weights["token_map"], sizes.vocab_size)
@@ -243,7 +240,7 @@ _FIRST_LAYER = re.compile(r"(?:model\.)?layers\.0\..*")
 _MARKS = re.compile(r"(?:model\.)?(d2t|layers\.0\.hidden_norm\.weight)")
 
 
-def recognises(files: HeadFiles) -> bool:
+def _recognises(files: HeadFiles) -> bool:
     """Decides whether `fc` stands beside `midlayer`, or beside a layer with a second norm or a token map."""
     weights = files.weights
     if "fc.weight" not in weights.shapes and "model.fc.weight" not in weights.shapes:
@@ -252,18 +249,8 @@ def recognises(files: HeadFiles) -> bool:
     return bool(weights.matches(_MID_LAYER)) or (is_marked and bool(weights.matches(_FIRST_LAYER)))
 
 
-def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head.
-
-    Args:
-        files: The checkpoint.
-        target: Its number of blocks, if the file does not name the taps; its embedding, if available, tells whether the
-            file repeats it.
-
-    Raises:
-        ModelError: If taps or sizes are unknown, the map of drafted tokens is invalid, keys are wrong, or numbers are
-            not finite.
-    """
+def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads a head; the target's number of blocks gives taps that the file does not name."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     nested = config.get("eagle_config")
     of_specforge = nested if isinstance(nested, dict) else {}
@@ -272,7 +259,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     ids = of_specforge.get(LAYER_IDS)
     stated = boundaries_of(name, ids, shift=1) if ids is not None else boundaries_of(name, config.get(LAYER_IDS))
     layer = "midlayer" if weights.matches(_MID_LAYER) else "layers.0"
-    steps, is_specforge = own_entry(config, "num_steps"), bool(of_specforge) or _is_specforge(config)
+    steps, is_specforge = own_entry(config, "num_steps"), bool(of_specforge) or config.get("architectures") == [_CLASS]
     sizes, tensors = read_eagle3(
         files, weights, config, target, layer=layer, boundaries=stated,
         norm_before_residual=flag(name, config, "norm_before_residual"),
@@ -281,20 +268,13 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     )  # fmt: skip
     if not is_specforge and steps is None:
         warn_of_base(name, sizes.layer)
-    return finished(name, config, sizes, tensors, target)
+    return finished(files, sizes, tensors, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head in SpecForge's words, which name its taps.
-
-    Raises:
-        ConfigError: If the head is of another method, or of a variant that these programs compute as another network.
-    """
-    what = "format 'eagle3'"
-    expect_method(checkpoint, "eagle3", what=what)
+def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes a head in SpecForge's words, which name its taps."""
     checkpoint = with_plain_vocabulary(checkpoint)
-    sizes = checkpoint.config
-    assert isinstance(sizes, Eagle3Config), "the method says so"
+    sizes = cast("Eagle3Config", checkpoint.config)
     _refuse_variants(sizes)
     tensors = eagle3_tensors(checkpoint, layer="midlayer")
     config = {
@@ -305,17 +285,15 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         "qkv_bias": sizes.layer.attention_bias,
         "fc_norm": sizes.fc_norms,
         "eagle_config": {LAYER_IDS: [boundary - 1 for boundary in sizes.boundaries], "use_aux_hidden_state": True},
-        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(tensors["fc.weight"].dtype),
         **target_name(checkpoint),
         **own_entries(checkpoint, num_steps=sizes.num_steps, own_embedding=sizes.own_embedding),
     }
     save(directory, "model.safetensors" if options.as_safetensors else "pytorch_model.bin", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Returns the programs that read the result of `write`."""
-    sizes = checkpoint.config
-    assert isinstance(sizes, Eagle3Config), "the method says so"
+def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    sizes = cast("Eagle3Config", checkpoint.config)
     layer, layers = sizes.layer, options.target.num_layers or (checkpoint.target and checkpoint.target.num_layers)
     own = None if not layers else default_boundaries(layers)
     taps = "" if own is not None else ", of a target whose 2, L // 2 and L - 3 are its taps"
@@ -345,10 +323,6 @@ def _misread(sizes: Eagle3Config, own: list[int] | None) -> str | None:
     if own is not None and tuple(own) != sizes.boundaries:
         return f"it reads boundaries {own} of this target, whatever the file says"
     return _BIASES if sizes.layer.attention_bias else misread_block(sizes.layer, width=sizes.width)
-
-
-def _is_specforge(config: Mapping[str, Any]) -> bool:
-    return config.get("architectures") == [_CLASS]
 
 
 def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -> bool:
@@ -391,3 +365,6 @@ def _refuse_variants(sizes: Eagle3Config) -> None:
             "the head reads the target's embeddings, boundary 0, and format 'eagle3' names the layer whose output is "
             "read. Convert to 'speculators' or 'native'."
         )
+
+
+FORMATS = (Format("eagle3", _recognises, _read, ("eagle3",), _write, _readers),)

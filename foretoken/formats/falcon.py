@@ -5,16 +5,18 @@ Published heads run their LSTM position by position without saying so; files wri
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.conversion import (
     FALCON_CODE,
+    Format,
     Place,
     Reader,
-    expect_method,
+    dtype_name,
     finished,
+    layer_table,
     make_config,
     own_entries,
     own_entry,
@@ -23,7 +25,7 @@ from foretoken.formats.conversion import (
     target_name,
     warn_of_embedding,
 )
-from foretoken.formats.eagle import EMBEDDING, layer_config, layer_table, stated_layer, vocabulary, without_prefix
+from foretoken.formats.eagle import EMBEDDING, layer_config, stated_layer, vocabulary, without_prefix
 from foretoken.formats.files import save
 from foretoken.heads.falcon import NUM_LAYERS, FalconConfig
 
@@ -39,7 +41,7 @@ _BLOCKS = 4  # blocks of a draft in the published runs
 _OWN_KEYS = ("num_steps", "lstm_mode", "dropout")  # entries that other programs do not write
 
 
-def recognises(files: HeadFiles) -> bool:
+def _recognises(files: HeadFiles) -> bool:
     """Decides whether there is an LSTM beside a decoder layer."""
     shapes = files.weights.shapes
     return any(
@@ -47,16 +49,8 @@ def recognises(files: HeadFiles) -> bool:
     )
 
 
-def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head; the LSTM runs position by position unless the file states otherwise.
-
-    Args:
-        files: The checkpoint.
-        target: If its embedding is available, it is compared with the file's.
-
-    Raises:
-        ModelError: If keys are wrong, numbers are not finite, or sizes are missing.
-    """
+def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads a head; the LSTM runs position by position unless the file states otherwise."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     block, rows = config.get("k_mask"), weights.shapes[_LSTM]
     if not isinstance(block, int) or isinstance(block, bool):
@@ -68,7 +62,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         raise ModelError(f"hidden_size of '{name}' is {shown(width)}. Expected a size, as of a Llama.")
     own: dict[str, Any] = {"num_steps": _BLOCKS * block, "lstm_mode": "per_position"}
     own |= {key: value for key in _OWN_KEYS if (value := own_entry(config, key)) is not None}
-    sizes: FalconConfig = make_config(
+    sizes = make_config(
         FalconConfig,
         name,
         hidden_size=width,
@@ -82,14 +76,12 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     tensors = read_tensors(weights, _table(sizes), sizes, extra=shared)
     if shared:
         warn_of_embedding(weights, EMBEDDING, target)
-    return finished(name, config, sizes, tensors, target)
+    return finished(files, sizes, tensors, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head, and the target's embedding if available; raises `ConfigError` for other methods."""
-    expect_method(checkpoint, "falcon", what="format 'falcon'")
-    sizes = checkpoint.config
-    assert isinstance(sizes, FalconConfig), "the method says so"
+def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes a head, and the target's embedding if available."""
+    sizes = cast("FalconConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, _table(sizes))
     dtype = tensors[_LSTM].dtype
     if options.target.weights is not None:
@@ -100,15 +92,14 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         "k_mask": sizes.block,
         "bias": sizes.has_bias,
         "qkv_bias": sizes.layer.attention_bias,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(dtype),
         **target_name(checkpoint),
         **own_entries(checkpoint, **{key: getattr(sizes, key) for key in _OWN_KEYS}),
     }
     save(directory, "model.safetensors" if options.as_safetensors else "pytorch_model.bin", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Returns the programs that read the result of `write`."""
+def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     return [Reader(FALCON_CODE, False, "it hands on its LSTM's output with its state, and stops there")]
 
 
@@ -116,4 +107,7 @@ def _table(config: FalconConfig) -> dict[str, Place]:
     kinds = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if config.has_bias else ()))
     names = [f"{kind}_l{layer}" for layer in range(NUM_LAYERS) for kind in kinds]
     places = {f"lstm.{name}": Place(f"lstm.weights.{name}") for name in names}
-    return places | layer_table(_LAYER, has_bias=config.layer.attention_bias)
+    return places | layer_table(_LAYER, "layer", has_bias=config.layer.attention_bias)
+
+
+FORMATS = (Format("falcon", _recognises, _read, ("falcon",), _write, _readers),)

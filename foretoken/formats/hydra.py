@@ -9,24 +9,23 @@ block rotates by its own rules. A head that would be another network there is no
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.conversion import (
     HYDRA_CODE,
-    LAYER_PARTS,
     TRT_HYDRA,
+    Format,
     Place,
     Reader,
     count,
-    expect_method,
     finished,
     has_different_blocks,
+    layer_table,
     make_config,
     most_common,
     needs_target_name,
@@ -34,6 +33,8 @@ from foretoken.formats.conversion import (
     read_tensors,
     scatter,
     target_name,
+    template_pattern,
+    warn_of_counts,
     warn_of_embedding,
 )
 from foretoken.formats.files import save
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import torch
+    from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
     from foretoken.formats.conversion import WriteOptions
@@ -93,11 +94,8 @@ class HydraNames:
         if config.prefix is not None:
             assert self.prefix is not None, "the caller chose names by the configuration"
             layer_name, norm = self.prefix
-            places |= {
-                f"{layer_name}.{key}.weight": Place(f"prefix.{ours}.weight") for ours, key in LAYER_PARTS.items()
-            }
+            places |= layer_table(layer_name, "prefix")
             places[f"{layer_name}.input_layernorm.weight"] = Place("prefix.input_norm")
-            places[f"{layer_name}.post_attention_layernorm.weight"] = Place("prefix.post_attention_norm")
             places[f"{norm}.weight"] = Place("prefix.norm")
         return places
 
@@ -109,9 +107,9 @@ class HydraNames:
         """
         name = weights.name
         size = partial(most_common, name=name)
-        first = weights.matches(_pattern(self.first, r"\.(linear|res_connection)\.(weight|bias)"))
-        further = weights.matches(_pattern(self.further, r"\.(weight|bias)"))
-        lm_heads = weights.matches(_pattern(self.lm_head, r"\.(weight|bias)"))
+        first = weights.matches(template_pattern(self.first, r"\.(linear|res_connection)\.(weight|bias)"))
+        further = weights.matches(template_pattern(self.further, r"\.(weight|bias)"))
+        lm_heads = weights.matches(template_pattern(self.lm_head, r"\.(weight|bias)"))
         biases = [match[0] for match in first if match[0].endswith("bias")]
         hidden = size((weights.shapes[key][0] for key in biases if weights.shapes[key]), what="hidden size")
         indices = [int(match["index"]) for match in further if match["index"]]
@@ -120,7 +118,7 @@ class HydraNames:
         vocab = rows or [stated.get("vocab_size") or target.vocab_size or 0]
         if not vocab[0]:
             raise ModelError(f"'{name}' has no LM heads to tell its vocabulary. Pass --target DIR.")
-        config: HydraConfig = make_config(
+        return make_config(
             HydraConfig,
             name,
             hidden_size=hidden,
@@ -130,7 +128,6 @@ class HydraNames:
             own_lm_head=bool(rows),
             prefix=self._prefix_config(weights, stated, target),
         )
-        return config
 
     def _prefix_config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> LayerConfig | None:
         if self.prefix is None or not any(key.startswith(self.prefix[0]) for key in weights.shapes):
@@ -149,9 +146,7 @@ class HydraNames:
             )
         gates = [shape for key, shape in weights.shapes.items() if re.search(r"mlp\.(gate|up)_proj\.weight$", key)]
         inner = most_common((shape[0] for shape in gates if shape), name=name, what="prefix layer's inner width")
-        sizes = {**found, "intermediate_size": inner, "rope_scaling": scaling}
-        config: LayerConfig = make_config(LayerConfig, name, **sizes)
-        return config
+        return make_config(LayerConfig, name, **found, intermediate_size=inner, rope_scaling=scaling)
 
 
 def prefix_entries(config: HydraConfig) -> dict[str, Any]:
@@ -163,8 +158,8 @@ def prefix_entries(config: HydraConfig) -> dict[str, Any]:
 
 
 def with_own_lm_heads(
-    config: HydraConfig, weights: Mapping[str, torch.Tensor], options: WriteOptions, *, what: str
-) -> tuple[HydraConfig, dict[str, torch.Tensor]]:
+    config: HydraConfig, weights: Mapping[str, Tensor], options: WriteOptions, *, what: str
+) -> tuple[HydraConfig, dict[str, Tensor]]:
     """Copies the target's LM head into each head, for formats without a shared one.
 
     Raises:
@@ -207,14 +202,6 @@ def _base_sizes(base: Any) -> dict[str, Any]:
     }
 
 
-def _pattern(template: str, ending: str) -> re.Pattern[str]:
-    """Compiles a template to a pattern with the groups `head` and, if the template has one, `index`."""
-    escaped = (
-        re.escape(template).replace(r"\{head\}", r"(?P<head>\d{1,4})").replace(r"\{index\}", r"(?P<index>\d{1,4})")
-    )
-    return re.compile(escaped + ending)
-
-
 _SPELLINGS = ("prefix_embeding_layer", "prefix_embedding_layer")
 _ANY = re.compile(r"hydra_(mlp|lm_head)\.\d+\..*")
 _EMBEDDING = "input_embed_fn.weight"
@@ -237,47 +224,30 @@ def with_prefix(spelling: str) -> HydraNames:
     )
 
 
-def recognises(files: HeadFiles) -> bool:
-    """Decides whether there are keys of this family."""
+def _recognises(files: HeadFiles) -> bool:
     return bool(files.weights.matches(_ANY)) or "hydra_head_arch" in files.config
 
 
-def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads.
-
-    Args:
-        files: The checkpoint.
-        target: For attention sizes that files leave out; its embedding, if available, is compared with the file's.
-
-    Raises:
-        ModelError: For other architectures of the original code, wrong keys, numbers that are not finite, or unknown
-            sizes.
-    """
+def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads heads; the target gives attention sizes that files leave out."""
     weights, config, name = files.weights, files.config, str(files.path)
     _check_architecture(name, config, weights)
     spelling = next((one for one in _SPELLINGS if any(key.startswith(one) for key in weights.shapes)), None)
     names = PLAIN if spelling is None else with_prefix(spelling)
     sizes = names.config(weights, config, target)
-    _warn_of_counts(name, config, sizes)
+    warn_of_counts(name, config, {"hydra_num_heads": sizes.num_heads, "hydra_num_layers": sizes.num_layers})
     ignored = [match[0] for match in weights.matches(_UNUSED)]
     if _EMBEDDING in weights.shapes:
         ignored.append(_EMBEDDING)
         warn_of_embedding(weights, _EMBEDDING, target)
     tensors = read_tensors(weights, names.table(sizes), sizes, ignored=ignored)
-    return finished(name, config, sizes, tensors, target)
+    return finished(files, sizes, tensors, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads, each with an LM head, and the target's embedding if available.
-
-    Raises:
-        ConfigError: If the head is of another method, the original code would load another network, or the target's LM
-            head is needed and missing.
-    """
+def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes heads, each with an LM head, and the target's embedding if available."""
     what = "format 'hydra'"
-    expect_method(checkpoint, "hydra", what=what)
-    config = checkpoint.config
-    assert isinstance(config, HydraConfig), "the method says so"
+    config = cast("HydraConfig", checkpoint.config)
     if not options.as_safetensors:
         _refuse_other_networks(checkpoint, config, options.target)
     sizes, weights = with_own_lm_heads(config, checkpoint.weights, options, what=what)
@@ -300,10 +270,8 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     save(directory, file, tensors, stored)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Returns the programs that read the result of `write`."""
-    config, named = checkpoint.config, needs_target_name(checkpoint)
-    assert isinstance(config, HydraConfig), "the method says so"
+def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    config, named = cast("HydraConfig", checkpoint.config), needs_target_name(checkpoint)
     scaling = None if options.target.config is None else target_scaling(options.target.config)
     if options.as_safetensors:
         official = Reader(HYDRA_CODE, False, "it opens hydra_lm_head.pt alone")
@@ -327,7 +295,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, target: TargetInfo) -> None:
     elsewhere = "pass --safetensors, which that code does not open, or convert to 'tensorrt_llm' or 'native'."
-    if has_different_blocks(checkpoint, "weight", "bias"):
+    if has_different_blocks(checkpoint.weights):
         raise ConfigError(
             f"the {config.num_layers - 1} blocks after the first of each head differ, and {HYDRA_CODE}, which opens "
             "hydra_lm_head.pt, takes the last one in place of all: it would draft as another network. Train with "
@@ -373,9 +341,4 @@ def _check_architecture(name: str, config: Mapping[str, Any], weights: Weights) 
         )
 
 
-def _warn_of_counts(name: str, config: Mapping[str, Any], found: HydraConfig) -> None:
-    for key, number in (("hydra_num_heads", found.num_heads), ("hydra_num_layers", found.num_layers)):
-        if config.get(key, number) != number:
-            logging.getLogger(__name__).warning(
-                "%s: config.json says %s %s, the tensors say %s", name, key, config[key], number
-            )
+FORMATS = (Format("hydra", _recognises, _read, ("hydra",), _write, _readers),)

@@ -8,16 +8,17 @@ are tied.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.conversion import (
     OLD_TGI,
     TGI,
     VLLM,
+    Format,
     Place,
     Reader,
-    expect_method,
+    dtype_name,
     finished,
     make_config,
     most_common,
@@ -44,42 +45,30 @@ _KEY = re.compile(r"(speculator\.)?(emb|proj|head|ln)\.(?P<stage>\d{1,4})\.(weig
 _DEFAULT_TREE = (4, 3, 2)  # then 2 for each further stage, as published for llama3-8b
 
 
-def recognises(files: HeadFiles) -> bool:
+def _recognises(files: HeadFiles) -> bool:
     """Decides whether there are embeddings and projections of stages."""
     found = {match[2] for match in files.weights.matches(_KEY)}
     return {"emb", "proj"} <= found
 
 
-def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a speculator.
-
-    Raises:
-        ModelError: If the configuration lacks the number of stages, keys are wrong, tied tensors differ, or numbers are
-            not finite.
-    """
+def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     weights, config, name = files.weights, files.config, str(files.path)
     prefix = _PREFIX if any(key.startswith(_PREFIX) for key in weights.shapes) else ""
     sizes = _sizes(name, weights, config, prefix)
-    tensors = read_tensors(weights, table(sizes, prefix), sizes)
-    return finished(name, config, sizes, tensors, target)
+    tensors = read_tensors(weights, _table(sizes, prefix), sizes)
+    return finished(files, sizes, tensors, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a speculator with every key that some reader needs.
-
-    Raises:
-        ConfigError: If the head is of another method, or has an epsilon that the readers do not know.
-    """
-    expect_method(checkpoint, "mlp_speculator", what="format 'mlp_speculator'")
-    sizes = checkpoint.config
-    assert isinstance(sizes, MlpSpeculatorConfig), "the method says so"
+def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes a speculator with every key that some reader needs."""
+    sizes = cast("MlpSpeculatorConfig", checkpoint.config)
     epsilon = MlpSpeculatorConfig.model_fields["rms_norm_eps"].default
     if sizes.rms_norm_eps != epsilon:
         raise ConfigError(
             f"the head has rms_norm_eps {sizes.rms_norm_eps}, and readers of format 'mlp_speculator' take {epsilon} "
             "alone. Keep the head in our own format, 'native'."
         )
-    tensors = scatter(checkpoint.weights, table(sizes, _PREFIX))
+    tensors = scatter(checkpoint.weights, _table(sizes, _PREFIX))
     default = (_DEFAULT_TREE + (2,) * sizes.num_heads)[: sizes.num_heads]
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -93,17 +82,15 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         "n_candidates": sizes.num_candidates,
         "tie_weights": sizes.tie_weights and sizes.num_heads > 1,
         "scale_input": sizes.scale_input,
-        "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(next(iter(tensors.values())).dtype),
         # vLLM always needs a list of that length; our key tells that there is no tree.
         **own_entries(checkpoint, has_tree=sizes.top_k is not None, tie_weights=sizes.tie_weights),
     }
     save(directory, "model.safetensors", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Returns the programs that read the result of `write`."""
-    config, named = checkpoint.config, needs_target_name(checkpoint)
-    assert isinstance(config, MlpSpeculatorConfig), "the method says so"
+def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    config, named = cast("MlpSpeculatorConfig", checkpoint.config), needs_target_name(checkpoint)
     how = f"--model-id of this directory, all {config.num_heads} stages (its factors follow --speculate){named}"
     if config.tie_weights and config.num_heads > 1:
         tgi = Reader(TGI, True, how)
@@ -121,7 +108,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     ]
 
 
-def table(config: MlpSpeculatorConfig, prefix: str) -> dict[str, Place]:
+def _table(config: MlpSpeculatorConfig, prefix: str) -> dict[str, Place]:
     """Returns places by key; tied stages share places."""
     places: dict[str, Place] = {}
     for stage in range(config.num_heads):
@@ -151,7 +138,7 @@ def _sizes(name: str, weights: Weights, config: Mapping[str, Any], prefix: str) 
         inner = size("inner_dim", "emb", 1)
         hidden = config.get("emb_dim") or config.get("hidden_size") or weights.shapes[f"{prefix}proj.0.weight"][1]
         has_tree = own_entry(config, "has_tree", default=True) and config.get("top_k_tokens_per_head")
-        sizes: MlpSpeculatorConfig = make_config(
+        return make_config(
             MlpSpeculatorConfig,
             name,
             hidden_size=hidden,
@@ -165,4 +152,6 @@ def _sizes(name: str, weights: Weights, config: Mapping[str, Any], prefix: str) 
         )
     except (KeyError, IndexError, TypeError, ValueError) as err:
         raise ModelError(f"the config.json of '{name}' does not fit its tensors: {err!r}.") from err
-    return sizes
+
+
+FORMATS = (Format("mlp_speculator", _recognises, _read, ("mlp_speculator",), _write, _readers),)

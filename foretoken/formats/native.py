@@ -50,14 +50,7 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
             check_token_map(str(directory), weights["token_map"], sizes.vocab_size)
     except (SafetensorError, OSError) as err:
         raise ModelError(f"{path} is missing or damaged: {err}. Copy or train it again.") from err
-    return HeadCheckpoint(
-        config=sizes,
-        weights=weights,
-        target=extras.target,
-        acceptance=extras.acceptance,
-        choices=extras.choices,
-        notes=extras.notes,
-    )
+    return HeadCheckpoint(config=sizes, weights=weights, **dict(extras))
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False) -> None:
@@ -83,10 +76,7 @@ def write_files(checkpoint: HeadCheckpoint, directory: Path) -> None:
         {
             KEY: checkpoint.config.method,
             "config": checkpoint.config.model_dump(mode="json"),
-            "target": None if checkpoint.target is None else checkpoint.target.model_dump(mode="json"),
-            "acceptance": checkpoint.acceptance,
-            "choices": checkpoint.choices,
-            "notes": dict(checkpoint.notes),
+            **checkpoint.extras(),
         },
     )
 

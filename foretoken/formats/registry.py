@@ -1,19 +1,18 @@
 """Finds the format of a checkpoint by its contents, and reads and writes heads by format name.
 
-A format is a module of this package with `recognises(files)` and `read(files, target)`. A format that can be written
-also has `write(checkpoint, directory, options)`, and `readers(checkpoint, options)`, which programs read the result.
-Our own format is `native`.
+Modules of this package name their formats in `FORMATS`, see `Format`. Our own format is `native`.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
 from foretoken.formats import native
 from foretoken.formats.checkpoint import TargetInfo, with_dtype
-from foretoken.formats.conversion import Reader, WriteOptions, check_values
+from foretoken.formats.conversion import Format, Reader, WriteOptions, check_values
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_files
 from foretoken.formats.speculators import KINDS
 
@@ -48,27 +47,30 @@ def _vocabularies(files: HeadFiles) -> list[str]:
 
 
 NATIVE = "native"
-# A format comes before those that would recognise its files too.
-_FOREIGN = (
-    "speculators", "eagle3", "eagle", "falcon", "vllm_medusa", "tensorrt_llm", "hydra", "mlp_speculator", "gorgon",
-    "medusa_v2", "medusa",
+# A module comes before those that would recognise its files too.
+_MODULES = (
+    "speculators", "eagle3", "eagle", "falcon", "vllm_medusa", "tensorrt_llm", "hydra", "mlp_speculator", "medusa",
 )  # fmt: skip
-
-_EXPECTED = f"Expected one of {', '.join(sorted([NATIVE, *_FOREIGN]))}."
 _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
+
+@cache
+def _foreign() -> dict[str, Format]:
+    """Returns the formats besides ours, by name, in the order in which they are tried."""
+    modules = (import_module(f"foretoken.formats.{name}") for name in _MODULES)
+    return {each.name: each for module in modules for each in module.FORMATS}
 
 
 def known_formats(*, writable: bool = False) -> list[str]:
     """Returns the names of formats; writable: only of those that can be written."""
-    names = [name for name in _FOREIGN if not writable or hasattr(_module(name), "write")]
-    return sorted([NATIVE, *names])
+    return sorted([NATIVE, *(each.name for each in _foreign().values() if not writable or each.write is not None)])
 
 
 def head_format(files: HeadFiles) -> str | None:
     """Returns the format of a checkpoint, by its tensors and configuration; None for unknown checkpoints."""
     if native.recognises(files.config):
         return NATIVE
-    return next((name for name in _FOREIGN if _module(name).recognises(files)), None)
+    return next((each.name for each in _foreign().values() if each.recognises(files)), None)
 
 
 def holds_head(path: Path) -> bool:
@@ -120,17 +122,18 @@ def read_head(
     """
     files = open_files(directory)
     other = None if native.recognises(files.config) else unserved_head(files)
+    expected = f"Expected one of {', '.join(known_formats())}."
     if other is not None:
-        raise ModelError(f"'{directory}' holds {other}: foretoken does not serve it yet. {_EXPECTED}")
+        raise ModelError(f"'{directory}' holds {other}: foretoken does not serve it yet. {expected}")
     name = head_format(files)
     if name is None:
-        raise ModelError(f"'{directory}' holds no draft head of a known format. {_EXPECTED}")
+        raise ModelError(f"'{directory}' holds no draft head of a known format. {expected}")
     if name == NATIVE:
         checkpoint = native.read(directory if directory.is_dir() else directory.parent, files.config)
         check_values(str(directory), checkpoint.weights)
         return name, checkpoint
     try:
-        return name, _module(name).read(files, TargetInfo(fingerprint=target, config=base_config, load=weights))
+        return name, _foreign()[name].read(files, TargetInfo(fingerprint=target, config=base_config, load=weights))
     except _NONSENSE as err:  # a value of a wrong type in a configuration can fail anywhere
         raise ModelError(f"the config.json of '{directory}' makes no sense: {one_line(err)}. Copy it again.") from err
 
@@ -162,6 +165,7 @@ def write_head(
     Raises:
         ConfigError: For an unknown format, one that cannot hold this head, or files that cannot be written.
     """
+    form, method = _foreign().get(name), checkpoint.config.method
     if name not in known_formats(writable=True):
         hint = nearest_name_hint(name, known_formats(writable=True))
         raise ConfigError(f"heads cannot be written in format '{name}'. {hint}")
@@ -169,12 +173,15 @@ def write_head(
         raise ConfigError(f"tp_size is {tp_size}. Expected 1, or more for format 'tensorrt_llm'.")
     if dtype is not None:
         checkpoint = with_dtype(checkpoint, dtype)
-    if name == NATIVE:
+    if form is None or form.write is None:
         native.write(checkpoint, directory, replaces=replaces)
         return
+    if method not in form.methods:
+        expected = " or ".join(form.methods)
+        raise ConfigError(f"format '{name}' cannot hold a head of method '{method}'. Expected {expected}.")
     options = WriteOptions(target=target or TargetInfo(), tp_size=tp_size, as_safetensors=as_safetensors)
     with whole_files(directory, replaces=replaces) as new:
-        _module(name).write(checkpoint, new, options)
+        form.write(checkpoint, new, options)
 
 
 def head_readers(
@@ -187,11 +194,8 @@ def head_readers(
 ) -> list[Reader]:
     """Returns the programs that read the result of `write_head` with the same arguments; foretoken comes first."""
     ours = Reader("foretoken", True, f"speculative_config with method '{checkpoint.config.method}' and its directory")
-    if name == NATIVE:
+    form = _foreign().get(name)
+    if form is None or form.readers is None:
         return [ours]
     options = WriteOptions(target=target or TargetInfo(), tp_size=tp_size, as_safetensors=as_safetensors)
-    return [ours, *_module(name).readers(checkpoint, options)]
-
-
-def _module(name: str) -> Any:
-    return import_module(f"foretoken.formats.{name}")
+    return [ours, *form.readers(checkpoint, options)]

@@ -8,7 +8,8 @@ name. Taps are boundaries, as here. Heads of EAGLE-1 and -2 call the block `tran
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,8 +18,9 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.conversion import (
     SPECULATORS,
     VLLM_EAGLE,
+    Format,
     Reader,
-    expect_method,
+    dtype_name,
     finished,
     own_entries,
     own_entry,
@@ -33,7 +35,6 @@ from foretoken.formats.eagle3 import (
     with_plain_vocabulary,
 )
 from foretoken.formats.files import save
-from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, TargetWeights
     from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles, Weights
+    from foretoken.heads.eagle3 import Eagle3Config
 
 KINDS = ("eagle3", "eagle")
 _LAYER, _LAYER_CONFIG = "layers.0", "transformer_layer_config"
@@ -51,24 +53,25 @@ _OUTPUT_BIAS = f"{_LAYER}.self_attn.o_proj.bias"
 _VERSION = "0.9.0"  # version of the package that writes such files
 
 
-def recognises(files: HeadFiles) -> bool:
+def _recognises(files: HeadFiles) -> bool:
     """Decides by the configuration's kind, or by a tensor name that only these heads have."""
     kind = files.config.get("speculators_model_type")
     return kind in KINDS if isinstance(kind, str) else "fusion_fc.weight" in files.weights.shapes
 
 
-def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head; raises `ModelError` as formats 'eagle3' and 'eagle' do."""
+def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     config, name = files.config, str(files.path)
     stated = config.get(_LAYER_CONFIG)
     if not isinstance(stated, dict):
         raise ModelError(f"{_LAYER_CONFIG} of '{name}' is {shown(stated)}. Expected the configuration of its block.")
-    named = {**config, "base_model_name_or_path": _target_name(config)}
+    verifier = _outer(config).get("verifier")
+    base = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    named = replace(files, config={**config, "base_model_name_or_path": base})
     if config.get("speculators_model_type") != "eagle3":
         sizes, tensors = read_eagle(
             files.weights, stated, target, fc="fusion_fc", layer="transformer", num_steps=_steps(config)
         )
-        return finished(name, named, sizes, tensors, target)
+        return finished(named, sizes, tensors, target)
     boundaries = boundaries_of(name, config.get(LAYER_IDS))
     if boundaries is not None and boundaries[0] == 1:
         logging.getLogger(__name__).warning(
@@ -82,27 +85,20 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         norm_before_residual=_norm_before_residual(name, config), feeds_normed=flag(name, config, "norm_output"),
         **({} if steps is None else {"num_steps": steps}),
     )  # fmt: skip
-    return finished(name, named, eagle3_sizes, tensors, target)
+    return finished(named, eagle3_sizes, tensors, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head with all entries for speculators and vLLM; adds a shared embedding if available.
-
-    Raises:
-        ConfigError: If the head is of another method, its target has no name, or it shares an embedding that the target
-            scales.
-    """
-    expect_method(checkpoint, "eagle3", what="format 'speculators'")
+def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes a head with all entries for speculators and vLLM; adds a shared embedding if available."""
     checkpoint = with_plain_vocabulary(checkpoint)
-    sizes = checkpoint.config
-    assert isinstance(sizes, Eagle3Config), "the method says so"
+    sizes = cast("Eagle3Config", checkpoint.config)
     tensors = eagle3_tensors(checkpoint, layer=_LAYER)
     if sizes.layer.attention_bias:  # a Llama's bias covers the output as well
         tensors[_OUTPUT_BIAS] = torch.zeros(sizes.width, dtype=tensors["fc.weight"].dtype)
     if not sizes.own_embedding and options.target.weights is not None:
         tensors[EMBEDDING] = _shared_embedding(options.target.weights, tensors["fc.weight"].dtype)
     layer = stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target)
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    dtype = dtype_name(tensors["fc.weight"].dtype)
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -141,10 +137,8 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     save(directory, "model.safetensors", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Returns the programs that read the result of `write`."""
-    sizes = checkpoint.config
-    assert isinstance(sizes, Eagle3Config), "the method says so"
+def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    sizes = cast("Eagle3Config", checkpoint.config)
     if not sizes.own_embedding and options.target.load is None:
         how = "it expects embeddings in the file, and takes random ones where they are missing; pass --target"
         own = Reader(SPECULATORS, False, how)
@@ -181,16 +175,14 @@ def _verifier(checkpoint: HeadCheckpoint, target: TargetInfo) -> dict[str, Any]:
     return {"name_or_path": known.name, "architectures": stated or ([known.architecture] if known.architecture else [])}
 
 
-def _target_name(config: Mapping[str, Any]) -> Any:
+def _outer(config: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = config.get("speculators_config")
-    verifier = outer.get("verifier") if isinstance(outer, dict) else None
-    return verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    return outer if isinstance(outer, dict) else {}
 
 
 def _steps(config: Mapping[str, Any]) -> Any:
     """Returns the number of drafted tokens that the file proposes."""
-    outer = config.get("speculators_config")
-    methods = outer.get("proposal_methods") if isinstance(outer, dict) else None
+    methods = _outer(config).get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
     return first.get("speculative_tokens") if isinstance(first, dict) else None
 
@@ -216,3 +208,6 @@ def _without_output_bias(weights: Weights, stated: Mapping[str, Any]) -> Weights
             f"{_OUTPUT_BIAS} of '{weights.name}' is not zero. Expected a block without it, as heads here are."
         )
     return weights.renamed(lambda key: None if key == _OUTPUT_BIAS else key)
+
+
+FORMATS = (Format("speculators", _recognises, _read, ("eagle3",), _write, _readers),)

@@ -26,13 +26,15 @@ from foretoken.formats.checkpoint import check_keys
 from foretoken.formats.conversion import (
     TRT_HYDRA,
     TRT_MEDUSA,
+    Format,
     Reader,
     assemble,
-    expect_method,
+    dtype_name,
     finished,
     own_entries,
     scatter,
     wanted_shapes,
+    warn_of_counts,
 )
 from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.formats.hydra import HydraNames, prefix_entries
@@ -184,21 +186,12 @@ _BASE_KEYS = {
 }
 
 
-def recognises(files: HeadFiles) -> bool:
-    """Decides whether there are keys of this family."""
+def _recognises(files: HeadFiles) -> bool:
     return MEDUSA.recognises(files.weights) or bool(files.weights.matches(_HYDRA_KEY))
 
 
-def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads from all ranks.
-
-    Args:
-        files: The checkpoint.
-        target: For sizes that its configuration leaves out.
-
-    Raises:
-        ModelError: If ranks are missing, keys are wrong, or numbers are quantised or not finite.
-    """
+def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads heads from all ranks; the target gives sizes that the configuration leaves out."""
     config, name = files.config, str(files.path)
     algorithm = (config.get("quantization") or {}).get("quant_algo")
     if algorithm is not None:
@@ -208,8 +201,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     if MEDUSA.recognises(files.weights):
         stored = MEDUSA.config(ranks.merged, vocab_size=config.get("vocab_size"))
         table = MEDUSA.table(stored)
-        counts = {"num_heads": "num_medusa_heads", "num_layers": "num_medusa_layers"}
-        medusa.warn_of_counts(name, config, counts, stored)
+        warn_of_counts(name, config, {"num_medusa_heads": stored.num_heads, "num_medusa_layers": stored.num_layers})
     else:
         stored = HYDRA.config(ranks.merged, _prefix_sizes(config), target)
         table = HYDRA.table(stored)
@@ -220,18 +212,12 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     cut = {key: _cut(key, tensor, sizes.vocab_size) for key, tensor in tensors.items()}
     if isinstance(sizes, MedusaConfig):
         sizes, cut = medusa.without_added_biases(config, sizes, cut)
-    return finished(name, config, sizes, cut, target)
+    return finished(files, sizes, cut, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads, split over the ranks.
-
-    Raises:
-        ConfigError: If the format cannot hold the head, its sizes cannot be split, or the target's LM head is needed
-            and missing.
-    """
+def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes heads, split over the ranks."""
     what = "format 'tensorrt_llm'"
-    expect_method(checkpoint, "medusa", "hydra", what=what)
     config, tp_size = checkpoint.config, options.tp_size
     _check_ranks(config, tp_size)
     sizes: MedusaConfig | HydraConfig
@@ -244,7 +230,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         sizes, weights = hydra.with_own_lm_heads(config, checkpoint.weights, options, what=what)
         table = HYDRA.table(sizes)
     tensors = {key: _padded(key, tensor, tp_size) for key, tensor in scatter(weights, table).items()}
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    dtypes = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
     if len(dtypes) > 1 or next(iter(tensors.values())).dtype not in _DTYPES:
         raise ConfigError(f"{what} holds float16, bfloat16 or float32. The head has {', '.join(dtypes)}. Pass --dtype.")
     stored = _config(checkpoint, sizes, options, dtypes[0])
@@ -253,8 +239,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         save(directory, f"rank{rank}.safetensors", parts, stored if rank == tp_size - 1 else None)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Returns the programs that read the result of `write`."""
+def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     config = checkpoint.config
     rest = "once each rank's file also holds the target's transformer.* and lm_head.weight, from its own conversion"
     if isinstance(config, MedusaConfig):
@@ -352,3 +337,6 @@ def _cut(key: str, tensor: Tensor, vocab_size: int) -> Tensor:
     if key == "lm_head":
         return tensor[:, :vocab_size].contiguous()
     return tensor[:vocab_size].contiguous() if key.startswith("lm_heads.") else tensor
+
+
+FORMATS = (Format("tensorrt_llm", _recognises, _read, ("medusa", "hydra"), _write, _readers),)

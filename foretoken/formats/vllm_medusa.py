@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,18 +16,20 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.conversion import (
     VLLM,
+    Format,
     Reader,
     check_token_map,
-    expect_method,
+    dtype_name,
     finished,
     make_config,
     own_entries,
     own_entry,
     read_tensors,
     scatter,
+    warn_of_counts,
 )
 from foretoken.formats.files import save
-from foretoken.formats.medusa import MedusaNames, warn_of_counts
+from foretoken.formats.medusa import MedusaNames
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
@@ -40,44 +42,36 @@ if TYPE_CHECKING:
     from foretoken.formats.conversion import WriteOptions
     from foretoken.formats.files import HeadFiles
 
-NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
+_NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
 _PREFIX = "medusa_heads."
 _SHARED = "lm_head.weight"
 _DEFAULT_VOCAB_SIZE = 32001
 
 
-def recognises(files: HeadFiles) -> bool:
+def _recognises(files: HeadFiles) -> bool:
     """Decides whether there are keys of this family, or only an LM head that heads without blocks share."""
-    if any(names.recognises(files.weights) for names in (NAMES, NAMES.prefixed(_PREFIX))):
+    if any(names.recognises(files.weights) for names in (_NAMES, _NAMES.prefixed(_PREFIX))):
         return True
     is_shared = files.config.get("original_lm_head") is True and files.config.get("model_type") == "medusa"
     return is_shared and files.weights.shapes.keys() == {_SHARED}
 
 
-def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads.
-
-    Args:
-        files: The checkpoint.
-        target: Its LM head, if available, tells whether a shared LM head is the target's.
-
-    Raises:
-        ModelError: If keys are wrong, numbers are not finite, or the token map is invalid.
-    """
+def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads heads; the target's LM head, if available, tells whether a shared LM head is the target's."""
     weights, config, name = files.weights, files.config, str(files.path)
     if config.get("logit_scale") not in (None, 1):
         raise ModelError(
             f"'{name}' scales its logits by {shown(config['logit_scale'])}. Expected heads without a scale."
         )
-    prefix = _PREFIX if NAMES.prefixed(_PREFIX).recognises(weights) else ""
-    names, map_key, shared_key = NAMES.prefixed(prefix), f"{prefix}token_map", _shared_key(files, prefix)
+    prefix = _PREFIX if _NAMES.prefixed(_PREFIX).recognises(weights) else ""
+    names, map_key, shared_key = _NAMES.prefixed(prefix), f"{prefix}token_map", _shared_key(files, prefix)
     sizes = names.sizes(weights) if names.recognises(weights) else _sizes_without_blocks(files)
     rows = next(iter(weights.shapes.get(shared_key, ())), None) if shared_key else sizes["rows"]
     sizes |= {"rows": None, "own_lm_head": shared_key is None, "vocab_size": rows or _stated_vocab_size(config)}
     if sizes["num_layers"] == 0:
         sizes["has_bias"] = own_entry(config, "has_bias", default=True)
     sizes["has_bias"] |= config.get("medusa_fc_bias") is True
-    stored = _checked(name, sizes)
+    stored = make_config(MedusaConfig, name, **{key: size for key, size in sizes.items() if key != "rows"})
     extra: dict[str, tuple[int, ...]] = {}
     stated = config.get("truncated_vocab_size")
     if map_key in weights.shapes:
@@ -96,20 +90,14 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         full = _with_shared_lm_head(name, stored, tensors, shared, target)
     else:
         full = stored
-    return finished(name, config, full, tensors, target)
+    return finished(files, full, tensors, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads; an LM head that is shared with the target is written once.
-
-    Raises:
-        ConfigError: If the format cannot hold the head, or the target's LM head is needed and missing.
-    """
+def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes heads; an LM head that is shared with the target is written once."""
     what = "format 'vllm_medusa'"
-    expect_method(checkpoint, "medusa", what=what)
-    sizes = checkpoint.config
-    assert isinstance(sizes, MedusaConfig), "the method says so"
-    tensors = scatter(checkpoint.weights, NAMES.table(sizes))
+    sizes = cast("MedusaConfig", checkpoint.config)
+    tensors = scatter(checkpoint.weights, _NAMES.table(sizes))
     if "token_map" in checkpoint.weights:
         tensors["token_map"] = checkpoint.weights["token_map"].clone()
     if not sizes.own_lm_head:
@@ -127,29 +115,22 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         "truncated_vocab_size": sizes.draft_vocab_size,
         "medusa_fc_bias": sizes.has_bias and sizes.num_layers > 0,
         "original_lm_head": not sizes.own_lm_head,
-        "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(next(iter(tensors.values())).dtype),
         **own_entries(checkpoint),
     }
     save(directory, "model.safetensors", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    """Returns the programs that read the result of `write`."""
-    config = checkpoint.config
-    assert isinstance(config, MedusaConfig), "the method says so"
+def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    config = cast("MedusaConfig", checkpoint.config)
     if config.draft_vocab_size is not None:
         how = (
             f"it fails while loading: it expects LM heads over all {config.vocab_size} tokens even where a token_map "
             f"leaves {config.draft_vocab_size}; releases that build them by truncated_vocab_size read it"
         )
         return [Reader(VLLM, False, how)]
-    return [
-        Reader(
-            VLLM,
-            True,
-            f"speculative_config with method 'medusa'; a chain of the best token of {config.num_heads} heads",
-        )
-    ]
+    how = f"speculative_config with method 'medusa'; a chain of the best token of {config.num_heads} heads"
+    return [Reader(VLLM, True, how)]
 
 
 def _shared_key(files: HeadFiles, prefix: str) -> str | None:
@@ -183,11 +164,6 @@ def _stated_vocab_size(config: Mapping[str, Any]) -> Any:
     return config.get("vocab_size", _DEFAULT_VOCAB_SIZE)
 
 
-def _checked(name: str, sizes: dict[str, Any]) -> MedusaConfig:
-    config: MedusaConfig = make_config(MedusaConfig, name, **{key: sizes[key] for key in sizes if key != "rows"})
-    return config
-
-
 def _with_token_map(
     name: str,
     config: Mapping[str, Any],
@@ -198,7 +174,7 @@ def _with_token_map(
 ) -> MedusaConfig:
     """Places LM heads over part of the vocabulary; cuts those over all of it, as vLLM does."""
     drafted, rows = token_map.numel(), stored.vocab_size
-    full: MedusaConfig = make_config(
+    full = make_config(
         MedusaConfig,
         name,
         **stored.model_dump()
@@ -232,11 +208,14 @@ def _with_shared_lm_head(
 
 
 def _warn(name: str, config: Mapping[str, Any], found: MedusaConfig, *, has_map: bool) -> None:
-    counts = {"num_heads": "num_heads", "num_layers": "num_hidden_layers"}
-    warn_of_counts(name, config, counts, found)
-    # vLLM also accepts these names.
-    warn_of_counts(name, config, {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}, found)
+    heads, layers = found.num_heads, found.num_layers
+    counts = {"num_heads": heads, "num_hidden_layers": layers}
+    counts |= {"medusa_num_heads": heads, "medusa_num_layers": layers}  # vLLM also accepts these names
     if not has_map and found.own_lm_head:
-        warn_of_counts(name, config, {"vocab_size": "vocab_size"}, found)
-    if found.has_bias and found.num_layers and config.get("medusa_fc_bias") is not True:
+        counts["vocab_size"] = found.vocab_size
+    warn_of_counts(name, config, counts)
+    if found.has_bias and layers and config.get("medusa_fc_bias") is not True:
         logging.getLogger(__name__).warning("%s: it has biases, which vLLM drops: medusa_fc_bias is not set", name)
+
+
+FORMATS = (Format("vllm_medusa", _recognises, _read, ("medusa",), _write, _readers),)
