@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.rivals.machine import commit, describe_machine
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import load_prompts
-from foretoken.decoder.lean.threads import set_num_threads
+from foretoken.decoder.library import set_num_threads
 from foretoken.entrypoints.config import PLAIN, parse_setup
 from foretoken.models.loading import load_tokenizer
 

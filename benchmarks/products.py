@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.decoder.lean.threads import use_huge_pages
+from foretoken.decoder.memory import use_huge_pages
+from foretoken.decoder.native_linear import NativeLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from benchmarks.rivals.machine import commit, describe_machine
 from foretoken.bench.compare import compare_setups
 from foretoken.bench.workload import Workload, load_prompts
 from foretoken.core.results import GenerationMetrics
-from foretoken.decoder.lean.threads import set_num_threads
+from foretoken.decoder.library import set_num_threads
 from foretoken.entrypoints.config import parse_setup
 from foretoken.models.loading import load_model, load_tokenizer
 

@@ -24,7 +24,7 @@ from benchmarks.speedup.sizes import Size, digest_of, methods_of, prepare, twin_
 from foretoken.bench.plots import in_order
 from foretoken.bench.workload import load_prompts
 from foretoken.core.errors import ForetokenError
-from foretoken.decoder.lean.threads import set_num_threads
+from foretoken.decoder.library import set_num_threads
 
 _SIZES = "12x256,32x256,12x1024,24x1024"  # with the same prompts, so that sizes compare
 _MODEL = Path(__file__).resolve().parents[2] / "models" / "tinycode"

@@ -152,7 +152,7 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
         ModelError: When the model cannot be loaded, or the device does not exist.
         RequestError: When the model has no tokenizer.
     """
-    from foretoken.decoder.lean.threads import set_num_threads
+    from foretoken.decoder.library import set_num_threads
     from foretoken.entrypoints import model_arguments
 
     if threads is not None:

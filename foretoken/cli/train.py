@@ -166,7 +166,7 @@ def train(
     arguments |= {"sizes": _pairs(sizes, "--set"), "objective": _pairs(objective, "--objective")}
     arguments |= {"joint": None if joint is None else _pairs(joint, "--joint")}
     del arguments["threads"], arguments["as_json"]
-    from foretoken.decoder.lean.threads import set_num_threads
+    from foretoken.decoder.library import set_num_threads
     from foretoken.training.run import Interrupted
     from foretoken.training.train import train as trained
 

@@ -62,7 +62,7 @@ def twin(
     from foretoken.bench.cost_twin.check import check_twin
     from foretoken.bench.cost_twin.make import TwinPlan, make_twin
     from foretoken.bench.workload import load_prompts
-    from foretoken.decoder.lean.threads import set_num_threads
+    from foretoken.decoder.library import set_num_threads
     from foretoken.models.config_checks import check_model_files
     from foretoken.models.loading import load_tokenizer
 

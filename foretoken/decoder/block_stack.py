@@ -28,10 +28,10 @@ from foretoken.decoder.cuda_graphs import (
     padded_inputs,
     shape_of,
 )
-from foretoken.decoder.held_memory import HeldMemory, check_memory, is_plain
-from foretoken.decoder.lean.native import NativeBlocks
-from foretoken.decoder.lean.torch_blocks import TorchBlocks
+from foretoken.decoder.memory import HeldMemory, check_memory, is_plain
+from foretoken.decoder.native import NativeBlocks
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
+from foretoken.decoder.torch_blocks import TorchBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
 
 _MAX_GRAPHS = 32
 _LONGEST_CAPTURED = 32  # tokens of one sequence; more keep the GPU busy for longer than launches take

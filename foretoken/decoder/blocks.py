@@ -13,16 +13,20 @@ rotated elements of a head, X experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from foretoken.core.checks import require
+from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.memory import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    from foretoken.core.passes import Tap
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -298,3 +302,57 @@ class Blocks:
             yield from block.tensors()
         if self.final_norm is not None:
             yield from self.final_norm.tensors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeanWeights:
+    """A model for lean decoders.
+
+    Attributes:
+        embedding: (V, E), in the dtype of the blocks.
+        embedding_scale: Factor of embeddings.
+        layers: The blocks.
+        head: The LM head module; a tied one has the embedding as its weight.
+        logit_softcap: c in c tanh(logit / c), or None.
+        is_borrowed: Whether the weights are the caller's and must not be moved.
+    """
+
+    embedding: Tensor
+    embedding_scale: float = 1.0
+    layers: Blocks
+    head: nn.Module
+    logit_softcap: float | None = None
+    is_borrowed: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.layers.blocks)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the width of the logits."""
+        head: Any = self.head
+        return int(head.weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of all matrices."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self.embedding.device
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields every tensor with readable memory except the rotary tables."""
+        yield from filter(is_plain, (self.embedding, *self.layers.tensors(), *self.head.parameters()))
+
+
+def tap_indices(taps: Sequence[Tap], num_layers: int) -> list[int]:
+    """Returns boundary indices of taps, `final` one past the last output; raises `UnsuitableError` for unknown taps."""
+    indices = [num_layers + 1 if tap == "final" else tap for tap in taps]
+    if any(not isinstance(i, int) or not 0 <= i <= num_layers + 1 for i in indices) or num_layers + 1 in taps:
+        raise UnsuitableError(f"taps {list(taps)} do not all exist.")
+    return [int(i) for i in indices]

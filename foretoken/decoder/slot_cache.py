@@ -286,7 +286,7 @@ class SlotCache:
             return keys, values
         tables = layout.tables()
         if layout.is_captured or has_triton_kernels(keys.device):
-            from foretoken.decoder.triton_cache import write_rows
+            from foretoken.decoder.triton_kernels import write_rows
 
             write_rows(keys, values, key, value, tables)
         else:  # only captured passes have padding
@@ -308,7 +308,7 @@ class SlotCache:
             return  # a chain's accepted rows are in place already
         device = self.keys[0].device
         if has_triton_kernels(device):
-            from foretoken.decoder.triton_cache import commit_rows
+            from foretoken.decoder.triton_kernels import commit_rows
 
             depth = max(len(path) for *_, path in moved)
             padded = integers_on([[*path, *[-1] * (depth - len(path))] for *_, path in moved], device)

@@ -25,7 +25,7 @@ from typing_extensions import override
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.lean.head_kernels import AutoregressiveKernels
+from foretoken.decoder.native_head import AutoregressiveKernels
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.heads import HeadDrafter, HeadOptions, checked_head

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.loading import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 

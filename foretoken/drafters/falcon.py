@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.drafters.base import Committed, DraftContext, Drafter, Prefix, TargetHandle
     from foretoken.models.parts import TargetParts
     from foretoken.sampling.draft_draws import DraftDraws

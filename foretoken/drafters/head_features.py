@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, Prefix, TargetHandle
     from foretoken.heads.hydra import PrefixLayer

@@ -21,7 +21,7 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
-from foretoken.decoder.lean.head_kernels import HeadKernels
+from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
 from foretoken.drafters.head_features import KeptFeatures, LastFeatures
 from foretoken.drafters.levels import KeptDraws, QuantizationOption, with_quantization
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.heads.base import Head
     from foretoken.models.loading import LoadedModel

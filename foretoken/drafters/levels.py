@@ -26,7 +26,7 @@ from foretoken.sampling.draft_draws import DraftDraws
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.drafters.base import DraftContext
     from foretoken.drafters.vocabularies import VocabularyMap
     from foretoken.runner.runner import Runner

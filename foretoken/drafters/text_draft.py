@@ -25,7 +25,7 @@ from foretoken.trees.expansion import TreeExpansion
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.drafters.vocabularies import Piece, Vocabulary
     from foretoken.models.loading import LoadedModel
 

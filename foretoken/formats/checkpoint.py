@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from foretoken.core.errors import ConfigError, ModelError, listed
-from foretoken.decoder.held_memory import in_own_memory
+from foretoken.decoder.memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.models.config_checks import check_model_files
 from foretoken.models.loading import load_config, load_model

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
-from foretoken.decoder.lean.native_head import AutoregressiveSteps
+from foretoken.decoder.native_head import AutoregressiveSteps
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs
 from foretoken.heads.decoder_layer import DecoderLayer
 

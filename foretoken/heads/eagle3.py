@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, rms_norm
 from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
-from foretoken.decoder.lean.native_head import AutoregressiveSteps, LmHead, ScaledEmbedding
+from foretoken.decoder.native_head import AutoregressiveSteps, LmHead, ScaledEmbedding
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
 from foretoken.heads.decoder_layer import DecoderLayer
 

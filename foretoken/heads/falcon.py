@@ -24,7 +24,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
-from foretoken.decoder.lean.native_linear import linear_layer, optimize_for_inference
+from foretoken.decoder.native_linear import linear_layer, optimize_for_inference
 from foretoken.heads.base import AutoregressiveConfig, Head
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, unrolled_attention
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
 
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 LstmMode = Literal["recurrent", "per_position"]

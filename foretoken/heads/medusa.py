@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from typing_extensions import override
 
-from foretoken.decoder.lean.native_head import HeadStep, HeadSteps, LmHead
-from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
+from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
+from foretoken.decoder.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 

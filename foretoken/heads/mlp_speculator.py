@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from typing_extensions import override
 
-from foretoken.decoder.lean.native_head import BiasedNorm, HeadStep, HeadSteps, LmHead, ScaledEmbedding
+from foretoken.decoder.native_head import BiasedNorm, HeadStep, HeadSteps, LmHead, ScaledEmbedding
 from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:

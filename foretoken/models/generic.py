@@ -10,7 +10,7 @@ import torch
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError, PassError
 from foretoken.decoder.base import PassOutput
-from foretoken.decoder.held_memory import check_memory, plain_tensors
+from foretoken.decoder.memory import check_memory, plain_tensors
 from foretoken.models.parts import target_parts
 from foretoken.models.plugin import ForwardPass, as_transformers_cache, current_pass, running
 from foretoken.models.taps import Taps, find_blocks, find_final_norm, first_output

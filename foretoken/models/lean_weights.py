@@ -1,4 +1,4 @@
-"""Finds the weights for a lean decoder (`decoder.lean.stock`) in transformers modules, by a table of architectures.
+"""Finds the weights for a lean decoder (`LeanWeights`) in transformers modules, by a table of architectures.
 
 An unknown architecture or part is refused by name and left to the generic decoder.
 """
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary
-from foretoken.decoder.lean.stock import LeanWeights
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, LeanWeights, Matrix, Norm, Rotary
 from foretoken.models.model_changes import foreign_call
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from foretoken.decoder.held_memory import is_plain
+from foretoken.decoder.memory import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foretoken.decoder.lean.native_head import LmHead, ScaledEmbedding
-from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
+from foretoken.decoder.native_head import LmHead, ScaledEmbedding
+from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.loading import LoadedModel
 
 

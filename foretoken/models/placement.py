@@ -10,7 +10,7 @@ import torch
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, nearest_name_hint, one_line
-from foretoken.decoder.held_memory import in_own_memory, plain_tensors
+from foretoken.decoder.memory import in_own_memory, plain_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

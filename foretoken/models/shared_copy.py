@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foretoken.core.errors import ModelError, foreign_errors_as
-from foretoken.decoder.held_memory import has_memory, lost_memory, plain_tensors
+from foretoken.decoder.memory import has_memory, lost_memory, plain_tensors
 
 
 def shared_copy(model: Any) -> Any:

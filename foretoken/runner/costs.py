@@ -23,7 +23,7 @@ import torch
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.lean.build import kernels_version
+from foretoken.decoder.library import kernels_version
 from foretoken.decoder.slot_cache import SlotCache, affordable_rows
 from foretoken.files.user_cache import KeptEntries, is_number
 from foretoken.runner.decoders import NUM_ROWS, probe_layer_shapes, proven_decoder

@@ -13,10 +13,10 @@ from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as,
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.graph_decoder import GraphDecoder
-from foretoken.decoder.lean.native import NativeDecoder
-from foretoken.decoder.lean.stock import StockDecoder
+from foretoken.decoder.cuda_graphs import GraphDecoder
+from foretoken.decoder.native import NativeDecoder
 from foretoken.decoder.slot_cache import LayerShape
+from foretoken.decoder.torch_blocks import StockDecoder
 from foretoken.models.generic import GenericDecoder
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.plugin import current_pass
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.base import Decoder
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loading import LoadedModel
 

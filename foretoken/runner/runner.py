@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import Decoder, PassOutput
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
     from foretoken.trees.dynamic import ShapedExpansion

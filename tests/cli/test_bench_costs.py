@@ -10,7 +10,7 @@ from command_line import MODEL, run
 
 import foretoken.bench.compare  # noqa: F401 - binds `measure_costs` when it is imported: not while that is replaced
 import foretoken.runner.costs as costs_module
-from foretoken.decoder.lean.build import native_library
+from foretoken.decoder.library import native_library
 from foretoken.runner.costs import CostCurve, PassCosts
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from foretoken.decoder.lean import build
+from foretoken.decoder import library
 
 # What -march is, and what that takes: this machine; vectors without intrinsics; AVX2; AVX-512 without bfloat16; and
 # with it, where this machine has matrix units beside (elsewhere that is the machine's own).
@@ -28,12 +28,12 @@ def kernels_for(name: str) -> Iterator[None]:
     capabilities = torch.cpu.get_capabilities()
     if platform.machine() != "x86_64" or not all(capabilities.get(each) for each in INSTRUCTION_SETS[name]):
         pytest.skip(f"this processor does not run {name}")
-    flags = [flag.replace("=native", f"={name}") for flag in build._flags() if flag != build._WIDE]
+    flags = [flag.replace("=native", f"={name}") for flag in library._flags() if flag != library._WIDE]
     if name != "x86-64-v3":  # which another test compiles too
         flags[0] = "-O1"  # half the time
-    with mock.patch.object(build, "_flags", return_value=tuple(flags)):
-        build.native_library.cache_clear()
+    with mock.patch.object(library, "_flags", return_value=tuple(flags)):
+        library.native_library.cache_clear()
         try:
             yield
         finally:
-            build.native_library.cache_clear()
+            library.native_library.cache_clear()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from foretoken.decoder.lean.torch_blocks import fuse
+from foretoken.decoder.torch_blocks import fuse
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

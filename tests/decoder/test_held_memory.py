@@ -22,9 +22,9 @@ from foretoken.core.errors import ModelError, PassError
 from foretoken.core.results import CompletionOutput
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.held_memory import HeldMemory, check_memory, has_memory
-from foretoken.decoder.lean.native import NativeBlocks
-from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.decoder.memory import HeldMemory, check_memory, has_memory
+from foretoken.decoder.native import NativeBlocks
+from foretoken.decoder.native_linear import NativeLinear
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.heads.base import build_head

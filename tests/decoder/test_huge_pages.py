@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.decoder.lean import threads
-from foretoken.decoder.lean.threads import use_huge_pages
+from foretoken.decoder import memory
+from foretoken.decoder.memory import use_huge_pages
 
 _MAPS = Path("/proc/self/smaps")
 
@@ -51,5 +51,5 @@ def test_nothing_is_asked_for_where_they_are_switched_off(
 ) -> None:
     if setting is not None:
         (tmp_path / "enabled").write_text(setting, encoding="ascii")
-    monkeypatch.setattr(threads, "_SETTING", tmp_path / "enabled")
+    monkeypatch.setattr(memory, "_SETTING", tmp_path / "enabled")
     assert use_huge_pages([torch.ones(4 << 20)]) == 0

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder import native_linear
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Block, Blocks, FeedForward, Matrix
-from foretoken.decoder.lean import native_linear
-from foretoken.decoder.lean.native_linear import NativeLinear, int8_weight
+from foretoken.decoder.native_linear import NativeLinear, int8_weight
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)

@@ -22,7 +22,7 @@ from tree_decoding import SLOTS, decode
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.blocks import Matrix
-from foretoken.decoder.lean.torch_blocks import fuse
+from foretoken.decoder.torch_blocks import fuse
 from foretoken.engine.verification import greatest_on_host
 from foretoken.models.loading import wrap_model
 from foretoken.models.taps import run_plain

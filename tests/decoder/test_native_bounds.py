@@ -20,12 +20,11 @@ from foretoken.core import passes
 from foretoken.core.errors import ForetokenError, PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder import library, native, native_linear, native_model
 from foretoken.decoder.base import PassOutput, UnsuitableError
-from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, Matrix, Norm, Side
-from foretoken.decoder.lean import native, native_linear, native_model, threads
-from foretoken.decoder.lean.native import NativeBlocks
-from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.decoder.lean.stock import LeanWeights
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, LeanWeights, Matrix, Norm, Side
+from foretoken.decoder.native import NativeBlocks
+from foretoken.decoder.native_linear import NativeLinear
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model
@@ -132,12 +131,12 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("what", WRONG)
 def test_a_pass_that_does_not_fit_is_refused_and_does_nothing(what: str) -> None:
     made = blocks()
-    before = [made._cache.keys[0].clone(), made._cache.values[2].clone()]
+    before = [made._described._cache.keys[0].clone(), made._described._cache.values[2].clone()]
     with pytest.raises(ForetokenError) as caught:
         run(made, *WRONG[what]())
     assert isinstance(caught.value, PassError)
     assert isinstance(caught.value, ValueError)
-    after = [made._cache.keys[0], made._cache.values[2]]
+    after = [made._described._cache.keys[0], made._described._cache.values[2]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     for good in (a_pass(), level()):
         assert bool(made.run(good).logits.isfinite().all())  # type: ignore[union-attr]
@@ -147,13 +146,13 @@ def test_a_pass_that_does_not_fit_is_refused_and_does_nothing(what: str) -> None
 def test_a_pass_beyond_shared_rows_is_refused(prefix: int) -> None:
     """Of 48 rows a place that begins at row 32 has 16, though a slot may have 40."""
     made = blocks(num_rows=48)
-    assert made._cache.keys[0].shape == (3, 2, CAPACITY, 8)
+    assert made._described._cache.keys[0].shape == (3, 2, CAPACITY, 8)
     made.run(a_pass(slots=[2, 0], prefix_lens=[prefix, 0]))
-    before = [made._cache.keys[0].clone(), made._cache.values[2].clone()]
+    before = [made._described._cache.keys[0].clone(), made._described._cache.values[2].clone()]
     for slots, lengths in (([2, 0], [14, 0]), ([0, 2], [0, 14]), ([2, 0], [CAPACITY - 3, 0]), ([3, 0], [0, 0])):
         with pytest.raises(PassError, match=r"do not fit|the slots are"):
             made.run(a_pass(slots=slots, prefix_lens=lengths))
-    assert all(map(torch.equal, before, [made._cache.keys[0], made._cache.values[2]]))
+    assert all(map(torch.equal, before, [made._described._cache.keys[0], made._described._cache.values[2]]))
 
 
 def with_side(weights: LeanWeights) -> LeanWeights:
@@ -176,17 +175,17 @@ def with_side(weights: LeanWeights) -> LeanWeights:
 )  # fmt: skip
 def test_a_second_input_that_does_not_fit(sides: Any) -> None:
     made = blocks(with_side)
-    before = made._cache.keys[0].clone()
+    before = made._described._cache.keys[0].clone()
     for refused in (lambda: made.run(a_pass(), None, sides), lambda: made.append(a_pass(), torch.zeros(6, 32), sides)):
         with pytest.raises(PassError, match=r"lacks something: MISSING|sides is .*Expected \(6, 32\)"):
             refused()
-    assert torch.equal(made._cache.keys[0], before)
+    assert torch.equal(made._described._cache.keys[0], before)
     assert bool(made.run(a_pass(), None, torch.ones(6, 32)).logits.isfinite().all())  # type: ignore[union-attr]
 
 
 def test_no_assert_guards_memory() -> None:
     """`python -O` removes them: none stands before the kernels."""
-    for module in (native, native_model, passes, native_linear, threads, runner):
+    for module in (native, native_model, passes, native_linear, library, runner):
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)], module.__name__
 
@@ -380,7 +379,7 @@ def test_an_allocation_that_fails_inside_the_kernels() -> None:
     code = """
         import resource, torch
         from foretoken.core.errors import PassError
-        from foretoken.decoder.lean.native_linear import NativeLinear
+        from foretoken.decoder.native_linear import NativeLinear
         linear = NativeLinear(torch.ones(1, 1))
         x = torch.ones(20_000_000, 1)  # 80 MB, which become 1.3 to 5 GB where each is padded to a step of a register
         out = linear(x[:10])
@@ -400,9 +399,9 @@ def test_more_threads_than_any_machine_has(monkeypatch: pytest.MonkeyPatch) -> N
     linear, x = NativeLinear(torch.randn(512, 512)), torch.randn(4, 512)
     expected, made = linear(x), blocks()
     features = made.run(a_pass()).features
-    for module in (threads.torch, native_linear.torch):
+    for module in (library.torch, native_linear.torch):
         monkeypatch.setattr(module, "get_num_threads", lambda: 100_000)
-    assert threads.kernel_threads() == threads.MAX_THREADS
+    assert library.kernel_threads() == library.MAX_THREADS
     assert torch.equal(linear(x), expected)
     assert torch.equal(made.run(a_pass()).features, features)  # type: ignore[arg-type]
 
@@ -424,7 +423,7 @@ def test_the_sanitizers_see(output: int, what: str) -> None:
     """The control of `make sanitize`: a result that is written past its end, and one to an odd address."""
     code = f"""
         import ctypes, torch
-        from foretoken.decoder.lean.native_linear import NativeLinear
+        from foretoken.decoder.native_linear import NativeLinear
         linear = NativeLinear(torch.ones(10, 8))
         x, y = torch.ones(1, 8), torch.empty(10 - {output} + 1)
         linear._multiply(ctypes.addressof(linear._matrix), 0, x.data_ptr(), 1, y.data_ptr() + {int(output == 0)}, 1)

@@ -16,8 +16,8 @@ from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.lean import build
-from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear
+from foretoken.decoder import library
+from foretoken.decoder.native_linear import NativeLinear, fast_linear
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
@@ -31,9 +31,9 @@ from tests.tree_checks import check_tree
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and nothing loaded yet."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
-    build.native_library.cache_clear()
+    library.native_library.cache_clear()
     yield tmp_path / "cache"
-    build.native_library.cache_clear()
+    library.native_library.cache_clear()
 
 
 def script(path: Path, text: str) -> str:
@@ -48,14 +48,14 @@ def llama_runner(kind: str = "auto") -> Runner:
 
 def test_it_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """With a compiler that takes no time, as it hands out what the machine's own has made."""
-    build.native_library()
-    build.native_library.cache_clear()  # what was compiled just now was loaded from a directory that is gone
-    made, log = build.native_library()._name, tmp_path / "log"
+    library.native_library()
+    library.native_library.cache_clear()  # what was compiled just now was loaded from a directory that is gone
+    made, log = library.native_library()._name, tmp_path / "log"
     fresh = request.getfixturevalue("fresh")
     hand_out = f'echo called >> {log}\nfor last; do :; done; cp {made} "$last"'
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", hand_out))
     for _ in range(2):
-        build.native_library.cache_clear()
+        library.native_library.cache_clear()
         assert llama_runner("lean-native").name == "lean-native"
     assert log.read_text() == "called\n"
     assert sorted(path.suffix for path in fresh.iterdir()) == [".sha256", ".so"], "nothing unfinished is left"
@@ -88,11 +88,11 @@ def test_a_compiler_that_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever waits is told what it takes and that it goes on; one that never ends is ended."""
-    monkeypatch.setattr(build, "_SAYS_SO_S", 1)
-    monkeypatch.setattr(build, "_TIMEOUT_S", 2)
+    monkeypatch.setattr(library, "_SAYS_SO_S", 1)
+    monkeypatch.setattr(library, "_TIMEOUT_S", 2)
     monkeypatch.setattr("foretoken.runner.choice._said", set())
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", "exec sleep 600"))
-    with caplog.at_level("INFO", logger=build.__name__):
+    with caplog.at_level("INFO", logger=library.__name__):
         assert llama_runner("lean").name == "lean-stock"
     assert "once on this machine: takes some 20 seconds" in caplog.text
     assert [record.getMessage() for record in caplog.records if "still" in record.getMessage()] == [
@@ -158,13 +158,13 @@ def test_older_processors(architecture: str, dtype: torch.dtype, monkeypatch: py
     """Without 512-bit registers and bf16 dot products the same source serves, and is as independent of company."""
     model = wrap_model(tiny_model(architecture, dtype=dtype), name="tiny")
     newer = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
-    flags = [flag.replace("=native", "=x86-64-v3") for flag in build._flags() if flag != build._WIDE]
-    monkeypatch.setattr(build, "_flags", lambda: flags)
-    build.native_library.cache_clear()
+    flags = [flag.replace("=native", "=x86-64-v3") for flag in library._flags() if flag != library._WIDE]
+    monkeypatch.setattr(library, "_flags", lambda: flags)
+    library.native_library.cache_clear()
     try:
         older = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
     finally:
-        build.native_library.cache_clear()
+        library.native_library.cache_clear()
     assert older._decoder._blocks._library is not newer._decoder._blocks._library
     tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8, 9], [-1, 0, 0, 1, 3])])
     for made in (newer, older):
@@ -193,26 +193,26 @@ def test_matrix_units_are_used_where_the_system_allows_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Asked for without permission their registers end the process."""
-    flag, is_x86 = build._MAY_USE_TILES, platform.machine() in ("x86_64", "AMD64")
+    flag, is_x86 = library._MAY_USE_TILES, platform.machine() in ("x86_64", "AMD64")
     for is_allowed in (True, False):
-        monkeypatch.setattr(build, "_may_use_tiles", lambda answer=is_allowed: answer)
-        assert (flag in build._flags()) == (is_allowed and is_x86)
+        monkeypatch.setattr(library, "_may_use_tiles", lambda answer=is_allowed: answer)
+        assert (flag in library._flags()) == (is_allowed and is_x86)
     monkeypatch.undo()
     has = {**torch.cpu.get_capabilities(), "amx_tile": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
-    monkeypatch.setattr(build, "_TILE_DATA", 63)  # which no processor has
-    build._may_use_tiles.cache_clear()
-    with caplog.at_level("INFO", logger=build.__name__):
-        assert not build._may_use_tiles()
-    build._may_use_tiles.cache_clear()
+    monkeypatch.setattr(library, "_TILE_DATA", 63)  # which no processor has
+    library._may_use_tiles.cache_clear()
+    with caplog.at_level("INFO", logger=library.__name__):
+        assert not library._may_use_tiles()
+    library._may_use_tiles.cache_clear()
     if platform.system() == "Linux" and is_x86:
         assert re.search(r"does not let this process use matrix units \(.+\): vector registers are used", caplog.text)
 
 
 def test_asking_for_matrix_units() -> None:
     """The answer is the same however often one asks; a processor without them never allows them."""
-    build._may_use_tiles.cache_clear()
-    first = build._may_use_tiles()
-    build._may_use_tiles.cache_clear()
-    assert build._may_use_tiles() == first
+    library._may_use_tiles.cache_clear()
+    first = library._may_use_tiles()
+    library._may_use_tiles.cache_clear()
+    assert library._may_use_tiles() == first
     assert torch.cpu.get_capabilities().get("amx_tile") or not first

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from foretoken.core.errors import ConfigError
-from foretoken.decoder.lean import build
-from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.decoder import library
+from foretoken.decoder.native_linear import NativeLinear
 from foretoken.files import user_cache
 
 NOBODY = 65534
@@ -28,12 +28,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library that the real compiler made."""
     made = tmp_path_factory.mktemp("real") / "made.so"
-    command, cache = build._compiler(), user_cache.open_cache()
+    command, cache = library._compiler(), user_cache.open_cache()
     if cache is not None:
-        build.native_library()
-        shutil.copy(cache / f"decoder-{build._fingerprint(command)}.so", made)
+        library.native_library()
+        shutil.copy(cache / f"decoder-{library._fingerprint(command)}.so", made)
     else:
-        build._compile(command, made)
+        library._compile(command, made)
     return made
 
 
@@ -46,14 +46,14 @@ def compiler(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(path))
     monkeypatch.setattr(user_cache, "_said", [])
-    build.native_library.cache_clear()
+    library.native_library.cache_clear()
     yield lambda: len(log.read_text().splitlines()) if log.exists() else 0
-    build.native_library.cache_clear()
+    library.native_library.cache_clear()
 
 
 def load() -> None:
     """As a new process would."""
-    build.native_library.cache_clear()
+    library.native_library.cache_clear()
     assert torch.equal(NativeLinear(torch.eye(3))(torch.ones(2, 3)), torch.ones(2, 3))
 
 
@@ -64,13 +64,13 @@ def kept(tmp_path: Path, suffix: str = ".so") -> Path:
 
 def hostile(tmp_path: Path) -> Path:
     """A library without our functions that leaves a mark when it is loaded."""
-    source, library = tmp_path / "hostile.c", tmp_path / "hostile.so"
+    source, made = tmp_path / "hostile.c", tmp_path / "hostile.so"
     source.write_text(
         "#include <stdio.h>\n__attribute__((constructor)) static void run(void) "
         f'{{ fclose(fopen("{tmp_path / "mark"}", "w")); }}\n'
     )
-    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    return library
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    return made
 
 
 def rewrite(path: Path, data: bytes) -> None:
@@ -133,7 +133,7 @@ def test_what_the_compiler_made_wrong_is_compiled_anew(
 ) -> None:
     """A library that lacks functions, and a file that is none; its digest is right."""
     (tmp_path / "cache").mkdir(mode=0o700)
-    path = tmp_path / "cache" / f"decoder-{build._fingerprint(build._compiler())}.so"
+    path = tmp_path / "cache" / f"decoder-{library._fingerprint(library._compiler())}.so"
     if source is None:
         path.write_bytes(b"rubbish")
     else:
@@ -202,7 +202,7 @@ def test_without_a_place_to_keep_them(
 ) -> None:  # fmt: skip
     """Kernels run from a temporary directory that is gone once they are loaded."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(library.tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     (tmp_path / "file").touch()
 
@@ -230,7 +230,7 @@ def test_without_a_place_to_keep_them(
 def test_four_first_compilations_at_once(compiler: Callable[[], int], tmp_path: Path) -> None:
     """Each loads what was compiled whole, and one library is kept with its digest."""
     program = (
-        "import torch\nfrom foretoken.decoder.lean.native_linear import NativeLinear\n"
+        "import torch\nfrom foretoken.decoder.native_linear import NativeLinear\n"
         "print('ready', flush=True)\ninput()\n"
         "print(NativeLinear(torch.eye(2))(torch.ones(1, 2)).tolist(), flush=True)\n"
     )
@@ -257,10 +257,10 @@ def test_a_user_without_a_name_or_a_home(real: Path) -> None:
 import logging, os
 logging.basicConfig(format="%(message)s")
 import torch
-from foretoken.decoder.lean import build
-from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.decoder import library
+from foretoken.decoder.native_linear import NativeLinear
 os.setgroups([]); os.setgid(12345); os.setuid(12345)  # after the imports: this user may be unable to read Python
-if not os.access(build._SOURCE, os.R_OK):
+if not os.access(library._SOURCE, os.R_OK):
     raise SystemExit(77)
 print(NativeLinear(torch.eye(2))(torch.ones(1, 2)).tolist())
 """
@@ -317,8 +317,8 @@ def test_compilers_that_cannot_be_read(
     compiler: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "g++ '")
-    with pytest.raises(build.UnsuitableError, match=r"CXX is .*No closing quotation\. Set it to a C\+\+ compiler"):
-        build.native_library()
+    with pytest.raises(library.UnsuitableError, match=r"CXX is .*No closing quotation\. Set it to a C\+\+ compiler"):
+        library.native_library()
     monkeypatch.setenv("CXX", "  ")
     (tmp_path / "c++").symlink_to(tmp_path / "a compiler")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -333,11 +333,11 @@ def test_a_compiler_whose_message_is_not_utf_8(
     path.write_bytes(b"#!/bin/sh\necho 'na\xefve' >&2; exit 1\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(path))
-    with pytest.raises(build.UnsuitableError, match="cannot compile its kernels: na\ufffdve"):
-        build.native_library()
+    with pytest.raises(library.UnsuitableError, match="cannot compile its kernels: na\ufffdve"):
+        library.native_library()
 
 
 def test_a_switch_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETOKEN_SANITIZE", "yes")
     with pytest.raises(ConfigError, match=r"FORETOKEN_SANITIZE is 'yes'\. Expected 0 or 1\."):
-        build._flags()
+        library._flags()

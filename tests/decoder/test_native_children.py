@@ -17,9 +17,9 @@ from torch import Tensor
 from foretoken.core.errors import PassError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
-from foretoken.decoder.lean import build
-from foretoken.decoder.lean.head_kernels import NativeDraft, can_draft
-from foretoken.decoder.lean.structures import Status
+from foretoken.decoder import library
+from foretoken.decoder.library import Status
+from foretoken.decoder.native_head import NativeDraft, can_draft
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
@@ -47,10 +47,10 @@ def children_library() -> CDLL:
     """The kernels' choice of children as a library of its own: its callers in the package bring logits of their own."""
     source = Path(__file__).with_name("children.cpp")
     with TemporaryDirectory() as directory:
-        library = Path(directory) / "children.so"
-        kernels = Path(build.__file__).with_name("kernels")
-        subprocess.run([*build._compiler(), *build._flags(), "-w", f"-I{kernels}", source, "-o", library], check=True)
-        loaded = CDLL(str(library))
+        made = Path(directory) / "children.so"
+        kernels = Path(library.__file__).with_name("kernels")
+        subprocess.run([*library._compiler(), *library._flags(), "-w", f"-I{kernels}", source, "-o", made], check=True)
+        loaded = CDLL(str(made))
     loaded.children_bytes.restype = loaded.choose_children.restype = c_int64
     return loaded
 
@@ -62,9 +62,9 @@ def choose_children(draft: NativeDraft, depth: int, logits: Tensor, *, is_shared
     """
     assert logits.dtype is torch.float32
     assert logits.is_contiguous()
-    library, arguments, width = children_library(), draft.arguments, c_int64(logits.shape[-1])
-    space = torch.empty(library.children_bytes(byref(arguments), width), dtype=torch.uint8)
-    status = library.choose_children(
+    kernels, arguments, width = children_library(), draft.arguments, c_int64(logits.shape[-1])
+    space = torch.empty(kernels.children_bytes(byref(arguments), width), dtype=torch.uint8)
+    status = kernels.choose_children(
         byref(arguments), c_int64(depth), c_void_p(logits.data_ptr()), width, c_int64(is_shared), c_int64(2),
         c_void_p(space.data_ptr()),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from tiny_models import CONTEXT_LEN, tiny_model
 
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.lean.native import NativeBlocks
+from foretoken.decoder.native import NativeBlocks
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretoken.core.errors import ConfigError
-from foretoken.decoder.lean import threads
+from foretoken.decoder import library
 
 # A child that waits for threads that it does not have waits for ever: the alarm ends it, and `wait` tells.
 PROGRAM = """
@@ -19,8 +19,8 @@ PROGRAM = """
     import torch
     from tiny_models import tiny_model
     from foretoken import LLM, SamplingParams
-    from foretoken.decoder.lean import threads
-    from foretoken.decoder.lean.native_linear import NativeLinear
+    from foretoken.decoder import library as threads
+    from foretoken.decoder.native_linear import NativeLinear
 
     if sys.argv[1] == "cannot":
         threads._pauses = lambda: iter([None])
@@ -67,8 +67,8 @@ def test_children_write_the_same_text(can_end: str, threads_of_child: int) -> No
 
 def test_threads_are_bounded() -> None:
     before = torch.get_num_threads()
-    for count in (0, -1, threads.MAX_THREADS + 1, 100_000):
-        with pytest.raises(ConfigError, match=rf"threads is {count}\. Expected 1\.\.{threads.MAX_THREADS} on this"):
-            threads.set_num_threads(count)
+    for count in (0, -1, library.MAX_THREADS + 1, 100_000):
+        with pytest.raises(ConfigError, match=rf"threads is {count}\. Expected 1\.\.{library.MAX_THREADS} on this"):
+            library.set_num_threads(count)
     assert torch.get_num_threads() == before
-    threads.set_num_threads(before)
+    library.set_num_threads(before)

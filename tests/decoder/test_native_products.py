@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.decoder.native_linear import NativeLinear
 
 # Rows of weights by their length: within the nearest cache, past it, so long that tokens meet them part by part, and so
 # long that matrix units do not meet all tokens at once.

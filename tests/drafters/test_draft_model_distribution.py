@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
-from foretoken.decoder.lean.native_linear import int8_weight
+from foretoken.decoder.native_linear import int8_weight
 from foretoken.sampling.noise import KeyedNoise, Purpose
 from tests.tree_checks import check_tree
 

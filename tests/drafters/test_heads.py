@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
-from foretoken.decoder.lean.head_kernels import HeadKernels
+from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.base import Committed, MeasuredDrafter
 from foretoken.drafters.heads import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options

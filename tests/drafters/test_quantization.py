@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
-from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.decoder.native_linear import NativeLinear
 from foretoken.drafters.base import Committed
 
 METHODS = ("medusa", "hydra", "mlp_speculator")
@@ -32,7 +32,7 @@ def head_weights(made: Any) -> set[torch.dtype]:
     assert not [layer for layer in layers if isinstance(layer, torch.nn.Linear)], "none is left in torch"
     found = {layer._weight.dtype for layer in layers if isinstance(layer, NativeLinear)}
     if getattr(head, "prefix", None) is not None:
-        matrix = made._features.stack.native_blocks._model.layers[0].gate
+        matrix = made._features.stack.native_blocks._described.structure.layers[0].gate
         found.add(torch.int8 if matrix.scales else torch.float32)
     return found
 

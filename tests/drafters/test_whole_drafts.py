@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken import SamplingParams
-from foretoken.decoder.lean.native import NativeBlocks
+from foretoken.decoder.native import NativeBlocks
 from foretoken.drafters import head_features
 from foretoken.drafters.base import Committed
 from foretoken.drafters.registry import create_drafter, drafter_options

@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 from foretoken import SamplingParams
 from foretoken.core.records import StepRecord
 from foretoken.core.results import GenerationMetrics
-from foretoken.decoder.lean.head_kernels import HeadKernels
+from foretoken.decoder.native_head import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])

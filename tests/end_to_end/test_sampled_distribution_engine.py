@@ -31,7 +31,7 @@ from tiny_models import tiny_model
 import foretoken.acceptance.sequential
 from foretoken import LLM, SamplingParams
 from foretoken.core.results import GenerationMetrics
-from foretoken.decoder.lean.head_kernels import HeadKernels
+from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafting.base import Fixed
 from foretoken.drafting.drafting import DraftNoise
 from foretoken.engine.loop import Engine

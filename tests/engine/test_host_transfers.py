@@ -24,7 +24,7 @@ from foretoken.trees import dynamic
 
 TRANSFERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 PACKAGE = str(Path(foretoken.__file__).parent)
-NATIVE = tuple(str(Path(PACKAGE) / "decoder" / "lean" / name) for name in ("native", "head_kernels"))  # for CPUs alone
+NATIVE = str(Path(PACKAGE) / "decoder" / "native")  # modules for CPUs alone
 
 
 @pytest.fixture

@@ -281,4 +281,4 @@ def test_nothing_else_in_the_package_renames_files_into_place() -> None:
                     name in ("replace", "rename") and is_of_one
                 ):
                     found.add(str(path.relative_to(root)))
-    assert found == {"files/atomic_files.py", "decoder/lean/build.py"}
+    assert found == {"files/atomic_files.py", "decoder/library.py"}

@@ -15,7 +15,7 @@ import torch
 from end_to_end.tiny_llms import llm, target
 
 from foretoken import SamplingParams
-from foretoken.decoder.lean import build
+from foretoken.decoder import library
 from foretoken.files.user_cache import cache_directory
 from foretoken.models.loading import wrap_model
 from foretoken.runner import costs
@@ -52,19 +52,19 @@ def run(case: Case) -> None:
     with tempfile.TemporaryDirectory(prefix="foretoken-fuzz-") as folder:
         cache = Path(folder) / "cache"
         with mock.patch.dict(os.environ, {"FORETOKEN_CACHE": str(cache)}):
-            build.native_library.cache_clear()
+            library.native_library.cache_clear()
             case.note(f"cache: {_fill(rng, cache, key, library)}")
             config = {"method": "ngram", "prompt_lookup_min": 1, "tree": rng.choice(["chain", "tree"])}
             engine = llm({"speculative_config": config}, module=module, runner=settings.runner)
             engines.check_same(engine.generate([_PROMPT], _PARAMS)[0].outputs[0], want, settings)
             cache.chmod(0o700)
-        build.native_library.cache_clear()
+        library.native_library.cache_clear()
 
 
 def _library() -> Path | None:
     """The compiled kernels in this machine's own cache, where it has some."""
-    build.native_library.cache_clear()
-    path = cache_directory() / Path(build.native_library()._name).name
+    library.native_library.cache_clear()
+    path = cache_directory() / Path(library.native_library()._name).name
     return path if path.is_file() else None
 
 

@@ -20,9 +20,8 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Norm
-from foretoken.decoder.lean.head_kernels import AutoregressiveKernels
-from foretoken.decoder.lean.native_head import LmHead, ScaledEmbedding
-from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.decoder.native_head import AutoregressiveKernels, LmHead, ScaledEmbedding
+from foretoken.decoder.native_linear import NativeLinear
 from foretoken.drafters.levels import LevelPasses
 from foretoken.heads.base import AutoregressiveHead, BlockOutputs, build_head
 from foretoken.heads.decoder_layer import LayerConfig

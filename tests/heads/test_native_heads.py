@@ -15,9 +15,9 @@ from torch import Tensor
 from foretoken.core.errors import PassError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
+from foretoken.decoder import library
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.lean import build
-from foretoken.decoder.lean.head_kernels import HeadKernels
+from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.heads import fill_by_steps
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.heads.decoder_layer import LayerConfig
@@ -274,11 +274,11 @@ def test_weights_that_move_are_followed() -> None:
 @pytest.fixture
 def older_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels without 512-bit registers and bf16 dot products."""
-    flags = [flag.replace("=native", "=x86-64-v3") for flag in build._flags() if flag != build._WIDE]
-    monkeypatch.setattr(build, "_flags", lambda: flags)
-    build.native_library.cache_clear()
+    flags = [flag.replace("=native", "=x86-64-v3") for flag in library._flags() if flag != library._WIDE]
+    monkeypatch.setattr(library, "_flags", lambda: flags)
+    library.native_library.cache_clear()
     yield
-    build.native_library.cache_clear()
+    library.native_library.cache_clear()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a generation of x86 processors")

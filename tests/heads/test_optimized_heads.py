@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 
 from foretoken.core.passes import Pass
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
+from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig, HydraHeads

@@ -17,8 +17,7 @@ from foretoken.acceptance import triton_walk
 from foretoken.attention import triton_tables, triton_tree
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.decoder import triton_cache
-from foretoken.decoder.lean import triton_block
+from foretoken.decoder import triton_kernels
 from foretoken.sampling import triton_choice
 
 BF16 = torch.bfloat16
@@ -32,8 +31,7 @@ KERNELS = {
     triton_tables: ["_tables_kernel"],
     triton_choice: ["_part_kernel", "_merge_kernel"],
     triton_walk: ["_walk_kernel"],
-    triton_cache: ["_commit_kernel", "_write_kernel"],
-    triton_block: ["_norm_kernel", "_gate_kernel", "_rotate_kernel"],
+    triton_kernels: ["_commit_kernel", "_write_kernel", "_norm_kernel", "_gate_kernel", "_rotate_kernel"],
 }
 
 
@@ -118,18 +116,20 @@ def compile_all() -> None:
     walked = triton_walk.walk_chosen(parents, parents, parents, 8)
     for kind in (torch.float32, BF16):
         store = torch.zeros(4, 3, 8, 40, 128, dtype=kind)
-        triton_cache.commit_rows(store, parents[:, 0], parents[:, 0], walked.path, walked.num_accepted)
+        triton_kernels.commit_rows(store, parents[:, 0], parents[:, 0], walked.path, walked.num_accepted)
 
     for kind in (torch.float32, BF16):
         x = torch.zeros(10, 4096, dtype=kind)
         for delta in (None, x):
-            triton_block.add_and_norm(x, delta, x[0], 1e-5)
-        triton_block.gated_silu(torch.zeros(10, 28_672, dtype=kind))
+            triton_kernels.add_and_norm(x, delta, x[0], 1e-5)
+        triton_kernels.gated_silu(torch.zeros(10, 28_672, dtype=kind))
         cache, layout, table = torch.zeros(2, 8, 600, 128, dtype=kind), layout_of(5), torch.zeros(600, 64)
         joined, positions = torch.zeros(10, 48 * 128, dtype=kind), torch.zeros(10, dtype=torch.int64)
         for norms in (None, (x[0, :128], x[0, :128])):
-            triton_block.rotate_and_write(joined, table, table, positions, cache, cache, layout.tables(), norms, 1e-5)
-        triton_cache.write_rows(cache, cache, *joined.unflatten(1, (48, 128))[:, :16].chunk(2, dim=1), layout.tables())
+            triton_kernels.rotate_and_write(joined, table, table, positions, cache, cache, layout.tables(), norms, 1e-5)
+        triton_kernels.write_rows(
+            cache, cache, *joined.unflatten(1, (48, 128))[:, :16].chunk(2, dim=1), layout.tables()
+        )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.cuda_graphs import CudaGraphCapture
-from foretoken.decoder.graph_decoder import MAX_GRAPHS, GraphDecoder
-from foretoken.decoder.lean.torch_blocks import triton_ops
+from foretoken.decoder.cuda_graphs import MAX_GRAPHS, CudaGraphCapture, GraphDecoder
+from foretoken.decoder.elementwise import TritonOps
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import DECODERS
@@ -51,12 +50,12 @@ def capture(monkeypatch):
     """What the runner "lean-graphs" captures with here."""
     made = CudaGraphCapture(torch.device(DEVICE)) if DEVICE == "cuda" else Rerun()
     monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
-    monkeypatch.setattr("foretoken.decoder.lean.torch_blocks.is_packable", lambda weight: False)  # as on a GPU
+    monkeypatch.setattr("foretoken.decoder.torch_blocks.is_packable", lambda weight: False)  # as on a GPU
     monkeypatch.setitem(
         DECODERS,
         "lean-graphs",
         lambda model, cache, taps: GraphDecoder(
-            read_weights(model, cache.capacity), cache, taps, capture=made, ops=triton_ops()
+            read_weights(model, cache.capacity), cache, taps, capture=made, ops=TritonOps()
         ),
     )
     return made
@@ -184,7 +183,7 @@ def test_levels_and_chains(capture) -> None:
 
 def test_trees_beside_prompts(capture, monkeypatch) -> None:
     """One pass of a tree and chunks of two prompts, whose logits nobody wants, is captured as long as it is short."""
-    monkeypatch.setattr("foretoken.decoder.graph_decoder._MOST_UNWANTED", 8)
+    monkeypatch.setattr("foretoken.decoder.cuda_graphs._MOST_UNWANTED", 8)
     lengths = {0: 6, 1: 3}
     plain, captured = prefilled(lengths, model("llama"))
     runs = capture.num_runs if DEVICE == "cpu" else 0
@@ -212,7 +211,7 @@ def test_passes_at_the_end_of_the_cache(capture) -> None:
 
 
 def test_graphs_are_bounded(capture, monkeypatch) -> None:
-    monkeypatch.setattr("foretoken.decoder.graph_decoder.MAX_GRAPHS", 2)
+    monkeypatch.setattr("foretoken.decoder.cuda_graphs.MAX_GRAPHS", 2)
     assert MAX_GRAPHS > 2
     captured = runner("lean-graphs", model("llama"))
     for size in (1, 2, 4, 2):

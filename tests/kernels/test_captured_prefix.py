@@ -36,7 +36,7 @@ class Rerun:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr("foretoken.decoder.lean.torch_blocks.is_packable", lambda weight: False)
+    monkeypatch.setattr("foretoken.decoder.torch_blocks.is_packable", lambda weight: False)
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -39,7 +39,7 @@ class Rerun:
 @pytest.mark.parametrize("option", ["two inputs", "two inputs, one normed"])
 def test_replays_read_the_second_input(option, monkeypatch) -> None:
     """Two sequences in pieces of as many tokens, or one fewer, then a tree; NaN in rows that nobody committed."""
-    monkeypatch.setattr("foretoken.decoder.lean.torch_blocks.is_packable", lambda weight: False)
+    monkeypatch.setattr("foretoken.decoder.torch_blocks.is_packable", lambda weight: False)
     monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 64)
     layers, capture = two(OPTIONS[option]), Rerun()
     stack = BlockStack(in_dtype(layers, torch.float32), num_slots=SLOTS, capacity=CAPACITY, capture=capture)

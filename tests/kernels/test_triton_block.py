@@ -14,7 +14,7 @@ from kernel_device import DEVICE
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.decoder.lean.triton_block import add_and_norm, gated_silu, rotate_and_write
+from foretoken.decoder.triton_kernels import add_and_norm, gated_silu, rotate_and_write
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPSILON = 1e-5

@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
-from foretoken.decoder.triton_cache import commit_rows
+from foretoken.decoder.triton_kernels import commit_rows
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

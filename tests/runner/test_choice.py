@@ -16,8 +16,8 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError, PassError
-from foretoken.decoder.lean import torch_blocks
-from foretoken.decoder.lean.build import native_library
+from foretoken.decoder import torch_blocks
+from foretoken.decoder.library import native_library
 from foretoken.models.loading import wrap_model
 from foretoken.runner import choice, costs, decoders
 from foretoken.runner.choice import PassWidths, likely_decoder, ranked

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from foretoken.core.passes import Pass
+from foretoken.decoder import torch_blocks
 from foretoken.decoder.base import PassOutput
-from foretoken.decoder.lean import torch_blocks
 from foretoken.files import user_cache
 from foretoken.models.loading import wrap_model
 from foretoken.runner import costs, decoders

@@ -18,15 +18,15 @@
 
 #include <omp.h>
 
-#include "kernels/children.h"
-#include "kernels/decoder.h"
-#include "kernels/draft.h"
-#include "kernels/gemm.h"
-#include "kernels/heads.h"
-#include "kernels/interface.h"
-#include "kernels/rows.h"
-#include "kernels/tiles.h"
-#include "kernels/workspace.h"
+#include "children.h"
+#include "decoder.h"
+#include "draft.h"
+#include "gemm.h"
+#include "heads.h"
+#include "interface.h"
+#include "rows.h"
+#include "tiles.h"
+#include "workspace.h"
 
 namespace {
 

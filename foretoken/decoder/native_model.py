@@ -1,7 +1,7 @@
 """Describes blocks, embedding and LM head for the native kernels: addresses and bounds.
 
 Every tensor whose address the kernels get is checked once: dtype, shape, device, contiguous rows. The kernels check the
-arguments of each pass. `has_moved` notices memory that moves, but only before a pass: a thread that moves memory while
+arguments of each pass. `current` notices memory that moves, but only before a pass: a thread that moves memory while
 the kernels run ends the process.
 """
 
@@ -14,17 +14,16 @@ from torch import Tensor
 
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward
-from foretoken.decoder.held_memory import HeldMemory, has_memory, is_plain, lost_memory
-from foretoken.decoder.lean.native_linear import int8_weight
-from foretoken.decoder.lean.structures import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
-from foretoken.decoder.lean.threads import use_huge_pages
+from foretoken.decoder.library import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
+from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
+from foretoken.decoder.native_linear import int8_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.decoder import blocks as described
-    from foretoken.decoder.lean.native_linear import Quantization
-    from foretoken.decoder.lean.stock import LeanWeights
+    from foretoken.decoder.blocks import LeanWeights
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -32,7 +31,7 @@ _NORMS = {"rms": 0, "layer": 1}
 _ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up
 
 
-class NativeModel:
+class NativeModel(Described):
     """The kernels' description of a model, and its tensors.
 
     Attributes:
@@ -59,6 +58,7 @@ class NativeModel:
             UnsuitableError: If a tensor does not fit the blocks' sizes, or experts or a weight that is not finite are
                 to be quantised.
         """
+        super().__init__(layers, ends, cache, quantization)
         self._cache, self._dtype, self._quantization = cache, layers.dtype, quantization
         self._kept: list[Tensor] = []
         self._kept_rows: list[Tensor] = []
@@ -74,10 +74,6 @@ class NativeModel:
         self.structure = self._model(layers, ends)
         self._memory = HeldMemory([*self._kept, *self._kept_rows])
         use_huge_pages(self._kept)
-
-    def has_moved(self) -> bool:
-        """Whether a tensor has moved, so that the structure is invalid."""
-        return self._memory.has_changed()
 
     def _model(self, layers: described.Blocks, ends: LeanWeights | None) -> Model:
         vocab, embedding, head = 0, None, MatrixStruct()

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.held_memory import HeldMemory, check_memory, has_memory
-from foretoken.decoder.lean.build import native_library
-from foretoken.decoder.lean.structures import MatrixStruct
-from foretoken.decoder.lean.threads import kernel_threads
+from foretoken.decoder.library import MatrixStruct, kernel_threads, native_library
+from foretoken.decoder.memory import HeldMemory, check_memory, has_memory
 
 Quantization = Literal["int8"]
 
@@ -100,7 +98,6 @@ class NativeLinear(nn.Module):
         self._is_bfloat16 = weight.dtype == torch.bfloat16
         self._multiply: Any = native_library().foretoken_linear
         self._multiply.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
-        self._multiply.restype = c_int64
 
     def forward(self, x: Tensor) -> Tensor:
         """Turns (..., K) of any dtype, on a CPU, into (..., N) float32.

@@ -1,4 +1,4 @@
-"""Compiles the native kernels with the machine's compiler, once for each machine and version of the source.
+"""The native kernels: compiled once for each machine and version of the source; their arguments and their threads.
 
 FORETOKEN_SANITIZE=1 adds GCC's address and undefined behaviour sanitizers; see `make sanitize`.
 """
@@ -14,6 +14,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +27,9 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.files.user_cache import open_cache, read_kept, say_nothing_is_kept, write_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-_SOURCE = Path(__file__).with_name("decoder.cpp")
+_SOURCE = Path(__file__).with_name("kernels") / "decoder.cpp"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _WIDE = "-mprefer-vector-width=512"  # x86: compilers avoid the widest registers otherwise
@@ -76,7 +78,7 @@ def native_library() -> ctypes.CDLL:
 
 def kernels_version() -> str:
     """Returns a digest of the kernels' source with headers."""
-    files = [_SOURCE, *sorted(_SOURCE.with_name("kernels").glob("*.h"))]
+    files = [_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -179,6 +181,8 @@ def _load(path: Path) -> ctypes.CDLL:
     missing = [name for name in _SYMBOLS if not hasattr(library, name)]
     if missing:
         raise UnsuitableError(f"its kernels cannot be loaded: they lack {', '.join(missing)}.")
+    for name in _SYMBOLS:
+        getattr(library, name).restype = ctypes.c_int64
     return library
 
 
@@ -198,3 +202,217 @@ def _digest_path(path: Path) -> Path:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
+
+
+class MatrixStruct(Structure):
+    """A row-major matrix in the model's dtype, or in int8 with float32 scales; its bias in float32 or null."""
+
+    _fields_ = (
+        ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
+        ("pass_bytes", c_int64),
+    )  # fmt: skip
+
+
+class NormStruct(Structure):
+    """A norm; a null weight means no norm."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float), ("kind", c_int32))
+
+
+class ExpertsArguments(Structure):
+    """A mixture of experts; a count of 0 for a dense layer."""
+
+    _fields_ = (
+        ("router", MatrixStruct),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        *((name, c_int64) for name in ("count", "top_k", "intermediate", "is_normalised")),
+    )
+
+
+class Layer(Structure):
+    """Weights and options of one layer, and its keys and values in the cache."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        ("experts", ExpertsArguments),
+        *((name, NormStruct) for name in (
+            "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "side_norm", "query_norm",
+            "key_norm",
+        )),
+        *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
+        *((name, c_int64) for name in ("pairs", "window", "activation", "norms_all_heads")),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )  # fmt: skip
+
+
+class Model(Structure):
+    """A model on a slot cache."""
+
+    _fields_ = (
+        *((name, c_int64) for name in (
+            "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "num_positions",
+            "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "intermediate", "has_post_norms",
+            "num_experts", "top_k", "expert_intermediate",
+        )),
+        ("embedding_scale", c_float),
+        ("logit_softcap", c_float),
+        ("embedding", c_void_p),
+        ("final_norm", NormStruct),
+        ("head", MatrixStruct),
+        ("layers", POINTER(Layer)),
+    )  # fmt: skip
+
+
+class PassArguments(Structure):
+    """Inputs and outputs of one call."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_threads", "num_sequences", "num_logits")),
+        *((name, c_void_p) for name in (
+            "tokens", "inputs", "sides", "positions", "parents", "slots", "prefix", "starts", "node_starts",
+            "logit_rows", "logits", "inverse_temperature", "seeds", "impossible", "chosen", "taps",
+        )),
+        ("num_impossible", c_int64),
+        ("num_taps", c_int64),
+        ("is_append", c_int64),
+        ("features_are_bfloat16", c_int64),
+        ("features", c_void_p),
+        ("workspace", c_void_p),
+    )  # fmt: skip
+
+
+class DraftArguments(Structure):
+    """Draft trees of one shape, and the choice of their tokens."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_sequences", "num_nodes", "num_candidates", "num_rows", "vocab")),
+        *((name, c_void_p) for name in (
+            "parents", "ranks", "draws", "inverse_temperature", "seeds", "root_positions", "tokens", "scores", "kinds",
+            "row_of", "rows", "node_parents", "node_numbers", "candidates", "path_scores", "candidate_parents",
+        )),
+    )  # fmt: skip
+
+
+class HeadMatrix(Structure):
+    """A matrix with its dtype."""
+
+    _fields_ = (("matrix", MatrixStruct), ("is_bfloat16", c_int64))
+
+
+class Step(Structure):
+    """The layers that draft the children of the nodes of one depth."""
+
+    _fields_ = (
+        ("first", HeadMatrix),
+        ("lm_head", HeadMatrix),
+        ("norm", NormStruct),
+        ("blocks", POINTER(HeadMatrix)),
+        ("num_blocks", c_int64),
+        ("embedding", c_void_p),
+        *((name, c_int64) for name in ("num_tokens", "embedding_is_bfloat16")),
+        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
+    )
+
+
+class HeadStruct(Structure):
+    """All steps of a head."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("kind", "num_steps", "hidden", "width", "vocab")),
+        ("token_map", c_void_p),
+        *((name, c_float) for name in ("feature_rms", "feature_epsilon")),
+        ("steps", POINTER(Step)),
+    )
+
+
+class AutoregressiveHeadStruct(Structure):
+    """A head of one decoder block; the block's output is also the next step's state."""
+
+    _fields_ = (
+        ("fuse", HeadMatrix),
+        ("lm_head", HeadMatrix),
+        ("token_map", c_void_p),
+        ("vocab", c_int64),
+        ("embedding", c_void_p),
+        *((name, c_int64) for name in ("num_tokens", "embedding_is_bfloat16", "feeds_normed")),
+        *((name, NormStruct) for name in ("norm", "state_norm")),
+        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
+    )
+
+
+class Draw(IntEnum):
+    """The choice of a sequence's draft tokens."""
+
+    GREEDILY = 0
+    COUPLED = 1
+    SAMPLED = 2
+
+
+class Status(IntEnum):
+    """The result of a kernel: 0, or the reason why it did not begin."""
+
+    DONE = 0
+    NO_MEMORY = 1
+    MISSING = 2
+    THREADS = 3
+    TOKENS = 4
+    POSITIONS = 5
+    SLOTS = 6
+    CACHE_ROWS = 7
+    PARENTS = 8
+    SEQUENCES = 9
+    LOGIT_ROWS = 10
+    SHAPE = 11
+    DRAWS = 12
+
+
+MAX_THREADS = 4 * (os.cpu_count() or 1)
+_PAUSE_HARD = 2  # omp_pause_hard: ends the threads
+_fork = {"ended": True, "limit": MAX_THREADS}  # whether OpenMP's threads were ended before the last fork
+
+
+def kernel_threads() -> int:
+    """Returns the number of threads of a kernel: torch's, but at most `MAX_THREADS`.
+
+    Returns 1 in a forked child whose parent could not end its OpenMP threads.
+    """
+    return min(torch.get_num_threads(), _fork["limit"])
+
+
+def set_num_threads(count: int) -> None:
+    """Sets the number of threads of torch and the kernels; raises `ConfigError` outside 1..`MAX_THREADS`."""
+    if not 1 <= count <= MAX_THREADS:
+        raise ConfigError(
+            f"threads is {count}. Expected 1..{MAX_THREADS} on this machine of {os.cpu_count()} processors. Pass no "
+            "more than the cores that are really free."
+        )
+    torch.set_num_threads(count)
+
+
+def _pauses() -> Iterator[ctypes._NamedFuncPointer | None]:
+    """Returns `omp_pause_resource_all` of torch's OpenMP and of the kernels', usually the same one; None without it."""
+    libraries = [ctypes.CDLL(torch._C.__file__)]
+    if native_library.cache_info().currsize:
+        libraries.append(native_library())
+    for library in libraries:
+        yield getattr(library, "omp_pause_resource_all", None)
+
+
+def _before_fork() -> None:
+    """Ends the OpenMP threads of the forking thread, which alone lives on in the child."""
+    _fork["ended"] = all(pause is not None and pause(_PAUSE_HARD) == 0 for pause in _pauses())
+
+
+def _after_fork_in_child() -> None:
+    count = torch.get_num_threads()
+    if not _fork["ended"] and count > 1:
+        _fork["limit"] = count = 1
+        _log.warning("the OpenMP threads could not be ended before a fork; the child process runs on one thread.")
+    # Torch replaces a thread pool that the fork broke at the first call, which must not come from two threads.
+    torch.set_num_threads(count)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

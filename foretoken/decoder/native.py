@@ -6,9 +6,8 @@ tree's path and plain decoding get the same bits, in every dtype.
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import contextmanager
-from ctypes import byref, c_int64, c_void_p
+from ctypes import addressof, byref, c_int64, c_void_p
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,24 +18,93 @@ from torch import Tensor
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
-from foretoken.decoder.lean.build import native_library
-from foretoken.decoder.lean.head_kernels import NativeDraft, can_draft
-from foretoken.decoder.lean.native_model import NativeModel
-from foretoken.decoder.lean.stock import LeanWeights, tap_indices
-from foretoken.decoder.lean.structures import Model, PassArguments, Status
-from foretoken.decoder.lean.threads import kernel_threads
+from foretoken.decoder.blocks import LeanWeights, tap_indices
+from foretoken.decoder.library import (
+    AutoregressiveHeadStruct,
+    DraftArguments,
+    Draw,
+    Model,
+    PassArguments,
+    Status,
+    kernel_threads,
+    native_library,
+)
+from foretoken.decoder.native_model import NativeModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from foretoken.core.passes import Pass, Tap, TokenChoice
     from foretoken.decoder.blocks import Blocks
-    from foretoken.decoder.lean.native_head import NativeAutoregressiveHead
-    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.trees.dynamic import ShapedExpansion
 
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NativeDraft:
+    """Draft trees for the kernels.
+
+    Attributes:
+        arguments: See `kernels/interface.h`; valid as long as this object lives.
+    """
+
+    def __init__(self, expansion: ShapedExpansion, vocab_size: int, *, is_shared: bool = False) -> None:
+        """Takes addresses.
+
+        Args:
+            expansion: Accepted by `can_draft`; the kernels fill it.
+            vocab_size: V.
+            is_shared: Whether one row of logits serves all nodes of a level; of static trees alone.
+        """
+        tree, draws = expansion.tensors(vocab_size, is_shared=is_shared), expansion.draws
+        each = zip(draws.is_coupled.tolist(), draws.is_sampled.tolist(), strict=True)
+        codes = [Draw.COUPLED if coupled else Draw.SAMPLED if sampled else Draw.GREEDILY for coupled, sampled in each]
+        kinds, scales = (c_int64 * len(codes))(*codes), draws.batch.temperature.reciprocal()
+        seeds, positions = draws.batch.noise.seeds.contiguous(), draws.root_positions.contiguous()
+        self._held = [tree, kinds, scales, seeds, positions]
+        self.arguments = DraftArguments(
+            num_sequences=len(tree.tokens),
+            num_nodes=len(tree.parents),
+            num_candidates=tree.num_candidates,
+            num_rows=0 if tree.rows is None else tree.rows.shape[1],
+            vocab=vocab_size,
+            parents=tree.parents.data_ptr(),
+            ranks=tree.ranks.data_ptr(),
+            draws=addressof(kinds),
+            inverse_temperature=scales.data_ptr(),
+            seeds=seeds.data_ptr(),
+            root_positions=positions.data_ptr(),
+            tokens=tree.tokens.data_ptr(),
+            scores=tree.scores.data_ptr(),
+            kinds=_address(tree.kinds),
+            row_of=_address(tree.row_of),
+            rows=_address(tree.rows),
+            node_parents=_address(tree.node_parents),
+            node_numbers=_address(tree.node_numbers),
+            candidates=_address(tree.candidates),
+            path_scores=_address(tree.path_scores),
+            candidate_parents=_address(tree.candidate_parents),
+        )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def can_draft(expansion: ShapedExpansion, width: int) -> bool:
+    """Decides whether the kernels can choose children: on a CPU, with temperature as the only processor.
+
+    They draft whole trees. Pruned trees need one level at a time, so that nothing is drafted below a pruned node.
+
+    Args:
+        expansion: A tree of roots.
+        width: Logits of a draft model or head; the candidates must not outnumber them.
+    """
+    is_here = runs_cpu_kernels(expansion.roots.device)
+    is_whole = expansion.draws.pruning is None
+    return is_here and is_whole and expansion.draws.is_plain and expansion.num_candidates <= width
 
 
 class _Workspace(NamedTuple):
@@ -117,19 +185,11 @@ class NativeBlocks:
         if layers.dtype not in _DTYPES:
             raise UnsuitableError(f"it runs float32 and bfloat16, not {layers.dtype}.")
         self._library = native_library()
-        self._library.foretoken_workspace_bytes.restype = c_int64
-        self._library.foretoken_decode.restype = c_int64
-        self._library.foretoken_draft_bytes.restype = c_int64
-        self._library.foretoken_draft.restype = c_int64
-        self._library.foretoken_autoregressive_draft_bytes.restype = c_int64
-        self._library.foretoken_autoregressive_draft.restype = c_int64
         self._dtype, self._taps = layers.dtype, list(taps)
         if any(not 0 <= tap <= len(layers.blocks) + 1 for tap in self._taps):
             raise UnsuitableError(f"taps {self._taps} do not all exist.")
         self._tap_indices = (c_int64 * len(self._taps))(*self._taps)
-        self._layers, self._ends, self._cache, self._quantization = layers, ends, cache, quantization
         self._described = NativeModel(layers, ends, cache, quantization)  # keeps the structure's tensors alive
-        self._model = self._described.structure
         self._idle: list[_Workspace] = []
         self._idle_of_drafts: list[Tensor] = []
 
@@ -150,11 +210,11 @@ class NativeBlocks:
         if not work.has_features or work.num_layers is not None:
             arguments.num_taps = 0
         elif self._taps:
-            shape = (work.num_tokens, len(self._taps), self._model.hidden)
+            shape = (work.num_tokens, len(self._taps), self._described.structure.hidden)
             features = torch.empty(shape, dtype=self._dtype, device="cpu")
             arguments.features = features.data_ptr()
         if work.logit_rows is not None:
-            wanted = (len(work.logit_rows), self._model.head.rows)
+            wanted = (len(work.logit_rows), self._described.structure.head.rows)
             logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
             arguments.logits = logits.data_ptr()  # null without rows
             chosen = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
@@ -172,7 +232,7 @@ class NativeBlocks:
 
     def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
         """See `TreeDrafting`."""
-        if not can_draft(expansion, min(vocab_size, self._model.head.rows)):
+        if not can_draft(expansion, min(vocab_size, self._described.structure.head.rows)):
             return False
         described, arguments, held = self._prepared(work, None)
         draft, library = NativeDraft(expansion, vocab_size), self._library
@@ -187,7 +247,7 @@ class NativeBlocks:
         return True
 
     def draft_head_trees(
-        self, work: Pass, states: Tensor, expansion: ShapedExpansion, head: NativeAutoregressiveHead
+        self, work: Pass, states: Tensor, expansion: ShapedExpansion, head: AutoregressiveHeadStruct
     ) -> None:
         """Runs a pass over pairs of a state and the next token, and drafts the trees whose roots end it.
 
@@ -197,16 +257,16 @@ class NativeBlocks:
             work: The pass; asks for the logits of the last token of each sequence.
             states: (M, E) float32.
             expansion: As many trees of roots, accepted by `can_draft`; filled.
-            head: The layers around the blocks.
+            head: The layers around the blocks; the caller keeps their tensors.
 
         Raises:
             PassError: As `run`; or if the trees do not fit.
         """
         described, arguments, held = self._prepared(work, None)
-        states = _fitting("states", states, torch.float32, (work.num_tokens, self._model.hidden))
-        draft, library = NativeDraft(expansion, head.structure.vocab), self._library
+        states = _fitting("states", states, torch.float32, (work.num_tokens, self._described.structure.hidden))
+        draft, library = NativeDraft(expansion, head.vocab), self._library
         nodes, threads = c_int64(work.node_offsets[-1]), c_int64(arguments.num_threads)
-        places = byref(described.structure), byref(head.structure), byref(arguments), byref(draft.arguments)
+        places = byref(described.structure), byref(head), byref(arguments), byref(draft.arguments)
         size = library.foretoken_autoregressive_draft_bytes(*places[:2], places[3], nodes, threads)
         last_position = c_int64(described.structure.num_positions - 1)
         with self._draft_memory(size, draft) as arguments.workspace:
@@ -214,7 +274,7 @@ class NativeBlocks:
         del held  # the kernels read it until here
         if status == Status.TOKENS:
             raise PassError(
-                f"tokens lie in {_range(work.tokens)}. Expected ids below {head.structure.num_tokens}, the rows of the "
+                f"tokens lie in {_range(work.tokens)}. Expected ids below {head.num_tokens}, the rows of the "
                 "head's embedding."
             )
         if status:
@@ -235,9 +295,7 @@ class NativeBlocks:
         self, work: Pass, inputs: Tensor | None, sides: Tensor | None = None
     ) -> tuple[NativeModel, PassArguments, list[Any]]:
         """Returns the model, the arguments of a pass, and the tensors that must outlive the call."""
-        if self._described.has_moved():
-            self._describe_anew()
-        described = self._described  # kept until the end of the pass: another thread may replace it
+        self._described = described = self._described.current()  # kept until the end: another thread may replace it
         return described, *self._prepare(work, inputs, sides)
 
     def _call(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
@@ -248,13 +306,6 @@ class NativeBlocks:
         if status:
             raise PassError(self._complaint(Status(status), work))
 
-    def _describe_anew(self) -> None:
-        try:
-            self._described = NativeModel(self._layers, self._ends, self._cache, self._quantization)
-        except UnsuitableError as err:
-            raise PassError(str(err)) from err
-        self._model = self._described.structure
-
     def _prepare(self, work: Pass, inputs: Tensor | None, sides: Tensor | None) -> tuple[PassArguments, list[Any]]:
         """Returns the arguments of a pass and the tensors that must outlive it; the kernels check their values."""
         num, node_offsets = work.num_sequences, work.node_offsets
@@ -263,7 +314,7 @@ class NativeBlocks:
         nodes = (node_offsets[-1],)
         positions = _fitting("positions", work.positions, torch.int64, nodes)
         parents = _fitting("parents", work.parents, torch.int64, nodes)
-        slots, prefix, starts, node_starts = map(ctypes.addressof, lists)
+        slots, prefix, starts, node_starts = map(addressof, lists)
         arguments = PassArguments(
             num_threads=kernel_threads(),
             num_sequences=num,
@@ -273,19 +324,19 @@ class NativeBlocks:
             prefix=prefix,
             starts=starts,
             node_starts=node_starts,
-            taps=ctypes.addressof(self._tap_indices),
+            taps=addressof(self._tap_indices),
             num_taps=len(self._taps),
             features_are_bfloat16=self._dtype == torch.bfloat16,
         )
         held: list[Any] = [*lists, positions, parents]
         if inputs is not None:
-            held.append(_fitting("inputs", inputs, torch.float32, (work.num_tokens, self._model.hidden)))
+            held.append(_fitting("inputs", inputs, torch.float32, (work.num_tokens, self._described.structure.hidden)))
             arguments.inputs = held[-1].data_ptr()
         else:
             held.append(_fitting("tokens", work.tokens, torch.int64, (work.num_tokens,)))
             arguments.tokens = held[-1].data_ptr()
         if sides is not None:
-            held.append(_fitting("sides", sides, torch.float32, (work.num_tokens, self._model.hidden)))
+            held.append(_fitting("sides", sides, torch.float32, (work.num_tokens, self._described.structure.hidden)))
             arguments.sides = held[-1].data_ptr()
         if work.logit_rows is not None:
             held.append(_fitting("logit_rows", work.logit_rows, torch.int64, (len(work.logit_rows),)))
@@ -314,7 +365,9 @@ class NativeBlocks:
         if num_nodes <= idle.num_nodes and threads <= idle.threads:
             return idle
         num_nodes, threads = max(num_nodes, idle.num_nodes), max(threads, idle.threads)
-        size = self._library.foretoken_workspace_bytes(byref(self._model), c_int64(num_nodes), c_int64(threads))
+        size = self._library.foretoken_workspace_bytes(
+            byref(self._described.structure), c_int64(num_nodes), c_int64(threads)
+        )
         try:
             return _Workspace(_allocated(size, f"a pass of {num_nodes} nodes"), num_nodes, threads)
         except PassError:
@@ -322,7 +375,7 @@ class NativeBlocks:
             raise
 
     def _complaint(self, status: Status, work: Pass) -> str:
-        model = self._model
+        model = self._described.structure
         match status:
             case Status.TOKENS:
                 text = f"tokens lie in {_range(work.tokens)}. Expected ids in 0..{model.vocab - 1}."

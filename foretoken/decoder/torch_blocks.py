@@ -1,6 +1,6 @@
-"""Decoder blocks on torch's GEMM: any device, and CPUs with matrix units that oneDNN supports.
+"""Decoder blocks, and the lean decoder, on torch's GEMM: any device, and CPUs with matrix units that oneDNN supports.
 
-On GPUs our own kernels compute the element-wise operations of common blocks (`triton_block`).
+On GPUs our own kernels compute the element-wise operations of common blocks (`triton_kernels`).
 
 Letters: M tokens of a pass, E hidden size, F taps, H query heads, D head size, L blocks.
 """
@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foretoken.attention.dispatch import tree_attention
-from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
+from foretoken.attention.layout import AttentionLayout
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
-from foretoken.decoder.blocks import Block, Experts, FeedForward, Side
-from foretoken.decoder.lean.elementwise import Projected, TorchOps, Turns, prepared_norm
+from foretoken.decoder.base import PassOutput
+from foretoken.decoder.blocks import Block, Experts, FeedForward, Matrix, Side, tap_indices
+from foretoken.decoder.elementwise import Projected, TorchOps, Turns, elementwise_ops, prepared_norm
+from foretoken.decoder.memory import check_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from foretoken.attention.layout import AttentionLayout
-    from foretoken.core.passes import Pass
-    from foretoken.decoder.blocks import Blocks, Matrix, Norm
+    from foretoken.core.passes import Pass, Tap
+    from foretoken.decoder.blocks import Blocks, LeanWeights, Norm
     from foretoken.decoder.slot_cache import SlotCache
 
 _PACKED_FOR_ROWS = 16  # the width of a verify pass, for which oneDNN chooses its blocking
@@ -272,15 +274,55 @@ class TorchExperts:
         return total.to(x.dtype)
 
 
-def elementwise_ops(dtype: torch.dtype, device: torch.device) -> TorchOps:
-    """Returns the Triton kernels if they run here, else torch's operations."""
-    if has_triton_kernels(device) and dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return triton_ops()
-    return TorchOps()
+class StockDecoder:
+    """See `Decoder`. `FusedLinear` says how much memory fused weights take."""
+
+    name = "lean-stock"
+    is_exact = False
+
+    def __init__(
+        self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, ops: TorchOps | None = None
+    ) -> None:
+        """Fuses the projections.
+
+        Args:
+            weights: The model.
+            cache: Its KV rows.
+            taps: Features to read.
+            ops: Element-wise operations; None for the fastest.
+
+        Raises:
+            UnsuitableError: If a tap does not exist.
+        """
+        self._weights = weights
+        self._taps = tap_indices(taps, weights.num_layers)
+        self._blocks = TorchBlocks(weights.layers, cache, moves_weights=not weights.is_borrowed, ops=ops)
+        self._head = _head(weights)
+        self._tensors = list(weights.tensors())
+
+    def run(self, work: Pass) -> PassOutput:
+        """See `Decoder`."""
+        return self.run_on(work, AttentionLayout(work))
+
+    def run_on(self, work: Pass, layout: AttentionLayout) -> PassOutput:
+        """Runs a pass with a layout that exists already."""
+        check_memory(self._tensors)
+        with torch.inference_mode():
+            x = functional.embedding(work.tokens, self._weights.embedding)
+            if self._weights.embedding_scale != 1.0:
+                x = x * self._weights.embedding_scale
+            final, features = self._blocks.run(x, work, layout, self._taps)
+            if work.logit_rows is None:
+                return PassOutput(logits=None, features=features)
+            logits = self._head(final if work.has_all_logits else final[work.logit_rows]).float()
+            cap = self._weights.logit_softcap
+            return PassOutput(logits=logits if cap is None else torch.tanh(logits / cap) * cap, features=features)
 
 
-def triton_ops() -> TorchOps:
-    """Returns the kernels of `triton_block`; raises `ImportError` without triton."""
-    from foretoken.decoder.lean.triton_block import TritonOps
-
-    return TritonOps()
+def _head(weights: LeanWeights) -> Callable[[Tensor], Tensor]:
+    """Returns the LM head, packed if possible; a tied head may be as large as the rest of a small model."""
+    head = weights.head
+    if type(head) is not nn.Linear or not is_packable(head.weight):
+        return head
+    is_tied = head.weight.data_ptr() == weights.embedding.data_ptr()
+    return head if is_tied else fuse(Matrix(weight=head.weight, bias=head.bias))

@@ -1,6 +1,6 @@
 """Element-wise operations of a decoder block, with norms and rotation, in torch's operations.
 
-`triton_block.TritonOps` computes the common ones in one launch each and calls these for the rest.
+On GPUs `TritonOps` computes the common ones in one launch each and calls these for the rest.
 
 Letters: M tokens of a pass, E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer.
 """
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from foretoken.core.backend import has_triton_kernels
 
 if TYPE_CHECKING:
     from foretoken.attention.layout import AttentionLayout
@@ -95,6 +97,50 @@ class TorchOps:
         )
         cache.write(projected.layer, projected.layout, key, value.unflatten(1, (-1, spec.head_dim)))
         return query
+
+
+class TritonOps(TorchOps):
+    """The kernels of `triton_kernels` if they know the operation, else torch's, as for layer norms."""
+
+    def __init__(self) -> None:
+        """Imports the kernels; raises `ImportError` without triton."""
+        from foretoken.decoder import triton_kernels
+
+        self._kernels = triton_kernels
+
+    def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """See `TorchOps`."""
+        if norm is None or norm.kind != "rms":
+            return super().add_and_norm(x, delta, norm)
+        return self._kernels.add_and_norm(x, delta, norm.weight, norm.epsilon)
+
+    def activate(self, up: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+        """See `TorchOps`."""
+        if activation != "silu" or not is_gated:
+            return super().activate(up, activation, is_gated=is_gated)
+        return self._kernels.gated_silu(up)
+
+    def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
+        """See `TorchOps`."""
+        norms, rotary = (block.query_norm, block.key_norm), block.rotary
+        is_known = rotary is not None and 2 * rotary.cos.shape[1] == block.spec.head_dim and not block.norms_all_heads
+        if not is_known or any(norm is not None and norm.kind != "rms" for norm in norms):
+            return super().rotate_and_write(projected, block, cache)
+        assert rotary is not None, "it is known"
+        weights = [norm.weight for norm in norms if norm is not None]
+        return self._kernels.rotate_and_write(
+            projected.joined, rotary.cos, rotary.sin, projected.turns.positions, cache.keys[projected.layer],
+            cache.values[projected.layer], projected.layout.tables(),
+            (weights[0], weights[1]) if weights else None,
+            0.0 if block.query_norm is None else block.query_norm.epsilon,
+        )  # fmt: skip
+
+
+def elementwise_ops(dtype: torch.dtype, device: torch.device) -> TorchOps:
+    """Returns the Triton kernels if they run here, else torch's operations."""
+    if has_triton_kernels(device) and dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return TritonOps()
+    return TorchOps()
 
 
 def prepared_norm(norm: Norm | None, dtype: torch.dtype) -> Norm | None:

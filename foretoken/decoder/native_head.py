@@ -1,25 +1,42 @@
-"""Draft heads in the memory layout of the native kernels."""
+"""Drafts whole trees with a head in one call of the native kernels: all steps and choices of children.
+
+Letters: B sequences, E hidden size.
+"""
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.held_memory import HeldMemory, has_memory, lost_memory
-from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.decoder.lean.structures import MatrixStruct, NormStruct
-from foretoken.decoder.lean.threads import use_huge_pages
+from foretoken.decoder.library import (
+    AutoregressiveHeadStruct,
+    HeadMatrix,
+    HeadStruct,
+    NormStruct,
+    Status,
+    Step,
+    kernel_threads,
+    native_library,
+)
+from foretoken.decoder.memory import Described, HeldMemory, has_memory, lost_memory, use_huge_pages
+from foretoken.decoder.native import NativeDraft, can_draft
+from foretoken.decoder.native_linear import NativeLinear
+from foretoken.trees.dynamic import DynamicExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
+    from foretoken.core.passes import Pass
+    from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.blocks import Norm
+    from foretoken.trees.dynamic import ShapedExpansion
 
 
 class ScaledEmbedding(NamedTuple):
@@ -58,7 +75,7 @@ class LmHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadStep:
-    """One step, see the module. Layers come from `fast_linear`.
+    """One step, see `kernels/interface.h`. Layers come from `fast_linear`.
 
     Attributes:
         first: (..., (i + 2) E) to (..., 2 W) of "path"; (..., E), later (..., W), to (..., W) of "state".
@@ -80,7 +97,7 @@ class HeadSteps:
     """A head.
 
     Attributes:
-        kind: See the module.
+        kind: See `kernels/interface.h`.
         hidden_size: E.
         width: W.
         vocab_size: V.
@@ -127,11 +144,11 @@ class AutoregressiveSteps:
     feeds_normed: bool = False
 
 
-class NativeAutoregressiveHead:
+class NativeAutoregressiveHead(Described):
     """The kernels' description of an autoregressive head, and its tensors.
 
     Attributes:
-        structure: See `kernels/head_interface.h`.
+        structure: See `kernels/interface.h`.
     """
 
     def __init__(self, head: AutoregressiveSteps) -> None:
@@ -140,6 +157,7 @@ class NativeAutoregressiveHead:
         Raises:
             UnsuitableError: If a layer is not native, or a size differs from the head's.
         """
+        super().__init__(head)
         parts, width = HeadParts(), head.width
         rows = head.vocab_size if head.token_map is None else head.token_map.numel()
         self.structure = AutoregressiveHeadStruct(
@@ -159,58 +177,7 @@ class NativeAutoregressiveHead:
             if norm is not None:
                 parts.require(norm.kind == "rms", f"a {norm.kind} norm", "an RMS norm")
                 setattr(self.structure, name, parts.norm("a norm of the width", norm.weight, None, norm.epsilon, width))
-        self._parts, self._memory = parts, parts.held_memory()
-
-    def has_moved(self) -> bool:
-        """Whether a tensor has moved, so that the structure is invalid."""
-        return self._memory.has_changed()
-
-
-class HeadMatrix(Structure):
-    """A matrix with its dtype."""
-
-    _fields_ = (("matrix", MatrixStruct), ("is_bfloat16", c_int64))
-
-
-class Step(Structure):
-    """The layers that draft the children of the nodes of one depth."""
-
-    _fields_ = (
-        ("first", HeadMatrix),
-        ("lm_head", HeadMatrix),
-        ("norm", NormStruct),
-        ("blocks", POINTER(HeadMatrix)),
-        ("num_blocks", c_int64),
-        ("embedding", c_void_p),
-        *((name, c_int64) for name in ("num_tokens", "embedding_is_bfloat16")),
-        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
-    )
-
-
-class HeadStruct(Structure):
-    """All steps of a head."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("kind", "num_steps", "hidden", "width", "vocab")),
-        ("token_map", c_void_p),
-        *((name, c_float) for name in ("feature_rms", "feature_epsilon")),
-        ("steps", POINTER(Step)),
-    )
-
-
-class AutoregressiveHeadStruct(Structure):
-    """A head of one decoder block; the block's output is also the next step's state."""
-
-    _fields_ = (
-        ("fuse", HeadMatrix),
-        ("lm_head", HeadMatrix),
-        ("token_map", c_void_p),
-        ("vocab", c_int64),
-        ("embedding", c_void_p),
-        *((name, c_int64) for name in ("num_tokens", "embedding_is_bfloat16", "feeds_normed")),
-        *((name, NormStruct) for name in ("norm", "state_norm")),
-        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
-    )
+        self._parts, self._memory = parts, parts.held()
 
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -226,7 +193,7 @@ class HeadParts:
         """Holds no tensors yet."""
         self._kept: list[Tensor] = []
 
-    def held_memory(self) -> HeldMemory:
+    def held(self) -> HeldMemory:
         """Moves the tensors taken so far into huge pages; returns their addresses for later checks."""
         use_huge_pages(self._kept)
         return HeldMemory(self._kept)
@@ -302,11 +269,11 @@ class HeadParts:
 _KINDS = {"feature": 0, "path": 1, "state": 2}
 
 
-class NativeHead:
+class NativeHead(Described):
     """The kernels' description of a head, and its tensors.
 
     Attributes:
-        structure: See `kernels/head_interface.h`.
+        structure: See `kernels/interface.h`.
     """
 
     def __init__(self, head: HeadSteps) -> None:
@@ -315,6 +282,7 @@ class NativeHead:
         Raises:
             UnsuitableError: If a layer is not native, or a size differs from the head's.
         """
+        super().__init__(head)
         self._head, self._parts = head, HeadParts()
         self._blocks = [
             (HeadMatrix * len(step.blocks))(
@@ -334,11 +302,7 @@ class NativeHead:
             feature_epsilon=head.feature_epsilon,
             steps=self._steps,
         )
-        self._memory = self._parts.held_memory()
-
-    def has_moved(self) -> bool:
-        """Whether a tensor has moved, so that the structure is invalid."""
-        return self._memory.has_changed()
+        self._memory = self._parts.held()
 
     def _step(self, index: int) -> Step:
         head, step, parts = self._head, self._head.steps[index], self._parts
@@ -367,3 +331,115 @@ class NativeHead:
             first=parts.layer("the first layer of a step", step.first, outputs, inputs),
             **parts.embedding(step.embedding, head.vocab_size, size),
         )
+
+
+class HeadKernels:
+    """Drafts with one head."""
+
+    def __init__(self, head: HeadSteps) -> None:
+        """Compiles the kernels if needed; raises `UnsuitableError` if a layer is not native or has a wrong size."""
+        self._head, self._native = head, NativeHead(head)
+        self._is_shared = head.kind == "feature"
+        self._library = native_library()
+        self._idle: list[Tensor] = []  # workspaces; two Python threads never share one
+
+    def can_fill(self, expansion: ShapedExpansion) -> bool:
+        """Decides whether the kernels can choose children for the requests, and the head has a step for every level.
+
+        If one row of logits serves a whole level, `grow_levels` chooses dynamic trees from all levels at once.
+        """
+        if self._is_shared and isinstance(expansion, DynamicExpansion):
+            return False
+        return expansion.depth <= len(self._head.steps) and can_draft(expansion, self._head.vocab_size)
+
+    def fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
+        """Fills a tree.
+
+        Args:
+            expansion: A tree of roots that `can_fill` accepts; changed.
+            features: (B, E) float32, the target's at the last committed position.
+
+        Raises:
+            PassError: If the features do not fit, a root is not in the vocabulary, or memory is too small.
+        """
+        batch = len(expansion.roots)
+        if features.shape != (batch, self._head.hidden_size) or features.dtype is not torch.float32:
+            expected = (batch, self._head.hidden_size)
+            raise PassError(f"features are {tuple(features.shape)} {features.dtype}. Expected {expected} float32.")
+        features = features.contiguous()
+        self._native = native = self._native.current()
+        draft = NativeDraft(expansion, self._head.vocab_size, is_shared=self._is_shared)
+        num_rows = c_int64(batch * (expansion.depth if self._is_shared else expansion.widest_level))
+        workspace = self._take_workspace(native, draft, num_rows)
+        status = self._library.foretoken_head_draft(
+            byref(native.structure), byref(draft.arguments), c_void_p(features.data_ptr()), num_rows,
+            c_int64(kernel_threads()), c_void_p(workspace.data_ptr()),
+        )  # fmt: skip
+        self._idle.append(workspace)
+        if status == Status.TOKENS:
+            roots, vocab = expansion.roots.tolist(), self._head.vocab_size
+            raise PassError(f"the roots are {roots}. Expected ids below {vocab}, the head's vocabulary.")
+        if status:
+            raise PassError(f"the draft does not fit: {Status(status).name}. Expected a tree level by level.")
+
+    def _take_workspace(self, native: NativeHead, draft: NativeDraft, num_rows: c_int64) -> Tensor:
+        """Returns an idle workspace that is large enough, or a new one."""
+        size = self._library.foretoken_head_draft_bytes(byref(native.structure), byref(draft.arguments), num_rows)
+        try:
+            workspace = self._idle.pop()
+        except IndexError:
+            workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if 0 <= size <= len(workspace):
+            return workspace
+        try:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+        except RuntimeError as err:  # torch has no type for it; a negative size stands for one beyond 64 bits
+            raise PassError(
+                f"there is no memory for drafts of {num_rows.value} rows. Draft for fewer at once."
+            ) from err
+
+
+class AutoregressiveKernels:
+    """Drafts with one head and the KV rows of its block."""
+
+    def __init__(self, head: AutoregressiveSteps, stack: BlockStack) -> None:
+        """Takes addresses.
+
+        Args:
+            head: The layers around the block.
+            stack: The block; its cache has room for drafted nodes behind the committed rows.
+
+        Raises:
+            UnsuitableError: If the block does not run on the native kernels, or a layer of the head is not native or
+                has a wrong size.
+        """
+        blocks = stack.native_blocks
+        if blocks is None:
+            raise UnsuitableError(f"the block runs on {stack.backend}. Expected the native kernels.")
+        if (head.width, head.fuse is None) != (stack.hidden_size, stack.has_side):
+            raise UnsuitableError(
+                f"the head is {head.width} wide, {'without' if head.fuse is None else 'with'} a layer that fuses, and "
+                f"the block {stack.hidden_size}, {'with' if stack.has_side else 'without'} a second input. Expected "
+                "the same width, and one of the two."
+            )
+        self._head, self._native, self._blocks = head, NativeAutoregressiveHead(head), blocks
+
+    def can_draft(self, expansion: ShapedExpansion) -> bool:
+        """Decides whether there is a level, and the kernels can choose children for the requests."""
+        return expansion.depth > 0 and can_draft(expansion, self._head.vocab_size)
+
+    def draft(self, work: Pass, states: Tensor, expansion: ShapedExpansion) -> None:
+        """Feeds pairs and fills the trees behind them; the rows of the pairs stay in the cache.
+
+        Args:
+            work: The pairs' tokens, positions and slots; `logit_rows` is the last pair of each sequence, which has the
+                root and the feature before it. Drafted nodes use the cache rows behind the pairs.
+            states: (M, W) float32, of committed positions.
+            expansion: Trees of roots that `can_draft` accepts, of the sequences of the pass; changed.
+
+        Raises:
+            PassError: If something does not fit the block, the cache or the head, memory is too small, or a weight's
+                memory was freed.
+        """
+        self._native = native = self._native.current()  # kept until the end: another thread may replace it
+        self._blocks.draft_head_trees(work, states, expansion, native.structure)

@@ -14,46 +14,134 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from foretoken.decoder.lean.elementwise import Projected, TorchOps
+from foretoken.core.checks import require
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from foretoken.attention.layout import PassTables
-    from foretoken.decoder.blocks import Activation, Block, Norm
-    from foretoken.decoder.slot_cache import SlotCache
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_BLOCK_ROWS = 8  # paths are rarely longer
+_TILE_BYTES = 256
 
 
-class TritonOps(TorchOps):
-    """The kernels of this module if they know the operation, else torch's, as for layer norms."""
+def commit_rows(store: Tensor, slots: Tensor, prefix: Tensor, path: Tensor, num_accepted: Tensor) -> None:
+    """Moves row prefix + path[i] of each sequence's slot to row prefix + 1 + i, for i below num_accepted, in place.
 
-    def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """See `TorchOps`."""
-        if norm is None or norm.kind != "rms":
-            return super().add_and_norm(x, delta, norm)
-        return add_and_norm(x, delta, norm.weight, norm.epsilon)
+    The root's row is in place already. All other rows keep their bits. The function takes one launch, does not
+    synchronise with the host and allocates no memory.
 
-    def activate(self, up: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
-        """See `TorchOps`."""
-        if activation != "silu" or not is_gated:
-            return super().activate(up, activation, is_gated=is_gated)
-        return gated_silu(up)
+    Args:
+        store: (L, S, H, C, W), any dtype, rows contiguous; one store of a slot cache.
+        slots: (B,) int32 or int64, contiguous, all different; slots without accepted nodes are not touched.
+        prefix: (B,) int32 or int64, contiguous, the row of each root.
+        path: (B, D) int64, contiguous, accepted nodes at depth 1.., ascending.
+        num_accepted: (B,) int32 or int64, contiguous, 0..D.
+    """
+    batch, max_depth = path.shape
+    if not max_depth:
+        return
+    words = store.view(_INTEGERS[store.element_size()])  # moves bits, not numbers
+    layers, _, heads, _, width = words.shape
+    require(words.stride(4) == 1, "a row is moved as one piece")
+    block = min(triton.next_power_of_2(width), _TILE_BYTES // words.element_size())
+    _commit_kernel[(layers * heads, batch, triton.cdiv(width, block))](
+        words, slots, prefix, path, num_accepted, max_depth, heads, width, *words.stride()[:4],
+        BLOCK_ROWS=_BLOCK_ROWS, BLOCK_W=block, num_warps=4,
+    )  # fmt: skip
 
-    def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
-        """See `TorchOps`."""
-        norms, rotary = (block.query_norm, block.key_norm), block.rotary
-        is_known = rotary is not None and 2 * rotary.cos.shape[1] == block.spec.head_dim and not block.norms_all_heads
-        if not is_known or any(norm is not None and norm.kind != "rms" for norm in norms):
-            return super().rotate_and_write(projected, block, cache)
-        assert rotary is not None, "it is known"
-        weights = [norm.weight for norm in norms if norm is not None]
-        return rotate_and_write(
-            projected.joined, rotary.cos, rotary.sin, projected.turns.positions, cache.keys[projected.layer],
-            cache.values[projected.layer], projected.layout.tables(),
-            (weights[0], weights[1]) if weights else None,
-            0.0 if block.query_norm is None else block.query_norm.epsilon,
-        )  # fmt: skip
+
+@triton.jit(do_not_specialize=["max_depth", "heads"])
+def _commit_kernel(
+    store: tl.tensor,
+    slots: tl.tensor,
+    prefix: tl.tensor,
+    path: tl.tensor,
+    num_accepted: tl.tensor,
+    max_depth: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    stride_l: tl.tensor,
+    stride_s: tl.tensor,
+    stride_h: tl.tensor,
+    stride_c: tl.tensor,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    """Moves some columns of the rows of one head and sequence, a block of rows at a time, in order.
+
+    Row i moves from s(i) = path[i] to d(i) = 1 + i, counted from the root's row. A path ascends from at least 1, so
+    s(i) >= d(i).
+
+    - A later block never reads a row that an earlier block wrote: for j > i, s(j) >= d(j) > d(i). No store has to be
+      waited for.
+    - A destination may be an earlier source, d(j) = s(i) for some i <= j. The load of row i is in an earlier block or
+      in the same block, before the block's barrier. The store follows the barrier, whichever threads do them.
+    - Destinations are all different. Rows with s(i) = d(i) are left alone.
+
+    Programs share nothing: they differ in layer and head, in slot or in columns.
+    """
+    layer, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    sequence = tl.program_id(1)
+    count = tl.load(num_accepted + sequence).to(tl.int32)
+    root = tl.load(prefix + sequence).to(tl.int64)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    column = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)
+    is_column = (column < width)[None, :]
+    # 64-bit: a store has more than 2^31 elements.
+    rows = store + layer.to(tl.int64) * stride_l + slot * stride_s + head.to(tl.int64) * stride_h + root * stride_c
+    first = tl.full((), 0, tl.int32)
+    while first < count:
+        index = first + tl.arange(0, BLOCK_ROWS)
+        node = tl.load(path + sequence.to(tl.int64) * max_depth + index, mask=index < count, other=0)
+        place = index.to(tl.int64) + 1
+        is_moved = ((index < count) & (node != place))[:, None] & is_column
+        values = tl.load(rows + node[:, None] * stride_c + column[None, :], mask=is_moved)
+        tl.debug_barrier()
+        tl.store(rows + place[:, None] * stride_c + column[None, :], values, mask=is_moved)
+        first += BLOCK_ROWS
+
+
+def write_rows(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, tables: PassTables) -> None:
+    """Writes keys and values in place; the host reads no tables. Padding tokens write nothing.
+
+    Args:
+        keys: (slots, Hk, capacity, Dk), any dtype and strides, one layer of the cache; written.
+        values: (slots, Hk, capacity, Dv), any strides; written.
+        key: (M, Hk, Dk) in the dtype of `keys`, any strides.
+        value: (M, Hk, Dv), any strides.
+        tables: Rows of the tokens.
+    """
+    tokens, kv_heads, key_width = key.shape
+    value_width = value.shape[2]
+    _write_kernel[(tokens, kv_heads)](
+        keys, values, key, value, tables.written_slots, tables.written_rows, key_width, value_width,
+        *keys.stride(), *values.stride(), *key.stride(), *value.stride(),
+        BLOCK=triton.next_power_of_2(max(key_width, value_width)), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_kernel(
+    keys, values, key, value, slots, rows, key_width, value_width,
+    keys_slot_stride, keys_head_stride, keys_row_stride, keys_column_stride,
+    values_slot_stride, values_head_stride, values_row_stride, values_column_stride,
+    key_token_stride, key_head_stride, key_column_stride,
+    value_token_stride, value_head_stride, value_column_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes one head of one token."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot, row = tl.load(slots + token), tl.load(rows + token)
+    column = tl.arange(0, BLOCK)
+    is_key, is_value = (column < key_width) & (row >= 0), (column < value_width) & (row >= 0)
+    source = key + token * key_token_stride + head * key_head_stride + column * key_column_stride
+    target = keys + slot * keys_slot_stride + head * keys_head_stride + row * keys_row_stride
+    tl.store(target + column * keys_column_stride, tl.load(source, mask=is_key), mask=is_key)
+    source = value + token * value_token_stride + head * value_head_stride + column * value_column_stride
+    target = values + slot * values_slot_stride + head * values_head_stride + row * values_row_stride
+    tl.store(target + column * values_column_stride, tl.load(source, mask=is_value), mask=is_value)
 
 
 def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -87,7 +175,7 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def rotate_and_write(  # noqa: PLR0913, PLR0917 - one launch reads all of it
+def rotate_and_write(
     joined: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -129,7 +217,7 @@ def rotate_and_write(  # noqa: PLR0913, PLR0917 - one launch reads all of it
 
 
 @triton.jit
-def _norm_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+def _norm_kernel(
     x, delta, weight, total, normed, width, epsilon, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Computes one token."""
@@ -162,7 +250,7 @@ def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rotate_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+def _rotate_kernel(
     joined, cos, sin, positions, query, keys, values, slots, rows, query_norm, key_norm, epsilon,
     key_slot_stride, key_head_stride, key_row_stride, value_slot_stride, value_head_stride, value_row_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,

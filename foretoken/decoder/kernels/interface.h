@@ -1,4 +1,4 @@
-// Arguments of the kernels, in the memory layout of `structures.py`, and their return codes.
+// Arguments of the kernels, in the memory layout of `library.py`, and their return codes.
 #pragma once
 
 #include <cstdint>
@@ -170,7 +170,7 @@ struct AutoregressiveHead {
 
 }  // extern "C"
 
-// The result of a call: 0, or the argument that would have led to a read or write out of bounds. `structures.py` has
+// The result of a call: 0, or the argument that would have led to a read or write out of bounds. `library.py` has
 // the same numbers.
 enum class Status : int64_t {
   kDone = 0,

@@ -1,0 +1,170 @@
+"""The memory of weights: notices that it moved or shrank before kernels read it by address, and uses huge pages.
+
+Every tensor over a storage can move or shrink it for all others: `share_memory_()`, sending a tensor to another
+process, and `untyped_storage().resize_()` free the old memory. A reference to a tensor or its storage does not keep the
+memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.core.errors import PassError
+from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.library import kernel_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_address, _num_bytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
+
+
+class HeldMemory:
+    """Addresses of tensors, compared before every use; takes some 100 ns a tensor."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Stores addresses and sizes; keeps the storages alive, but not their memory."""
+        self._storages = list({s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors)}.values())
+        self._addresses = list(map(_address, self._storages))
+        self._sizes = list(map(_num_bytes, self._storages))  # a storage that shrank twice may be back at its address
+
+    def has_changed(self) -> bool:
+        """Whether any storage has another address or size."""
+        is_same = list(map(_address, self._storages)) == self._addresses
+        return not is_same or list(map(_num_bytes, self._storages)) != self._sizes
+
+
+class Described:
+    """A description of tensors by address, for kernels. Subclasses set `_memory`.
+
+    Attributes:
+        structure: Valid until a tensor moves.
+    """
+
+    structure: Any
+    _memory: HeldMemory
+
+    def __init__(self, *made_from: Any) -> None:
+        """Stores the arguments of the subclass."""
+        self._made_from = made_from
+
+    def current(self) -> Self:
+        """Returns this description, or another if a tensor has moved; raises `PassError` if that does not fit."""
+        if not self._memory.has_changed():
+            return self
+        try:
+            return type(self)(*self._made_from)
+        except UnsuitableError as err:
+            raise PassError(str(err)) from err
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Decides whether all elements of a strided tensor lie within its storage."""
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not count or tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + count) * tensor.itemsize
+
+
+def in_own_memory(tensor: Tensor) -> Tensor:
+    """Returns the tensor, or a copy of a CPU tensor whose memory is not torch's own, such as a mapped file.
+
+    Reading a mapped file that was cut ends the process, and one that was overwritten gives other weights.
+    """
+    return tensor if not tensor.is_cpu or tensor.untyped_storage().resizable() else tensor.clone()
+
+
+def plain_tensors(module: nn.Module) -> list[Tensor]:
+    """Returns the parameters of a module with readable memory: no subclasses, as in quantised layers, none sparse."""
+    return list(filter(is_plain, module.parameters()))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Decides whether a tensor's memory can be read."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+def check_memory(tensors: Iterable[Tensor]) -> None:
+    """Raises `PassError` for plain tensors whose memory was freed or cut; torch would read past the end."""
+    for tensor in tensors:
+        if not has_memory(tensor):
+            raise PassError(lost_memory(tensor))
+
+
+def lost_memory(tensor: Tensor) -> str:
+    """Returns the error for a weight whose memory was freed or cut."""
+    return (
+        f"the memory of a weight {tuple(tensor.shape)} {tensor.dtype} was freed or cut: "
+        f"{tensor.untyped_storage().nbytes()} bytes are left of {tensor.nbytes}. Expected weights that stay as long as "
+        "they are used; make a new LLM of the whole model."
+    )
+
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_PAGE = 1 << 21
+_PORTION = 1 << 26  # bytes that one thread moves
+_GAP = 1 << 16  # largest gap of an allocator between two tensors
+_HUGEPAGE, _COLLAPSE = 14, 25  # of madvise, see linux/mman.h
+
+
+def use_huge_pages(tensors: Iterable[Tensor]) -> int:
+    """Moves the memory of tensors into huge pages if the system has them; contents and addresses stay.
+
+    Adjacent tensors share pages; only pages that they fill are moved. The system may decline: Linux before 6.1 moves
+    pages later, other systems and switched-off huge pages never. The call takes a quarter of a second to two a GiB.
+    Memory that a forked process shares with its parent becomes its own, so load a model before forking.
+
+    Args:
+        tensors: Strided, on a CPU, and already written: the call would allocate untouched memory.
+
+    Returns:
+        Bytes in huge pages.
+    """
+    if not sys.platform.startswith("linux") or _are_switched_off():
+        return 0
+    try:
+        advise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):  # an interpreter that is linked statically
+        return 0
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def move(begin: int, size: int) -> int:
+        advise(begin, size, _HUGEPAGE)
+        return size if advise(begin, size, _COLLAPSE) == 0 else 0
+
+    portions = [
+        (begin, min(_PORTION, end - begin))
+        for first, last in _spans(tensors)
+        for end in (last // _PAGE * _PAGE,)
+        for begin in range(-(-first // _PAGE) * _PAGE, end, _PORTION)
+    ]
+    if len(portions) < 2:
+        return sum(move(*portion) for portion in portions)
+    with ThreadPoolExecutor(kernel_threads(), "foretoken-huge-pages") as pool:
+        return sum(pool.map(move, *zip(*portions, strict=True)))
+
+
+def _are_switched_off() -> bool:
+    """Decides whether the system disables huge pages for all; `madvise` would still give them."""
+    try:
+        return "[never]" in _SETTING.read_text(encoding="ascii")
+    except OSError:
+        return True
+
+
+def _spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Returns the begins and ends of tensors, joined across small gaps."""
+    spans: list[tuple[int, int]] = []
+    for begin, end in sorted({(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors}):
+        if spans and begin <= spans[-1][1] + _GAP:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((begin, end))
+    return spans
