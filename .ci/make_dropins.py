@@ -16,7 +16,7 @@ from foretoken.core.results import CompletionOutput, Logprob
 from foretoken.core.sampling_params import OTHER_FIELDS, OTHER_KEYWORDS, OtherField
 from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS
 from foretoken.hf.generate_request import ARGUMENTS, FIELDS, Meaning
-from foretoken.text.chats import CONTENT_FORMAT, ChatFormat
+from foretoken.text.prompts import CONTENT_FORMAT, ChatFormat
 
 COMMAND = "python .ci/make_dropins.py"
 PLACE = Path(__file__).parents[1] / "docs" / "dropins.md"

@@ -19,8 +19,7 @@ import torch
 from benchmarks.gpu_suite.successor_model import read_bytes
 from benchmarks.speedup.sizes import methods_of
 from foretoken.bench.compare import measure_rounds
-from foretoken.bench.cost_twin.in_memory import make_twin_in_memory
-from foretoken.bench.cost_twin.make import TwinPlan
+from foretoken.bench.cost_twin.make import TwinPlan, make_twin_in_memory
 from foretoken.bench.plots import in_order
 from foretoken.bench.verify import Judge
 from foretoken.bench.workload import SetupEngines, Workload, load_prompts

@@ -20,8 +20,8 @@ from benchmarks.rivals.environments import DEFAULT_ENV_DIR
 from benchmarks.rivals.machine import commit, describe_machine
 from benchmarks.serving.report import markdown
 from benchmarks.serving.servers import Server, ServerError, Setting
-from foretoken.bench.serving.load import Load, run_load
-from foretoken.bench.serving.load_results import load_results
+from foretoken.bench.serving_load import Load, run_load
+from foretoken.bench.serving_results import load_results
 from foretoken.bench.workload import load_prompts
 
 if TYPE_CHECKING:

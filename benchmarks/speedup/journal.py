@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.files.journal import JournalFile
+from foretoken.files.atomic_files import JournalFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

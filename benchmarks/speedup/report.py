@@ -15,7 +15,7 @@ from foretoken.entrypoints.config import PLAIN
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from foretoken.bench.sweep_results import Quartiles
+    from foretoken.bench.sweep import Quartiles
 
 _LEGEND = (
     "Medians over prompts, quartiles in brackets. *Speed-up*: tokens per second of decoding over those of plain "

@@ -7,7 +7,7 @@ from math import exp, log
 from statistics import median
 from typing import TYPE_CHECKING
 
-from foretoken.bench.sweep_results import Quartiles
+from foretoken.bench.sweep import Quartiles
 from foretoken.entrypoints.config import PLAIN
 
 if TYPE_CHECKING:

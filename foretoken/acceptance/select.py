@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
-from foretoken.acceptance.lossy import accept_lenient, accept_typical
-from foretoken.acceptance.sequential import accept_block, accept_sequential
-from foretoken.acceptance.walk import accept_chosen, accept_coupled, accept_greedy
+from foretoken.acceptance.rules import (
+    accept_block,
+    accept_chosen,
+    accept_coupled,
+    accept_greedy,
+    accept_lenient,
+    accept_sequential,
+    accept_typical,
+)
 from foretoken.core.checks import check_number, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_tree import DrawKind, TokenTree

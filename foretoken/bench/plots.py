@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.bench.grid import short_name, spelled
-from foretoken.bench.sweep_results import pareto_front
+from foretoken.bench.sweep import pareto_front
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.bench.grid import Serving
-    from foretoken.bench.sweep_results import PointResult
+    from foretoken.bench.sweep import PointResult
 
 
 class Theme(NamedTuple):

@@ -289,10 +289,10 @@ def bench_serve(
     from foretoken.bench.workload import load_prompts
 
     try:
-        from foretoken.bench.serving.load import Load, run_load
+        from foretoken.bench.serving_load import Load, run_load
     except ImportError as err:
         raise ConfigError("httpx is not installed. Run in foretoken's repository: pip install '.[bench]'.") from err
-    from foretoken.bench.serving.load_results import load_results
+    from foretoken.bench.serving_results import load_results
 
     if save_result is not None:
         options.check_new_file(save_result, "--save-result", force=force)
@@ -335,7 +335,7 @@ def _save(path: Path, results: dict[str, Any]) -> None:
 
 
 def _print_load(results: dict[str, Any]) -> None:
-    from foretoken.bench.serving.load_results import LATENCIES
+    from foretoken.bench.serving_results import LATENCIES
 
     head = ("model_id", "backend", "num_prompts", "max_concurrency", "request_rate", "burstiness", "max_tokens")
     terminal.conditions({name: results[name] for name in (*head, "temperature", "seed")})

@@ -362,8 +362,7 @@ def report(
     """
     from foretoken.core.errors import ConfigError
     from foretoken.files.atomic_files import told_as, write_file
-    from foretoken.report.page import render
-    from foretoken.report.sources import read_run
+    from foretoken.report.page import read_run, render
 
     place = out or (run / "report.html" if run.is_dir() else run.with_suffix(".html"))
     found = read_run(run)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.bench.grid import Point, Refused, Serving
-    from foretoken.bench.sweep import SweepPlan
-    from foretoken.bench.sweep_results import PointResult, SweepResults
+    from foretoken.bench.sweep import PointResult, SweepPlan, SweepResults
 
 _NAMES = "Name; may be repeated."
 
@@ -83,7 +82,7 @@ def sweep(
     `front by` marks the Pareto fronts of each dtype, runner, batch size and temperature: the points that reach their
     tau, or their tokens/s, with the fewest drafted nodes a pass.
     """
-    from foretoken.bench.sweep_results import RESULTS, SweepResults
+    from foretoken.bench.sweep import RESULTS, SweepResults
 
     if (Path(model) / RESULTS).is_file():
         _check_alone(out, axes, grid, speculative_config)
@@ -170,10 +169,8 @@ def _measure(
     plan: SweepPlan,
 ) -> None:  # fmt: skip
     """Measures the missing points; raises `typer.Exit` after SIGINT or SIGTERM, with all measured points kept."""
-    from foretoken.bench.sweep import run_sweep
-    from foretoken.bench.sweep_results import SweepResults
-    from foretoken.files.locks import run_lock
-    from foretoken.files.processes import stop_signals
+    from foretoken.bench.sweep import SweepResults, run_sweep
+    from foretoken.files.processes import run_lock, stop_signals
 
     conditions = run.conditions(axes, plan, points[0].serving.dtype)
     with run_lock(out, option="--out"), stop_signals() as received:
@@ -231,9 +228,8 @@ def _say_refused(refused: Refused) -> None:
 
 def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) -> None:
     """Prints tables or JSON; writes parquet and pictures into the directory if their packages are installed."""
-    from foretoken.bench.parquet import write_parquet
     from foretoken.bench.plots import write_plots
-    from foretoken.bench.sweep_results import fronts
+    from foretoken.bench.sweep import fronts, write_parquet
     from foretoken.core.errors import ConfigError
 
     panels = results.by_serving()

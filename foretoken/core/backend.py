@@ -1,15 +1,19 @@
-"""What a device offers, and torch's state outside of tensors, which is kept apart: the caller's from the engine's."""
+"""What a device offers, a clock for its work, and torch's global state: the caller's apart from the engine's."""
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import overrides
+
+from foretoken.core.records import StageSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -175,3 +179,60 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_matmul_precision, _set_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
 )
+
+
+class StageClock:
+    """The clock of one iteration, or of proposals in turn; starts at construction."""
+
+    def __init__(self, device: torch.device, *, max_events: int | None = 3) -> None:
+        """Starts the first stage.
+
+        Args:
+            device: The device that works in the stages.
+            max_events: On GPUs the device itself times the stages between this many marks, the start included; None for
+                all marks.
+        """
+        self._max_events = max_events if has_cuda_runtime(device) else 0
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self._paused_for = 0.0
+        self.mark()
+
+    def mark(self) -> None:
+        """Ends a stage; in an iteration: draft, verify, accept (which waits for the device), then commit."""
+        self._marks.append(time.perf_counter() - self._paused_for)
+        if self._max_events is None or len(self._events) < self._max_events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Excludes the time of this block, between acceptance and commit, from all stages."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_for += time.perf_counter() - begin
+
+    def laps(self) -> list[float]:
+        """Returns the seconds of each stage; on GPUs call it after the host has waited for the last timed stage."""
+        if self._events:
+            return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+        return [after - before for before, after in pairwise(self._marks)]
+
+    def seconds(self) -> StageSeconds:
+        """Returns the seconds of the four stages of an iteration; their sum is the host's time.
+
+        Uses the host's clock if the host has not waited for the device, as after a pass that chooses no token.
+        """
+        marks = self._marks
+        draft, verify = marks[1] - marks[0], marks[2] - marks[1]
+        if self._events and self._events[-1].query():
+            draft, verify = self.laps()
+        return StageSeconds(
+            draft=draft,
+            verify=verify,
+            accept=max(marks[3] - marks[0] - draft - verify, 0.0),
+            commit=marks[4] - marks[3],
+        )

@@ -1,4 +1,4 @@
-"""Checks types and ranges of values from outside; each failure is one sentence.
+"""Checks values from outside: types, ranges, and mappings with pydantic models; each failure is one sentence.
 
 In Python True equals 1, and a NumPy scalar is no `int`. Values come from JSON and from NumPy. All checks refuse
 booleans as numbers, and strings except as text.
@@ -7,11 +7,15 @@ booleans as numbers, and strings except as text.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from foretoken.core.errors import ForetokenError, RequestError
+from foretoken.core.errors import ConfigError, ForetokenError, RequestError, nearest_name_hint
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
 
 _LARGEST_INTEGER = 2**1000  # of either sign: Python refuses to print integers of more than 4300 digits
 _LONGEST_SHOWN = 60  # characters of a refused value in a message
@@ -185,3 +189,80 @@ def _first(parts: Iterable[str]) -> str:
             return ", ".join([*kept, "…"])
         kept.append(part)
     return ", ".join(kept)
+
+
+Model = TypeVar("Model", bound="BaseModel")
+
+
+def validated(
+    kind: type[Model],
+    values: Any,
+    what: str,
+    *,
+    error: type[ForetokenError] = ConfigError,
+    other_keys: Iterable[str] = (),
+    advice: str = "",
+) -> Model:
+    """Returns an instance of a pydantic model.
+
+    Args:
+        kind: The model.
+        values: A mapping of its fields; anything else is refused.
+        what: Describes the values in messages, such as "a medusa head".
+        error: The exception type.
+        other_keys: Further keys to suggest for an unknown key.
+        advice: A sentence at the end of every message.
+
+    Raises:
+        ForetokenError: Of type `error`, about the first unknown key, else about the first invalid value.
+    """
+    from pydantic import ValidationError  # takes longer to import than all of this module
+
+    end = f" {advice}" if advice else ""
+    if not isinstance(values, Mapping):
+        raise error(f"{what} is {shown(values)}. Expected keys and values.{end}")
+    nameless = [key for key in values if not isinstance(key, str)]
+    if nameless:
+        raise error(f"{what} has a key {shown(nameless[0])}. Expected names.{end}")
+    if kind.model_config.get("extra") == "forbid":
+        unknown = sorted(key for key in values if key not in kind.model_fields)
+        if unknown:
+            hint = nearest_name_hint(unknown[0], {*kind.model_fields, *other_keys})
+            raise error(f"{what} has no key {shown(unknown[0])}. {hint}{end}")
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as err:
+        raise error(f"{_sentences(err.errors(), values, what)}{end}") from err
+
+
+def _sentences(errors: list[ErrorDetails], values: Mapping[str, Any], what: str) -> str:
+    """Describes the first invalid value; for a value of several types names all that is allowed."""
+    path, value = _found(values, errors[0]["loc"])
+    if errors[0]["type"] == "missing":
+        return f"{shown('.'.join([*path, str(errors[0]['loc'][-1])]))} of {what} is missing. Expected a value."
+    if not path:  # the message of a rule about several keys names them
+        return f"{what}: {_reason(errors[0])}."
+    reasons = dict.fromkeys(_reason(each) for each in errors if _found(values, each["loc"])[0] == path)
+    return f"{shown('.'.join(path))} of {what} is {shown(value)}. {'; or: '.join(reasons)}."
+
+
+def _found(values: Any, place: tuple[int | str, ...]) -> tuple[list[str], Any]:
+    """Follows a pydantic location through keys and entries; the location ends with names of types."""
+    path: list[str] = []
+    for step in place:
+        if isinstance(values, Mapping):
+            is_there = step in values
+        else:
+            is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+            is_there = is_list and isinstance(step, int) and step < len(values)
+        if not is_there:
+            break
+        path.append(str(step))
+        values = values[step]
+    return path, values
+
+
+def _reason(error: ErrorDetails) -> str:
+    """Returns the message of pydantic or of a rule of ours, without the final stop."""
+    is_ours = error["type"] == "value_error"
+    return (str(error["ctx"]["error"]) if is_ours else error["msg"]).rstrip(".")

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, run
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationInfo, field_validator, model_validator
 
-from foretoken.core.checks import shown
+from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ConfigError, nearest_name_hint
-from foretoken.core.validation import validated
 from foretoken.trees.choices import OF_LANGUAGE_MODELS, PUBLISHED, TreeShape
 from foretoken.trees.dynamic import DynamicShape
-from foretoken.trees.pruning import Pruning
+from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -329,7 +328,7 @@ class DrafterOptions(BaseModel):
         tree_top_k: For dynamic trees: candidates of each node, and nodes expanded per level. EAGLE's `top_k`, SGLang's
             `eagle_topk`. None for 10, or fewer if the engine chooses how much is drafted and wide passes cost much.
         pruning: Thresholds of improbable nodes, which are removed before the target sees them: "token_probability",
-            "path_probability", "entropy_weighted", see `foretoken.trees.pruning`. For methods whose drafts have
+            "path_probability", "entropy_weighted", see `foretoken.trees.merge`. For methods whose drafts have
             probabilities.
     """
 

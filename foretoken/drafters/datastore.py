@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretoken.core.checks import check_integer
+from foretoken.core.checks import check_integer, validated
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.validation import validated
 from foretoken.files.atomic_files import OutputDirectory
 from foretoken.files.bounded_reads import check_regular, read_json_object
 

@@ -37,7 +37,7 @@ from foretoken.drafters.vocabularies import (
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
-from foretoken.trees.pruning import Pruning
+from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

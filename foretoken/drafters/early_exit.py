@@ -30,7 +30,7 @@ from foretoken.drafters.base import (
 )
 from foretoken.drafters.levels import KeptDraws, LevelPasses
 from foretoken.trees.dynamic import DynamicShape, begin_expansion
-from foretoken.trees.pruning import Pruning
+from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

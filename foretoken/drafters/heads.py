@@ -33,10 +33,9 @@ from foretoken.models.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import KeyedNoise
-from foretoken.trees.choices import PUBLISHED, TreeShape
+from foretoken.trees.choices import PUBLISHED, TreeShape, best_shape
 from foretoken.trees.dynamic import begin_expansion
-from foretoken.trees.pruning import Pruning
-from foretoken.trees.search import best_shape
+from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

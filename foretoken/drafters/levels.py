@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from foretoken.runner.runner import Runner
     from foretoken.trees.dynamic import ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
-    from foretoken.trees.pruning import Pruning
+    from foretoken.trees.merge import Pruning
 
 _LONGEST_CATCH_UP = 2  # after full acceptance, the last drafted token and the bonus token are new to the draft model
 _LONGEST_MAPPED_CATCH_UP = 8  # longer if tokens of the target are several of the draft model's

@@ -33,9 +33,8 @@ from foretoken.drafters.base import (
     TargetReads,
     TreeOption,
 )
-from foretoken.trees.choices import TreeShape
-from foretoken.trees.pruning import pruned
-from foretoken.trees.search import best_nodes
+from foretoken.trees.choices import TreeShape, best_nodes
+from foretoken.trees.merge import pruned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

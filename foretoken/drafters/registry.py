@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import foretoken.drafters
-from foretoken.core.checks import shown
+from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ConfigError, described, foreign_errors_as, nearest_name_hint
-from foretoken.core.validation import validated
 from foretoken.drafters.base import DrafterOptions
 
 if TYPE_CHECKING:

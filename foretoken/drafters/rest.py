@@ -29,8 +29,7 @@ from foretoken.drafters.base import (
     TargetReads,
 )
 from foretoken.drafters.datastore import Datastore
-from foretoken.trees.merge import Trie
-from foretoken.trees.pruning import pruned
+from foretoken.trees.merge import Trie, pruned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -35,7 +35,7 @@ from foretoken.drafters.base import (
     TargetReads,
 )
 from foretoken.drafters.suffix_tree import Match, SuffixMatches, SuffixTree
-from foretoken.trees.pruning import pruned
+from foretoken.trees.merge import pruned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
+from foretoken.core.backend import StageClock
 from foretoken.core.records import AskedDrafter
-from foretoken.core.stage_clock import Laps
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
 from foretoken.drafters.base import MeasuredDrafter, TargetReads
 from foretoken.drafting.adaptive_depth import AdaptiveDepth
@@ -76,7 +76,7 @@ class Draft(NamedTuple):
         is_learned: Whether the controller learns from this iteration. Not if requests or prompts left nothing to draft,
             and not from tokens that a grammar forced, because they say nothing about the drafters.
         asked: Indices of the drafters that were asked, in order, and the most levels of each tree.
-        laps: Seconds of each of these; None if no drafter was asked.
+        clock: Its laps are the seconds of each of these; None if no drafter was asked.
     """
 
     tree: TokenTree
@@ -86,7 +86,7 @@ class Draft(NamedTuple):
     is_committed: bool = True
     is_learned: bool = False
     asked: Sequence[tuple[int, int]] = ()
-    laps: Laps | None = None
+    clock: StageClock | None = None
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
@@ -304,13 +304,13 @@ class Drafting:
         if max(context.max_depth) <= 0:
             return self._no_draft(context)
         drafts: dict[int, SafeDraft] = {}
-        laps = Laps(self._device)
+        clock = StageClock(self._device, max_events=None)
         ask: Ask | None = allotment.first or Ask(range(len(guards)))
         while ask is not None:
             bounded = _no_deeper(context, ask.depth)
             for index in ask.drafters:
                 drafts[index] = guards[index].propose(self._noise.of(bounded, index))
-                laps.mark()
+                clock.mark()
             ask = controller.further({index: draft.tree for index, draft in drafts.items()})
         trees = {index: draft.tree for index, draft in drafts.items()}
         tree = controller.select(trees, self._continuation(context) if self._team.lookups else None)
@@ -321,7 +321,7 @@ class Drafting:
         errors = (drafts[index].error for index in sorted(drafts) if drafts[index].error is not None)
         asked = [(index, draft.tree.max_depth) for index, draft in drafts.items()]
         num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
-        return Draft(tree, num_proposed, next(errors, None), is_learned=True, asked=asked, laps=laps)
+        return Draft(tree, num_proposed, next(errors, None), is_learned=True, asked=asked, clock=clock)
 
     def _take_held(self, batch_size: int) -> Allotment | None:
         held, self._held = self._held, None
@@ -365,7 +365,7 @@ class Drafting:
 
     def asked(self, draft: Draft) -> list[AskedDrafter]:
         """Returns the drafters that were asked, with seconds. Call it after the host has waited for the draft."""
-        seconds = [] if draft.laps is None else draft.laps.seconds()
+        seconds = [] if draft.clock is None else draft.clock.laps()
         return [
             AskedDrafter(index=index, name=self.names[index], depth=depth, seconds=each)
             for (index, depth), each in zip(draft.asked, seconds, strict=True)

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
-from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free, restored_torch_state
+from foretoken.core.backend import StageClock, has_triton_kernels, integers_on, reads_are_free, restored_torch_state
 from foretoken.core.errors import ModelError, described
 from foretoken.core.records import StepRecord
-from foretoken.core.stage_clock import StageClock
 from foretoken.core.token_tree import MAX_NODES, TokenTree
 from foretoken.drafters.base import DraftContext
 from foretoken.drafting.drafting import Draft

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foretoken.engine.sequence import slot_of
-from foretoken.sampling.batch import SamplingBatch
+from foretoken.sampling.batch import History, HistoryTable, SamplingBatch
 from foretoken.sampling.grammar import GrammarMask
-from foretoken.sampling.processors import History, HistoryTable
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from foretoken.engine.engine_counts import EngineCounts
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
-    from foretoken.sampling.processors import HistoryTable
+    from foretoken.sampling.batch import HistoryTable
 
 LEAST_PREFIX = 8  # positions; a shorter prefix is read as fast as it is copied
 

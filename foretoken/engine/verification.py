@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.walk import walk_chosen
+from foretoken.acceptance.rules import walk_chosen
 from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.records import SequenceStep

@@ -49,8 +49,7 @@ from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS, check_other_ar
 from foretoken.models.model_changes import count_writes
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.runner import Runner
-from foretoken.text.chats import chat_format
-from foretoken.text.prompts import ids_without_token
+from foretoken.text.prompts import chat_format, ids_without_token
 
 if TYPE_CHECKING:
     import os
@@ -66,8 +65,7 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.config import SpeculativeConfig
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
-    from foretoken.text.chats import Message
-    from foretoken.text.prompts import Prompt
+    from foretoken.text.prompts import Message, Prompt
 
 _DEFAULT_SEQUENCES = 8
 _CLOSED = "this LLM was closed at the end of its with block. Expected calls within the block. Make another LLM."
@@ -266,7 +264,7 @@ class LLM(BuiltPerProcess):
             messages: A conversation, `[{"role": "user", "content": "text"}, ...]`, or several.
             sampling_params: As `generate` takes them.
             use_tqdm: As `generate` takes it.
-            form: Fields of `foretoken.text.chats.ChatFormat`: `chat_template`, `add_generation_prompt`,
+            form: Fields of `foretoken.text.prompts.ChatFormat`: `chat_template`, `add_generation_prompt`,
                 `continue_final_message`, `tools`, `chat_template_kwargs`.
 
         Raises:

@@ -19,9 +19,8 @@ from foretoken.engine.sequence import Sequence
 from foretoken.grammars.compiling import Grammars
 from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.noise import derive_seed
-from foretoken.text.chats import ChatFormat, chat_prompts
 from foretoken.text.codec import Codec
-from foretoken.text.prompts import PromptReader, ReadPrompt, split_prompts
+from foretoken.text.prompts import ChatFormat, PromptReader, ReadPrompt, chat_prompts, split_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from foretoken.core.backend import own_torch_state
 from foretoken.core.errors import EngineStopped, QueueFull, RequestError, described
 from foretoken.entrypoints.requests import QueuedRequest
-from foretoken.files.locks import FairLock, ForkLock
+from foretoken.files.processes import FairLock, ForkLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foretoken.core.checks import Model, validated
 from foretoken.core.errors import ModelError, listed
-from foretoken.core.validation import Model, validated
 from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, TargetFingerprint, TargetInfo, check_keys
 from foretoken.heads.base import HeadConfig, build_head
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.checks import shown
+from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, nearest_name_hint
-from foretoken.core.validation import validated
 from foretoken.files.bounded_reads import check_regular
 from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, check_keys
 from foretoken.formats.conversion import check_token_map

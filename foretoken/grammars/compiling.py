@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ForetokenError, RequestError, foreign_errors_as, one_line, undone_on_error
-from foretoken.files.locks import ForkLock
+from foretoken.files.processes import ForkLock
 from foretoken.grammars import checking_process
 from foretoken.sampling.grammar import Ends, GrammarState
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.checks import shown
+from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, listed, one_line
-from foretoken.core.validation import validated
 from foretoken.files.bounded_reads import MIB, check_regular, read_json_object
 
 if TYPE_CHECKING:

@@ -1,18 +1,168 @@
-"""Makes self-contained HTML pages: no network, no other file, and no text that could become markup or script."""
+"""Reads a report's traces, results of sweeps and pictures, and makes self-contained HTML pages.
+
+A page uses no network and no other file, and no text in it can become markup or script.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from foretoken.core.errors import ConfigError
+from foretoken.files.bounded_reads import MIB, read_named
+from foretoken.report.trace_file import MOST_TRACE_BYTES, is_trace, read_trace
+from foretoken.report.views import TraceView, view_of, visible
+
 if TYPE_CHECKING:
-    from foretoken.report.sources import RunView
+    from collections.abc import Iterable
+    from pathlib import Path
+
+RESULTS = "results.jsonl"
+_DARK = "-dark"
+_MOST_PICTURE_BYTES = 16 * MIB
+# Columns of a table of a sweep's points: heading, keys in a line's `result`, and format.
+_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("point", ("name",), ""),
+    ("batch", ("serving", "batch_size"), ""),
+    ("temperature", ("serving", "temperature"), "g"),
+    ("dtype", ("serving", "dtype"), ""),
+    ("tau", ("tau",), ".2f"),
+    ("nodes", ("nodes",), ".1f"),
+    ("tokens/s", ("tokens_per_s", "median"), ".1f"),
+    ("speed-up", ("speed_up", "median"), ".2f"),
+    ("same text", ("num_identical",), ""),
+    ("texts", ("num_texts",), ""),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture of the page.
+
+    Attributes:
+        name: Name of its file, without suffix.
+        light: A data URL.
+        dark: A data URL for a dark page, or None.
+    """
+
+    name: str
+    light: str
+    dark: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepView:
+    """Results of a sweep as a table.
+
+    Attributes:
+        name: Name of the directory.
+        headings: Columns with at least one value.
+        rows: Cells as text, the fastest point first.
+    """
+
+    name: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """The contents of one page."""
+
+    title: str
+    traces: list[TraceView]
+    sweeps: list[SweepView]
+    pictures: list[Picture]
+
+
+def read_run(run: Path) -> RunView:
+    """Reads a trace, or every trace, `results.jsonl` and SVG picture in a directory.
+
+    Raises:
+        ConfigError: When there is none of these, or a file is damaged.
+        OSError: When a file cannot be read.
+    """
+    if not run.exists():
+        raise ConfigError(f"there is no '{run}'. Expected a file of `foretoken generate --trace`, or a directory.")
+    files = sorted(path for path in run.rglob("*") if path.is_file()) if run.is_dir() else [run]
+    lines = [path for path in files if path.suffix == ".jsonl"] if run.is_dir() else files
+    base = run if run.is_dir() else run.parent
+    traces = [
+        view_of(str(path.relative_to(base)), read_trace(path)) for path in lines if not run.is_dir() or is_trace(path)
+    ]
+    sweeps = [
+        _sweep(path, str(path.parent.relative_to(base))) for path in lines if path.name == RESULTS and run.is_dir()
+    ]
+    pictures = _pictures([path for path in files if path.suffix == ".svg"], base)
+    if not (traces or sweeps or pictures):
+        raise ConfigError(
+            f"'{run}' holds no trace of `foretoken generate --trace`, no results of `foretoken sweep` and no SVG "
+            "picture. Name a directory that does."
+        )
+    title = run.resolve().name
+    return RunView(title=visible(title), traces=traces, sweeps=sweeps, pictures=pictures)
+
+
+def _pictures(files: Iterable[Path], base: Path) -> list[Picture]:
+    """Returns the pictures; joins versions for light and dark pages."""
+    by_name = {str(path.relative_to(base).with_suffix("")): path for path in files}
+    return [
+        Picture(
+            name=visible(name),
+            light=_data_url(path),
+            dark=_data_url(by_name[name + _DARK]) if name + _DARK in by_name else None,
+        )
+        for name, path in by_name.items()
+        if not (name.endswith(_DARK) and name.removesuffix(_DARK) in by_name)
+    ]
+
+
+def _data_url(path: Path) -> str:
+    """Returns a picture as a URL that browsers show as an image, without scripts or requests."""
+    data = read_named(path, limit=_MOST_PICTURE_BYTES, error=ConfigError)
+    return f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
+
+
+def _sweep(path: Path, name: str) -> SweepView:
+    points = []
+    for number, line in enumerate(read_named(path, limit=MOST_TRACE_BYTES, error=ConfigError).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as err:
+            raise ConfigError(f"line {number} of '{path}' is no JSON. Expected results of `foretoken sweep`.") from err
+        if isinstance(value, dict) and isinstance(value.get("result"), dict):
+            points.append(value["result"])
+    points.sort(key=lambda point: -_number(_at(point, ("tokens_per_s", "median"))))
+    used = [column for column in _COLUMNS if any(_at(point, column[1]) is not None for point in points)]
+    rows = [[_cell(_at(point, keys), form) for _, keys, form in used] for point in points]
+    return SweepView(name=visible(name), headings=[heading for heading, _, _ in used], rows=rows)
+
+
+def _at(value: Any, keys: tuple[str, ...]) -> Any:
+    """Returns a value of nested mappings, or None."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _cell(value: Any, form: str) -> str:
+    if isinstance(value, int | float) and form:
+        return format(value, form)
+    return "" if value is None else visible(str(value))
+
 
 _COMMON = "foretoken.report"  # the package with the common style
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.sampling.batch import SamplingBatch
-    from foretoken.trees.pruning import Pruning
+    from foretoken.trees.merge import Pruning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.sampling.processors import NodeView
+    from foretoken.sampling.batch import NodeView
 
 
 class Ends(NamedTuple):

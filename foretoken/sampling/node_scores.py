@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from foretoken.core.backend import runs_cpu_kernels
-from foretoken.sampling.batch import best_possible, one_hot_log_probs, warp
-from foretoken.sampling.processors import NodeView, apply_processors
+from foretoken.sampling.batch import NodeView, apply_processors, best_possible, one_hot_log_probs, warp
 
 if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
-    from foretoken.sampling.batch import SamplingBatch
-    from foretoken.sampling.processors import History
+    from foretoken.sampling.batch import History, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

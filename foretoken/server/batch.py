@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError
 from foretoken.files.atomic_files import put_file, told_as
 from foretoken.files.bounded_reads import MIB, check_regular
-from foretoken.files.locks import file_lock
+from foretoken.files.processes import file_lock
 from foretoken.server.json_body import ApiError, api_error, dumped, parse_object
 from foretoken.server.live_request import GENERATING, BodyReader, LiveRequest
 from foretoken.server.message_parts import AnswerFormats

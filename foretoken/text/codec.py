@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
 from foretoken.core.token_ids import byte_alphabet
-from foretoken.files.locks import ForkLock
+from foretoken.files.processes import ForkLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, nearest_name_hint
-from foretoken.core.validation import validated
 from foretoken.training.objectives import METHODS, TrainedMethod
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from foretoken.heads.base import Head
 from foretoken.models.parts import target_parts
 from foretoken.training.objective_base import Examples
 from foretoken.training.teacher import Teacher
-from foretoken.trees.choices import TreeShape
-from foretoken.trees.search import best_nodes
+from foretoken.trees.choices import TreeShape, best_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +121,7 @@ class TunedTree:
 
 
 def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: Sequence[int] = ()) -> TunedTree:
-    """Returns the tree with the most expected tokens a pass, see `foretoken.trees.search`.
+    """Returns the tree with the most expected tokens a pass, see `foretoken.trees.choices`.
 
     Args:
         acceptance: K rows, the most levels of the tree.

@@ -18,8 +18,7 @@ import torch
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import read_json_object
-from foretoken.files.locks import run_lock
-from foretoken.files.processes import STOP_SIGNALS, stop_signals
+from foretoken.files.processes import STOP_SIGNALS, run_lock, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model

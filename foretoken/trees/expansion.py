@@ -4,7 +4,7 @@ One loop expands static trees (`TreeExpansion`) and dynamic trees (`foretoken.tr
 `levels()`, a drafter evaluates the nodes of `frontier(depth)` and passes their logits to `grow(depth, logits)`. A
 drafter whose logits do not depend on the nodes passes the logits of all levels at once to `grow_levels(logits)`.
 
-Pruned nodes (`foretoken.trees.pruning`) are in no later frontier. The loop ends when no node is left.
+Pruned nodes (`foretoken.trees.merge`) are in no later frontier. The loop ends when no node is left.
 
 The children of a whole level are chosen in a fixed number of tensor operations; only the noise of sampled requests is
 made node by node, see `DraftDraws.keys`.
@@ -23,8 +23,7 @@ from torch import Tensor
 from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.token_tree import DraftDistributions, DrawKind, HostFacts, TokenTree
 from foretoken.trees.choices import Level, relations_of, whole_places
-from foretoken.trees.merge import compacted
-from foretoken.trees.pruning import normalised_entropy
+from foretoken.trees.merge import compacted, normalised_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -359,7 +358,7 @@ class TreeExpansion:
         self._is_kept[:, children] = self._goes_on[:, children] = self._goes_on[:, level.parents] & passes
 
     def _keep_drawn(self, level: Level, is_drawn: Tensor) -> None:
-        """Keeps drawn nodes at any probability, see `foretoken.trees.pruning`; is_drawn: (B, C) bool."""
+        """Keeps drawn nodes at any probability, see `foretoken.trees.merge`; is_drawn: (B, C) bool."""
         if self._pruning is not None:
             self._is_kept[:, level.children] |= is_drawn & self._goes_on[:, level.parents]
 

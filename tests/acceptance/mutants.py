@@ -14,9 +14,16 @@ from penalised import penalised_rule, penalised_target, without_the_node_itself,
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
-from foretoken.acceptance.lossy import accept_lenient, accept_typical
-from foretoken.acceptance.sequential import accept_block, accept_sequential, conditional_draft_probs, sampled_children
-from foretoken.acceptance.walk import child_with_token, descend
+from foretoken.acceptance.rules import (
+    accept_block,
+    accept_lenient,
+    accept_sequential,
+    accept_typical,
+    child_with_token,
+    conditional_draft_probs,
+    descend,
+    sampled_children,
+)
 from foretoken.core.token_tree import DrawKind, TokenTree
 
 VOCAB = 3
@@ -202,17 +209,17 @@ def typical(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Accep
     return replace(result, lossy_tv=torch.zeros(tree.batch_size))
 
 
-SEQUENTIAL = "foretoken.acceptance.sequential."
+RULES = "foretoken.acceptance.rules."
 LENIENT = replace(CHAIN, rule=lenient(1.0))
 LARGER = setting(accept_sequential, larger_of_two, (1,))
 TOP = setting(accept_sequential, said_to_be_drawn, (2,))
 PENALISED = replace(CHAIN, rule=penalised_rule, target=penalised_target(VOCAB, 2))
 
 MUTANTS: dict[str, Mutant] = {
-    "residual replaced by p": Mutant(CHAIN, patches={SEQUENTIAL + "residual": unchanged}),
-    "residual replaced by p, block": Mutant(BLOCK, patches={"foretoken.acceptance.sequential.residual": unchanged}),
-    "residual replaced by p, lenient": Mutant(LENIENT, patches={"foretoken.acceptance.lossy.residual": unchanged}),
-    "residual not normalised": Mutant(PAIR, patches={SEQUENTIAL + "residual": not_normalised}),
+    "residual replaced by p": Mutant(CHAIN, patches={RULES + "residual": unchanged}),
+    "residual replaced by p, block": Mutant(BLOCK, patches={RULES + "residual": unchanged}),
+    "residual replaced by p, lenient": Mutant(LENIENT, patches={RULES + "residual": unchanged}),
+    "residual not normalised": Mutant(PAIR, patches={RULES + "residual": not_normalised}),
     "siblings tested with unmodified p": Mutant(
         PAIR, broken=replace(PAIR, rule=siblings_tested_with_unmodified_target)
     ),
@@ -225,7 +232,7 @@ MUTANTS: dict[str, Mutant] = {
     "q at another temperature": Mutant(CHAIN, broken=replace(CHAIN, drafts=other_temperature(CHAIN.drafts))),
     "q at another temperature, block": Mutant(BLOCK, broken=replace(BLOCK, drafts=other_temperature(BLOCK.drafts))),
     "block stops at the first failure": Mutant(BLOCK, decisions=StopsAtFirstFailure),
-    "duplicate skipped": Mutant(PAIR, patches={SEQUENTIAL + "sampled_children": without_duplicates}),
+    "duplicate skipped": Mutant(PAIR, patches={RULES + "sampled_children": without_duplicates}),
     "distinct draws tested as independent": Mutant(
         DISTINCT_PAIR, broken=replace(DISTINCT_PAIR, drafts=marked(DISTINCT_PAIR.drafts, DrawKind.INDEPENDENT))
     ),
@@ -244,10 +251,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "top-k children tested with p/q": Mutant(TOP, broken=replace(TOP, drafts=marked(TOP.drafts, DrawKind.INDEPENDENT))),
     "penalties of the root only": Mutant(
-        PENALISED, patches={"foretoken.sampling.processors.History.extended": without_the_path}
+        PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_path}
     ),
     "penalties one token late": Mutant(
-        PENALISED, patches={"foretoken.sampling.processors.History.extended": without_the_node_itself}
+        PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_node_itself}
     ),
     "lenience 0.95": Mutant(LENIENT, broken=replace(LENIENT, rule=lenient(0.95))),
     "typical acceptance": Mutant(BEST_PAIR, broken=replace(BEST_PAIR, rule=typical)),

@@ -11,7 +11,7 @@ from drafting import drafts, independent, random_table, tables, without_replacem
 from enumeration import EXACT, Drafts, exact_distribution
 from torch import Tensor
 
-from foretoken.acceptance.sequential import accept_sequential
+from foretoken.acceptance.rules import accept_sequential
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafting.several_drafters import SeveralDrafters
 from foretoken.runner.costs import CostCurve

@@ -12,9 +12,14 @@ from random_trees import Batch, batches, chains
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
-from foretoken.acceptance.lossy import accept_lenient, accept_typical
-from foretoken.acceptance.sequential import accept_block, accept_sequential
-from foretoken.acceptance.walk import accept_coupled, accept_greedy
+from foretoken.acceptance.rules import (
+    accept_block,
+    accept_coupled,
+    accept_greedy,
+    accept_lenient,
+    accept_sequential,
+    accept_typical,
+)
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.sampling.noise import KeyedNoise
 

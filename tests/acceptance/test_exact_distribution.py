@@ -21,9 +21,8 @@ from drafting import (
 )
 from enumeration import EXACT, Rule, exact_distribution
 
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_sequential
 from foretoken.acceptance.select import LOSSLESS_RULES
-from foretoken.acceptance.sequential import accept_block, accept_sequential
-from foretoken.acceptance.walk import accept_coupled, accept_greedy
 from foretoken.core.token_tree import DrawKind
 
 RULES: dict[str, Rule] = {

@@ -9,8 +9,7 @@ from enumeration import EXACT, exact_distribution
 from torch import Tensor
 
 from foretoken.acceptance.decisions import KeyedDecisions
-from foretoken.acceptance.sequential import accept_block, accept_sequential
-from foretoken.acceptance.walk import accept_coupled
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_sequential
 from foretoken.sampling.noise import KeyedNoise, Purpose
 
 

@@ -10,8 +10,7 @@ from drafting import Proposal, best, best_and_one, drafts, independent, random_t
 from enumeration import EXACT, Drafts, exact_distribution
 from torch import Tensor
 
-from foretoken.acceptance.sequential import accept_sequential
-from foretoken.acceptance.walk import accept_coupled
+from foretoken.acceptance.rules import accept_coupled, accept_sequential
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.trees import merge
 from foretoken.trees.merge import Graft, grafted, merge_trees, prune

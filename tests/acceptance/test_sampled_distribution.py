@@ -27,8 +27,7 @@ from toy_decoding import (
 )
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
-from foretoken.acceptance.sequential import accept_block, accept_sequential
-from foretoken.acceptance.walk import accept_coupled
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_sequential
 from foretoken.core.token_tree import TokenTree
 from foretoken.sampling.noise import KeyedNoise, Purpose
 from foretoken.trees.choices import TreeShape
@@ -86,7 +85,7 @@ def test_coupled_drafts_are_mostly_accepted() -> None:
 
 @pytest.mark.parametrize("name", ["sequential", "block"])
 def test_residual_replaced_by_the_target_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.acceptance.sequential.residual", lambda target_probs, draft_probs: target_probs)
+    monkeypatch.setattr("foretoken.acceptance.rules.residual", lambda target_probs, draft_probs: target_probs)
     rule = {"sequential": accept_sequential, "block": accept_block}[name]
     assert p_value(generate(rule, CHAIN, SEEDS)) < LEVEL
 

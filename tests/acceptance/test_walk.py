@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.acceptance.walk import _walk_on_device, accept_chosen, accept_greedy
+from foretoken.acceptance.rules import _walk_on_device, accept_chosen, accept_greedy
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 VOCAB = 3  # few tokens, so that siblings hold the same one and long paths survive

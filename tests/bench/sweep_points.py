@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from foretoken.bench.grid import Point, Serving
-from foretoken.bench.sweep_results import PointResult, Quartiles
+from foretoken.bench.sweep import PointResult, Quartiles
 from foretoken.entrypoints.config import Setup
 
 

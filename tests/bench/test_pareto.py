@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from foretoken.bench.sweep_results import pareto_front
+from foretoken.bench.sweep import pareto_front
 
 _NUMBER = st.integers(0, 4).map(float) | st.floats(-1e6, 1e6)  # few values, so that points tie
 

@@ -11,7 +11,7 @@ from sweep_points import made_up, many
 
 from foretoken.bench.grid import Serving
 from foretoken.bench.plots import CHARTS, DARK, LIGHT, Series, draw, lines_of, write_plots
-from foretoken.bench.sweep_results import PointResult, pareto_front
+from foretoken.bench.sweep import PointResult, pareto_front
 from foretoken.core.errors import ConfigError
 
 TAU, SPEED = CHARTS

@@ -11,8 +11,7 @@ import pytest
 from sweep_points import made_up, many, point_of
 
 from foretoken.bench.grid import Refused, Serving
-from foretoken.bench.parquet import write_parquet
-from foretoken.bench.sweep_results import RESULTS, SweepResults, fronts
+from foretoken.bench.sweep import RESULTS, SweepResults, fronts, write_parquet
 from foretoken.core.errors import ConfigError
 
 

@@ -22,7 +22,7 @@ from benchmarks.speedup.report import as_markdown
 from benchmarks.speedup.rows import Row, pays_from, rows_of
 from benchmarks.speedup.sizes import Size, methods_of
 from foretoken.bench.plots import in_order
-from foretoken.bench.sweep_results import Quartiles
+from foretoken.bench.sweep import Quartiles
 from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint

@@ -16,7 +16,7 @@ from command_line import ROOT, Finished, run
 from end_to_end.tiny_llms import target, tokenizer
 
 from foretoken.bench import plots
-from foretoken.bench.sweep_results import RESULTS, SweepResults
+from foretoken.bench.sweep import RESULTS, SweepResults
 
 AXES = ("-s", "ngram:prompt_lookup_min=1", "--sweep", "num_speculative_tokens=1,2", "--temperature", "0",
         "--temperature", "0.8", "--together", "1", "--max-tokens", "4", "--threads", "1")  # fmt: skip

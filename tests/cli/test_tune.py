@@ -10,8 +10,7 @@ from command_line import MODEL, run
 
 from foretoken.drafters.registry import drafter_options
 from foretoken.entrypoints.config import parse_setup
-from foretoken.trees.choices import TreeShape
-from foretoken.trees.search import best_nodes
+from foretoken.trees.choices import TreeShape, best_nodes
 
 QUICK = ("--num-prompts", "1", "--max-tokens", "12", "--temperature", "0")
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.core import stage_clock
-from foretoken.core.stage_clock import StageClock
+from foretoken.core import backend
+from foretoken.core.backend import StageClock
 
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose marks stand at 0, 1, 2, 30 and 31 seconds: it waits in the third stage."""
     times = iter([0.0, 1.0, 2.0, 30.0, 31.0])
-    monkeypatch.setattr(stage_clock.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(backend.time, "perf_counter", lambda: next(times))
 
 
 def stages(device: str) -> dict[str, float]:

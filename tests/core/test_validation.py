@@ -5,8 +5,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.core.validation import validated
 
 
 class Inner(BaseModel):

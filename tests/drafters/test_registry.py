@@ -18,7 +18,7 @@ from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TargetReads
 from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
 from foretoken.runner.costs import CostCurve
 from foretoken.trees.choices import PUBLISHED, TreeShape
-from foretoken.trees.pruning import Pruning
+from foretoken.trees.merge import Pruning
 
 REPEAT = """
 from foretoken.core.token_tree import TokenTree, TreeRow

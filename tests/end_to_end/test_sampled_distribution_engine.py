@@ -28,7 +28,7 @@ from end_to_end.chi_square import chi_square_level
 from end_to_end.tiny_llms import draft_model
 from tiny_models import tiny_model
 
-import foretoken.acceptance.sequential
+import foretoken.acceptance.rules
 from foretoken import LLM, SamplingParams
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.native_head import HeadKernels
@@ -201,7 +201,6 @@ def test_trees_that_requests_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("setting", ["block", "sequential, tree"])
 def test_broken_residual_is_found(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Correction tokens from the target's own distribution instead of the residual."""
-    for module in (foretoken.acceptance.sequential, foretoken.acceptance.sequential):
-        monkeypatch.setattr(module, "residual", lambda p, q: p / p.sum(1, keepdim=True))
+    monkeypatch.setattr(foretoken.acceptance.rules, "residual", lambda p, q: p / p.sum(1, keepdim=True))
     texts, _ = sample(setting, monkeypatch)
     assert chi_square_level(texts, exact_distribution(setting)) < LEVEL

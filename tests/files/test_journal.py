@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.errors import ConfigError
-from foretoken.files.journal import JournalFile
+from foretoken.files.atomic_files import JournalFile
 
 CONDITIONS = {"seed": 0, "sizes": (1, 2), "model": "m"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.errors import ConfigError
-from foretoken.files.locks import file_lock
+from foretoken.files.processes import file_lock
 
 
 def taken(path: Path) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from foretoken.acceptance.rules import accept_chosen
 from foretoken.acceptance.triton_walk import Walk, walk_chosen
-from foretoken.acceptance.walk import accept_chosen
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 HUGE = 1 << 40  # a token that does not fit in 32 bits

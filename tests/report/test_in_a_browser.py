@@ -10,8 +10,7 @@ import pytest
 from report.hostile_traces import TEXTS, write_hostile_trace
 from server.browser import BROWSER, Tab, browser
 
-from foretoken.report.page import render
-from foretoken.report.sources import read_run
+from foretoken.report.page import read_run, render
 
 pytestmark = [
     pytest.mark.slow,

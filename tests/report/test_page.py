@@ -11,8 +11,7 @@ import pytest
 from report.hostile_traces import TEXTS, write_hostile_trace
 
 from foretoken.core.errors import ConfigError
-from foretoken.report.page import embedded, render
-from foretoken.report.sources import read_run
+from foretoken.report.page import embedded, read_run, render
 from foretoken.report.trace_file import read_trace, tree_of
 
 

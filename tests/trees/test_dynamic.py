@@ -21,7 +21,7 @@ from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
 from foretoken.trees import dynamic
 from foretoken.trees.dynamic import DynamicExpansion, DynamicShape
-from foretoken.trees.pruning import Pruning
+from foretoken.trees.merge import Pruning
 from tests.tree_checks import check_tree
 
 VOCAB, POSITION = 23, 9

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.trees.lattice import DraftLattice
+from foretoken.trees.dynamic import DraftLattice
 
 
 def lattice(depth: int, width: int, seed: int, *, has_pairs: bool, step: float) -> DraftLattice:

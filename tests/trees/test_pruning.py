@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, TreeError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree, TreeRow
-from foretoken.core.validation import validated
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest, warp
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
 from foretoken.trees import expansion
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
-from foretoken.trees.pruning import Pruning, normalised_entropy, pruned
+from foretoken.trees.merge import Pruning, normalised_entropy, pruned
 from tests.tree_checks import check_tree
 
 VOCAB, POSITION = 11, 9

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.errors import ConfigError
-from foretoken.trees.choices import Choice, TreeShape
-from foretoken.trees.search import best_nodes, best_shape
+from foretoken.trees.choices import Choice, TreeShape, best_nodes, best_shape
 
 TABLE = ((0.5, 0.25, 0.125), (0.5, 0.25), (0.75,))  # products are exact in binary
 BY_HAND: list[tuple[Choice, float]] = [

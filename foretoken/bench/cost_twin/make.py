@@ -17,23 +17,34 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from foretoken.bench.cost_twin.heads import check_method, padded_head
-from foretoken.bench.cost_twin.model import Padding, SmallModel, exactly, growth, open_model
-from foretoken.bench.cost_twin.model_files import fingerprint, write_model
+from foretoken.bench.cost_twin.model import (
+    Padding,
+    SmallModel,
+    exactly,
+    fingerprint,
+    growth,
+    open_model,
+    padded_tensors,
+    write_all_but_weights,
+    write_model,
+)
 from foretoken.bench.workload import no_progress
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats import native
-from foretoken.formats.checkpoint import TargetInfo
+from foretoken.formats.checkpoint import TargetFingerprint, TargetInfo
 from foretoken.formats.files import open_files, whole_files
 from foretoken.formats.registry import holds_head, read_head
 from foretoken.models.config_checks import TWIN_KEY, TwinRecord
+from foretoken.models.loading import fill_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from foretoken.bench.cost_twin.model import Fill
-    from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.models.loading import LoadedModel
 
 _SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}  # of files in twins
 
@@ -318,3 +329,26 @@ def _written(role: str, source: Path, path: Path) -> TwinPart:
     shapes = open_files(path).weights.shapes
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return TwinPart(role, source, path, sum(map(prod, shapes.values())), size)
+
+
+def make_twin_in_memory(plan: TwinPlan) -> LoadedModel:
+    """Makes a twin's target on the plan's device, and files of its drafters beside `plan.out`, as for any twin.
+
+    `plan.out` gets configuration and tokenizer alone. Returns the target, named `plan.out`.
+
+    Raises:
+        ConfigError, ModelError: See `make_twin`.
+        torch.OutOfMemoryError: When the device has too little memory.
+    """
+    planned = planned_parts(plan)
+    generator = torch.Generator(plan.device).manual_seed(plan.seed)
+    target, *draft_models = planned.models
+    padding = Padding(target.factor, plan.fill, generator)
+    with whole_files(target.path, replaces=True) as new:
+        write_all_but_weights(target.small, padding, target.record, new, num_layers=target.num_layers, dtype=plan.dtype)
+    tensors = padded_tensors(target.small, padding, num_layers=target.num_layers, dtype=plan.dtype)
+    model = fill_model(str(target.path), tensors, device=torch.device(plan.device))
+    for draft_model in draft_models:
+        write_planned_model(draft_model, plan, generator)
+    write_heads(planned, TargetFingerprint.of(model), plan, generator)
+    return model

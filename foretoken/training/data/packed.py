@@ -18,9 +18,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.token_ids import tokenizer_sha
-from foretoken.core.validation import validated
 from foretoken.files.atomic_files import OutputDirectory, told_as, write_file
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.sampling.noise import derive_seed, mix

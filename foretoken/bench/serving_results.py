@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.bench.serving.load import Answer, Load, LoadRun
+    from foretoken.bench.serving_load import Answer, Load, LoadRun
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
