@@ -20,9 +20,8 @@ from foretoken.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from foretoken.entrypoints.llm import LLM
-    from foretoken.training.data.corpus import Corpus, DocumentMaker
+    from foretoken.training.data.corpus import Corpus, DataProgress, DocumentMaker
     from foretoken.training.data.documents import DistillSettings
-    from foretoken.training.data.packed import DataProgress
 
 
 def index(

@@ -155,13 +155,7 @@ class HeadCheckpoint:
 def check_keys(
     name: str, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, what: str = "head"
 ) -> None:
-    """Compares the tensors of a file with those of its configuration.
-
-    Args:
-        name: The directory or file, for the message.
-        found: Shapes by key.
-        wanted: Shapes by key.
-        what: Kind of the file's content, for the message.
+    """Compares shapes by key with those of a configuration; name and what: of the file and its content, for messages.
 
     Raises:
         ModelError: With all missing, unexpected and mis-shaped keys; lists only the first of many.
@@ -335,14 +329,10 @@ class TargetInfo:
         return None if number is None else int(number)
 
     def copy_of_lm_head(self, what: str, *, with_bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns the target's LM head and bias, for a format with an LM head in each head.
-
-        Args:
-            what: The format, for messages.
-            with_bias: Whether the format can hold a bias.
+        """Returns the target's LM head and bias, for the format `what` that has an LM head in each head.
 
         Raises:
-            ConfigError: If the target is missing, or a copy would compute other logits.
+            ConfigError: If the target is missing, or a copy would compute other logits, such as without its bias.
         """
         weights = self.weights
         if weights is None:

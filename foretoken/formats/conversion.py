@@ -62,6 +62,11 @@ class Reader(NamedTuple):
     reads: bool
     how: str
 
+    @classmethod
+    def unless(cls, reason: str | None, program: str, how: str) -> Reader:
+        """Returns a program that reads a checkpoint in the way `how`, unless there is a reason against it."""
+        return cls(program, reason is None, reason or how)
+
     def __str__(self) -> str:
         return f"{'read' if self.reads else 'not read'} by {self.program}: {self.how}"
 
@@ -157,8 +162,7 @@ def read_tensors(
         extra: Shapes of further tensors that must exist and be finite; the caller fetches them.
 
     Raises:
-        ModelError: With all missing, unexpected and mis-shaped keys, or all that are not finite, or those that share a
-            place and differ.
+        ModelError: With all keys that are wrong, not finite, or share a place and differ.
     """
     wanted = {**wanted_shapes(table, config), **(extra or {})}
     unused = set(ignored)
@@ -301,13 +305,9 @@ def own_entry(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def finished(files: HeadFiles, sizes: HeadConfig, weights: Mapping[str, Tensor], target: TargetInfo) -> HeadCheckpoint:
-    """Returns the checkpoint of a format's reader.
+    """Returns the checkpoint of a format's reader, with the facts under our key in its `config.json`.
 
-    Args:
-        files: The checkpoint.
-        sizes: The head's configuration.
-        weights: The head's tensors; equal blocks become tied unless the file says otherwise.
-        target: The caller's knowledge of the target, used if the file names none.
+    Equal blocks of `weights` become tied unless the file says otherwise. `target` is used if the file names none.
 
     Raises:
         ModelError: If our key has invalid entries, or the head does not fit the target.

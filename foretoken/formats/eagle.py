@@ -98,13 +98,7 @@ def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
 
 
 def layer_config(weights: Weights, layer: str, stated: Mapping[str, Any], *, width: int) -> LayerConfig:
-    """Returns the block's sizes; only the configuration tells the number of attention heads.
-
-    Args:
-        weights: The file.
-        layer: Prefix of the block's names.
-        stated: The configuration of a Llama with one layer.
-        width: W.
+    """Returns the sizes of the block `layer`, W wide; only the configuration of a Llama tells the attention heads.
 
     Raises:
         ModelError: If a size is missing, or the block is not a Llama's.
@@ -337,9 +331,8 @@ def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -
 
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     sizes = cast("EagleConfig", checkpoint.config)
-    reason = misread_block(sizes.layer, width=sizes.width)
-    how = reason or "EaModel.from_pretrained with ea_model_path of this directory, use_eagle3 off"
-    official = Reader(EAGLE_CODE, reason is None, how)
+    how = "EaModel.from_pretrained with ea_model_path of this directory, use_eagle3 off"
+    official = Reader.unless(misread_block(sizes.layer, width=sizes.width), EAGLE_CODE, how)
     if sizes.has_bias:
         served = Reader(VLLM_EAGLE, False, "its layer that fuses has no bias, and it stops at fc.bias")
         unset = "it gives attention biases too, without values; remove 'bias' from config.json"
@@ -361,12 +354,12 @@ def read_eagle(
     num_steps: Any = None,
     has_bias: Any = None,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """Reads the network of a file.
+    """Reads the network of a file; compares a repeated embedding and LM head with the target's.
 
     Args:
         weights: The file.
         stated: The configuration of a Llama.
-        target: Its embedding and LM head, if available, are compared with the file's.
+        target: The known facts about the target.
         fc: Name of the layer that fuses.
         layer: Name of the block.
         num_steps: K if the file states it.

@@ -297,22 +297,22 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     layer, layers = sizes.layer, options.target.num_layers or (checkpoint.target and checkpoint.target.num_layers)
     own = None if not layers else default_boundaries(layers)
     taps = "" if own is not None else ", of a target whose 2, L // 2 and L - 3 are its taps"
-    reason = _misread(sizes, own)
-    how = reason or f"EaModel.from_pretrained with ea_model_path of this directory{taps}"
-    official = Reader(EAGLE_CODE, reason is None, how)
-    reason = _BIASES if layer.attention_bias else None
+    how = f"EaModel.from_pretrained with ea_model_path of this directory{taps}"
+    official = Reader.unless(_misread(sizes, own), EAGLE_CODE, how)
+    biases = _BIASES if layer.attention_bias else None
+    reason = biases or (None if len(sizes.boundaries) == 3 else "it fuses three taps")
+    specforge = Reader.unless(reason, SPECFORGE, "LlamaForCausalLMEagle3.from_pretrained, to train it on")
+    reason = biases
     if sizes.own_embedding and sizes.width == sizes.hidden_size:
         reason = "it replaces the head's embedding by the target's"
     elif sizes.boundaries[0] != 2:
         reason = "it takes layer ids that do not begin with 1 for boundaries; convert to 'speculators'"
-    served = "--speculative-algorithm EAGLE3 with --speculative-draft-model-path of this directory"
-    sglang = Reader(SGLANG, reason is None, reason or served)
-    reason = _BIASES if layer.attention_bias else None
+    how = "--speculative-algorithm EAGLE3 with --speculative-draft-model-path of this directory"
+    sglang = Reader.unless(reason, SGLANG, how)
+    reason = biases
     if own is None or tuple(own) != sizes.boundaries:
         reason = "it passes over the taps in eagle_config and reads 2, L // 2 and L - 3; convert to 'speculators'"
-    vllm = Reader(VLLM_EAGLE, reason is None, reason or "speculative_config with method 'eagle3' named; a chain")
-    reason = _BIASES if layer.attention_bias else None if len(sizes.boundaries) == 3 else "it fuses three taps"
-    specforge = Reader(SPECFORGE, reason is None, reason or "LlamaForCausalLMEagle3.from_pretrained, to train it on")
+    vllm = Reader.unless(reason, VLLM_EAGLE, "speculative_config with method 'eagle3' named; a chain")
     return [official, specforge, sglang, vllm]
 
 

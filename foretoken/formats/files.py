@@ -271,10 +271,7 @@ CONFIG = "config.json"
 def whole_files(directory: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yields a new directory to write into; its files move to `directory` when the block ends without an error.
 
-    Args:
-        directory: Created if missing. See `core.atomic_files` for symbolic links.
-        replaces: Whether the new files replace everything in it. Otherwise each replaces the file of its name,
-            `config.json` last.
+    With `replaces` they replace everything in it; otherwise each replaces the file of its name, `config.json` last.
 
     Raises:
         ConfigError: If the files cannot be written.
@@ -320,14 +317,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def save(directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
-    """Writes weights and then a configuration into a new directory, see `whole_files`.
-
-    Args:
-        directory: New and empty.
-        name: Of the weights; the ending decides between safetensors and a pickle.
-        tensors: Each with its own memory.
-        config: For `config.json`; None leaves it out.
-    """
+    """Writes weights, and a configuration if given; the ending of `name` decides between safetensors and a pickle."""
     write_weights(directory / name, tensors)
     if config is not None:
         write_config(directory, config)

@@ -273,23 +273,18 @@ def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     config, named = cast("HydraConfig", checkpoint.config), needs_target_name(checkpoint)
     scaling = None if options.target.config is None else target_scaling(options.target.config)
+    prefix, reason = config.prefix, None
     if options.as_safetensors:
-        official = Reader(HYDRA_CODE, False, "it opens hydra_lm_head.pt alone")
-    elif config.prefix is not None and config.prefix.num_key_value_heads != config.prefix.num_attention_heads:
-        official = Reader(HYDRA_CODE, False, "its KV cache has no room for grouped key heads, and it stops")
-    elif config.prefix is not None and scaling is not None and scaling["rope_type"] not in ("linear", "dynamic"):
-        how = f"it does not know the target's rotary scaling '{scaling['rope_type']}' and stops"
-        official = Reader(HYDRA_CODE, False, how)
-    else:
-        official = Reader(HYDRA_CODE, True, f"HydraModel.from_pretrained, for a Llama without grouped key heads{named}")
-    if config.prefix is None:
-        port = Reader(TRT_HYDRA, False, "it knows Hydra++ alone, with a prefix layer")
-    else:
-        heads, layers = config.num_heads, config.num_layers
-        options_given = f"--num_hydra_heads {heads} and --num_hydra_layers {layers}"
-        port = Reader(
-            TRT_HYDRA, True, f"its converter with {options_given}; it runs the prefix layer without a context"
-        )
+        reason = "it opens hydra_lm_head.pt alone"
+    elif prefix is not None and prefix.num_key_value_heads != prefix.num_attention_heads:
+        reason = "its KV cache has no room for grouped key heads, and it stops"
+    elif prefix is not None and scaling is not None and scaling["rope_type"] not in ("linear", "dynamic"):
+        reason = f"it does not know the target's rotary scaling '{scaling['rope_type']}' and stops"
+    how = f"HydraModel.from_pretrained, for a Llama without grouped key heads{named}"
+    official = Reader.unless(reason, HYDRA_CODE, how)
+    counts = f"--num_hydra_heads {config.num_heads} and --num_hydra_layers {config.num_layers}"
+    how = f"its converter with {counts}; it runs the prefix layer without a context"
+    port = Reader.unless("it knows Hydra++ alone, with a prefix layer" if prefix is None else None, TRT_HYDRA, how)
     return [official, port]
 
 

@@ -271,15 +271,12 @@ def _readers_v2(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reade
 
 
 def _official(options: WriteOptions, how: str) -> Reader:
-    return Reader(
-        MEDUSA_CODE, not options.as_safetensors, "it opens medusa_lm_head.pt alone" if options.as_safetensors else how
-    )
+    return Reader.unless("it opens medusa_lm_head.pt alone" if options.as_safetensors else None, MEDUSA_CODE, how)
 
 
 def _tgi(options: WriteOptions, named: str) -> Reader:
-    if options.as_safetensors:
-        return Reader(TGI, True, f"--model-id of this directory; a chain{named}")
-    return Reader(TGI, False, "it opens safetensors alone; pass --safetensors")
+    reason = None if options.as_safetensors else "it opens safetensors alone; pass --safetensors"
+    return Reader.unless(reason, TGI, f"--model-id of this directory; a chain{named}")
 
 
 _GORGON = MedusaNames(block="{head}.blocks.{layer}.linear", lm_head="{head}.lm_head.weight")

@@ -92,18 +92,13 @@ def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     config, named = cast("MlpSpeculatorConfig", checkpoint.config), needs_target_name(checkpoint)
     how = f"--model-id of this directory, all {config.num_heads} stages (its factors follow --speculate){named}"
-    if config.tie_weights and config.num_heads > 1:
-        tgi = Reader(TGI, True, how)
-    else:
-        tgi = Reader(TGI, False, "it fails while loading stages that are not tied, since TGI 2.3")
-    if config.scale_input:
-        old = Reader(OLD_TGI, False, "it passes over scale_input and computes something else")
-    else:
-        old = Reader(OLD_TGI, True, how)
+    is_tied = config.tie_weights and config.num_heads > 1
+    untied = None if is_tied else "it fails while loading stages that are not tied, since TGI 2.3"
+    scaled = "it passes over scale_input and computes something else" if config.scale_input else None
     return [
         Reader("fms-extras", True, "its MLPSpeculator, 'speculator.' left out of the keys"),
-        tgi,
-        old,
+        Reader.unless(untied, TGI, how),
+        Reader.unless(scaled, OLD_TGI, how),
         Reader(VLLM, False, "it has no drafter for it any more"),
     ]
 

@@ -53,16 +53,7 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False) -> None:
-    """Writes a head; each file appears whole or not at all, the configuration last.
-
-    Args:
-        checkpoint: The head.
-        directory: Created if missing.
-        replaces: Whether to delete everything else in the directory.
-
-    Raises:
-        ConfigError: If it cannot be written.
-    """
+    """Writes a head, all of its files or none; raises `ConfigError` if that fails. replaces: see `whole_files`."""
     with whole_files(directory, replaces=replaces) as new:
         write_files(checkpoint, new)
 

@@ -17,7 +17,7 @@ from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_
 from foretoken.formats.speculators import KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -34,16 +34,13 @@ def unserved_head(files: HeadFiles) -> str | None:
     if not isinstance(kind, str) or kind in KINDS:
         return None
     name = _SPECULATORS.get(kind, f"'{kind}'")
-    facts = ["format speculators", *_vocabularies(files)]
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name} head ({', '.join(facts)})"
-
-
-def _vocabularies(files: HeadFiles) -> list[str]:
-    """Returns a phrase with the sizes of the drafted and the whole vocabulary; empty if the files do not tell."""
-    layer: Mapping[str, Any] | Any = files.config.get("transformer_layer_config")
-    drafted, whole = files.config.get("draft_vocab_size"), layer.get("vocab_size") if isinstance(layer, dict) else None
-    drafted = drafted or whole
-    return [f"draft vocabulary {drafted}" + (f" of {whole}" if whole and whole != drafted else "")] if drafted else []
+    layer: Any = files.config.get("transformer_layer_config")
+    whole = layer.get("vocab_size") if isinstance(layer, dict) else None
+    drafted = files.config.get("draft_vocab_size") or whole
+    facts = "format speculators"
+    if drafted:
+        facts += f", draft vocabulary {drafted}" + (f" of {whole}" if whole and whole != drafted else "")
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name} head ({facts})"
 
 
 NATIVE = "native"

@@ -139,18 +139,16 @@ def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -
 
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     sizes = cast("Eagle3Config", checkpoint.config)
+    reason = None
     if not sizes.own_embedding and options.target.load is None:
-        how = "it expects embeddings in the file, and takes random ones where they are missing; pass --target"
-        own = Reader(SPECULATORS, False, how)
+        reason = "it expects embeddings in the file, and takes random ones where they are missing; pass --target"
     elif sizes.width != sizes.hidden_size:
-        own = Reader(SPECULATORS, False, "it takes the target to be as wide as the head, and tensors do not fit")
-    else:
-        own = Reader(SPECULATORS, True, "SpeculatorModel.from_pretrained of this directory, to train it on")
+        reason = "it takes the target to be as wide as the head, and tensors do not fit"
+    own = Reader.unless(reason, SPECULATORS, "SpeculatorModel.from_pretrained of this directory, to train it on")
     depth = "" if options.target.config is not None else "; pass --target, so that it drafts as far as the target goes"
-    if len(sizes.boundaries) != 3 or sizes.layer.attention_bias:
-        vllm = Reader(VLLM_EAGLE, False, "it expects three taps, and no bias")
-    else:
-        vllm = Reader(VLLM_EAGLE, True, f"vllm serve of this directory, a chain of the best token{depth}")
+    fits = len(sizes.boundaries) == 3 and not sizes.layer.attention_bias
+    how = f"vllm serve of this directory, a chain of the best token{depth}"
+    vllm = Reader.unless(None if fits else "it expects three taps, and no bias", VLLM_EAGLE, how)
     return [own, vllm]
 
 

@@ -245,12 +245,13 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     if isinstance(config, MedusaConfig):
         return [Reader(TRT_MEDUSA, True, f"--speculative_decoding_mode medusa, {rest}")]
     assert isinstance(config, HydraConfig), "the method says so"
+    reason = None
     if config.prefix is None:
-        return [Reader(TRT_HYDRA, False, "it knows Hydra++ alone and misses the prefix layer")]
-    if options.tp_size > 1:
-        return [Reader(TRT_HYDRA, False, f"its prefix layer cannot be split; tp_size is {options.tp_size}, it takes 1")]
+        reason = "it knows Hydra++ alone and misses the prefix layer"
+    elif options.tp_size > 1:
+        reason = f"its prefix layer cannot be split; tp_size is {options.tp_size}, it takes 1"
     how = f"--speculative_decoding_mode hydra, {rest}; it runs the prefix layer without a context"
-    return [Reader(TRT_HYDRA, True, how)]
+    return [Reader.unless(reason, TRT_HYDRA, how)]
 
 
 def _config(

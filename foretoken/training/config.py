@@ -115,17 +115,12 @@ class JointConfig(BaseModel):
 
 
 def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> HeadConfig:
-    """Returns the configuration of a new head.
-
-    Args:
-        method: One of `METHODS`.
-        target: Gives hidden size and vocabulary.
-        sizes: Values that replace the defaults.
+    """Returns the configuration of a new head; sizes: values that replace the defaults of `METHODS`.
 
     Raises:
         ConfigError: For an unknown method or key, with the nearest name, or a value out of range.
     """
-    found = _trained_method(method)
+    found = trained_method(method)
     fixed = sorted({"hidden_size", "vocab_size"} & sizes.keys())
     if fixed:
         raise ConfigError(f"'{fixed[0]}' of a {method} head is the target's. Expected other keys. Leave it out.")
@@ -138,19 +133,9 @@ def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> H
     return validated(found.config, given, f"a {method} head")
 
 
-def trained_head(method: str) -> str:
-    """Returns the method of the trained head; "hass" trains another method's head. Raises as `head_config`."""
-    return _trained_method(method).config.method
-
-
-def has_size(method: str, key: str) -> bool:
-    """Returns whether heads of a method have this size. Raises as `head_config`."""
-    return key in _trained_method(method).config.model_fields
-
-
 def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
     """Returns the objective of a method; weights: values that replace its defaults. Raises as `head_config`."""
-    return validated(_trained_method(method).objective, weights, f"the objective of {method}")
+    return validated(trained_method(method).objective, weights, f"the objective of {method}")
 
 
 def train_config(values: Mapping[str, Any]) -> TrainConfig:
@@ -158,12 +143,8 @@ def train_config(values: Mapping[str, Any]) -> TrainConfig:
     return validated(TrainConfig, values, "training")
 
 
-def joint_config(values: Mapping[str, Any]) -> JointConfig:
-    """Returns the checked settings of the backbone's training. Raises as `head_config`."""
-    return validated(JointConfig, values, "joint training")
-
-
-def _trained_method(method: str) -> TrainedMethod:
+def trained_method(method: str) -> TrainedMethod:
+    """Returns the row of `METHODS`; raises `ConfigError` for an unknown method, with the nearest name."""
     if method not in METHODS:
         raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, sorted(METHODS))}")
     return METHODS[method]

@@ -14,7 +14,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head
 from foretoken.models.parts import target_parts
-from foretoken.training.objective_base import Examples
+from foretoken.training.objective_base import Examples, first_candidates
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape, best_nodes
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from foretoken.bench.workload import Workload
-    from foretoken.heads.base import HeadConfig
     from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
     from foretoken.training.data.packed import PackedTokens
@@ -141,7 +140,6 @@ def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: 
 
 
 _WINDOWS = 8
-_PORTION_VALUES = 1 << 24  # logits made at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,76 +182,36 @@ class EvaluationConfig:
             )
         return found
 
+    def evaluator(
+        self, target: LoadedModel, head: Head, parts: TargetParts, *, precision: torch.dtype
+    ) -> Callable[[], list[float]]:
+        """Returns a function that evaluates a float32 head in training; GEMMs are computed in `precision`.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainAcceptance:
-    """The result of an evaluation.
-
-    Attributes:
-        by_depth: K shares of drafts whose first d steps are all right, from d = 1.
-    """
-
-    by_depth: list[float]
-
-    @property
-    def tau(self) -> float:
-        """Expected tokens of a target pass that verifies a chain of K tokens, the target's own included."""
-        return 1.0 + sum(self.by_depth)
-
-
-class Evaluation:
-    """Evaluates a head in training, every few steps."""
-
-    def __init__(self, target: LoadedModel, config: EvaluationConfig, head: HeadConfig, parts: TargetParts) -> None:
-        """Prepares evaluations.
-
-        Args:
-            target: The frozen target.
-            config: Interval and text.
-            head: Sizes of the head.
-            parts: The modules that the head shares with the target.
+        The function returns K shares of drafts whose first d steps are all right, from d = 1. It draws no random number
+        and leaves the head in evaluation mode.
 
         Raises:
             ConfigError: When the windows are too short for the head.
         """
-        self._every, self._parts = config.every, parts
-        self._teacher = Teacher(target, head.taps)
-        self._tokens, self._supervised = (part.to(target.device) for part in (config.tokens, config.supervised))
-        self._starts = config.starts(head.steps).to(target.device)
+        teacher, device, vocab_size = Teacher(target, head.config.taps), target.device, head.config.vocab_size
+        tokens, supervised = self.tokens.to(device), self.supervised.to(device)
+        row, begin = self.starts(head.config.steps).to(device).nonzero().unbind(1)
 
-    def is_due(self, step: int) -> bool:
-        """Returns whether an evaluation follows this step."""
-        return step % self._every == 0
+        @torch.no_grad()
+        def shares() -> list[float]:
+            head.eval()
+            counts: list[int] = []
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == torch.bfloat16):
+                examples = Examples.of(tokens, supervised, teacher.read(tokens).float(), head.config)
+                choices = first_candidates(parts.lm_head, examples.final.flatten(0, 1), vocab_size).view(tokens.shape)
+                is_right = torch.ones_like(row, dtype=torch.bool)
+                for index, hidden in enumerate(head.teacher_forced(examples.features, tokens, parts)):
+                    read = partial(head.draft_logits, index, parts=parts)
+                    said = first_candidates(read, hidden[row, begin], vocab_size)
+                    if head.token_map is not None:
+                        said = head.token_map[said]
+                    is_right &= said == choices[row, begin + 1 + index]
+                    counts.append(int(is_right.sum()))
+            return [count / len(row) for count in counts]
 
-    @torch.no_grad()
-    def acceptance(self, head: Head, *, precision: torch.dtype) -> ChainAcceptance:
-        """Evaluates a head, which stays in evaluation mode; draws no random number.
-
-        Args:
-            head: In float32.
-            precision: Dtype of GEMMs.
-        """
-        head.eval()
-        device = self._tokens.device
-        counts: list[int] = []
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == torch.bfloat16):
-            examples = Examples.of(
-                self._tokens, self._supervised, self._teacher.read(self._tokens).float(), head.config
-            )  # fmt: skip
-            row, begin = self._starts.nonzero().unbind(1)
-            choices = _first(self._parts.lm_head, examples.final.flatten(0, 1), head.config.vocab_size)
-            choices = choices.view(self._tokens.shape)
-            is_right = torch.ones_like(row, dtype=torch.bool)
-            for index, hidden in enumerate(head.teacher_forced(examples.features, self._tokens, self._parts)):
-                read = partial(head.draft_logits, index, parts=self._parts)
-                said = _first(read, hidden[row, begin], head.config.vocab_size)
-                if head.token_map is not None:
-                    said = head.token_map[said]
-                is_right &= said == choices[row, begin + 1 + index]
-                counts.append(int(is_right.sum()))
-        return ChainAcceptance(by_depth=[count / len(row) for count in counts])
-
-
-def _first(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:
-    """Returns (M,) most probable tokens of (M, W), a portion at a time."""
-    return torch.cat([logits(part).argmax(-1) for part in rows.split(max(1, _PORTION_VALUES // vocab_size))])
+        return shares

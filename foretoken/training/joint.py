@@ -49,20 +49,10 @@ class JointTrainer(Trainer):
         *,
         processes: Processes | None = None,
     ) -> None:
-        """Prepares a run at step 0; training changes the target's weights.
-
-        Args:
-            head: The head, with initial weights.
-            target: In float32; its module is adapted in place.
-            objective: The objective of the heads.
-            config: Batches and optimiser.
-            batches: Training tokens.
-            joint: Settings of the backbone's training.
-            processes: Further processes of the training; None for none.
+        """Prepares a run at step 0, see `Trainer`; adapts the module of `target`, in float32, in place.
 
         Raises:
-            ConfigError: When adapters need peft and it is not installed, or the head reads further features than the
-                last.
+            ConfigError: When adapters need peft and it is missing, or the head reads other features than the last.
         """
         if head.config.taps != ("final",):
             raise ConfigError(

@@ -76,12 +76,7 @@ class Distances(NamedTuple):
 
 @torch.no_grad()
 def target_rows(logits: Tensor, *, has_probs: bool = True) -> TargetRows:
-    """Returns the distributions of the target's logits.
-
-    Args:
-        logits: (M, V).
-        has_probs: Whether probabilities and entropies are needed.
-    """
+    """Returns the distributions of (M, V) logits of the target; has_probs: whether probabilities are needed."""
     exact = _exact(logits)
     best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     probs = torch.empty_like(logits, dtype=exact) if has_probs else None
@@ -105,7 +100,7 @@ def distances(
 
     Args:
         logits: (M, V), the head's, in any floating dtype; computed in float32 at least.
-        target: The target's distributions; with probabilities if `weights` has `kl` or `tv`.
+        target: The target's distributions; with probabilities if `weights` has `kl`, `tv` or `top`.
         labels: (M,) int64, the text itself.
         weights: Weight of each distance.
         scale: Factor of the gradient alone.

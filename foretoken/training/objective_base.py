@@ -162,7 +162,7 @@ def accumulate(
     counts: Tensor,
     weight: float = 1.0,
 ) -> HeadSums:
-    """Adds the gradients of one micro-batch to the head's, in place.
+    """Adds the gradients of one micro-batch to the head's, in place; returns sums for reports.
 
     Args:
         objective: The objective.
@@ -171,9 +171,6 @@ def accumulate(
         parts: The modules that the head shares with the target.
         counts: (K,) positions of the whole batch, see `Objective.divisors`.
         weight: Weight of the whole objective among others.
-
-    Returns:
-        Sums for reports.
     """
     given = replace(examples, features=_noisy(examples.features, objective))
     sequence, place, num_rows = _labelled(examples.supervised, len(counts))

@@ -218,13 +218,8 @@ def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
     """Draws the rows that get their answers, with torch's global generator.
 
     In each sequence every K-th learning row may be drawn. The number of draws is `share` of its wrong rows, rounded
-    down. For K above 2 one draw stands for K of these: the first of a run of 1 to K - 1 learning rows.
-
-    Args:
-        rows: (N,) learning rows, sequence by sequence in order.
-        is_wrong: (N,) bool.
-        share: Share of the wrong rows.
-        block: K.
+    down. For K above 2 one draw stands for K of these: the first of a run of 1 to K - 1 learning rows. `rows` has (N,)
+    learning rows, sequence by sequence in order; `is_wrong` is (N,) bool; `block` is K.
     """
     chosen: list[tuple[int, int]] = []
     for sequence in rows.sequence.unique().tolist():

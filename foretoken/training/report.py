@@ -50,13 +50,9 @@ _HASS = "An EAGLE head, trained as HASS has it (arXiv 2408.15766)"
 def head_card(
     checkpoint: HeadCheckpoint, facts: Mapping[str, Any], curve: Sequence[Mapping[str, Any]], command: str
 ) -> str:
-    """Returns a model card in Markdown.
+    """Returns a model card in Markdown, from `saved_head`'s facts and `read_curve`'s lines.
 
-    Args:
-        checkpoint: The head, with the notes of its run.
-        facts: The result of `saved_head`.
-        curve: Lines of the run's `metrics.jsonl`.
-        command: The command of the training with its prompt: `$` of a shell or `>>>` of Python.
+    `command` is that of the training with its prompt: `$` of a shell or `>>>` of Python.
     """
     target = Path(checkpoint.target.name or "its target").name if checkpoint.target else "its target"
     settings = checkpoint.notes["settings"]
@@ -259,15 +255,9 @@ def held_out_workload(prompts: str, num_prompts: int) -> Workload | None:
 
 
 def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | None) -> Callable[[float], float]:
-    """Estimates the seconds of `saved_head`'s measurement, by timing passes of the target.
+    """Returns a function from the expected acceptance length to the seconds of `saved_head`'s measurement.
 
-    Args:
-        target: The head's target.
-        tokenizer: The target's tokenizer.
-        workload: Held-out prompts; None for no measurement.
-
-    Returns:
-        A function from the expected acceptance length to seconds.
+    Times passes of the target. Without a workload, and in every process but the first, the seconds are 0.
     """
     if workload is None or training_processes().process_index:
         return lambda _: 0.0
@@ -279,16 +269,9 @@ def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | N
 
 
 def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) -> LoadedModel:
-    """Writes a target that was trained with its heads as a transformers model directory.
+    """Writes a target that was trained with its heads as a model directory, in the dtype of the model `like`.
 
-    Args:
-        target: The new target.
-        out: Directory of the target; appears whole or not at all.
-        tokenizer: The old target's tokenizer.
-        like: The old target, for its dtype.
-
-    Returns:
-        The target under its new name, in every process; the first process writes.
+    `out` appears whole or not at all; the first process writes. Returns the target under its new name.
 
     Raises:
         ConfigError: When a file cannot be written, or `out` is taken.

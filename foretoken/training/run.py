@@ -23,7 +23,6 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
-from foretoken.training.evaluation import Evaluation
 from foretoken.training.joint import JointTrainer
 from foretoken.training.run_state import MetricsLog
 from foretoken.training.teacher import FeatureCache, Teacher
@@ -77,6 +76,7 @@ class RunSettings:
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
         """Returns the settings that a resumed run must share, JSON-ready; null equals a missing key."""
+        drafted = hashlib.sha256(str(self.draft_vocab).encode()).hexdigest()[:16]
         return {
             "method": self.head.method,
             "head": self.head.model_dump(mode="json"),
@@ -84,7 +84,7 @@ class RunSettings:
             "train": self.train.model_dump(mode="json"),
             "data": self.data,
             "joint": None if self.joint is None else self.joint.model_dump(mode="json"),
-            "draft_vocab": None if self.draft_vocab is None else _short_sha(str(self.draft_vocab).encode()),
+            "draft_vocab": None if self.draft_vocab is None else drafted,
             "target": target.model_dump(mode="json", exclude={"name"}),
         }
 
@@ -110,7 +110,7 @@ def train_head(
     initial: HeadCheckpoint | None = None,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> HeadCheckpoint:
-    """Starts a run, or resumes the one in its directory, and trains to the last step.
+    """Starts a run, or resumes the one in its directory, and trains to the last step; returns the trained head.
 
     Args:
         target: The frozen target.
@@ -118,9 +118,6 @@ def train_head(
         settings: The settings of the run.
         initial: Initial weights; None for neutral ones.
         on_step: Called after every step.
-
-    Returns:
-        The trained head.
 
     Raises:
         ConfigError: When the directory holds a run with other settings.
@@ -133,10 +130,10 @@ def train_head(
         head, parts = _new_head(target, settings, initial)
         features = _features(target, settings, processes.process_index, processes.num_processes)
         trainer = Trainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
-        evaluation = None
+        evaluate = None
         if settings.evaluation is not None:
-            evaluation = Evaluation(target, settings.evaluation, settings.head, parts)
-        notes = _run(trainer, settings, fingerprint, processes, on_step, evaluation)
+            evaluate = settings.evaluation.evaluator(target, head, parts, precision=settings.train.compute_dtype)
+        notes = _run(trainer, settings, fingerprint, processes, on_step, evaluate)
     return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
 
 
@@ -148,11 +145,7 @@ def train_jointly(
     initial: HeadCheckpoint | None = None,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> tuple[HeadCheckpoint, LoadedModel]:
-    """Trains a head and its target together; see `train_head`. Consumes the given target.
-
-    Returns:
-        The trained head, and its new target.
-    """
+    """Trains a head and its target together, see `train_head`; returns both, the target as a new one."""
     assert settings.joint is not None, "the settings say how the target learns along"
     processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
@@ -184,7 +177,7 @@ def _run(
     fingerprint: TargetFingerprint,
     processes: Processes,
     on_step: Callable[[StepReport], None] | None,
-    evaluation: Evaluation | None = None,
+    evaluate: Callable[[], list[float]] | None = None,
 ) -> dict[str, Any]:
     """Trains to the last step, from the last checkpoint if any; returns the notes for the head."""
     # Every process has its own dropout; weights are the same in all.
@@ -197,8 +190,11 @@ def _run(
             for report in trainer.steps():
                 told = report
                 if log is not None:
-                    told = _evaluated(report, trainer, evaluation, settings.train.compute_dtype)
-                    log.write(told.step, _logged(told))
+                    if evaluate is not None and settings.evaluation and report.step % settings.evaluation.every == 0:
+                        shares = evaluate()
+                        told = replace(report, held_out_tau=1.0 + sum(shares), held_out_acceptance=shares)
+                    values = asdict(told).items()
+                    log.write(told.step, {key: value for key, value in values if key != "step" and value is not None})
                 if on_step is not None:
                     on_step(told)
                 number = _told_to_stop(received, processes, next(trainer.head.parameters()).device)
@@ -220,22 +216,6 @@ def _run(
         "skipped_steps": trainer.progress.skipped,
         "torch": torch.__version__,
     }
-
-
-def _evaluated(
-    report: StepReport, trainer: Trainer, evaluation: Evaluation | None, precision: torch.dtype
-) -> StepReport:
-    """Adds an evaluation to a step's report if one is due."""
-    if evaluation is None or not evaluation.is_due(report.step):
-        return report
-    found = evaluation.acceptance(trainer.head, precision=precision)
-    return replace(report, held_out_tau=found.tau, held_out_acceptance=found.by_depth)
-
-
-def _logged(report: StepReport) -> dict[str, Any]:
-    """Returns the values of a step for the curves."""
-    values = asdict(report).items()
-    return {key: value for key, value in values if key != "step" and value is not None}
 
 
 @contextmanager
@@ -286,10 +266,6 @@ def _compare(directory: Path, ours: dict[str, Any]) -> None:
             f"'{directory}' holds a run with other settings; they differ in {names}. Expected the same command to go "
             "on. Choose another --run-dir, or remove this one."
         )
-
-
-def _short_sha(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _weights_sha(head: HeadCheckpoint) -> str:

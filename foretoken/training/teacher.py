@@ -40,10 +40,7 @@ class Teacher:
             Taps(model.module, model.num_layers, taps)
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Returns the features that a head reads and learns from.
-
-        Args:
-            tokens: (B, S) int64.
+        """Returns the features that a head reads and learns from, for (B, S) int64 tokens.
 
         Returns:
             (B, S, F E) in the target's dtype, the taps side by side, followed by `final` unless it is the last tap.
@@ -56,13 +53,9 @@ class Teacher:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Returns the feature `final`: the output of the target's last norm, the input of its LM head.
+        """Returns the feature `final`, the output of the target's last norm and input of its LM head, without a graph.
 
-        Args:
-            tokens: (B, S) int64.
-
-        Returns:
-            (B, S, E) in the target's dtype, without a graph.
+        Takes (B, S) int64 tokens; returns (B, S, E) in the target's dtype.
         """
         backbone: Any = self._model.backbone
         with own_attention(self._model.module, "sdpa"), torch.no_grad():
@@ -87,13 +80,7 @@ class FeatureCache:
     """
 
     def __init__(self, directory: Path, *, key: str, max_bytes: int) -> None:
-        """Opens the cache.
-
-        Args:
-            directory: Holds the caches of all runs.
-            key: Everything the features depend on: target, data, batch.
-            max_bytes: Most bytes of this cache.
-        """
+        """Opens a cache of at most `max_bytes`; key: all that the features depend on (target, data, batch)."""
         self._directory = directory / hashlib.sha256(key.encode()).hexdigest()[:16]
         self._directory.mkdir(parents=True, exist_ok=True)
         self._max_bytes = max_bytes

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from foretoken.bench.plots import LIGHT, distinct_look, load_matplotlib, page_style
 from foretoken.bench.workload import no_progress
+from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.entrypoints.model_arguments import load_target
@@ -20,7 +21,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
 from foretoken.models.placement import DTYPES
-from foretoken.training.config import has_size, head_config, joint_config, objective_config, train_config, trained_head
+from foretoken.training.config import JointConfig, head_config, objective_config, train_config, trained_method
 from foretoken.training.data.packed import DraftVocabulary, PackedTokens
 from foretoken.training.evaluation import EvaluationConfig
 from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head
@@ -235,8 +236,8 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     run = RunSettings(
         head=initial.config if initial is not None else head_config(method, target, values), objective=weights,
         train=settings, data=str(packed.meta["tokens_sha256"]), directory=run_dir, save_every_s=save_every_s,
-        cache=cache, cache_bytes=int(cache_gib * 2**30), joint=None if joint is None else joint_config(joint),
-        draft_vocab=drafted, evaluation=evaluation,
+        cache=cache, cache_bytes=int(cache_gib * 2**30), draft_vocab=drafted, evaluation=evaluation,
+        joint=None if joint is None else validated(JointConfig, joint, "joint training"),
     )  # fmt: skip
     workload = held_out_workload(prompts, num_prompts)
     if on_step is not None:
@@ -382,7 +383,7 @@ def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...
     """Adds the draft vocabulary to a head's sizes; raises `ConfigError` if the method or the sizes forbid it."""
     if drafted is None:
         return sizes
-    if not has_size(method, "draft_vocab_size"):
+    if "draft_vocab_size" not in trained_method(method).config.model_fields:
         raise ConfigError(
             f"--draft-vocab is not for {method} heads, which draft all tokens. Expected eagle3, or medusa with "
             "own_lm_head=true. Leave it out."
@@ -397,7 +398,7 @@ def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...
 
 
 def _initial_head(name: str, method: str, target: LoadedModel) -> HeadCheckpoint:
-    initial, wanted = read_head(local_head(name))[1], trained_head(method)
+    initial, wanted = read_head(local_head(name))[1], trained_method(method).config.method
     if initial.config.method != wanted:
         raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {wanted} head to begin from.")
     initial.check_target(TargetFingerprint.of(target), what=name)

@@ -33,7 +33,21 @@ if TYPE_CHECKING:
     from foretoken.training.objective_base import Objective
 
 
-class _Launched:
+_BAD_STEPS_IN_A_ROW = 5
+_RECENT_STEPS = 20
+
+
+class Processes:
+    """The processes that train together; by default this one alone."""
+
+    num_processes, process_index = 1, 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over all processes."""
+        return tensor
+
+
+class _Launched(Processes):
     """Processes that were started together."""
 
     def __init__(self) -> None:
@@ -57,16 +71,8 @@ class _Launched:
 
 
 def training_processes() -> Processes:
-    """Returns the processes of this run.
-
-    Raises:
-        ConfigError: When several were started and accelerate is not installed.
-    """
-    return _Launched() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else OneProcess()
-
-
-_BAD_STEPS_IN_A_ROW = 5
-_RECENT_STEPS = 20
+    """Returns the processes of this run; raises `ConfigError` if several were started and accelerate is missing."""
+    return _Launched() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Processes()
 
 
 class Batches(Protocol):
@@ -74,26 +80,6 @@ class Batches(Protocol):
 
     def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
         """Returns (B, S) int64 tokens and (B, S) bool labels; the same for the same arguments."""
-
-
-class Processes(Protocol):
-    """The processes that train together; `accelerate`'s state fits."""
-
-    num_processes: int
-    process_index: int
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over all processes."""
-
-
-class OneProcess:
-    """Training in this process alone."""
-
-    num_processes, process_index = 1, 0
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor."""
-        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +94,9 @@ class StepReport:
         rate: Learning rate.
         grad_norm: Norm of the gradient before clipping.
         tokens_per_s: Speed of the last steps.
-        held_out_tau: `foretoken.training.evaluation.ChainAcceptance.tau` after an evaluation; else None.
-        held_out_acceptance: `ChainAcceptance.by_depth` after an evaluation; else None.
+        held_out_tau: After an evaluation, the expected tokens of a target pass that verifies a chain of K tokens, the
+            target's own included; else None.
+        held_out_acceptance: After an evaluation, the shares of `EvaluationConfig.evaluator`; else None.
         seconds_after: Of `foretoken.train`, expected seconds of the measurement after the last step; else None.
     """
 
@@ -149,20 +136,13 @@ class Trainer:
         *,
         processes: Processes | None = None,
     ) -> None:
-        """Prepares a run at step 0.
+        """Prepares a run at step 0 of a head with initial weights.
 
-        Args:
-            head: The head, with initial weights.
-            parts: The modules that the head shares with the target.
-            objective: The objective.
-            config: Batches and optimiser.
-            batches: Training tokens.
-            features: Returns the target's features, as `Teacher.read`, for a step and this process's (B, S) tokens.
-            processes: Further processes of the training; None for none.
+        `features` returns the target's features, as `Teacher.read`, for a step and this process's (B, S) tokens.
         """
         self.head, self._parts, self._objective, self._config = head, parts, objective, config
         self._batches, self._features = batches, features
-        self._processes = processes or OneProcess()
+        self._processes = processes or Processes()
         self._module = self._trained()
         self._optimizer = torch.optim.AdamW(self._groups(), lr=config.schedule.peak, betas=config.betas, fused=True)
         self.progress = Progress()
@@ -184,11 +164,7 @@ class Trainer:
             save_state(run, self._module, self._optimizer, self.progress)
 
     def resume(self, run: Path) -> bool:
-        """Restores the last checkpoint of a run; returns False if there is none.
-
-        Raises:
-            ModelError: When the checkpoint is damaged.
-        """
+        """Restores the last checkpoint, or returns False if there is none; raises `ModelError` if it is damaged."""
         states = saved_states(run)
         if not states:
             return False

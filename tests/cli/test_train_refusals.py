@@ -19,6 +19,7 @@ import pytest
 import torch
 from command_line import ROOT, Finished, run
 from filelock import FileLock
+from packed_data import write_packed
 from tiny_models import VOCAB_SIZE, tiny_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -29,7 +30,6 @@ from foretoken.heads.base import build_head
 from foretoken.models.loading import load_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
-from foretoken.training.data.packed import write_packed
 from foretoken.training.data.records import Document
 
 QUICK = ("--steps", "2", "--batch-size", "2", "--length", "16", "--num-prompts", "0")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import Finished, run
+from packed_data import write_packed
 from tiny_models import VOCAB_SIZE
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
@@ -17,7 +18,7 @@ from trained_heads import PROMPTS, texts, tokenizer, write_target
 
 from foretoken import LLM, SamplingParams
 from foretoken.formats.registry import read_head
-from foretoken.training.data.packed import PackedTokens, write_packed
+from foretoken.training.data.packed import PackedTokens
 from foretoken.training.data.records import Document
 
 QUICK = ("--batch-size", "4", "--length", "24", "--num-prompts", "0", "--lr", "1e-2", "--warmup-steps", "2")

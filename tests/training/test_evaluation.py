@@ -13,7 +13,7 @@ from training_runs import batches, metrics, settings, target
 
 from foretoken.core.errors import ConfigError
 from foretoken.models.parts import target_parts
-from foretoken.training.evaluation import ChainAcceptance, Evaluation, EvaluationConfig
+from foretoken.training.evaluation import EvaluationConfig
 from foretoken.training.run import Interrupted, train_head
 from foretoken.training.teacher import Teacher
 
@@ -78,7 +78,7 @@ def test_drafts_counted_one_by_one(tmp_path: Path, method: str, is_partial: bool
     head = train_head(target(), batches(), run_settings(tmp_path / "run", method)).module()
     config = EvaluationConfig.of(batches(400, is_partial=is_partial), every=1, length=20)
     parts = target_parts(target())
-    found = Evaluation(target(), config, head.config, parts).acceptance(head, precision=torch.float32)
+    found = config.evaluator(target(), head, parts, precision=torch.float32)()
     tokens, steps = config.tokens, head.config.steps
     read = Teacher(target(), head.config.taps).read(tokens)
     width = head.config.hidden_size * len(head.config.taps)
@@ -96,9 +96,8 @@ def test_drafts_counted_one_by_one(tmp_path: Path, method: str, is_partial: bool
             while right < steps and said[right][row, begin] == choices[row, begin + 1 + right]:
                 right += 1
             lengths.append(right)
-    assert found.by_depth == [sum(length > depth for length in lengths) / len(lengths) for depth in range(steps)]
-    assert found.by_depth[0] > 0
-    assert found.tau == pytest.approx(1 + sum(lengths) / len(lengths))
+    assert found == [sum(length > depth for length in lengths) / len(lengths) for depth in range(steps)]
+    assert found[0] > 0
 
 
 def test_windows(tmp_path: Path) -> None:
@@ -109,4 +108,3 @@ def test_windows(tmp_path: Path) -> None:
         short.starts(11)
     with pytest.raises(ConfigError, match="has 3 labels in a row"):
         replace(short, supervised=short.supervised & (torch.arange(12) % 3 > 0)).starts(3)
-    assert ChainAcceptance(by_depth=[0.5, 0.25]).tau == 1.75

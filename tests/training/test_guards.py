@@ -31,8 +31,17 @@ from foretoken.training.doctor.checks import (
     check_values,
     fresh_head,
 )
-from foretoken.training.doctor.examine import DraftingFigures, Examination, examine, examine_training
-from foretoken.training.doctor.readings import EARLIER, IN_PLACE, LATER, NORMED_TWICE, PRE_NORM, SHIFTS, Agreement
+from foretoken.training.doctor.examine import Examination, examine, examine_training
+from foretoken.training.doctor.readings import (
+    EARLIER,
+    IN_PLACE,
+    LATER,
+    NORMED_TWICE,
+    PRE_NORM,
+    SHIFTS,
+    Agreement,
+    DraftingFigures,
+)
 from foretoken.training.teacher import Teacher
 
 good = cache(trained)

@@ -17,7 +17,7 @@ from foretoken.heads.base import build_head
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.models.taps import run_plain
-from foretoken.training.config import JointConfig, head_config, joint_config, objective_config, train_config
+from foretoken.training.config import JointConfig, head_config, objective_config, train_config
 from foretoken.training.joint import JointTrainer
 from foretoken.training.run import RunSettings, train_jointly
 
@@ -103,7 +103,7 @@ def test_a_run_gives_a_target_and_its_head(tmp_path: Path) -> None:
         return RunSettings(
             head=head_config("medusa", target(), {"num_heads": 2}), objective=objective_config("medusa", {}),
             train=train_config({"schedule": {"num_steps": 6, "warmup_steps": 0}, "batch_size": 4, "length": 16}),
-            data="windows", directory=directory, joint=joint_config({"lora_rank": 4, "lora_dropout": 0.1}),
+            data="windows", directory=directory, joint=JointConfig(lora_rank=4, lora_dropout=0.1),
         )  # fmt: skip
 
     whole, model = train_jointly(target(), Repeated(), settings(tmp_path / "whole"))

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.training.data.packed import PACKED_TOKENS, DataProgress, PackedTokens, PackedWriter
+from foretoken.training.data.packed import PACKED_TOKENS, PackedTokens, PackedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +19,24 @@ if TYPE_CHECKING:
     from foretoken.training.data.records import Document, Record, Source
 
 TRAIN, HELD_OUT = "train", "held_out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataProgress:
+    """The progress of making data.
+
+    Attributes:
+        documents, tokens: Written so far.
+        seconds: Seconds since the start; documents stored by an earlier run took none of them.
+        tokens_per_s: Speed of this run.
+        seconds_left: None if the size of the input is unknown.
+    """
+
+    documents: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +126,13 @@ def build_corpus(
     """Makes `directory/train` and, if the plan has it, `directory/held_out`; both appear or neither.
 
     Args:
-        directory: The new directory.
+        directory: The new directory; `force` replaces an existing one.
         plan: The selection of data.
         tokenizer: The target's tokenizer.
         makers: Returns the maker of documents for "train" (the main sources) or "held_out" sources.
         vocab_size: Upper bound of token ids; None for the tokenizer's.
         meta: Further entries for `meta.json`.
-        force: Whether to replace an existing directory.
+        force: See `directory`.
         on_progress: Called after every document.
 
     Raises:

@@ -51,29 +51,17 @@ class ChatEncoder:
         self._is_warned: set[str] = set()
 
     def documents(self, chats: Sequence[Sequence[Message]]) -> list[Document | str]:
-        """Returns a document for each conversation, or the reason why there is none.
-
-        Args:
-            chats: Turns with `role` and `content`; those after the last assistant turn are left out.
-        """
+        """Returns a document or the reason for none for each conversation; ends after the last assistant turn."""
         return [self._by_mask(chat) for chat in chats] if self._has_mask else self._by_prefixes(chats)
 
     def prompt(self, messages: Sequence[Message], limit: int) -> list[int] | str:
-        """Returns the longest fitting prompt, which ends where the assistant answers a user turn.
-
-        Args:
-            messages: Turns.
-            limit: Most tokens.
-
-        Returns:
-            Token ids, or the reason why there is no prompt.
-        """
+        """Returns the longest prompt of at most `limit` tokens that ends at a user turn, or the reason for none."""
         asked = [place + 1 for place, message in enumerate(messages) if message["role"] in ("user", "tool")]
         for end in reversed(asked):
             text = self._render(messages[:end], is_open=True)
             if text is None:
                 return REFUSED
-            tokens = list(self._encode([text])[0])
+            tokens = list(_encode(self._tokenizer, [text], add_special_tokens=False)[0])
             if len(tokens) <= limit:
                 return tokens
         return "prompts too long for the context" if asked else "conversations without a user turn"
@@ -96,7 +84,7 @@ class ChatEncoder:
         """Returns documents from rendered prefixes; encodes all texts of all conversations in one call."""
         rendered = [self._prefixes(chat) for chat in chats]
         texts = [text for parts in rendered if not isinstance(parts, str) for text in parts]
-        encoded = iter(self._encode(texts))
+        encoded = iter(_encode(self._tokenizer, texts, add_special_tokens=False))
         results: list[Document | str] = []
         for parts in rendered:
             if isinstance(parts, str):
@@ -145,19 +133,16 @@ class ChatEncoder:
             self._warned(REFUSED, one_line(err))
             return None
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Returns token ids of rendered texts, without added special tokens."""
-        if not texts:
-            return []
-        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
     def _warned(self, reason: str, cause: str) -> str:
         """Returns the reason; logs it once, with its first cause."""
         if reason not in self._is_warned:
             self._is_warned.add(reason)
             logging.getLogger(__name__).warning("there are %s; these turns teach nothing: %s", reason, cause)
         return reason
+
+
+def _encode(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]:
+    return tokenizer(texts, verbose=False, **options)["input_ids"] if texts else []
 
 
 def _to_last_assistant(chat: Sequence[Message]) -> list[Message]:
@@ -215,10 +200,7 @@ class Encoder:
 
     def token_ids(self, texts: list[str]) -> list[list[int]]:
         """Returns the tokens of texts, with the tokenizer's special tokens."""
-        if not texts:
-            return []
-        ids: list[list[int]] = self._tokenizer(texts, verbose=False)["input_ids"]
-        return ids
+        return _encode(self._tokenizer, texts)
 
     def _encoded(self, batch: list[Record]) -> Iterator[tuple[Record, Document]]:
         """Encodes one batch, with one call of the tokenizer for each form of record."""
@@ -228,32 +210,20 @@ class Encoder:
         whole = iter(self.token_ids([(record.prompt or "") + record.text for record in texts]))
         prompts = iter(self.token_ids([record.prompt for record in texts if record.prompt is not None]))
         for record in batch:
-            document: Document | str
+            found: Document | str
             if record.messages is not None:
-                document = next(conversations)
+                found = next(conversations)
             elif record.prompt is None:
-                document = Document(next(whole))
+                found = Document(next(whole))
             else:
-                document = _completed(next(prompts), next(whole)) if record.text else _skip(whole, prompts)
-            if isinstance(document, str) or not document.tokens:
-                self.skipped[document if isinstance(document, str) else NO_TOKENS] += 1
+                tokens = next(whole)
+                start = _common(next(prompts), tokens)
+                found = Document(tokens, [place >= start for place in range(len(tokens))])
+                found = found if record.text else NO_COMPLETION
+            if isinstance(found, str) or not found.tokens:
+                self.skipped[found if isinstance(found, str) else NO_TOKENS] += 1
             else:
-                yield record, document
-
-
-def _completed(prompt: list[int], whole: list[int]) -> Document:
-    """Returns a document in which all but the prompt is supervised."""
-    start = 0
-    while start < min(len(prompt), len(whole)) and prompt[start] == whole[start]:
-        start += 1
-    return Document(whole, [place >= start for place in range(len(whole))])
-
-
-def _skip(*encoded: Iterator[list[int]]) -> str:
-    """Skips a prompt without anything to learn; returns the reason."""
-    for each in encoded:
-        next(each)
-    return NO_COMPLETION
+                yield record, found
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -317,17 +287,12 @@ class SelfDistiller:
     def __init__(
         self, llm: LLM, settings: DistillSettings, path: Path, *, max_num_seqs: int = 8, supervise_all: bool = False
     ) -> None:
-        """Checks that prompts and responses fit the target.
+        """Prepares responses of an `LLM` with a tokenizer; a drafter makes it faster and changes no response.
 
-        Args:
-            llm: The target with its tokenizer; a drafter makes it faster and changes no response.
-            settings: The settings of the responses.
-            path: The file of responses.
-            max_num_seqs: `max_num_seqs` of `llm`.
-            supervise_all: Whether prompts count as labels too.
+        `max_num_seqs` is that of `llm`. With `supervise_all` prompts count as labels too.
 
         Raises:
-            ConfigError: When prompts and responses do not fit.
+            ConfigError: When prompts and responses do not fit the target.
         """
         self._prompt_limit = llm.target.context_len - settings.max_new_tokens
         if settings.prompt_tokens > self._prompt_limit:

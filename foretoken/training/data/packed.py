@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,7 +25,6 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.sampling.noise import derive_seed, mix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -36,16 +34,7 @@ _ROUNDS = 8
 
 
 def shuffled(positions: np.ndarray, count: int, key: int) -> np.ndarray:
-    """Returns the images of some positions under a permutation of 0..count-1.
-
-    Args:
-        positions: (n,) int64, each in 0..count-1.
-        count: Size of the range, at least 1.
-        key: Chooses the permutation; any integer.
-
-    Returns:
-        (n,) int64; all `count` positions together give every number once.
-    """
+    """Returns (n,) int64: the images of (n,) int64 positions under a permutation of 0..count-1; key: chooses it."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = [derive_seed(key, number) for number in range(1, _ROUNDS + 1)]
     values = _encrypted(torch.from_numpy(np.asarray(positions, dtype=np.int64)), half, keys)
@@ -87,7 +76,7 @@ class PackedTokens:
         """Opens packed tokens without reading them.
 
         Args:
-            directory: The output of `write_packed`, or of `foretoken data`, whose `train/` is opened.
+            directory: The output of `foretoken data`, whose `train/` is opened, or one part of it.
 
         Raises:
             RequestError: When there is no such data, or it is of another version or incomplete.
@@ -147,69 +136,6 @@ class PackedTokens:
         if self.supervised is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         return tokens, torch.from_numpy(np.array(self.supervised[places]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataProgress:
-    """The progress of making data.
-
-    Attributes:
-        documents, tokens: Written so far.
-        seconds: Seconds since the start; documents stored by an earlier run took none of them.
-        tokens_per_s: Speed of this run.
-        seconds_left: None if the size of the input is unknown.
-    """
-
-    documents: int
-    tokens: int
-    seconds: float
-    tokens_per_s: float
-    seconds_left: float | None = None
-
-
-def write_packed(
-    directory: Path,
-    documents: Iterable[Document],
-    *,
-    tokenizer: Any,
-    vocab_size: int | None = None,
-    sources: Sequence[str] = (),
-    force: bool = False,
-    on_progress: Callable[[DataProgress], None] | None = None,
-) -> PackedTokens:
-    """Packs documents into a directory, which appears whole or not at all.
-
-    Each document ends with the tokenizer's EOS, if it has one. An added EOS is supervised if the token before it is.
-
-    Args:
-        directory: The new directory; its parents are made.
-        documents: In order; empty ones are left out.
-        tokenizer: Gives EOS and vocabulary.
-        vocab_size: Upper bound of token ids; None for the tokenizer's.
-        sources: Names for `meta.json`.
-        force: Whether to replace existing packed tokens.
-        on_progress: Called after every document.
-
-    Raises:
-        RequestError: When the directory is taken, there is no token or no supervised one, or an id is out of range.
-            After any failure, of `documents` too, nothing is written and existing data stays.
-    """
-    begin = time.perf_counter()
-    with PACKED_TOKENS.new(directory, force=force) as building, PackedWriter(building, tokenizer, vocab_size) as writer:
-        for document in documents:
-            writer.add(document)
-            if on_progress is not None:
-                seconds = time.perf_counter() - begin
-                on_progress(
-                    DataProgress(
-                        documents=writer.num_documents,
-                        tokens=writer.num_tokens,
-                        seconds=seconds,
-                        tokens_per_s=writer.num_tokens / max(seconds, 1e-9),
-                    )
-                )
-        writer.finish(sources=list(sources))
-    return PackedTokens.open(directory)
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
@@ -285,10 +211,7 @@ class PackedWriter:
         self._flags.close()
 
     def add(self, document: Document) -> int:
-        """Appends a document and its EOS.
-
-        Returns:
-            Tokens written; 0 for an empty document.
+        """Appends a document and its EOS; returns the tokens written, 0 for an empty document.
 
         Raises:
             RequestError: When a token id is outside the vocabulary.
@@ -408,11 +331,9 @@ class CountedVocabulary:
 
 
 def count_vocabulary(packed: PackedTokens, size: int) -> CountedVocabulary:
-    """Returns the most frequent labels of packed tokens; of equally frequent ones the lower id.
+    """Returns the `size` most frequent labels of packed tokens; of equally frequent ones the lower id.
 
-    Args:
-        packed: The data, read once from its beginning to its end.
-        size: Tokens to choose. If fewer are labels, the lowest other ids fill the vocabulary.
+    If fewer tokens are labels, the lowest other ids fill the vocabulary.
 
     Raises:
         RequestError: When the tokenizer has fewer tokens, or the data is damaged.

@@ -17,7 +17,9 @@ from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import ConfigError, RequestError, foreign_errors_as, nearest_name_hint, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    _Row = tuple[Any, str, int]  # a row, its place for messages, and its size
 
 Message = dict[str, str]
 _ROLES = {"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -64,7 +66,7 @@ class Record:
 
 
 def read_row(row: Any, where: str, *, text_column: str = "text", size: int = 0) -> Record | None:
-    """Returns a record from a row; the first form that fits counts: conversation, prompt, text.
+    """Returns a record from a row, or None without text; the first form that fits counts: conversation, prompt, text.
 
     Args:
         row: With `messages` (role, content) or `conversations` (from, value), `prompt` with `completion` or
@@ -72,9 +74,6 @@ def read_row(row: Any, where: str, *, text_column: str = "text", size: int = 0) 
         where: Its place, for messages.
         text_column: The column of plain text; a name other than "text" comes before all other forms.
         size: See `Record`.
-
-    Returns:
-        None if the row holds no text.
 
     Raises:
         RequestError: When no form fits, a value is not of its type, or a role is unknown.
@@ -175,11 +174,8 @@ class Source:
 def text_source(path: str) -> Source:
     """Returns text files as a source; each file is one document.
 
-    Args:
-        path: A file, a directory (all files below it, without hidden ones) or a glob (`**` enters directories).
-
-    Raises:
-        RequestError: When there is no such file.
+    `path` is a file, a directory (all files below it, without hidden ones) or a glob (`**` enters directories). Raises
+    `RequestError` when there is no such file.
     """
     files = _files(path, ())
 
@@ -201,18 +197,13 @@ def text_source(path: str) -> Source:
 def json_source(path: str, *, text_column: str = "text") -> Source:
     """Returns rows of JSON files: `.jsonl`, `.jsonl.gz`, or `.json` with one array, as ShareGPT is published.
 
-    Args:
-        path: A file, a directory (its files with these suffixes) or a glob.
-        text_column: See `read_row`, which lists the forms of a row.
-
-    Raises:
-        RequestError: When there is no such file.
+    Takes paths as `text_source`, and `text_column` as `read_row`, which lists the forms of a row.
     """
     files = _files(path, _JSON_SUFFIXES)
 
     def records() -> Iterator[Record]:
         for file in files:
-            yield from _array_rows(file, text_column) if file.suffix == ".json" else _line_rows(file, text_column)
+            yield from _records(_array_rows(file) if file.suffix == ".json" else _line_rows(file), text_column)
 
     is_packed = any(file.suffix == ".gz" for file in files)  # whose contents have an unknown size
     return Source(name=path, records=records, total=None if is_packed else sum(file.stat().st_size for file in files))
@@ -242,7 +233,15 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _line_rows(file: Path, text_column: str) -> Iterator[Record]:
+def _records(rows: Iterable[_Row], text_column: str) -> Iterator[Record]:
+    """Yields the records of rows that hold text."""
+    for row, where, size in rows:
+        record = read_row(row, where, text_column=text_column, size=size)
+        if record is not None:
+            yield record
+
+
+def _line_rows(file: Path) -> Iterator[_Row]:
     number = 0
     try:
         with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
@@ -253,14 +252,12 @@ def _line_rows(file: Path, text_column: str) -> Iterator[Record]:
                     row = json.loads(line)
                 except ValueError as err:  # UnicodeDecodeError too
                     raise RequestError(f"{file}:{number} is not valid JSON: {err}.") from err
-                record = read_row(row, f"{file}:{number}", text_column=text_column, size=len(line))
-                if record is not None:
-                    yield record
+                yield row, f"{file}:{number}", len(line)
     except (OSError, EOFError, zlib.error) as err:
         raise RequestError(f"'{file}' cannot be read after line {number}: {err}.") from err
 
 
-def _array_rows(file: Path, text_column: str) -> Iterator[Record]:
+def _array_rows(file: Path) -> Iterator[_Row]:
     try:
         data = file.read_bytes()
         rows = json.loads(data)
@@ -271,9 +268,7 @@ def _array_rows(file: Path, text_column: str) -> Iterator[Record]:
     if not isinstance(rows, list):
         raise RequestError(f"'{file}' holds {type(rows).__name__}. Expected an array of rows.")
     for number, row in enumerate(rows):
-        record = read_row(row, f"{file}: row {number}", text_column=text_column, size=len(data) // len(rows))
-        if record is not None:
-            yield record
+        yield row, f"{file}: row {number}", len(data) // len(rows)
 
 
 _BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
@@ -311,8 +306,8 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
     def records() -> Iterator[Record]:
         reading, ours = f"data set '{name}' cannot be read", (ConfigError, RequestError)
         with foreign_errors_as(RequestError, lambda err: f"{reading}: {one_line(err)}.", passing=ours):
-            found = _rows(rows, f"{name}[{split}]", text_column)
-            yield from _articles(found)
+            numbered = ((row, f"{name}[{split}] row {number}", 1) for number, row in enumerate(rows))
+            yield from _articles(_records(numbered, text_column))
 
     shown = name if config is None else f"{name}/{config}"
     return Source(name=f"{shown}[{split}]", records=records, total=total, unit="rows")
@@ -335,13 +330,6 @@ def _open(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
     known = rows.info.splits or {}
     return rows, known[split].num_examples or None if split in known else None
-
-
-def _rows(rows: Any, where: str, text_column: str) -> Iterator[Record]:
-    for number, row in enumerate(rows):
-        record = read_row(row, f"{where} row {number}", text_column=text_column, size=1)
-        if record is not None:
-            yield record
 
 
 def _articles(records: Iterator[Record]) -> Iterator[Record]:

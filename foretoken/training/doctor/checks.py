@@ -38,15 +38,14 @@ if TYPE_CHECKING:
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
-    from foretoken.training.doctor.examine import DraftingFigures
-    from foretoken.training.doctor.readings import Agreement
+    from foretoken.training.doctor.readings import Agreement, DraftingFigures
 
 Verdict = Literal["ok", "warning", "fault", "skipped"]
 _LARGEST = 1e4
 _PROBE_LEN = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """The result of one check.
 
@@ -67,7 +66,7 @@ class Check:
 
 def skipped(name: str, reason: str) -> Check:
     """Returns the result of a check that was not made."""
-    return Check(name=name, verdict="skipped", value=None, expected="", message=reason)
+    return Check(name, "skipped", None, "", reason)
 
 
 def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
@@ -90,28 +89,20 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
 
     Also reports the runner's self-test at load, which compares logits of a tree with those of its paths.
     """
-    names = ("tree logits", "target served")
     ids = tokens[0, :_PROBE_LEN].tolist()
+    proof = "logits of every node as after its path alone"
     try:
         serving = Runner(target, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=("final",), runner=runner)
     except ModelError as err:
-        proof = "logits of every node as after its path alone"
-        return [
-            Check(
-                name=names[0], verdict="fault", value=None, expected=proof, message=f"The target cannot draft: {err}"
-            ),
-            skipped(names[1], "The target cannot be served."),
-        ]
+        fault = Check("tree logits", "fault", None, proof, f"The target cannot draft: {err}")
+        return [fault, skipped("target served", "The target cannot be served.")]
     served = serving.prefill(0, ids, 0)
     assert served is not None, "there is a tap"
     error = _relative_error(served[:, 0].float(), Teacher(target).features(tokens[:, : len(ids)])[0].float())
     return [
-        Check(
-            name=names[0], verdict="ok", value=serving.name, expected="logits of every node as after its path alone",
-            message=f"The self-test of runner {serving.name} passed.",
-        ),
+        Check("tree logits", "ok", serving.name, proof, f"The self-test of runner {serving.name} passed."),
         _close(
-            names[1], error, target,
+            "target served", error, target,
             "Serving reads the feature that training reads.",
             f"runner {serving.name} reads another feature than training does: heads are trained on one thing and "
             "served another. Draft with `--runner generic`, and report the architecture.",
@@ -130,8 +121,7 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
         read = Teacher(target, taps).read(tokens[:, : len(ids)])[0].float()
         serving = Runner(target, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=taps, runner=runner)
     except ModelError as err:
-        expected = "the same features in training and serving"
-        return Check(name=name, verdict="fault", value=None, expected=expected, message=str(err))
+        return Check(name, "fault", None, "the same features in training and serving", str(err))
     served = serving.prefill(0, ids, 0)
     assert served is not None, "there are taps"
     pairs = zip(served.unbind(1), read.split(served.shape[-1], dim=1), strict=False)  # `final` comes after the taps
@@ -156,16 +146,14 @@ def check_fit(
     name, expected = "head fits", "sizes and weights of this target"
     if not differences:
         known = "weights" if own.weights else "sizes (its format tells no more)"
-        return Check(name=name, verdict="ok", value=[], expected=expected, message=f"The {known} agree.")
+        return Check(name, "ok", [], expected, f"The {known} agree.")
     is_same_size = (own.hidden_size, own.vocab_size) == (fingerprint.hidden_size, fingerprint.vocab_size)
-    return Check(
-        name=name,
-        verdict="warning" if is_same_size and allow_other_target else "fault",
-        value=differences,
-        expected=expected,
-        message=f"head '{what}' was trained for another target ({own.name or 'not named'}): it has "
-        f"{', '.join(differences)}. Name that target, or train a head for this one.",
+    verdict: Verdict = "warning" if is_same_size and allow_other_target else "fault"
+    message = (
+        f"head '{what}' was trained for another target ({own.name or 'not named'}): it has "
+        f"{', '.join(differences)}. Name that target, or train a head for this one."
     )
+    return Check(name, verdict, differences, expected, message)
 
 
 def check_values(checkpoint: HeadCheckpoint, untrained: set[str]) -> Check:
@@ -182,10 +170,8 @@ def check_values(checkpoint: HeadCheckpoint, untrained: set[str]) -> Check:
     message = "Every tensor is finite, of sensible size and not empty."
     if found:
         message = f"{'; '.join(found)}: training broke off badly, or a conversion lost it. Train or convert it again."
-    return Check(
-        name="head values", verdict="fault" if found else "ok", value=found,
-        expected=f"finite, not all zero, at most {_LARGEST:.0e}", message=message,
-    )  # fmt: skip
+    expected = f"finite, not all zero, at most {_LARGEST:.0e}"
+    return Check("head values", "fault" if found else "ok", found, expected, message)
 
 
 def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check, set[str]]:
@@ -207,21 +193,13 @@ def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check
             f"{who} still has the weights that training starts from: it was never trained, its checkpoint was not "
             "loaded, or a conversion lost it. Train it, or convert it again."
         )
-    verdict: Verdict = "fault" if same else "ok"
-    check = Check(
-        name="head trained", verdict=verdict, value=sorted(same), expected="unlike fresh weights", message=message
-    )
-    return check, same
+    return Check("head trained", "fault" if same else "ok", sorted(same), "unlike fresh weights", message), same
 
 
 def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int, token_map: Tensor | None = None) -> Head:
-    """Returns a head with training's initial weights, in float32 if the target is; keeps the state of the generator.
+    """Returns a head with training's initial weights, in float32; keeps the state of the random generator.
 
-    Args:
-        config: Sizes of the head.
-        parts: The modules that the head shares with the target.
-        seed: Seed of random weights.
-        token_map: (Vd,) int64, the tokens of a draft vocabulary; None for the first ones, if the head needs one.
+    `token_map`, (Vd,) int64, has the tokens of a draft vocabulary; None for the first ones, if the head needs one.
     """
     device = parts.lm_head_weight.device
     with torch.random.fork_rng(devices=[device] if has_cuda_runtime(device) else []):
@@ -272,10 +250,8 @@ def _close(name: str, error: float, target: LoadedModel, fine: str, wrong: str) 
     """Returns the check that an error is within rounding, by the bounds of the runner's self-test."""
     bound = 2e-4 if target.dtype in (torch.float32, torch.float64) else 5e-2
     is_close = error <= bound  # False for NaN
-    return Check(
-        name=name, verdict="ok" if is_close else "fault", value=error, expected=f"relative error at most {bound:.0e}",
-        message=fine if is_close else wrong[0].upper() + wrong[1:],
-    )  # fmt: skip
+    message = fine if is_close else wrong[0].upper() + wrong[1:]
+    return Check(name, "ok" if is_close else "fault", error, f"relative error at most {bound:.0e}", message)
 
 
 _LABELS = "head i has to learn token t + 2 + i from feature t."
@@ -321,10 +297,8 @@ def check_feature(agreement: Agreement) -> Check:
             f"{advice[best][0].upper()}{advice[best][1:]}: mean agreement is {scores[best]:.3f} with that reading and "
             f"{scores[IN_PLACE]:.3f} with the one that drafting has."
         )
-    return Check(
-        name="feature", verdict="ok" if best == IN_PLACE else "fault", value=scores,
-        expected=f"best with {where}, give or take {agreement.margin:.3f}", message=message,
-    )  # fmt: skip
+    expected = f"best with {where}, give or take {agreement.margin:.3f}"
+    return Check("feature", "ok" if best == IN_PLACE else "fault", scores, expected, message)
 
 
 def _other_blocks(taps: Sequence[Tap], reading: str) -> str:
@@ -352,12 +326,14 @@ def check_labels(agreement: Agreement) -> Check:
     value = [[round(share, 4) for share in row] for row in table]
     expected = "each head best at shift 0 (columns: 0, -1, 1, 2)"
     if all(shift == 0 for shift in shifts):
-        message = "Every head answers for the token that it is asked for."
-        return Check(name="labels", verdict="ok", value=value, expected=expected, message=message)
+        return Check("labels", "ok", value, expected, "Every head answers for the token that it is asked for.")
     wrong = [_answers(index, shift) for index, shift in enumerate(shifts) if shift]
-    same = f"its labels are shifted by {_shifted(shifts[0])}" if len(set(shifts)) == 1 else _mixed(shifts)
-    message = f"{'; '.join(wrong)}: {same}. {_LABELS[0].upper()}{_LABELS[1:]}"
-    return Check(name="labels", verdict="fault", value=value, expected=expected, message=message)
+    cause = _mixed(shifts)
+    if len(set(shifts)) == 1:
+        tokens = "one token" if abs(shifts[0]) == 1 else f"{abs(shifts[0])} tokens"
+        cause = f"its labels are shifted by {tokens} {'more' if shifts[0] > 0 else 'less'} than they should be"
+    message = f"{'; '.join(wrong)}: {cause}. {_LABELS[0].upper()}{_LABELS[1:]}"
+    return Check("labels", "fault", value, expected, message)
 
 
 def check_knowledge(agreement: Agreement) -> Check:
@@ -377,10 +353,7 @@ def check_knowledge(agreement: Agreement) -> Check:
             "and train longer."
         )
     is_fault = bool(agreement.lagging) or best < wanted
-    return Check(
-        name="knowledge", verdict="fault" if is_fault else "ok", value=best, expected=f"at least {wanted:.3f}",
-        message=message,
-    )  # fmt: skip
+    return Check("knowledge", "fault" if is_fault else "ok", best, f"at least {wanted:.3f}", message)
 
 
 def _undertrained(agreement: Agreement) -> str:
@@ -411,10 +384,8 @@ def check_depth(agreement: Agreement) -> Check:
             f"{', '.join(f'head {i} is right more often than head {i - 1}' for i in rises)}: the earlier head was "
             "trained less, or was damaged by a conversion. Compare their losses, and train or convert again."
         )
-    return Check(
-        name="depth", verdict="fault" if rises else "ok", value=[round(share, 4) for share in shares],
-        expected=f"no rise above {agreement.margin:.3f}", message=message,
-    )  # fmt: skip
+    value = [round(share, 4) for share in shares]
+    return Check("depth", "fault" if rises else "ok", value, f"no rise above {agreement.margin:.3f}", message)
 
 
 def check_drafting(drafting: DraftingFigures) -> Check:
@@ -435,22 +406,14 @@ def check_drafting(drafting: DraftingFigures) -> Check:
             "`--runner generic` and `--dtype float32`, and report what changes."
         )
     shares = [[round(share, 4) for share in row] for row in (drafting.accepted, drafting.expected)]
-    return Check(
-        name="drafting", verdict=verdict, value={"accepted": shares[0], "passes": drafting.num_passes},
-        expected=f"accepted by depth {shares[1]}", message=message,
-    )  # fmt: skip
+    value = {"accepted": shares[0], "passes": drafting.num_passes}
+    return Check("drafting", verdict, value, f"accepted by depth {shares[1]}", message)
 
 
 def _answers(index: int, shift: int) -> str:
-    """Says which token a head predicts."""
-    return f"head {index} looks like head {index + shift}" if index + shift >= 0 else (
-        f"head {index} says the target's own next token"
-    )  # fmt: skip
-
-
-def _shifted(shift: int) -> str:
-    tokens = "one token" if abs(shift) == 1 else f"{abs(shift)} tokens"
-    return f"{tokens} {'more' if shift > 0 else 'less'} than they should be"
+    if index + shift < 0:
+        return f"head {index} says the target's own next token"
+    return f"head {index} looks like head {index + shift}"
 
 
 def _mixed(shifts: Sequence[int]) -> str:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ForetokenError, ModelError
-from foretoken.entrypoints.llm import LLM
 from foretoken.formats.checkpoint import TargetFingerprint, TargetWeights
 from foretoken.formats.registry import read_head
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import (
     Check,
+    Verdict,
     check_agreement,
     check_drafting,
     check_fit,
@@ -34,10 +34,9 @@ from foretoken.training.doctor.checks import (
     skipped,
 )
 from foretoken.training.doctor.readings import (
-    AT_ONCE,
     IN_PLACE,
     Texts,
-    greedy,
+    draft,
     greedy_texts,
     measure,
     predictions,
@@ -48,111 +47,14 @@ from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from foretoken.core.records import StepRecord
-    from foretoken.core.results import RequestOutput
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
     from foretoken.training.trainer import Batches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftingFigures:
-    """The engine's acceptance, and the expected one from the head's predictions at the same positions.
-
-    Attributes:
-        accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
-        expected: The same, from the head with the text as input.
-        num_passes: Passes after prefill.
-        num_errors: Passes whose draft was dropped because the drafter failed.
-    """
-
-    accepted: Sequence[float]
-    expected: Sequence[float]
-    num_passes: int
-    num_errors: int
-
-    @property
-    def drop(self) -> float:
-        """Greatest difference of the two at any depth."""
-        return max((want - got for want, got in zip(self.expected, self.accepted, strict=True)), default=0.0)
-
-
-def draft(
-    target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str
-) -> DraftingFigures:
-    """Drafts the continuations with chains in the engine, and compares pass by pass.
-
-    Args:
-        target: The target.
-        config: `speculative_config` with the head.
-        texts: Prompts and their plain continuations.
-        said: (K, B, S), the head's predictions with the right feature.
-        tokenizer: The target's tokenizer.
-        runner: See `LLM`.
-
-    Raises:
-        ForetokenError: When the head cannot be loaded as a drafter.
-    """
-    records: list[StepRecord] = []
-    lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
-    llm = LLM(  # drafts with the head as trained: int8 copies would differ from the prediction
-        target,
-        speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said), "quantization": "none"},
-        tokenizer=tokenizer,
-        max_num_seqs=AT_ONCE,
-        max_model_len=min(max(map(len, texts.texts)) + 1, target.context_len),
-        runner=runner,
-        on_step=records.append,
-    )
-    outputs = llm.generate([list(prompt) for prompt in texts.prompts], greedy(max(lengths)))
-    rows = {output.request_id: row for row, output in enumerate(outputs)}
-    accepted, expected = _by_depth(records, rows, _followed(outputs, texts), texts, said.tolist())
-    passes = sum(not step.ends_prompt for record in records for step in record.sequences)
-    errors = sum(record.draft_error is not None for record in records)
-    return DraftingFigures(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
-
-
-def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:
-    """Returns how far each text was repeated; less than all of it only if two tokens tie within rounding."""
-    found = []
-    for output, prompt, text in zip(outputs, texts.prompts, texts.texts, strict=True):
-        pairs = zip(output.outputs[0].token_ids, text[len(prompt) :], strict=False)
-        same = next((index for index, (got, want) in enumerate(pairs) if got != want), len(text) - len(prompt))
-        found.append(len(prompt) + same)
-    return found
-
-
-def _by_depth(
-    records: Sequence[StepRecord],
-    rows: Mapping[str, int],
-    followed: Sequence[int],
-    texts: Texts,
-    said: list[list[list[int]]],
-) -> tuple[list[float], list[float]]:
-    """Returns shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
-    accepted, expected, counts = ([0] * len(said) for _ in range(3))
-    roots = [len(prompt) - 1 for prompt in texts.prompts]
-    for record in records:
-        for step in record.sequences:
-            row = rows[step.request_id]
-            root = roots[row]
-            roots[row] += step.num_emitted
-            depth = min(step.tree_depth, len(said))
-            if root + depth >= followed[row]:
-                continue
-            hits = [said[d][row][root - 1] == texts.texts[row][root + 1 + d] for d in range(depth)]
-            right = next((d for d, hit in enumerate(hits) if not hit), depth)
-            for d in range(depth):
-                counts[d] += 1
-                accepted[d] += step.num_accepted > d
-                expected[d] += right > d
-    kept = [d for d, count in enumerate(counts) if count]
-    return [accepted[d] / counts[d] for d in kept], [expected[d] / counts[d] for d in kept]
 
 
 _STEPS, _WINDOWS, _LENGTH = 100, 2, 16
@@ -168,12 +70,7 @@ def examine_training(
 ) -> list[Check]:
     """Checks that a fresh head has the right starting point, and that a few steps on one batch lower its loss.
 
-    Args:
-        target: The frozen target.
-        config: Sizes of the head.
-        texts: Texts for the check, and for training without data.
-        data: Training data.
-        token_map: (Vd,) int64, the tokens of a draft vocabulary; None for the first ones, if the head needs one.
+    Trains on `texts` without `data`. For `token_map` see `fresh_head`.
     """
     parts = target_parts(target, dtype=torch.float32)
 
@@ -200,10 +97,8 @@ def _check_start(target: LoadedModel, fresh: Callable[[int], Head], parts: Targe
             "head: the feature is not what the LM head reads, or the LM head is not the target's. Look at the checks "
             "of the target above; do not train yet."
         )
-    return Check(
-        name="fresh head", verdict="ok" if share >= 0.99 else "warning" if share >= 0.5 else "fault", value=share,
-        expected="at least 0.99 of the positions", message=message,
-    )  # fmt: skip
+    verdict: Verdict = "ok" if share >= 0.99 else "warning" if share >= 0.5 else "fault"
+    return Check("fresh head", verdict, share, "at least 0.99 of the positions", message)
 
 
 def _check_learning(
@@ -224,7 +119,7 @@ def _check_learning(
     try:
         losses = [report.loss for report in trainer.steps()]
     except ModelError as err:
-        return Check(name=name, verdict="fault", value=None, expected=expected, message=str(err))
+        return Check(name, "fault", None, expected, str(err))
     has_learnt = losses[-1] < 0.9 * losses[0]
     message = f"The loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps on one batch"
     if not has_learnt:
@@ -232,10 +127,7 @@ def _check_learning(
             ": the head learns nothing even by heart. Expected it to fall clearly. Features may not be finite, or "
             "the rate may be too low"
         )
-    return Check(
-        name=name, verdict="ok" if has_learnt else "fault", value=[losses[0], losses[-1]], expected=expected,
-        message=f"{message}.",
-    )  # fmt: skip
+    return Check(name, "ok" if has_learnt else "fault", [losses[0], losses[-1]], expected, f"{message}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,21 +214,15 @@ def _examine_head(
     target: LoadedModel, tokenizer: Any, head: Path, texts: Texts, what: Examination
 ) -> tuple[list[Check], HeadCheckpoint | None]:
     """Loads a head strictly and examines it; also returns the head if it loads."""
-    fingerprint = TargetFingerprint.of(target)
+    fingerprint, whole = TargetFingerprint.of(target), "every tensor of its sizes, and no other"
     try:
         _, checkpoint = read_head(
             head, target=fingerprint, base_config=target.config, weights=lambda: TargetWeights.of(target)
         )
     except ForetokenError as err:
-        load = Check(
-            name="head loads", verdict="fault", value=None, expected="every tensor of its sizes, and no other",
-            message=str(err),
-        )  # fmt: skip
+        load = Check("head loads", "fault", None, whole, str(err))
         return [load, *_skip("The head cannot be loaded.", "head fits", *_OF_THE_HEAD)], None
-    load = Check(
-        name="head loads", verdict="ok", value=len(checkpoint.weights),
-        expected="every tensor of its sizes, and no other", message="Every tensor is there, and no other.",
-    )  # fmt: skip
+    load = Check("head loads", "ok", len(checkpoint.weights), whole, "Every tensor is there, and no other.")
     fit = check_fit(checkpoint, fingerprint, what=str(head), allow_other_target=what.allow_other_target)
     if fit.verdict == "fault":
         return [load, fit, *_skip("The head belongs to another target.", *_OF_THE_HEAD)], None
@@ -361,7 +247,7 @@ def _examine_head(
     try:
         drafting = check_drafting(draft(target, options, texts, said, tokenizer=tokenizer, runner=what.runner))
     except ForetokenError as err:
-        drafting = Check(name="drafting", verdict="fault", value=None, expected="a drafter", message=str(err))
+        drafting = Check("drafting", "fault", None, "a drafter", str(err))
     return [*weights, *check_agreement(agreement), drafting], checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Measures how often a head predicts the target's token, at the right position and at positions often confused with it.
+"""Measures how often a head predicts the target's token, at the right position and at others, and what is drafted.
 
 The texts are prompts that the target continued greedily. There the target's choice, the text and the label are the same
 token, and a head that is fed the text is in the same situation as in drafting.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,15 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import AutoregressiveHead
 from foretoken.models.taps import find_blocks, find_final_norm
+from foretoken.training.objective_base import first_candidates
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from foretoken.core.passes import Tap
+    from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
     from foretoken.heads.base import Head
     from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
@@ -35,41 +39,9 @@ BLOCK_BEFORE, BLOCK_AFTER = "one block earlier", "one block later"
 MOVED_BLOCKS = {BLOCK_BEFORE: -1, BLOCK_AFTER: 1}
 
 
-def moved_taps(taps: Sequence[Tap], by: int, num_layers: int) -> tuple[Tap, ...] | None:
-    """Returns all taps moved by some blocks, except `final`; None if a block does not exist or no tap moves."""
-    moved = tuple(tap if tap == "final" else tap + by for tap in taps)
-    is_there = all(tap == "final" or 0 <= tap <= num_layers for tap in moved)
-    return moved if is_there and moved != tuple(taps) else None
-
-
-def read_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap]) -> dict[str | None, Tensor]:
-    """Returns the features of some taps and of their neighbours, from one run of the target.
-
-    Args:
-        target: The target.
-        tokens: (B, S) int64.
-        taps: F taps.
-
-    Returns:
-        (B, S, F E) float32 by reading: the taps themselves under None, and `BLOCK_BEFORE` and `BLOCK_AFTER` if these
-        blocks exist.
-    """
-    wanted: dict[str | None, tuple[Tap, ...]] = {None: tuple(taps)}
-    for name, by in MOVED_BLOCKS.items():
-        moved = moved_taps(taps, by, target.num_layers)
-        if moved is not None:
-            wanted[name] = moved
-    numbers = sorted({tap for each in wanted.values() for tap in each if tap != "final"})
-    order: tuple[Tap, ...] = (*numbers, "final")
-    found = Teacher(target, order).read(tokens)
-    parts = dict(zip(order, found.chunk(len(order), dim=-1), strict=True))
-    return {name: torch.cat([parts[tap] for tap in each], dim=-1).float() for name, each in wanted.items()}
-
-
 SHIFTS = (0, -1, 1, 2)  # offsets from head i's own label; 0 is the right one
 AT_ONCE = 8  # sequences decoded together
 _LONGEST_PROMPT = 128
-_PORTION_VALUES = 1 << 24  # logits made at once
 IN_PLACE, PRE_NORM, NORMED_TWICE = "in place", "pre-norm", "normed twice"
 EARLIER, LATER = "one position earlier", "one position later"
 _MOVED = {EARLIER: -1, LATER: 1}  # positions by which these readings are off
@@ -189,14 +161,9 @@ class Agreement:
 
 
 def greedy_texts(target: LoadedModel, tokenizer: Any, prompts: Sequence[str], *, max_tokens: int, runner: str) -> Texts:
-    """Continues prompts with the target; long prompts are cut.
+    """Continues prompts greedily; cuts long prompts, and leaves out those below two tokens.
 
-    Args:
-        target: The target.
-        tokenizer: The target's tokenizer.
-        prompts: Texts; those of fewer than two tokens are left out.
-        max_tokens: Tokens to write, fewer if the context is short.
-        runner: See `LLM`.
+    Writes `max_tokens`, or fewer if the context is short.
 
     Raises:
         RequestError: When no prompt is long enough.
@@ -220,12 +187,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def read_features(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap] = ("final",)) -> dict[str, Tensor]:
-    """Returns the features of a head and features that are confused with them.
-
-    Args:
-        target: The target.
-        tokens: (B, S) int64.
-        taps: The head's F taps.
+    """Returns the features of a head's F taps for (B, S) int64 tokens, and features that are confused with them.
 
     Returns:
         (B, S, F E) float32 by reading, the right one first. For `final` also the features around the norm, if the norm
@@ -234,11 +196,24 @@ def read_features(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap] = ("f
     if tuple(taps) == ("final",):
         readings = _around_the_norm(target, tokens)
     else:
-        readings = {IN_PLACE if name is None else name: read for name, read in read_taps(target, tokens, taps).items()}
+        readings = _around_the_blocks(target, tokens, taps)
     features = readings[IN_PLACE]
     readings[EARLIER] = torch.cat([features[:, :1], features[:, :-1]], dim=1)
     readings[LATER] = torch.cat([features[:, 1:], features[:, -1:]], dim=1)
     return {name: reading.float() for name, reading in readings.items()}
+
+
+def _around_the_blocks(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap]) -> dict[str, Tensor]:
+    """Returns (B, S, F E) readings of the taps and of those a block earlier and later, from one run of the target."""
+    wanted: dict[str, tuple[Tap, ...]] = {IN_PLACE: tuple(taps)}
+    for name, by in MOVED_BLOCKS.items():
+        moved = tuple(tap if tap == "final" else tap + by for tap in taps)
+        if moved != tuple(taps) and all(tap == "final" or 0 <= tap <= target.num_layers for tap in moved):
+            wanted[name] = moved
+    numbers = sorted({tap for each in wanted.values() for tap in each if tap != "final"})
+    order: tuple[Tap, ...] = (*numbers, "final")
+    parts = dict(zip(order, Teacher(target, order).read(tokens).chunk(len(order), dim=-1), strict=True))
+    return {name: torch.cat([parts[tap] for tap in each], dim=-1) for name, each in wanted.items()}
 
 
 def _around_the_norm(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
@@ -265,23 +240,17 @@ def _around_the_norm(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
 def predictions(
     head: Head, parts: TargetParts, features: Tensor, texts: Texts, *, num_steps: int | None = None
 ) -> Tensor:
-    """Returns every head's predictions at the judged positions, with the text itself as input.
+    """Returns (K, B, S) int64: first candidates at the judged positions, with the text as input; -1 at other positions.
 
-    Args:
-        head: In float32.
-        parts: The modules that the head shares with the target, in float32.
-        features: (B, S, F E) float32.
-        texts: The texts.
-        num_steps: K, to compute fewer than all steps.
-
-    Returns:
-        (K, B, S) int64, first candidates; -1 at positions that are not judged.
+    The head, parts and (B, S, F E) features are in float32. `num_steps` is K, to compute fewer than all steps.
     """
     tokens, where = texts.tokens, texts.judged()
     steps = head.config.steps if num_steps is None else num_steps
     said = torch.full((steps, *tokens.shape), -1, device=tokens.device)
     for index, hidden in enumerate(islice(head.teacher_forced(features, tokens, parts), steps)):
-        said[index, where] = _argmax(lambda rows, i=index: head.logits(i, rows, parts), hidden[where], parts)  # type: ignore[misc]
+        said[index, where] = first_candidates(
+            partial(head.logits, index, parts=parts), hidden[where], head.config.vocab_size
+        )
     return said
 
 
@@ -290,22 +259,14 @@ def target_choices(parts: TargetParts, features: Tensor, texts: Texts) -> Tensor
     """Returns (B, S) int64, the target's most probable next token at the judged positions; -1 elsewhere."""
     where = texts.judged()
     said = torch.full(where.shape, -1, device=where.device)
-    said[where] = _argmax(parts.lm_head, features[where], parts)
+    said[where] = first_candidates(parts.lm_head, features[where], parts.lm_head_weight.shape[0])
     return said
 
 
 def measure(
     head: Head, parts: TargetParts, readings: Mapping[str, Tensor], texts: Texts, *, choices: Tensor
 ) -> Agreement:
-    """Compares a head with the target, by reading and by shift.
-
-    Args:
-        head: In float32.
-        parts: The modules that the head shares with the target, in float32.
-        readings: The result of `read_features`.
-        texts: The texts.
-        choices: The result of `target_choices`.
-    """
+    """Compares a head with `target_choices`, by reading of `read_features` and by shift; everything in float32."""
     is_autoregressive = isinstance(head, AutoregressiveHead)
     # For a head of features alone, a position off and a label off are the same: the shifts cover that case.
     looks = reads_tokens(head, parts, readings[IN_PLACE])
@@ -348,7 +309,90 @@ def reads_tokens(head: Head, parts: TargetParts, features: Tensor) -> bool:
     return not torch.equal(with_zeros, with_ones)
 
 
-def _argmax(logits: Callable[[Tensor], Tensor], rows: Tensor, parts: TargetParts) -> Tensor:
-    """Returns (M,) first candidates of (M, W), a portion at a time."""
-    size = max(1, _PORTION_VALUES // parts.lm_head_weight.shape[0])
-    return torch.cat([logits(part).argmax(-1) for part in rows.split(size)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingFigures:
+    """The engine's acceptance, and the expected one from the head's predictions at the same positions.
+
+    Attributes:
+        accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
+        expected: The same, from the head with the text as input.
+        num_passes: Passes after prefill.
+        num_errors: Passes whose draft was dropped because the drafter failed.
+    """
+
+    accepted: Sequence[float]
+    expected: Sequence[float]
+    num_passes: int
+    num_errors: int
+
+    @property
+    def drop(self) -> float:
+        """Greatest difference of the two at any depth."""
+        return max((want - got for want, got in zip(self.expected, self.accepted, strict=True)), default=0.0)
+
+
+def draft(
+    target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str
+) -> DraftingFigures:
+    """Drafts the continuations with chains in the engine, and compares pass by pass.
+
+    `config` is the `speculative_config` with the head; `said` has its (K, B, S) predictions with the right feature.
+
+    Raises:
+        ForetokenError: When the head cannot be loaded as a drafter.
+    """
+    records: list[StepRecord] = []
+    lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
+    llm = LLM(  # drafts with the head as trained: int8 copies would differ from the prediction
+        target,
+        speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said), "quantization": "none"},
+        tokenizer=tokenizer,
+        max_num_seqs=AT_ONCE,
+        max_model_len=min(max(map(len, texts.texts)) + 1, target.context_len),
+        runner=runner,
+        on_step=records.append,
+    )
+    outputs = llm.generate([list(prompt) for prompt in texts.prompts], greedy(max(lengths)))
+    rows = {output.request_id: row for row, output in enumerate(outputs)}
+    accepted, expected = _by_depth(records, rows, _followed(outputs, texts), texts, said.tolist())
+    passes = sum(not step.ends_prompt for record in records for step in record.sequences)
+    errors = sum(record.draft_error is not None for record in records)
+    return DraftingFigures(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
+
+
+def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:
+    """Returns how far each text was repeated; less than all of it only if two tokens tie within rounding."""
+    found = []
+    for output, prompt, text in zip(outputs, texts.prompts, texts.texts, strict=True):
+        pairs = zip(output.outputs[0].token_ids, text[len(prompt) :], strict=False)
+        same = next((index for index, (got, want) in enumerate(pairs) if got != want), len(text) - len(prompt))
+        found.append(len(prompt) + same)
+    return found
+
+
+def _by_depth(
+    records: Sequence[StepRecord],
+    rows: Mapping[str, int],
+    followed: Sequence[int],
+    texts: Texts,
+    said: list[list[list[int]]],
+) -> tuple[list[float], list[float]]:
+    """Returns shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
+    accepted, expected, counts = ([0] * len(said) for _ in range(3))
+    roots = [len(prompt) - 1 for prompt in texts.prompts]
+    for record in records:
+        for step in record.sequences:
+            row = rows[step.request_id]
+            root = roots[row]
+            roots[row] += step.num_emitted
+            depth = min(step.tree_depth, len(said))
+            if root + depth >= followed[row]:
+                continue
+            hits = [said[d][row][root - 1] == texts.texts[row][root + 1 + d] for d in range(depth)]
+            right = next((d for d, hit in enumerate(hits) if not hit), depth)
+            for d in range(depth):
+                counts[d] += 1
+                accepted[d] += step.num_accepted > d
+                expected[d] += right > d
+    kept = [d for d, count in enumerate(counts) if count]
+    return [accepted[d] / counts[d] for d in kept], [expected[d] / counts[d] for d in kept]

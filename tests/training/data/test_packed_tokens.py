@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_tokenizers import EOS, letter_tokenizer, letters
+from data_tokenizers import EOS, letter_tokenizer
+from packed_data import write_packed
 
 from foretoken.core.errors import RequestError
-from foretoken.training.data.packed import DataProgress, PackedTokens, shuffled, write_packed
+from foretoken.training.data.packed import PackedTokens, shuffled
 from foretoken.training.data.records import Document
 
 
@@ -136,13 +137,6 @@ def test_damaged_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out" / "meta.json").write_text(json.dumps({**meta, "version": 99}))
     with pytest.raises(RequestError, match="of another kind"):
         PackedTokens.open(tmp_path / "out")
-
-
-def test_progress_counts_documents_and_tokens(tmp_path: Path) -> None:
-    seen: list[DataProgress] = []
-    documents = [Document(letters("ab")), Document(letters("c"))]
-    write_packed(tmp_path / "out", documents, tokenizer=letter_tokenizer(), on_progress=seen.append)
-    assert [(progress.documents, progress.tokens) for progress in seen] == [(1, 3), (2, 5)]
 
 
 def test_an_epoch_takes_every_window_once_and_the_next_one_another_way() -> None:
