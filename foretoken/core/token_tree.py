@@ -179,41 +179,46 @@ class TokenTree:
             host_facts=facts if min(roots, default=0) >= 0 else None,
         )
 
+    def mapped(self, change: Callable[[Tensor, int], Tensor]) -> TokenTree:
+        """Returns the trees with every tensor of nodes changed, without `host_facts`; `num_nodes` and `max_depth` stay.
+
+        Args:
+            change: Maps (B, N) values, and the value of padding nodes, to the new values.
+        """
+        drafts = self.distributions
+        return replace(
+            self,
+            tokens=change(self.tokens, 0),
+            parents=change(self.parents, -1),
+            depths=change(self.depths, 0),
+            scores=None if self.scores is None else change(self.scores, 0),
+            source=None if self.source is None else change(self.source, 0),
+            distributions=drafts
+            and replace(drafts, kinds=change(drafts.kinds, DrawKind.ONE_HOT.value), row_of=change(drafts.row_of, -1)),
+            host_facts=None,
+        )
+
     def with_roots(self, tokens: Sequence[int]) -> TokenTree:
         """Returns this batch, followed by a tree with the root alone for each token."""
         if not tokens:
             return self
-        roots = TokenTree.roots(tokens, device=self.tokens.device)
-
-        def followed(values: Tensor, new: Tensor, padding: int) -> Tensor:
-            return torch.cat([values, pad(new, (0, self.width - 1), value=padding)])
-
-        zeros, facts, drafts = roots.depths, None, self.distributions
-        if self.host_facts is not None and roots.host_facts is not None:
+        roots, facts = TokenTree.roots(tokens, device=self.tokens.device), self.host_facts
+        if facts is not None and roots.host_facts is not None:
             facts = HostFacts(
-                roots=[*self.host_facts.roots, *tokens],
-                depths=[*self.host_facts.depths, *roots.host_facts.depths],
-                num_nodes=[*self.host_facts.num_nodes, *roots.host_facts.num_nodes],
-                num_tokens=max(self.host_facts.num_tokens, roots.host_facts.num_tokens),
-                are_depths_exact=self.host_facts.are_depths_exact,
+                roots=[*facts.roots, *tokens],
+                depths=[*facts.depths, *roots.host_facts.depths],
+                num_nodes=[*facts.num_nodes, *roots.host_facts.num_nodes],
+                num_tokens=max(facts.num_tokens, roots.host_facts.num_tokens),
+                are_depths_exact=facts.are_depths_exact,
             )
-        if drafts is not None:
-            drafts = replace(
-                drafts,
-                kinds=followed(drafts.kinds, zeros, DrawKind.ONE_HOT),
-                rows=pad(drafts.rows, (0, 0, 0, 0, 0, len(tokens))),
-                row_of=followed(drafts.row_of, zeros - 1, -1),
-            )
+        longer = self.mapped(lambda values, padding: pad(values, (0, 0, 0, len(tokens)), value=padding))
+        drafts = longer.distributions
         return replace(
-            self,
-            tokens=followed(self.tokens, roots.tokens, 0),
-            parents=followed(self.parents, roots.parents, -1),
-            depths=followed(self.depths, zeros, 0),
+            longer,
+            tokens=torch.cat([self.tokens, pad(roots.tokens, (0, self.width - 1))]),
             num_nodes=torch.cat([self.num_nodes, roots.num_nodes]),
-            scores=None if self.scores is None else followed(self.scores, zeros.to(self.scores.dtype), 0),
-            source=None if self.source is None else followed(self.source, zeros, 0),
-            distributions=drafts,
-            host_facts=facts,
+            distributions=drafts and replace(drafts, rows=pad(drafts.rows, (0, 0, 0, 0, 0, len(tokens)))),
+            host_facts=None if roots.host_facts is None else facts,
         )
 
     def node_counts(self) -> list[int]:
@@ -227,19 +232,12 @@ class TokenTree:
 
     def select(self, rows: Tensor) -> TokenTree:
         """Returns the trees of the sequences at `rows`, (R,) int64 indices into the batch."""
-        drafts = self.distributions
-        if drafts is not None:
-            drafts = replace(drafts, kinds=drafts.kinds[rows], rows=drafts.rows[rows], row_of=drafts.row_of[rows])
+        some = self.mapped(lambda values, _: values[rows])
+        drafts = some.distributions
         return replace(
-            self,
-            tokens=self.tokens[rows],
-            parents=self.parents[rows],
-            depths=self.depths[rows],
+            some,
             num_nodes=self.num_nodes[rows],
-            scores=None if self.scores is None else self.scores[rows],
-            source=None if self.source is None else self.source[rows],
-            distributions=drafts,
-            host_facts=None,
+            distributions=drafts and replace(drafts, rows=drafts.rows[rows]),
         )
 
     def narrowed(self) -> TokenTree:
@@ -254,20 +252,7 @@ class TokenTree:
 
     def first_nodes(self, most: int) -> TokenTree:
         """Returns the trees of the first `most` nodes, without `host_facts`."""
-        drafts = self.distributions
-        if drafts is not None:
-            drafts = replace(drafts, kinds=drafts.kinds[:, :most], row_of=drafts.row_of[:, :most])
-        return replace(
-            self,
-            tokens=self.tokens[:, :most],
-            parents=self.parents[:, :most],
-            depths=self.depths[:, :most],
-            num_nodes=self.num_nodes.clamp_max(most),
-            scores=None if self.scores is None else self.scores[:, :most],
-            source=None if self.source is None else self.source[:, :most],
-            distributions=drafts,
-            host_facts=None,
-        )
+        return replace(self.mapped(lambda values, _: values[:, :most]), num_nodes=self.num_nodes.clamp_max(most))
 
     def without_probes(self) -> TokenTree:
         """Returns the tree for acceptance: probes lose their parent, so no path reaches them. No synchronisation."""

@@ -35,7 +35,7 @@ N nodes of the tree, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -174,24 +174,6 @@ class _Candidates(NamedTuple):
     depths: Tensor
 
 
-class _Chosen(NamedTuple):
-    """The best nodes as the tensors of a `TokenTree`, with padding at the end.
-
-    Attributes:
-        tokens: (B, N) int64, 0 at padding.
-        scores: (B, N) float32, 0 at padding.
-        parents: (B, N) int64, -1 at padding.
-        depths: (B, N) int64, 0 at padding.
-        num_nodes: (B,) int64.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    parents: Tensor
-    depths: Tensor
-    num_nodes: Tensor
-
-
 class DynamicExpansion:
     """Dynamic trees under construction. Only `finish` may synchronise; on GPUs without pruning nothing does.
 
@@ -220,7 +202,7 @@ class DynamicExpansion:
         self._scores = self._candidates[0].scores  # (B, P), of the last frontier's nodes
         self._ends = [1]  # candidates down to each depth, the root included
         self._num_tokens = 0
-        self._best: _Chosen | None = None  # trees of the full depth, for captured graphs of this expansion
+        self._best: TokenTree | None = None  # trees of the full depth, for captured graphs of this expansion
         # Whether impossible candidates are left out: only the device then knows the number of nodes.
         self._is_exact = reads_are_free(device) or draws.pruning is not None
 
@@ -348,13 +330,9 @@ class DynamicExpansion:
             chosen = _among_roots(chosen, rows, roots)
             of_row = dict(zip(rows, zip(counts, depths, strict=True), strict=True))
             counts, depths = (list(each) for each in zip(*(of_row.get(i, (1, 0)) for i in range(total)), strict=True))
-        return TokenTree(
-            tokens=chosen.tokens[:, :width],
-            parents=chosen.parents[:, :width],
-            depths=chosen.depths[:, :width],
-            num_nodes=chosen.num_nodes,
+        return replace(
+            chosen.mapped(lambda values, _: values[:, :width]),
             max_depth=min(max(deepest), width - 1),
-            scores=chosen.scores[:, :width],
             host_facts=HostFacts(
                 roots=roots,
                 depths=depths,
@@ -408,8 +386,8 @@ class DynamicExpansion:
         self._frontiers.append(Frontier(level.tokens.gather(1, order), order // num_siblings))
         self._scores, self._numbers = level.scores.gather(1, order), order + self._ends[-1]
 
-    def _chosen(self, limits: Tensor | None) -> _Chosen:
-        """Returns the best nodes; limits: (B,) int64, how many candidates of each sequence count; None for all."""
+    def _chosen(self, limits: Tensor | None) -> TokenTree:
+        """Returns the trees of the best nodes; limits: (B,) int64, candidates of each sequence that count, or None."""
         *parts, depth_parts = zip(*self._candidates, strict=True)
         tokens, scores, parents = (torch.cat(part, dim=1) for part in parts)
         depths = torch.cat(depth_parts)
@@ -428,12 +406,13 @@ class DynamicExpansion:
         is_node, numbers = numbers < len(depths), numbers.clamp_max(len(depths) - 1)
         places = torch.searchsorted(numbers, parents.gather(1, numbers))
         places[:, 0] = -1
-        return _Chosen(
+        return TokenTree(
             tokens=torch.where(is_node, tokens.gather(1, numbers), 0),
-            scores=torch.where(is_node, scores.gather(1, numbers), 0.0),
             parents=torch.where(is_node, places, -1),
             depths=torch.where(is_node, depths[numbers], 0),
             num_nodes=is_node.sum(1),
+            max_depth=self.depth,
+            scores=torch.where(is_node, scores.gather(1, numbers), 0.0),
         )
 
 
@@ -456,22 +435,12 @@ def _best_first(scores: Tensor) -> tuple[Tensor, Tensor]:
     return values, order
 
 
-def _among_roots(chosen: _Chosen, rows: Sequence[int], roots: Sequence[int]) -> _Chosen:
+def _among_roots(chosen: TokenTree, rows: Sequence[int], roots: Sequence[int]) -> TokenTree:
     """Puts the trees of some sequences among the roots of the other sequences of the batch."""
-    device = chosen.tokens.device
-    index = integers_on(rows, device)
-
-    def spread(part: Tensor, empty: float) -> Tensor:
-        whole = torch.full((len(roots), *part.shape[1:]), empty, dtype=part.dtype, device=device)
-        whole[index] = part
-        return whole
-
-    tokens = spread(chosen.tokens, 0)
-    tokens[:, 0] = integers_on(roots, device)
-    return _Chosen(
-        tokens=tokens,
-        scores=spread(chosen.scores, 0.0),
-        parents=spread(chosen.parents, -1),
-        depths=spread(chosen.depths, 0),
-        num_nodes=spread(chosen.num_nodes, 1),
+    index = integers_on(rows, chosen.tokens.device)
+    ones = chosen.num_nodes.new_ones(len(roots))
+    spread = chosen.mapped(
+        lambda values, padding: values.new_full((len(roots), values.shape[1]), padding).index_copy_(0, index, values)
     )
+    spread.tokens[:, 0] = integers_on(roots, index.device)
+    return replace(spread, num_nodes=ones.index_copy_(0, index, chosen.num_nodes))

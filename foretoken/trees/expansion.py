@@ -15,6 +15,7 @@ Letters: B sequences, N nodes of the shape, P nodes of one frontier, C children 
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -290,45 +291,34 @@ class TreeExpansion:
 
     def _unpruned(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         """Returns the trees with all nodes within the room, pruned nodes included."""
-        total, width, device = len(room), self.shape.num_nodes, self.tokens.device
-        most = self.depth
-        deepest = [min(max(depth, 0), most) for depth in room]
-        bound = max(self._num_tokens, max(roots) + 1)
-        if len(rows) == total and min(deepest) == most:
-            counts = [self.shape.num_nodes] * total
-            return self._whole(HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound))
-        index = torch.tensor(list(rows), device=device)
-        depths = self._relations.places[1].expand(total, -1)
-        is_kept = depths <= torch.tensor(deepest, device=device).unsqueeze(1)
-
-        def spread(part: Tensor, empty: float) -> Tensor:
-            whole = torch.full((total, width), empty, dtype=part.dtype, device=device)
-            whole[index] = part
-            return torch.where(is_kept, whole, empty)
-
-        tokens = spread(self.tokens, 0)
-        tokens[:, 0] = torch.tensor(list(roots), device=device)
-        distributions = None
-        if self._rows:
-            stated = self._stated()
-            probs = torch.zeros(total, *stated.shape[1:], dtype=stated.dtype, device=device)
-            probs[index] = stated
-            distributions = DraftDistributions(
-                kinds=spread(self._kinds, 0), rows=probs, row_of=spread(self._row_of, -1),
-                max_siblings=self._relations.max_siblings,
-            )  # fmt: skip
+        total, device, places = len(room), self.tokens.device, self._relations.places
+        deepest = [min(max(depth, 0), self.depth) for depth in room]
         # The shape is a tree, and whole levels are cut off.
-        counts = [bisect_right(self._relations.depths, depth) for depth in deepest]
-        return TokenTree(
-            tokens=tokens,
-            parents=torch.where(is_kept, self._relations.places[0], -1),
-            depths=torch.where(is_kept, depths, 0),
-            num_nodes=is_kept.sum(1),
-            max_depth=self.depth,
-            scores=spread(self._scores, 0.0),
-            distributions=distributions,
-            host_facts=HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound),
+        facts = HostFacts(
+            roots=roots,
+            depths=deepest,
+            num_nodes=[bisect_right(self._relations.depths, depth) for depth in deepest],
+            num_tokens=max(self._num_tokens, max(roots) + 1),
         )
+        whole = self._whole(facts)
+        if len(rows) == total and min(deepest) == self.depth:
+            return whole
+        index = torch.tensor(list(rows), device=device)
+        is_kept = places[1] <= torch.tensor(deepest, device=device).unsqueeze(1)
+
+        def spread(part: Tensor, empty: int) -> Tensor:
+            among = torch.full(is_kept.shape, empty, dtype=part.dtype, device=device)
+            among[index] = part
+            return torch.where(is_kept, among, empty)
+
+        tree = whole.mapped(spread)
+        tree.tokens[:, 0] = torch.tensor(list(roots), device=device)
+        drafts = tree.distributions
+        if drafts is not None:
+            probs = torch.zeros(total, *drafts.rows.shape[1:], dtype=drafts.rows.dtype, device=device)
+            probs[index] = drafts.rows
+            drafts = replace(drafts, rows=probs)
+        return replace(tree, num_nodes=is_kept.sum(1), distributions=drafts, host_facts=facts)
 
     def _level(self, depth: int) -> Level:
         """Returns the nodes of one depth that get children next; levels above are final."""
@@ -358,22 +348,20 @@ class TreeExpansion:
         self._is_kept[:, children] = self._goes_on[:, children] = self._goes_on[:, level.parents] & passes
 
     def _keep_drawn(self, level: Level, is_drawn: Tensor) -> None:
-        """Keeps drawn nodes at any probability, see `foretoken.trees.merge`; is_drawn: (B, C) bool."""
+        """Keeps drawn nodes at any probability, see `Pruning`; is_drawn: (B, C) bool."""
         if self._pruning is not None:
             self._is_kept[:, level.children] |= is_drawn & self._goes_on[:, level.parents]
-
-    def _stated(self) -> Tensor:
-        """(B, R, V), the draft distributions of all levels."""
-        return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, dim=1)
 
     def _whole(self, facts: HostFacts) -> TokenTree:
         parents, depths, num_nodes = whole_places(self._relations, len(self.tokens))
         distributions = None
         if self._rows:
             distributions = DraftDistributions(
-                kinds=self._kinds, rows=self._stated(), row_of=self._row_of,
+                kinds=self._kinds,
+                rows=self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, dim=1),
+                row_of=self._row_of,
                 max_siblings=self._relations.max_siblings,
-            )  # fmt: skip
+            )
         return TokenTree(
             tokens=self.tokens,
             parents=parents,

@@ -182,22 +182,8 @@ def compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
     new_place = torch.empty_like(order).scatter_(1, order, torch.arange(width, device=order.device).expand_as(order))
     parents = torch.where(tree.parents >= 0, new_place.gather(1, tree.parents.clamp_min(0)), -1)
 
-    def moved(part: Tensor, empty: float) -> Tensor:
-        return torch.where(kept, part, empty).gather(1, order)
-
-    drafts = tree.distributions
-    if drafts is not None:
-        drafts = replace(drafts, kinds=moved(drafts.kinds, 0), row_of=moved(drafts.row_of, -1))
-    return TokenTree(
-        tokens=moved(tree.tokens, 0),
-        parents=moved(parents, -1),
-        depths=moved(tree.depths, 0),
-        num_nodes=kept.sum(1),
-        max_depth=tree.max_depth,
-        scores=None if tree.scores is None else moved(tree.scores, 0.0),
-        source=None if tree.source is None else moved(tree.source, 0),
-        distributions=drafts,
-    )
+    moved = replace(tree, parents=parents).mapped(lambda part, empty: torch.where(kept, part, empty).gather(1, order))
+    return replace(moved, num_nodes=kept.sum(1))
 
 
 def prune(tree: TokenTree, kept: Tensor) -> TokenTree:

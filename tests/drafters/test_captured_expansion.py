@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.heads import CapturedExpansion, fill_by_steps
 from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.models.parts import TargetParts
@@ -36,7 +38,9 @@ class BlindRun(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those of lists and tuples, whatever they hold."""
+    """Those of lists, tuples and trees, whatever they hold."""
+    if isinstance(value, TokenTree):
+        value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
