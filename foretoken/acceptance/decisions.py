@@ -43,25 +43,11 @@ class Decisions(Protocol):
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
         """Draws from the target distribution at position `depth + 1` after the root; the same in every iteration.
 
-        Args:
-            log_probs: (B, V).
-            depth: Depth of the node whose next token is drawn.
-
-        Returns:
-            (B,) int64, -1 where no token is possible.
+        log_probs: (B, V). Returns (B,) int64, -1 where no token is possible.
         """
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
-        """Returns true with probability min(1, target / draft); never if target_prob is 0.
-
-        Args:
-            target_prob: (B,).
-            draft_prob: (B,).
-            lane: Number of the test.
-
-        Returns:
-            (B,) bool.
-        """
+        """Returns (B,) bool, true with probability min(1, target / draft), both (B,); never if target_prob is 0."""
 
     def token(self, probs: Tensor, lane: int) -> Tensor:
         """Draws from a residual or bonus distribution, (B, V) summing to 1; (B,) int64, -1 if none is possible."""

@@ -3,6 +3,9 @@
 Greedy and coupled acceptance take the target's token after a node and descend if a child holds it: for any tree the
 text is that of plain decoding. Drafts that were sampled are tested one by one, or as a block if they form a chain. The
 lossy rules, lenient and typical acceptance, trade the target's distribution for speed; they are off by default.
+
+Every rule takes a batch of trees, the target's distribution after any node (`log_probs`), and the source of its random
+choices (`decisions`). Trees are drawn in any way where a rule does not say otherwise.
 """
 
 from __future__ import annotations
@@ -34,9 +37,6 @@ def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]
         tree: (B, N) candidates.
         step: Maps (nodes (B,) int64, depth) to the child to descend to, (B,) int64, -1 for none, and the target's token
             where there is no child, (B,) int64.
-
-    Returns:
-        The path and the token that ended it.
     """
     batch, device = tree.batch_size, tree.tokens.device
     node = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -62,16 +62,7 @@ def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]
 
 
 def child_with_token(tree: TokenTree, node: Tensor, token: Tensor) -> Tensor:
-    """Returns the first child of a node that holds a token.
-
-    Args:
-        tree: (B, N) candidates.
-        node: (B,) int64.
-        token: (B,) int64.
-
-    Returns:
-        (B,) int64, -1 if there is none.
-    """
+    """Returns the first child of a node that holds a token, -1 if there is none; all (B,) int64."""
     is_match = (tree.parents == node.unsqueeze(1)) & (tree.tokens == token.unsqueeze(1))
     return torch.where(is_match.any(1), is_match.to(torch.uint8).argmax(1), -1)
 
@@ -86,9 +77,7 @@ def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance
 def walk_chosen(tree: TokenTree, chosen: Sequence[Sequence[int]]) -> list[HostPath]:
     """Does `walk` on the host, if the host knows the token after every node and reads tensors freely.
 
-    Args:
-        tree: (B, N) candidates.
-        chosen: Of B sequences, the token after each node, without padding.
+    chosen: Of B sequences, the token after each node, without padding.
     """
     if tree.max_depth == 0:  # plain decoding needs nothing below
         return [HostPath([], row[0]) for row in chosen]
@@ -146,9 +135,7 @@ def _child_of(tokens: list[int], parents: list[int], node: int, token: int) -> i
 def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Acceptance:
     """Accepts the path of most probable tokens (Stern et al. 2018, arXiv 1811.03115, with exact match).
 
-    Args:
-        tree: Candidates drawn in any way.
-        argmax: (B,) int64 nodes -> (B,) int64, the target's most probable token after each.
+    argmax: (B,) int64 nodes -> (B,) int64, the target's most probable token after each.
     """
     return walk(tree, lambda node, _: argmax(node))
 
@@ -156,9 +143,7 @@ def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Accept
 def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
     """Does `walk` if the chosen token is known after every node: matches all nodes at once.
 
-    Args:
-        tree: (B, N) candidates drawn in any way.
-        chosen: (B, N) int64, the target's token after each node.
+    chosen: (B, N) int64, the target's token after each node.
     """
     if has_triton_kernels(chosen.device):
         from foretoken.acceptance import triton_walk
@@ -180,26 +165,12 @@ def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -
     With position-keyed decisions the text is that of plain Gumbel-max sampling with the same seed, for every drafter,
     tree and batch (Daliri et al. 2024, arXiv 2408.07978). Lossless if the tree depends on the target's decisions only
     through the shared noise.
-
-    Args:
-        tree: Candidates drawn in any way.
-        log_probs: The target distribution after each node.
-        decisions: Source of the draws.
     """
     return walk(tree, lambda node, depth: decisions.target_token(log_probs(node), depth))
 
 
 def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
-    """Tests each child in draw order, sampled children first.
-
-    Args:
-        tree: Candidates; `tree.distributions` holds how sampled ones were drawn; None if all are one-hot.
-        log_probs: The target distribution after each node.
-        decisions: Source of the tests and draws.
-
-    Returns:
-        Path and correction or bonus token; lossless.
-    """
+    """Tests each child in draw order, sampled children first (speculative sampling on trees); lossless."""
     batch_index = torch.arange(tree.batch_size, device=tree.tokens.device)
     table = sampled_children(tree)
     siblings = table.shape[2]
@@ -227,8 +198,7 @@ def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions
 def sampled_children(tree: TokenTree) -> Tensor:
     """Returns the sampled children of every node in draw order.
 
-    Returns:
-        (B, N, C) int64, node indices, -1 past the last; C is `max_siblings`, or 0 without sampled nodes.
+    (B, N, C) int64, node indices, -1 past the last; C is `max_siblings`, or 0 without sampled nodes.
     """
     batch, width = tree.tokens.shape
     if tree.distributions is None:
@@ -273,15 +243,9 @@ def conditional_draft_probs(tree: TokenTree, table: Tensor, node: Tensor, slot: 
 
 
 def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
-    """Verifies chains of independently drawn tokens as blocks.
+    """Verifies chains of independently drawn tokens as blocks; lossless.
 
-    Args:
-        tree: Chains (node i's parent is i - 1) whose nodes were all drawn from `tree.distributions` independently.
-        log_probs: The target distribution after each node.
-        decisions: Source of the tests and draws.
-
-    Returns:
-        Path and correction or bonus token; lossless.
+    Node i's parent is i - 1, and all nodes were drawn from `tree.distributions` independently.
     """
     drafts = tree.distributions
     assert drafts is not None, "block verification needs the draft distributions"
@@ -398,7 +362,7 @@ def accept_typical(
 
     The sum of log p decides among equal lengths. The token after the path is drawn, so a text whose drafts are all
     refused has the target's distribution. Medusa's code takes the argmax instead: it draws nothing, and such a text is
-    greedy at any temperature.
+    greedy at any temperature. `lossy_tv` is NaN: the distance is unknown for this rule.
 
     Args:
         tree: Candidates drawn in any way.
@@ -407,8 +371,6 @@ def accept_typical(
         epsilon: Posterior threshold, published 0.09.
         delta: Posterior alpha, published 0.3 (the square root of epsilon).
         is_end_drawn: Whether the token after the path is drawn from the target's distribution; otherwise its argmax.
-
-    Returns `lossy_tv` = NaN: the distance is unknown for this rule.
 
     Source: Cai et al. 2024 (arXiv 2401.10774), section 2.3.1.
     """

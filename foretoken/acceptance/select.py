@@ -77,12 +77,12 @@ class AcceptancePolicy:
         self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool, row: int | None = None, is_plain: bool = False,
         is_mixed: bool = False,
     ) -> str:  # fmt: skip
-        """Returns the rule for one request.
+        """Returns the rule for one request. Synchronises with the host.
 
         Seeded requests are coupled, so that their text depends on the seed alone. Without a seed, a chain with draft
         distributions is verified as a block, a tree with draft distributions by the sequential test, and one-hot drafts
         by coupling, which for them is sample and match. The block and lenient rules exist for chains only; a tree that
-        is no chain is verified by the sequential test. Synchronises with the host.
+        is no chain is verified by the sequential test.
 
         Args:
             tree: The batch's trees.
@@ -107,13 +107,9 @@ class AcceptancePolicy:
 
 
 def accept(scores: NodeScores, rules: Sequence[str], policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
-    """Verifies a batch, each sequence by its own rule.
+    """Verifies a batch, each of the B sequences by its own rule.
 
-    Args:
-        scores: Tree and target distributions of the B sequences.
-        rules: B rule names.
-        policy: Parameters of the lossy rules.
-        root_positions: (B,) int64, absolute position of each root.
+    root_positions: (B,) int64, absolute position of each root.
     """
     names = sorted(set(rules))
     if len(names) == 1:

@@ -41,17 +41,14 @@ class Walk(NamedTuple):
 def walk_chosen(tokens: Tensor, parents: Tensor, chosen: Tensor, max_depth: int, *, out: Walk | None = None) -> Walk:
     """Descends from each root while a child holds the chosen token, to the first such child.
 
-    One launch, no synchronisation with the host.
+    One launch, no synchronisation with the host. All tensors are contiguous.
 
     Args:
-        tokens: (B, N) int64, contiguous.
-        parents: (B, N) int64, contiguous, of valid trees: -1 at the root and at padding, else below the node's index.
-        chosen: (B, N) int64, contiguous, the target's token after each node.
+        tokens: (B, N) int64.
+        parents: (B, N) int64 of valid trees: -1 at the root and at padding, else below the node's index.
+        chosen: (B, N) int64, the target's token after each node.
         max_depth: D, upper bound of the depths; 0 accepts nothing.
-        out: Contiguous buffers to fill, from `Walk.empty`; None allocates them.
-
-    Returns:
-        `out`, or the allocated buffers.
+        out: Buffers to fill, from `Walk.empty`; None allocates them.
     """
     batch, nodes = tokens.shape
     walk = out or Walk.empty(batch, max_depth, device=tokens.device)

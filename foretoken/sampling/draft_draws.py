@@ -112,15 +112,10 @@ class DraftDraws:
         return log_probs, keys
 
     def guesses(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Returns keys for the nodes of one level; the largest keys are the target's most probable choices.
+        """Returns log-probabilities as `keys` does, and keys whose largest are the target's most probable choices.
 
-        Args:
-            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
-            depth: Of the nodes; keys the shared noise.
-
-        Returns:
-            Draft log-probabilities as from `keys`; and keys: the same, plus the target's noise for coupled requests.
-            Nothing is drawn. Both in the shape of `logits`.
+        Nothing is drawn: the keys are the log-probabilities, plus the target's noise for coupled requests. Arguments as
+        in `keys`; both results have the shape of `logits`.
         """
         if not (self.has_coupled or self.has_sampled):
             log_probs = logits.log_softmax(2)
@@ -141,14 +136,7 @@ class DraftDraws:
         """Returns the log-probability that each token is the target's choice, as the drafter knows it.
 
         For coupled requests the noise of the target is given: the draft distribution times exp(noise), normalised. For
-        all others the draft distribution.
-
-        Args:
-            log_probs: (B, P, V) or (B, 1, V), from `keys` or `guesses`.
-            keys: In the same shape, from the same call.
-
-        Returns:
-            Log-probabilities in that shape.
+        all others the draft distribution. Arguments: both results of `keys` or `guesses`, in one shape.
         """
         if not self.has_coupled:
             return log_probs

@@ -53,14 +53,7 @@ class NodeScores:
         )
 
     def processed(self, nodes: Tensor) -> Tensor:
-        """Returns logits after the processors that read the history, before temperature.
-
-        Args:
-            nodes: (B,) int64, one node per sequence.
-
-        Returns:
-            (B, V) float32.
-        """
+        """Returns (B, V) float32 logits after the processors, before temperature; nodes: (B,) int64, one a sequence."""
         rows = self.logits[self.starts + nodes]
         if self.history is None or not self.batch.processors:
             return rows
@@ -70,11 +63,7 @@ class NodeScores:
     def log_probs(self, nodes: Tensor) -> Tensor:
         """Returns the warped distribution of the token after each node; one-hot for greedy requests.
 
-        Args:
-            nodes: (B,) int64, one node per sequence.
-
-        Returns:
-            (B, V) float32 log-probabilities.
+        nodes: (B,) int64, one node per sequence; returns (B, V) float32 log-probabilities.
         """
         logits = self.processed(nodes)
         if self.batch.is_all_greedy:
@@ -110,11 +99,7 @@ class NodeScores:
         For requests whose distribution temperature alone changes. Each request must always use this function, or never:
         it rounds differently from the walk node by node, so two almost equal tokens could swap.
 
-        Args:
-            root_positions: (B,) int64, absolute position of each root.
-
-        Returns:
-            (B, N) int64.
+        root_positions: (B,) int64, absolute position of each root; returns (B, N) int64.
         """
         if self.chosen is not None:
             return self.by_node(self.chosen)

@@ -85,14 +85,9 @@ def _mixed(words: Words) -> Words:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Returns a seed for the `index`-th completion of a request; index 0 keeps the request's own.
+    """Returns an int64 seed for the `index`-th completion of a request, from 0; index 0 keeps the request's own.
 
-    Args:
-        seed: Any Python integer; taken modulo 2^64.
-        index: 0..n-1.
-
-    Returns:
-        An int64.
+    seed: Any Python integer; taken modulo 2^64.
     """
     signed = _signed(seed & _WORD)
     if index == 0:
@@ -121,24 +116,16 @@ class KeyedNoise:
         return KeyedNoise(self.seeds[rows])
 
     def of_drafter(self, drafter: int, rows: Tensor) -> KeyedNoise:
-        """Returns noise that is independent of this one and of any other drafter's.
+        """Returns noise that is independent of this one and of any other drafter's; drafter: above 0.
 
-        Args:
-            drafter: Above 0.
-            rows: (B,) bool, sequences that change; the others keep their noise.
+        rows: (B,) bool, sequences that change; the others keep their noise.
         """
         return KeyedNoise(torch.where(rows, mix(self.seeds ^ _signed(_DRAFTER * drafter & _WORD)), self.seeds))
 
     def uniform(self, positions: Tensor, purpose: Purpose, lane: int = 0) -> Tensor:
-        """Returns numbers in [0, 1).
+        """Returns (B,) float64 numbers in [0, 1), multiples of 2^-53.
 
-        Args:
-            positions: (B,) int64.
-            purpose: What the numbers decide.
-            lane: Which of several numbers of the same key.
-
-        Returns:
-            (B,) float64, multiples of 2^-53.
+        positions: (B,) int64; lane: which of several numbers of the same key.
         """
         if runs_cpu_kernels(self.seeds.device):
             words = _mixed(self._unsigned_keys(positions, purpose, lane) + _UGAMMA)
@@ -147,18 +134,10 @@ class KeyedNoise:
         return _shift(bits, 11).to(torch.float64) * 2.0**-53
 
     def gumbel(self, positions: Tensor, purpose: Purpose, vocab_size: int, lane: int = 0) -> Tensor:
-        """Returns standard Gumbel noise for every token, so that argmax(log p + g) is a draw from p.
+        """Returns (B, V) float32, finite standard Gumbel noise for every token: argmax(log p + g) is a draw from p.
 
-        The exponential race `-log1p(-v)` keeps full relative precision at the winner, where v is near 0.
-
-        Args:
-            positions: (B,) int64.
-            purpose: What the draw decides.
-            vocab_size: V.
-            lane: Which of several draws of the same key.
-
-        Returns:
-            (B, V) float32, finite.
+        The exponential race `-log1p(-v)` keeps full relative precision at the winner, where v is near 0. Arguments: see
+        `uniform`.
         """
         counters = _counters(vocab_size, self.seeds.device)
         if runs_cpu_kernels(self.seeds.device):
