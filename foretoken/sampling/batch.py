@@ -66,11 +66,7 @@ class History:
         )
 
     def extended(self, path: Tensor) -> History:
-        """Returns a new history with the tokens along a path appended.
-
-        Args:
-            path: (B, D) int64, tokens in order, -1 past the end.
-        """
+        """Returns a new history with the tokens along a path appended; path: (B, D) int64 in order, -1 past the end."""
         if path.shape[1] == 0:
             return self
         on_path = path >= 0
@@ -129,10 +125,10 @@ class HistoryTable:
     def view(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], num_prompt: Sequence[int], tail_len: int
     ) -> History:
-        """Returns the history of some slots.
+        """Returns the history of B slots.
 
         Args:
-            slots: B slots.
+            slots: The slots.
             tokens: All committed tokens of each.
             num_prompt: Prompt length of each.
             tail_len: L.
@@ -173,22 +169,24 @@ class Processor(Protocol):
         ...
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """Returns new logits.
+        """Returns new logits, (R, V) float32, -inf for forbidden tokens.
 
         Args:
             logits: (R, V) float32, one row for each of its rows.
             nodes: The tokens before each row.
-
-        Returns:
-            (R, V) float32; -inf for forbidden tokens.
         """
         ...
 
 
 class _PerRequest:
-    """A dataclass of tensors with one row per request."""
+    """A dataclass of tensors with one row per request, which reads no history unless it says so."""
 
     __slots__ = ()
+    reads_counts = False
+
+    @property
+    def tail_len(self) -> int:
+        return 0
 
     def select(self, rows: Tensor) -> Self:
         parts: Any = self
@@ -206,8 +204,6 @@ class MinTokens(_PerRequest):
 
     terminators: Tensor
     min_tokens: Tensor
-    reads_counts = False
-    tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """Forbids the terminators where fewer than `min_tokens` tokens were generated."""
@@ -220,8 +216,6 @@ class AllowedTokens(_PerRequest):
     """Forbids all tokens but some; is_allowed: (R, V) bool."""
 
     is_allowed: Tensor
-    reads_counts = False
-    tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
         """See `Processor`."""
@@ -237,7 +231,6 @@ class BadWords(_PerRequest):
     """
 
     words: Tensor
-    reads_counts = False
 
     @property
     def tail_len(self) -> int:
@@ -259,8 +252,6 @@ class LogitBias(_PerRequest):
     """Adds a number to the logits of some tokens; bias: (R, V) float32."""
 
     bias: Tensor
-    reads_counts = False
-    tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
         """See `Processor`."""
@@ -273,7 +264,6 @@ class RepetitionPenalty(_PerRequest):
 
     penalty: Tensor
     reads_counts = True
-    tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """See `Processor`."""
@@ -294,7 +284,6 @@ class OutputPenalties(_PerRequest):
     presence: Tensor
     frequency: Tensor
     reads_counts = True
-    tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """See `Processor`."""
@@ -314,9 +303,10 @@ def build_processors(
     found: list[Processor] = []
     if any(p.min_tokens for p in params):
         least = torch.tensor([p.min_tokens for p in params], dtype=torch.int64, device=device)
-        found.append(MinTokens(_terminators(requests, vocab_size).to(device), least))
+        ends = _marks([request.terminators for request in requests], vocab_size)
+        found.append(MinTokens(ends.to(device), least))
     if any(p.allowed_token_ids is not None for p in params):
-        found.append(AllowedTokens(_allowed(params, vocab_size).to(device)))
+        found.append(AllowedTokens(_marks([p.allowed_token_ids for p in params], vocab_size).to(device)))
     if any(request.bad_words for request in requests):
         found.append(BadWords(_bad_words(requests).to(device)))
     if any(p.logit_bias for p in params):
@@ -345,22 +335,12 @@ def _bias(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
     return bias
 
 
-def _allowed(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
-    """(B, V) bool of tokens that may be generated."""
-    allowed = torch.ones(len(params), vocab_size, dtype=torch.bool)
-    for row, p in enumerate(params):
-        if p.allowed_token_ids is not None:
-            allowed[row] = False
-            allowed[row, torch.tensor([*p.allowed_token_ids], dtype=torch.int64)] = True
-    return allowed
-
-
-def _terminators(requests: Sequence[SamplingRequest], vocab_size: int) -> Tensor:
-    """(B, V) bool of tokens that min_tokens holds back."""
-    mask = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
-    for row, request in enumerate(requests):
-        mask[row, list(request.terminators)] = True
-    return mask
+def _marks(ids: Sequence[Sequence[int] | None], vocab_size: int) -> Tensor:
+    """(B, V) bool, true at the ids of each row; true throughout rows without a list."""
+    marks = torch.zeros(len(ids), vocab_size, dtype=torch.bool)
+    for row, own in enumerate(ids):
+        marks[row, slice(None) if own is None else list(own)] = True
+    return marks
 
 
 def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
@@ -372,14 +352,11 @@ def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
 
 
 def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Applies temperature and truncation.
+    """Applies temperature and truncation; returns (B, V) float32 log-probabilities, -inf for tokens cut off.
 
     Args:
         logits: (B, V) float32.
         batch: Parameters of the same B requests; the temperature of greedy rows counts as 1.
-
-    Returns:
-        (B, V) float32 log-probabilities, -inf for tokens cut off.
     """
     logits = logits / batch.temperature
     if batch.top_k is not None:
@@ -407,14 +384,10 @@ def one_hot_log_probs(logits: Tensor) -> Tensor:
 
 
 def best_possible(scores: Tensor) -> Tensor:
-    """Returns the index of the largest score of each row, or -1 if the row has no finite score.
+    """Returns (B,) int64, the lowest index of the largest score of each row, or -1 if the row has no finite score.
 
-    Args:
-        scores: (B, V) logits or noisy log-probabilities; -inf for impossible tokens. A NaN or +inf anywhere in a row
-            makes the whole row impossible.
-
-    Returns:
-        (B,) int64, the lowest index among equals.
+    scores: (B, V) logits or noisy log-probabilities; -inf for impossible tokens. A NaN or +inf anywhere in a row makes
+    the whole row impossible.
     """
     best = scores.max(1)
     return torch.where(best.values.isfinite(), best.indices, -1)
