@@ -126,11 +126,7 @@ def _value(kind: Any) -> str:
 
 
 class Ended(Exception):
-    """A signal or a closed pipe ended a command.
-
-    Attributes:
-        code: Exit code, 128 + the signal's number.
-    """
+    """A signal or a closed pipe ended a command; code: the exit code, 128 + the signal's number."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

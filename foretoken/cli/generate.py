@@ -197,11 +197,7 @@ def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch:
 
 
 class _Watch:
-    """Prints a generation, counts its iterations and keeps its trace.
-
-    Attributes:
-        drafts: Counts the passes without drafts.
-    """
+    """Prints a generation, counts its iterations and keeps its trace."""
 
     def __init__(
         self,
@@ -269,11 +265,7 @@ class _Watch:
 
 
 class _LoadClock:
-    """Measures the seconds before the first token.
-
-    Attributes:
-        seconds: Seconds of each part of loading, in order.
-    """
+    """Measures the seconds before the first token, by part of loading."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -290,11 +282,7 @@ class _LoadClock:
 
 
 class _Drafts:
-    """Counts the passes after prefill without a draft, by reason.
-
-    Attributes:
-        declined: Why the engine last chose not to draft; None if it never did.
-    """
+    """Counts the passes after prefill without a draft, by reason; declined: why the engine last chose not to draft."""
 
     def __init__(self) -> None:
         self.declined: Declined | None = None

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,19 +64,18 @@ GpuMemoryUtilization = Annotated[
     float | None,
     typer.Option(help="Largest share of the free memory for KV rows.", rich_help_panel="Batches and memory"),
 ]
-_DEFAULTS = "Sampling where nothing is asked for"
+_defaults = partial(typer.Option, rich_help_panel="Sampling where nothing is asked for")
 GenerationConfig = Annotated[
     str,
-    typer.Option(
+    _defaults(
         metavar="NAME",
         help="Source of the sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory "
         "with such a file.",
-        rich_help_panel=_DEFAULTS,
     ),
 ]
 OverrideGenerationConfig = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help='JSON that overrides those defaults: {"top_k": 20}.', rich_help_panel=_DEFAULTS),
+    _defaults(metavar="TEXT", help='JSON that overrides those defaults: {"top_k": 20}.'),
 ]
 _OR_THE_MODELS = "Default: the model's, else"
 Temperature = Annotated[float | None, typer.Option(help=f"0 for greedy decoding. {_OR_THE_MODELS} 0.")]
@@ -122,12 +122,7 @@ def one_setup(
 ) -> Setup:
     """Returns the drafter of a command that takes a single drafter; plain decoding if there is none.
 
-    Args:
-        command: The command's name.
-        target: The target's directory or hub id.
-        speculative_config: The texts of -s.
-        spec_type: The text of --spec-type.
-        advice: What to do with several drafters, as a sentence; by default to compare them.
+    `advice` says what to do with several drafters; by default to compare them.
 
     Raises:
         ConfigError: When there are several drafters, one cannot be made, or it needs to know the text.
@@ -204,10 +199,7 @@ def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:
 def check_new_file(path: Path, what: str, *, force: bool) -> None:
     """Raises `ConfigError` if writing a file would replace a directory, or a file without --force.
 
-    Args:
-        path: The path of the file.
-        what: The option or argument that names the file.
-        force: Whether a file may be replaced.
+    `what` is the option or argument that names the file.
     """
     if path.is_dir():
         raise ConfigError(f"{what} is '{path}', a directory. Expected the name of a file.")
@@ -255,11 +247,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(file: Path) -> str:
-    """Returns the text of a file.
-
-    Raises:
-        RequestError: When the file cannot be read, exceeds `MOST_TEXT_BYTES`, or is not UTF-8.
-    """
+    """Returns the text of a file; raises `RequestError` as `read_prompt` does."""
     try:
         return decode(read_named(file), f"'{file}'")
     except OSError as err:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.async_llm import AsyncLLM
 
 
-_BATCHES = "Batches and memory"
-_NETWORK = "Network"
+_batches = partial(typer.Option, rich_help_panel="Batches and memory")
+_network = partial(typer.Option, rich_help_panel="Network")
 _VLLMS_NAME = "--per-request-spec-decode-metrics"  # too long for a column at 80 characters
 
 
@@ -30,12 +31,8 @@ def serve(
     model: options.Model,
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.", rich_help_panel=_NETWORK)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.", rich_help_panel=_NETWORK)
-    ] = 8000,
+    host: Annotated[str, _network(help="Address to listen on; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, _network(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests; may be repeated. Default: MODEL.")
     ] = None,
@@ -60,52 +57,34 @@ def serve(
     ] = "auto",
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH",
-            help=f"File with API keys, one a line. {KEY_VARIABLE} may hold one too.",
-            rich_help_panel=_NETWORK,
-        ),
+        _network(metavar="PATH", help=f"File with API keys, one a line. {KEY_VARIABLE} may hold one too."),
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
-        typer.Option(
+        _network(
             metavar="URL",
             help="Origins whose pages may read answers (CORS), as https://example.org, or '*'; a JSON list, or "
             "repeated. Default: the server's own page alone.",
-            rich_help_panel=_NETWORK,
         ),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.", rich_help_panel=_BATCHES)] = 8,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a sequence.", rich_help_panel=_BATCHES)
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a pass.", rich_help_panel=_BATCHES)
-    ] = None,
+    max_num_seqs: Annotated[int, _batches(min=1, help="Sequences decoded at once.")] = 8,
+    max_model_len: Annotated[int | None, _batches(min=2, help="Most tokens of a sequence.")] = None,
+    max_num_batched_tokens: Annotated[int | None, _batches(min=1, help="Most tokens of a pass.")] = None,
     enable_prefix_caching: Annotated[
         bool,
-        typer.Option(
+        _batches(
             help="Reuse the KV rows of a prompt's prefix, unless --no-enable-prefix-caching is given. "
             "Never across cache salts.",
             show_default=False,
-            rich_help_panel=_BATCHES,
         ),
     ] = True,
     kv_cache_memory_bytes: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Memory for the KV rows of all sequences (default: half of the free memory).",
-            rich_help_panel=_BATCHES,
-        ),
+        _batches(min=1, help="Memory for the KV rows of all sequences (default: half of the free memory)."),
     ] = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
-    max_waiting_requests: Annotated[
-        int, typer.Option(min=0, help="More are answered with 429.", rich_help_panel=_BATCHES)
-    ] = 256,
-    max_waiting_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Likewise, in tokens of prompts.", rich_help_panel=_BATCHES)
-    ] = None,
+    max_waiting_requests: Annotated[int, _batches(min=0, help="More are answered with 429.")] = 256,
+    max_waiting_tokens: Annotated[int | None, _batches(min=0, help="Likewise, in tokens of prompts.")] = None,
     metrics_compat: Annotated[
         str | None, typer.Option(metavar="NAME", help="vllm: show figures at /metrics under vLLM's names too.")
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,136 +21,82 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
     from foretoken.training.evaluation import TunedTree
 
-_HEAD = "What the head is"
-_LEARNING = "How it learns"
-_RUN = "The run"
-
-Method = Annotated[
-    str,
-    typer.Argument(help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3 or falcon."),
-]
-Data = Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")]
-Out = Annotated[Path, typer.Option(help="Directory of the head; must not exist.")]
-Sizes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=JSON",
-        help="A size of the head, e.g. num_heads=4. May be repeated.",
-        rich_help_panel=_HEAD,
-    ),
-]
-Init = Annotated[
-    str | None,
-    typer.Option(
-        help="Start from this head, a directory or a hub id, instead of neutral weights.", rich_help_panel=_HEAD
-    ),
-]
-DraftVocab = Annotated[
-    Path | None,
-    typer.Option(
-        help="Draft these tokens alone: a file of `foretoken data vocab`. For eagle3, and for medusa with "
-        "own_lm_head=true.",
-        rich_help_panel=_HEAD,
-    ),
-]
-Weights = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--objective",
-        metavar="KEY=X",
-        help="A weight of the objective: ce_weight, kl_weight, tv_weight, feature_weight, head_decay or noise; for the "
-        "EAGLE family also passes and stride; for hass also num_top and top_weight; for falcon glancing and "
-        "glancing_floor. May be repeated.",
-        rich_help_panel=_LEARNING,
-    ),
-]
-Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.", rich_help_panel=_LEARNING)]
-LearningRate = Annotated[float, typer.Option(help="Highest learning rate.", rich_help_panel=_LEARNING)]
-WarmupSteps = Annotated[int, typer.Option(min=0, help="Linear warm-up.", rich_help_panel=_LEARNING)]
-LearningRateFloor = Annotated[
-    float, typer.Option(help="Last learning rate as a part of the highest, above 0.", rich_help_panel=_LEARNING)
-]
-BatchSize = Annotated[
-    int, typer.Option(min=1, help="Windows of a global batch, over all processes.", rich_help_panel=_LEARNING)
-]
-MicroBatchSize = Annotated[
-    int | None, typer.Option(min=1, help="Windows computed at once by a process.", rich_help_panel=_LEARNING)
-]
-Length = Annotated[int, typer.Option(min=4, help="Tokens of a window.", rich_help_panel=_LEARNING)]
-WeightDecay = Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=_LEARNING)]
-ClipNorm = Annotated[float, typer.Option(help="Greatest gradient norm.", rich_help_panel=_LEARNING)]
-Precision = Annotated[
-    str, typer.Option(metavar="NAME", help="float32, or bfloat16 by autocast.", rich_help_panel=_LEARNING)
-]
-Seed = Annotated[int, typer.Option(min=0, help="Of batches and fresh weights.", rich_help_panel=_LEARNING)]
-Joint = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--joint",
-        metavar="KEY=VALUE",
-        help="Train the target too (Medusa-2): backbone=lora or full, head_weight, head_warmup, warmup_part, "
-        "rate_factor, self_distillation, lora_rank, lora_alpha, lora_dropout. May be repeated.",
-        rich_help_panel=_LEARNING,
-    ),
-]
-TargetOut = Annotated[
-    Path | None, typer.Option(help="With --joint: directory of the new target.", rich_help_panel=_RUN)
-]
-RunDir = Annotated[Path | None, typer.Option(help="Checkpoints and curves. Default: OUT-run.", rich_help_panel=_RUN)]
-SaveEvery = Annotated[float, typer.Option(help="Seconds between checkpoints.", rich_help_panel=_RUN)]
-Cache = Annotated[Path | None, typer.Option(help="Keep the target's features here between runs.", rich_help_panel=_RUN)]
-CacheGib = Annotated[float, typer.Option(help="Most GiB of that.", rich_help_panel=_RUN)]
-EvalEvery = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Steps between simulations of drafting on held-out tokens, for the curves; 0 for none. Weights stay "
-        "the same.",
-        rich_help_panel=_RUN,
-    ),
-]
-EvalData = Annotated[
-    Path | None,
-    typer.Option(help="Packed tokens for that. Default: held_out/ beside train/.", rich_help_panel=_RUN),
-]
-NumPrompts = Annotated[
-    int, typer.Option(min=0, help="Held-out prompts of the last report; 0 for none.", rich_help_panel=_RUN)
-]
-SaveDtype = Annotated[str, typer.Option(metavar="NAME", help="Of the saved weights; auto: the target's.")]
+_head = partial(typer.Option, rich_help_panel="What the head is")
+_learning = partial(typer.Option, rich_help_panel="How it learns")
+_run = partial(typer.Option, rich_help_panel="The run")
+_SIZES = (8, 16, 32, 64)
+_DEEPEST = 64
+_DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth
 
 
 def train(
-    method: Method,
+    method: Annotated[
+        str, typer.Argument(help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3 or falcon.")
+    ],
     model: options.Model,
-    data: Data,
-    out: Out,
-    sizes: Sizes = None,
-    init: Init = None,
-    draft_vocab: DraftVocab = None,
-    objective: Weights = None,
-    steps: Steps = 1000,
-    lr: LearningRate = 1e-3,
-    warmup_steps: WarmupSteps = 50,
-    lr_floor: LearningRateFloor = 0.05,
-    batch_size: BatchSize = 8,
-    micro_batch_size: MicroBatchSize = None,
-    length: Length = 512,
-    weight_decay: WeightDecay = 0.01,
-    clip_norm: ClipNorm = 1.0,
-    precision: Precision = "float32",
-    seed: Seed = 0,
-    joint: Joint = None,
-    target_out: TargetOut = None,
-    run_dir: RunDir = None,
-    save_every_s: SaveEvery = 120.0,
-    cache: Cache = None,
-    cache_gib: CacheGib = 8.0,
-    eval_every: EvalEvery = 0,
-    eval_data: EvalData = None,
+    data: Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")],
+    out: Annotated[Path, typer.Option(help="Directory of the head; must not exist.")],
+    sizes: Annotated[
+        list[str] | None,
+        _head("--set", metavar="KEY=JSON", help="A size of the head, e.g. num_heads=4. May be repeated."),
+    ] = None,
+    init: Annotated[
+        str | None, _head(help="Start from this head, a directory or a hub id, instead of neutral weights.")
+    ] = None,
+    draft_vocab: Annotated[
+        Path | None,
+        _head(
+            help="Draft these tokens alone: a file of `foretoken data vocab`. For eagle3, and for medusa with "
+            "own_lm_head=true.",
+        ),
+    ] = None,
+    objective: Annotated[
+        list[str] | None,
+        _learning(
+            "--objective",
+            metavar="KEY=X",
+            help="A weight of the objective: ce_weight, kl_weight, tv_weight, feature_weight, head_decay or noise; for "
+            "the EAGLE family also passes and stride; for hass also num_top and top_weight; for falcon glancing and "
+            "glancing_floor. May be repeated.",
+        ),
+    ] = None,
+    steps: Annotated[int, _learning(min=1, help="Optimiser steps.")] = 1000,
+    lr: Annotated[float, _learning(help="Highest learning rate.")] = 1e-3,
+    warmup_steps: Annotated[int, _learning(min=0, help="Linear warm-up.")] = 50,
+    lr_floor: Annotated[float, _learning(help="Last learning rate as a part of the highest, above 0.")] = 0.05,
+    batch_size: Annotated[int, _learning(min=1, help="Windows of a global batch, over all processes.")] = 8,
+    micro_batch_size: Annotated[int | None, _learning(min=1, help="Windows computed at once by a process.")] = None,
+    length: Annotated[int, _learning(min=4, help="Tokens of a window.")] = 512,
+    weight_decay: Annotated[float, _learning(help="Of AdamW.")] = 0.01,
+    clip_norm: Annotated[float, _learning(help="Greatest gradient norm.")] = 1.0,
+    precision: Annotated[str, _learning(metavar="NAME", help="float32, or bfloat16 by autocast.")] = "float32",
+    seed: Annotated[int, _learning(min=0, help="Of batches and fresh weights.")] = 0,
+    joint: Annotated[
+        list[str] | None,
+        _learning(
+            "--joint",
+            metavar="KEY=VALUE",
+            help="Train the target too (Medusa-2): backbone=lora or full, head_weight, head_warmup, warmup_part, "
+            "rate_factor, self_distillation, lora_rank, lora_alpha, lora_dropout. May be repeated.",
+        ),
+    ] = None,
+    target_out: Annotated[Path | None, _run(help="With --joint: directory of the new target.")] = None,
+    run_dir: Annotated[Path | None, _run(help="Checkpoints and curves. Default: OUT-run.")] = None,
+    save_every_s: Annotated[float, _run(help="Seconds between checkpoints.")] = 120.0,
+    cache: Annotated[Path | None, _run(help="Keep the target's features here between runs.")] = None,
+    cache_gib: Annotated[float, _run(help="Most GiB of that.")] = 8.0,
+    eval_every: Annotated[
+        int,
+        _run(
+            min=0,
+            help="Steps between simulations of drafting on held-out tokens, for the curves; 0 for none. Weights stay "
+            "the same.",
+        ),
+    ] = 0,
+    eval_data: Annotated[Path | None, _run(help="Packed tokens for that. Default: held_out/ beside train/.")] = None,
     prompts: options.Prompts = "heldout",
-    num_prompts: NumPrompts = 16,
-    save_dtype: SaveDtype = "auto",
+    num_prompts: Annotated[int, _run(min=0, help="Held-out prompts of the last report; 0 for none.")] = 16,
+    save_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the saved weights; auto: the target's.")] = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -227,11 +174,6 @@ def _pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             result[key] = value
     return result
-
-
-_SIZES = (8, 16, 32, 64)
-_DEEPEST = 64
-_DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth
 
 
 def tree(

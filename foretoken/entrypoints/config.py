@@ -41,12 +41,7 @@ _MOST_BYTES = 16 * MIB  # largest JSON file; references of the method `oracle` a
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One way to decode.
-
-    Attributes:
-        name: Shown in tables.
-        config: `speculative_config`, or None for plain decoding.
-    """
+    """One way to decode: a name for tables, and a `speculative_config`, or None for plain decoding."""
 
     name: str
     config: Mapping[str, Any] | None
@@ -212,12 +207,7 @@ ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """A checked `speculative_config`.
-
-    Attributes:
-        options: Options of each drafter; empty for plain decoding.
-        policy: The acceptance rule.
-    """
+    """A checked `speculative_config`: options of each drafter, none for plain decoding, and the acceptance rule."""
 
     options: Sequence[DrafterOptions]
     policy: AcceptancePolicy

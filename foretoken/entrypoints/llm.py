@@ -350,8 +350,7 @@ class LLM(BuiltPerProcess):
 class _DrafterSetup(NamedTuple):
     """Drafters that are not attached yet, with their options and the acceptance rule.
 
-    Attributes:
-        for_predictions: The drafter for requests with predictions; empty if `drafters` already reads predictions.
+    `for_predictions` is the drafter for requests with predictions; empty if `drafters` already reads predictions.
     """
 
     drafters: list[Drafter]

@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt with its completions in the engine.
-
-    Attributes:
-        request_id: Unique within an `LLM`, unless the caller chose it.
-        prompt_text: The prompt as text; None for a prompt of token ids.
-        sequences: Its n completions.
-    """
+    """One prompt with its n completions in the engine; prompt_text: None for a prompt of token ids."""
 
     request_id: str
     prompt_text: str | None

@@ -171,12 +171,9 @@ class RequestQueue:
     """
 
     def __init__(self, max_requests: int, max_tokens: int | None, num_free_slots: Callable[[], int]) -> None:
-        """Makes an empty queue.
+        """Makes an empty queue; caps on waiting requests, and on their prompt tokens; None for no cap.
 
-        Args:
-            max_requests: Cap on waiting requests.
-            max_tokens: Cap on the prompt tokens of waiting requests; None for no cap.
-            num_free_slots: Returns the number of completions that can begin now.
+        `num_free_slots` returns the number of completions that can begin now.
         """
         self.running: dict[str, QueuedRequest] = {}
         self.throughput = Throughput()

@@ -17,11 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class NeutralValues(NamedTuple):
-    """The neutral values of an argument, which change nothing; None is always neutral.
+    """The neutral values of an argument, which change nothing, in words for docs/dropins.md; None is always neutral.
 
-    Attributes:
-        words: The values in words, for docs/dropins.md.
-        has: Decides whether a value other than None is neutral.
+    `has` decides whether a value other than None is neutral.
     """
 
     words: str

@@ -6,7 +6,7 @@ import time
 import uuid
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.server.message_parts import MessageReader, joined, whole_message
 
@@ -27,8 +27,7 @@ class EchoedPrompt:
     Attributes:
         text: The text of the prompt.
         first_token: The first token as text, for which there is no log-probability.
-        entries: The prompt's tokens and log-probabilities, in the lists of `completion_entries`; None until they are
-            known, or if the request does not ask for them.
+        entries: Tokens and log-probabilities, in the lists of `completion_entries`; None if unknown or not asked for.
     """
 
     text: str
@@ -37,12 +36,7 @@ class EchoedPrompt:
 
     @classmethod
     def read(cls, llm: LLM, text: str | None, token_ids: list[int]) -> EchoedPrompt:
-        """Returns a prompt without log-probabilities.
-
-        Args:
-            llm: The model, with its tokenizer.
-            text: The text of the prompt; None for a prompt of token ids.
-            token_ids: The tokens of the prompt.
+        """Returns a prompt without log-probabilities; text: None for a prompt of token ids.
 
         Raises:
             RequestError: When the model has no tokenizer, or the tokenizer fails.
@@ -50,13 +44,9 @@ class EchoedPrompt:
         return cls(text=llm.decode(token_ids) if text is None else text, first_token=llm.decode(token_ids[:1]))
 
     def scored(self, logprobs: Sequence[dict[int, Logprob] | None], num_top: int) -> EchoedPrompt:
-        """Returns the same prompt with log-probabilities.
+        """Returns the same prompt with `RequestOutput.prompt_logprobs`, and `num_top` alternatives for each token.
 
         Every token begins where the tokens before it end. A first token that the tokenizer adds has no characters.
-
-        Args:
-            logprobs: For every token, see `RequestOutput.prompt_logprobs`.
-            num_top: The number of alternatives for each token.
         """
         begin = len(self.first_token) if self.text.startswith(self.first_token) else 0
         rest = completion_entries([entry for entry in logprobs if entry is not None], num_top, begin)
@@ -68,25 +58,14 @@ class EchoedPrompt:
         })  # fmt: skip
 
 
-def prompt_alone(output: RequestOutput) -> RequestOutput:
-    """Returns a result without its generated tokens."""
-    outputs = [
-        replace(
-            each, text="", token_ids=[], logprobs=None if each.logprobs is None else [], finish_reason="length",
-            stop_reason=None,
-        )
-        for each in output.outputs
-    ]  # fmt: skip
-    return replace(output, outputs=outputs)
+_Part = TypeVar("_Part", "CompletionOutput", "StreamChunk")
 
 
-def chunk_alone(chunk: StreamChunk) -> StreamChunk:
-    """Returns a chunk without its tokens; an error stays."""
-    is_over = chunk.finish_reason in ("stop", "length")
-    return replace(
-        chunk, text="", token_ids=[], logprobs=None if chunk.logprobs is None else [], is_drafted=(), parts=(),
-        finish_reason="length" if is_over else chunk.finish_reason, stop_reason=None,
-    )  # fmt: skip
+def without_tokens(part: _Part, **more: Any) -> _Part:
+    """Returns a completion or a chunk without its tokens; an error stays; more: further fields to replace."""
+    reason = "length" if part.finish_reason in ("stop", "length") else part.finish_reason
+    more["logprobs"] = None if part.logprobs is None else []
+    return replace(part, text="", token_ids=[], finish_reason=reason, stop_reason=None, **more)
 
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
@@ -99,7 +78,7 @@ def seconds_since_1970() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """The fields that all parts of one answer share.
+    """Builds the bodies of an answer to completions or a chat.
 
     Attributes:
         request: The request.
@@ -130,21 +109,20 @@ class Envelope:
         choices = []
         for at, output in enumerate(outputs):
             more: dict[str, Any] = {}
-            if (
-                output.prompt_logprobs is not None and self.request.has_prompt_logprobs
-            ):  # built once for all n completions
+            if output.prompt_logprobs is not None and self.request.has_prompt_logprobs:  # built once for all n
                 more["prompt_logprobs"] = [entry and _by_id(entry) for entry in output.prompt_logprobs]
             if self.request.has_token_ids and not self.request.is_chat:
                 more["prompt_token_ids"] = output.prompt_token_ids
             echo = echoes[at] if echoes else None
             choices += [self._choice(at * n + each.index, each, echo) | more for each in output.outputs]
         kind = "chat.completion" if self.request.is_chat else "text_completion"
-        more = {"usage": usage(outputs, self.request.message_form)}
-        if self.has_draft_metrics:
-            more["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
+        more = {"usage": usage(outputs, self.request.message_form), **self._metrics(outputs)}
         if self.request.has_token_ids and self.request.is_chat:
             more["prompt_token_ids"] = outputs[0].prompt_token_ids
         return self._body(kind, choices, **more)
+
+    def _metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {"metrics": {"speculative_decoding": draft_metrics(outputs)}} if self.has_draft_metrics else {}
 
     def _choice(self, index: int, completion: CompletionOutput, echo: EchoedPrompt | None) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -165,7 +143,7 @@ class Envelope:
     def _logprobs(
         self, entries: Sequence[dict[int, Logprob]] | None, offset: int, echo: EchoedPrompt | None
     ) -> dict[str, Any] | None:
-        """Returns one entry for each token; `offset` counts the characters before a completion, `echo` comes first."""
+        """Returns one entry for each token; offset: characters before the completion; `echo` comes first."""
         num_top = self.request.num_top_logprobs
         if entries is None or num_top is None:
             return None
@@ -245,11 +223,8 @@ class Envelope:
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Returns the last chunk of a stream, with usage and metrics; an empty list if neither is sent."""
-        more: dict[str, Any] = {}
-        if self.request.has_usage:
-            more["usage"] = usage(outputs, self.request.message_form)
-        if self.has_draft_metrics:
-            more["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
+        more = {"usage": usage(outputs, self.request.message_form)} if self.request.has_usage else {}
+        more |= self._metrics(outputs)
         kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
         return [self._body(kind, [], **more)] if more else []
 
@@ -261,8 +236,9 @@ class Envelope:
 def usage(outputs: Sequence[RequestOutput], form: MessageForm | None) -> dict[str, Any]:
     """Returns `usage`: token counts, with cached prompt tokens, thoughts, and accepted and rejected predictions."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
-    thoughts = sum(num_thoughts(form, each) for output in outputs for each in output.outputs)
+    each_ids = [each.token_ids for output in outputs for each in output.outputs]
+    completion = sum(map(len, each_ids))
+    thoughts = 0 if form is None else sum(map(form.num_thoughts, each_ids))
     shares = [output.metrics.by_drafter.get("prediction") for output in outputs]
     accepted = sum(share.num_accepted for share in shares if share)
     rejected = sum(share.num_drafted - share.num_accepted for share in shares if share)
@@ -274,11 +250,6 @@ def usage(outputs: Sequence[RequestOutput], form: MessageForm | None) -> dict[st
             "reasoning_tokens": thoughts,
         },
     }  # fmt: skip
-
-
-def num_thoughts(form: MessageForm | None, completion: CompletionOutput) -> int:
-    """Returns the number of tokens in a completion's thoughts."""
-    return 0 if form is None else form.num_thoughts(completion.token_ids)
 
 
 def token_origins(chunk: StreamChunk) -> list[dict[str, Any]]:
@@ -330,12 +301,9 @@ def _named(logprob: Logprob) -> dict[str, Any]:
 
 
 def completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offset: int) -> dict[str, Any]:
-    """Returns the tokens of a completion and their log-probabilities, in lists of equal length.
+    """Returns the tokens of a completion, their log-probabilities and `num_top` alternatives, in lists of equal length.
 
-    Args:
-        entries: For each token, its own log-probability first.
-        num_top: The number of alternatives for each token.
-        offset: Characters before the first token.
+    Each entry has its own log-probability first. offset: characters before the first token.
     """
     tokens, offsets = [], []
     for entry in entries:
@@ -357,8 +325,7 @@ def completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offs
 
 def _best(entry: dict[int, Logprob], num_top: int) -> list[Logprob]:
     """Returns the most probable tokens of an entry, which begins with the generated token."""
-    ranked = sorted(entry.values(), key=lambda each: each.rank)
-    return ranked[:num_top]
+    return sorted(entry.values(), key=lambda each: each.rank)[:num_top]
 
 
 def _by_id(entry: dict[int, Logprob]) -> dict[str, Any]:

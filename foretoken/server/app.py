@@ -95,7 +95,6 @@ def page_response() -> Response:
 
 @cache
 def _page() -> tuple[str, str]:
-    """Returns the page and its content security policy."""
     return render_inlined("foretoken.server", "page")
 
 
@@ -116,8 +115,8 @@ class ServerConfig:
         has_vllm_metrics: Whether /metrics also shows figures under vLLM's names.
         has_draft_metrics: Whether answers have draft metrics, unless a request says otherwise.
         chat_template: The chat template in Jinja; None for the tokenizer's own.
-        tool_call_parser: The format of tool calls: vLLM's name, "auto" to tell it by the chat template, or "none".
-        reasoning_parser: The format of thoughts: vLLM's name, "auto" or "none".
+        tool_call_parser: See `tool_format`.
+        reasoning_parser: See `thinking_tags`.
         engine_name: The label `engine` of figures, which tells servers on one page apart.
     """
 
@@ -236,7 +235,6 @@ class _Server:
         return JsonResponse(self._card(request.path_params["name"]))
 
     def _card(self, name: str) -> dict[str, Any]:
-        """Returns the entry of /v1/models."""
         llm = self._engine.llm
         return {
             "id": name, "object": "model", "created": self._created, "owned_by": "foretoken",
@@ -246,7 +244,6 @@ class _Server:
         }  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize, of `prompt` or of `messages`."""
         body = await self._body(request)
         llm = self._engine.llm
         if body.get("messages") is not None:

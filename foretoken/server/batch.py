@@ -30,23 +30,14 @@ _PIECE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a batch.
-
-    Attributes:
-        number: Counted from 1.
-        data: The bytes of the line; None if the line is longer than a request may be.
-    """
+    """One line of a batch, counted from 1; data: its bytes, or None if the line is longer than a request may be."""
 
     number: int
     data: bytes | None
 
 
 def count_lines(path: Path) -> int:
-    """Returns the number of lines that are not empty.
-
-    Raises:
-        RequestError: When the file is missing or not a regular file.
-    """
+    """Returns the number of lines that are not empty; raises as `read_lines` does."""
     return sum(1 for _ in read_lines(path))
 
 
@@ -94,11 +85,7 @@ class AnswerFile:
             self._file.truncate(length)
 
     def add(self, answer: dict[str, Any]) -> None:
-        """Appends an answer, which then survives the end of the process.
-
-        Raises:
-            ConfigError: When the answer cannot be written, as on a full disk.
-        """
+        """Appends an answer, which then survives the end of the process; raises `ConfigError`, as on a full disk."""
         with told_as(ConfigError, f"'{self._part}'", "Make room, and run the command again: it continues."):
             left = memoryview(dumped(answer) + b"\n")
             while left:  # a nearly full disk takes a part
@@ -173,7 +160,6 @@ class OpenLines:
     """
 
     def __init__(self, source: Path, answers: AnswerFile) -> None:
-        """Keeps both files; answers: of an earlier run."""
         self._source, self._answered, self._seen, self.kept = source, frozenset(answers.answered), set[str](), 0
 
     def __iter__(self) -> Iterator[tuple[Line, dict[str, Any] | ApiError]]:
@@ -206,7 +192,6 @@ class LineAnswers:
     """Answers lines with one engine."""
 
     def __init__(self, engine: AsyncLLM, model: str, chat_template: str | None) -> None:
-        """See `foretoken.server.batch.run_batch`."""
         self._engine, self._model, llm = engine, model, engine.llm
         formats = AnswerFormats.of(llm, chat_template)
         self._reader = BodyReader(llm, model=model, template=chat_template, advice=_NO_TEMPLATE, formats=formats)
@@ -301,7 +286,7 @@ async def run_batch(
     chat_template: str | None = None,
     on_answer: Callable[[BatchCounts], None],
 ) -> BatchCounts:
-    """Answers all lines that have no answer yet, and writes answers as they are ready.
+    """Answers all lines that have no answer yet, writes answers as they are ready, and returns the final counts.
 
     Args:
         engine: Serves requests; its queue must have room for all lines in flight.
@@ -311,9 +296,6 @@ async def run_batch(
         max_in_flight: Lines that are served at once.
         chat_template: The chat template in Jinja; None for the tokenizer's own.
         on_answer: Called with the counts after every line.
-
-    Returns:
-        The final counts.
 
     Raises:
         ForetokenError: When a file cannot be read or written, or the engine fails; finished answers are kept.

@@ -27,10 +27,7 @@ KEY_VARIABLE = "FORETOKEN_API_KEY"
 
 
 def api_keys(path: Path | None) -> list[str]:
-    """Returns the key in `KEY_VARIABLE`, if set, and the keys of a file.
-
-    Args:
-        path: A file with one key a line; None for no file.
+    """Returns the key in `KEY_VARIABLE`, if set, and the keys of a file, one a line, if there is one.
 
     Raises:
         ConfigError: When a key is empty or not plain ASCII, or the file cannot be read or has no key.
@@ -69,11 +66,11 @@ class Guards:
     """Refuses requests with wrong keys or too many headers, and compressed, too large and too slow bodies."""
 
     def __init__(self, app: App, *, api_keys: Sequence[str], refused: Callable[[int], None]) -> None:
-        """Guards an application.
+        """Guards an application; without keys all paths are open.
 
         Args:
             app: An ASGI application.
-            api_keys: Accepted keys; `OPEN_PATHS` need none. Without keys all paths are open.
+            api_keys: Accepted keys; `OPEN_PATHS` need none.
             refused: Called with the status of every refusal.
         """
         self._app, self._keys, self._refused = app, [key.encode() for key in api_keys], refused
@@ -139,13 +136,10 @@ def check_origins(origins: Sequence[str]) -> None:
 
 
 def open_to(origins: Sequence[str], app: App) -> App:
-    """Returns an application that allows pages of some origins to read all answers, refusals included.
+    """Returns an application that allows pages of some origins, "*" for all, to read all answers, refusals included.
 
-    The application accepts no cookies, so a page must send an API key of its own.
-
-    Args:
-        origins: Origins such as "https://example.org", or "*" for all.
-        app: An ASGI application. Preflight requests, which carry no key, do not reach it.
+    The application accepts no cookies, so a page must send an API key of its own. Preflight requests, which carry no
+    key, do not reach `app`.
     """
     if not origins:
         return app

@@ -78,10 +78,7 @@ _SMALL = 1 << 18  # bytes; a smaller body cannot reach these counts
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body.
-
-    Args:
-        body: UTF-8, without a byte order mark.
+    """Returns the JSON object of a body in UTF-8.
 
     Raises:
         ApiError: With status 400, unless the body is one JSON object of Unicode text and finite numbers, at most

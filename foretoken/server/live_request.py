@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from contextvars import ContextVar, copy_context
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from foretoken.core.errors import ForetokenError, undone_on_error
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
-from foretoken.server.answers import EchoedPrompt, Envelope, chunk_alone, prompt_alone, running_usage
+from foretoken.server.answers import EchoedPrompt, Envelope, running_usage, without_tokens
 from foretoken.server.json_body import ApiError, api_error, disconnect, dumped, dumped_in_pieces
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
 from foretoken.server.responses import ResponseEnvelope, as_chat, told_back
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from foretoken.server.metrics import ServerMetrics
     from foretoken.server.request_fields import ServedRequest
 
-    AnswerShape = Envelope | ResponseEnvelope
-
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
@@ -51,11 +50,7 @@ async def in_thread(call: Callable[_Given, _Result], *given: _Given.args, **opti
 
 
 async def in_pool(pool: Executor | None, call: Callable[[], _Result]) -> _Result:
-    """Runs a call in one of a pool's threads and returns its result.
-
-    Args:
-        pool: None for the event loop's own pool.
-        call: Sees the context variables of the caller.
+    """Runs a call in a thread of a pool, None for the event loop's own, with the context variables of the caller.
 
     Raises:
         RuntimeError: When the call raises `StopIteration`, with which a future would never end.
@@ -109,7 +104,7 @@ class BodyReader:
         self._unknown, self._has_draft_metrics = UnknownFields(), has_draft_metrics
         self.has_template = bool(template or getattr(llm.tokenizer, "chat_template", None))
 
-    async def shape(self, path: str, body: dict[str, Any]) -> AnswerShape:
+    async def shape(self, path: str, body: dict[str, Any]) -> Envelope:
         """Checks a body and returns the shape of its answer; raises `ApiError` or `RequestError` for invalid fields."""
         is_response = path == GENERATING["responses"]
         log, defaults = self._unknown, self._llm.sampling_defaults
@@ -141,15 +136,11 @@ _compiling = ThreadPoolExecutor(4, thread_name_prefix="foretoken-grammars")
 
 
 class LiveRequest:
-    """The streams of a request's prompts.
-
-    Attributes:
-        envelope: Builds the bodies of the answer.
-    """
+    """The streams of a request's prompts; envelope: builds the bodies of the answer."""
 
     def __init__(
         self,
-        envelope: AnswerShape,
+        envelope: Envelope,
         streams: list[RequestStream],
         echoes: list[EchoedPrompt],
         metrics: ServerMetrics | None,
@@ -159,7 +150,7 @@ class LiveRequest:
         self._begin = time.monotonic()
 
     @classmethod
-    async def submit(cls, engine: AsyncLLM, envelope: AnswerShape, metrics: ServerMetrics | None) -> LiveRequest:
+    async def submit(cls, engine: AsyncLLM, envelope: Envelope, metrics: ServerMetrics | None) -> LiveRequest:
         """Submits every prompt, or none.
 
         Raises:
@@ -194,9 +185,7 @@ class LiveRequest:
     async def response(self, receive: Receive, on_disconnect: Callable[[], None]) -> Response:
         """Returns the answer for a client: a stream, or the whole body; aborts the request if the client disconnects.
 
-        Args:
-            receive: Gives the client's further messages.
-            on_disconnect: Called if the client disconnects before the end.
+        `receive` gives the client's further messages. `on_disconnect` is called if the client leaves before the end.
         """
         if self.envelope.request.is_streamed:
             return EventStream(self.parts(), on_disconnect, is_numbered=isinstance(self.envelope, ResponseEnvelope))
@@ -260,7 +249,7 @@ class LiveRequest:
             num_tokens += len(chunk.token_ids)
             num_told = 0 if request.is_prompt_alone else num_tokens
             more = {"usage": running_usage(num_prompt, num_told)} if request.has_running_usage else {}
-            told = chunk_alone(chunk) if request.is_prompt_alone else chunk
+            told = without_tokens(chunk, is_drafted=(), parts=()) if request.is_prompt_alone else chunk
             echo = self._echoes[at] if index in unechoed else None
             for body in self.envelope.part(index, told, echo, offsets[index], **more):
                 yield body if echo is None or echo.entries is None else await in_thread(dumped_in_pieces, body)
@@ -300,7 +289,9 @@ class LiveRequest:
 
     def _told(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Removes the generated token from results if the request asks for the prompt alone."""
-        return [prompt_alone(each) for each in outputs] if self.envelope.request.is_prompt_alone else outputs
+        if not self.envelope.request.is_prompt_alone:
+            return outputs
+        return [replace(output, outputs=list(map(without_tokens, output.outputs))) for output in outputs]
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         if self._metrics is not None:

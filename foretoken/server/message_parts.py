@@ -60,13 +60,10 @@ class MessageForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormats:
-    """The formats in which a model writes calls and thoughts.
+    """The formats in which a model writes calls and thoughts; see `MessageForm`.
 
     Attributes:
-        calls: The format of tool calls; None if it is unknown.
-        tags: The tags around thoughts; None if the model writes no thoughts.
         has_special_markers: Whether a marker of calls or thoughts is a special token, which decoded text omits.
-        decode: Decodes token ids to text, special tokens included.
     """
 
     calls: ToolFormat | None = None
@@ -78,16 +75,9 @@ class AnswerFormats:
     def of(
         cls, llm: LLM, template: str | None, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> AnswerFormats:
-        """Returns the formats of a model.
+        """Returns the formats of a model, for a chat template in Jinja, or None for the tokenizer's own.
 
-        Args:
-            llm: The model with its tokenizer.
-            template: A chat template in Jinja; None for the tokenizer's own.
-            tool_parser: See `tool_format`.
-            reasoning_parser: See `thinking_tags`.
-
-        Raises:
-            ConfigError: When a parser is unknown.
+        The parsers are named as in `tool_format` and `thinking_tags`, which raise `ConfigError` for an unknown name.
         """
         tokenizer = llm.tokenizer
         own = template or getattr(tokenizer, "chat_template", None) or ""
@@ -104,11 +94,9 @@ class AnswerFormats:
         return f"tool calls {calls or 'none'}, thoughts {thoughts or 'none'}"
 
     def form(self, prompt: str, tools: ToolUse | None) -> MessageForm | None:
-        """Returns how to read an answer; None if all of its text is content.
+        """Returns how to read an answer to a rendered conversation; None if all of its text is content.
 
-        Args:
-            prompt: The rendered conversation. It may end with the opening tag of thoughts, or with the closing tag.
-            tools: The tools of the request.
+        The conversation may end with the opening tag of thoughts, or with the closing tag.
         """
         text, tags = prompt.rstrip(), self.tags
         if tags is not None and text.endswith(tags.end):
@@ -126,13 +114,7 @@ class AnswerFormats:
 
 @dataclass(slots=True)
 class MessageParts:
-    """The parts that a piece of text adds to a message.
-
-    Attributes:
-        reasoning: Text of thoughts.
-        content: Text of content.
-        calls: Tool calls, in OpenAI's form for deltas of a stream.
-    """
+    """The parts that a piece of text adds to a message; calls: in OpenAI's form for deltas of a stream."""
 
     reasoning: str = ""
     content: str = ""
@@ -159,7 +141,6 @@ class MessageReader:
     """
 
     def __init__(self, form: MessageForm) -> None:
-        """Starts before the first piece of text."""
         self._form, self._rest, self._mark = form, "", ""
         self._thoughts, self._content = _Spaced(is_begun=False), _Spaced(is_begun=True)
         self._held: list[str] = []

@@ -64,25 +64,16 @@ class ServerMetrics:
             "foretoken:request_acceptance_length", "Tokens a target pass of a request.", self._labels,
             buckets=_PASSES, registry=self._registry,
         ).labels(**self._labels)  # fmt: skip
-        names = [*self._labels, "drafter"]
-        self._drafted = Counter(
-            "foretoken:drafter_draft_tokens", "Nodes verified, by drafter.", names, registry=self._registry
-        )
-        self._accepted = Counter(
-            "foretoken:drafter_accepted_tokens", "Tokens accepted, by drafter.", names, registry=self._registry
-        )
-        self._errors = Counter(
-            "foretoken:draft_errors", "Passes whose draft was dropped because the drafter failed.", [*self._labels],
-            registry=self._registry,
-        ).labels(**self._labels)  # fmt: skip
-        self._refused = Counter(
-            "foretoken:http_errors", "Answers that were errors, by status.", [*self._labels, "status"],
-            registry=self._registry,
-        )  # fmt: skip
-        self._disconnects = Counter(
-            "foretoken:client_disconnects", "Requests that were ended because the client went away.", [*self._labels],
-            registry=self._registry,
-        ).labels(**self._labels)  # fmt: skip
+        self._drafted = self._counter("drafter_draft_tokens", "Nodes verified, by drafter.", "drafter")
+        self._accepted = self._counter("drafter_accepted_tokens", "Tokens accepted, by drafter.", "drafter")
+        self._refused = self._counter("http_errors", "Answers that were errors, by status.", "status")
+        dropped = self._counter("draft_errors", "Passes whose draft was dropped because the drafter failed.")
+        left = self._counter("client_disconnects", "Requests that were ended because the client went away.")
+        self._errors, self._disconnects = dropped.labels(**self._labels), left.labels(**self._labels)
+
+    def _counter(self, name: str, text: str, *more: str) -> Counter:
+        """Makes a counter; more: labels besides the common ones."""
+        return Counter(f"foretoken:{name}", text, [*self._labels, *more], registry=self._registry)
 
     def _histograms(self, name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
         """Makes a histogram under each of its names."""

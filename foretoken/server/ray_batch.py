@@ -61,22 +61,11 @@ def run_ray_batch(
     chat_template: str | None = None,
     on_answer: Callable[[BatchCounts], None],
 ) -> BatchCounts:
-    """Answers all lines that have no answer yet, as `run_batch` does, on Ray workers.
+    """Answers all lines that have no answer yet on Ray workers; arguments and result as in `run_batch`.
 
     Uses the cluster that this process is connected to, else the one that `RAY_ADDRESS` names, else a new one on this
     machine for this call alone. Workers start once and together; each gets lines as soon as it is ready. Only this
     process reads and writes the two files. A worker that ends is started again and gets its lines again.
-
-    Args:
-        workers: The workers.
-        source: Lines of requests.
-        answers: Takes the answers.
-        model: The name of the model in requests and answers.
-        chat_template: The chat template in Jinja; None for the tokenizer's own.
-        on_answer: Called with the counts after every line.
-
-    Returns:
-        The final counts.
 
     Raises:
         ConfigError: When Ray is not installed.

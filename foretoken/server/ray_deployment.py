@@ -20,9 +20,14 @@ _ONGOING = (
     2  # times the sequences that a replica decodes at once; further requests of its prefixes go to other replicas
 )
 
+_OF_THE_ENGINE = {  # fields that are arguments of `LLM`
+    "dtype", "device", "max_num_seqs", "max_model_len", "runner", "max_num_batched_tokens", "enable_prefix_caching",
+    "kv_cache_memory_bytes", "generation_config", "override_generation_config", "gpu_memory_utilization",
+}  # fmt: skip
+
 
 class RayArguments(BaseModel):
-    """The options of `foretoken serve`, under their names, and of Ray Serve.
+    """The options of `foretoken serve`, under their names and with their meaning, and of Ray Serve.
 
     Attributes:
         model: Target: a model directory on every machine, or a hub id.
@@ -30,25 +35,10 @@ class RayArguments(BaseModel):
         served_model_name: Name of the model in requests, or several; None for `model`.
         chat_template: Path of a Jinja template on the machine that builds the application; None for the tokenizer's
             own.
-        tool_call_parser: See `--tool-call-parser`.
-        reasoning_parser: See `--reasoning-parser`.
         api_key_file: Path of a file with API keys, one a line, on every machine; `FORETOKEN_API_KEY` may hold one too.
-        allowed_origins: Origins whose pages may read answers, "*" for all; empty for the server's own page alone.
         max_num_seqs: Sequences that a replica decodes at once.
-        max_model_len: Most tokens of a sequence.
-        max_num_batched_tokens: Most tokens of a pass.
-        enable_prefix_caching: Reuse KV rows of a prompt's prefix that a slot holds.
-        kv_cache_memory_bytes: Memory for the KV rows of all sequences; None for half of the free memory.
-        gpu_memory_utilization: Largest share of the free memory for KV rows.
         max_waiting_requests: Requests that may wait in each front for a replica; further ones are answered with 429.
         max_waiting_tokens: Prompt tokens that may wait in a replica; further requests are answered with 429.
-        generation_config: The source of sampling defaults; see `--generation-config`.
-        override_generation_config: Sampling defaults that replace those of `generation_config`.
-        metrics_compat: Show figures at /metrics under vLLM's names too.
-        per_request_spec_decode_metrics: Whether answers have draft metrics.
-        dtype: See `--dtype`.
-        device: See `--device`.
-        runner: See `--runner`.
         threads: CPU threads of a replica; also its `num_cpus` for Ray.
         num_replicas: Replicas, or "auto" for Ray Serve's autoscaling.
         autoscaling_config: Options of Ray Serve's autoscaling.
@@ -96,12 +86,7 @@ class Replica:
     def __init__(
         self, arguments: RayArguments, speculative_config: dict[str, Any] | None, template: str | None
     ) -> None:
-        """Loads the model.
-
-        Args:
-            arguments: The options.
-            speculative_config: The drafter, as `LLM` takes it.
-            template: The chat template in Jinja; None for the tokenizer's own.
+        """Loads the model; the drafter comes as `LLM` takes it, the chat template in Jinja.
 
         Raises:
             ConfigError: When an option is invalid.
@@ -116,15 +101,8 @@ class Replica:
 
         if arguments.threads is not None:
             set_num_threads(arguments.threads)
-        llm = LLM(
-            arguments.model, speculative_config=speculative_config, dtype=arguments.dtype, device=arguments.device,
-            max_num_seqs=arguments.max_num_seqs, max_model_len=arguments.max_model_len, runner=arguments.runner,
-            max_num_batched_tokens=arguments.max_num_batched_tokens,
-            enable_prefix_caching=arguments.enable_prefix_caching,
-            kv_cache_memory_bytes=arguments.kv_cache_memory_bytes, generation_config=arguments.generation_config,
-            override_generation_config=arguments.override_generation_config,
-            gpu_memory_utilization=arguments.gpu_memory_utilization,
-        )  # fmt: skip
+        options = arguments.model_dump(include=_OF_THE_ENGINE)
+        llm = LLM(arguments.model, speculative_config=speculative_config, **options)
         if llm.tokenizer is None:
             raise ModelError(f"'{arguments.model}' has no tokenizer. Expected tokenizer files beside the weights.")
         self._engine = AsyncLLM(
@@ -167,11 +145,7 @@ class Front:
     """Receives requests and forwards them to replicas; see `ray_forwarding`."""
 
     def __init__(self, replicas: Any, arguments: RayArguments) -> None:
-        """Reads the API keys.
-
-        Args:
-            replicas: Handle of the deployment of `Replica`.
-            arguments: The options.
+        """Reads the API keys; replicas: handle of the deployment of `Replica`.
 
         Raises:
             ConfigError: When an API key or an allowed origin is invalid.

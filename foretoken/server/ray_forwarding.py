@@ -101,11 +101,7 @@ async def answer_messages(app: App, scope: dict[str, Any], body: bytes) -> Async
 
 
 def merged_pages(pages: Iterable[str]) -> str:
-    """Merges pages in Prometheus' text format: each family appears once, with the samples of all pages.
-
-    Args:
-        pages: The pages. Their samples differ in a label.
-    """
+    """Merges pages in Prometheus' text format: each family appears once, with the samples of all pages."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for page in pages:
         name = ""

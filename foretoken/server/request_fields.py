@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from foretoken.server.json_body import ApiError
 from foretoken.server.tools import tool_use
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from foretoken.server.message_parts import AnswerFormats, MessageForm
 
 _log = logging.getLogger(__name__)
@@ -161,7 +164,7 @@ def completion_request(body: Mapping[str, Any], unknown: UnknownFields, defaults
     Raises:
         ApiError: When a field is invalid.
     """
-    given = _known(body, unknown, own={"prompt", "echo"}, refused=_REFUSED.keys() - {"echo"})
+    given = _known(body, unknown, {"prompt", "echo"})
     is_echoed = checked_boolean(given, "echo")
     num_logprobs = checked_integer(given, "logprobs", 0, _MOST_LOGPROBS)
     prompts = [_with_extras(prompt, given) for prompt in _prompts(given.get("prompt"))]
@@ -181,20 +184,12 @@ def chat_request(
     prompt: Mapping[str, Any],
     formats: AnswerFormats,
 ) -> ServedRequest:
-    """Reads a body of /v1/chat/completions.
+    """Reads a body of /v1/chat/completions, as `completion_request` does.
 
-    Args:
-        body: The fields of the request.
-        unknown: Logs unknown fields.
-        defaults: See `LLM.sampling_defaults`; fields of the body replace them.
-        prompt: The rendered conversation; see `chat_form`.
-        formats: The model's formats of tool calls and thoughts.
-
-    Raises:
-        ApiError: When a field is invalid.
+    `prompt` is the rendered conversation; see `chat_form`. `formats` are the model's.
     """
     own = {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM}
-    given = _known(body, unknown, own=own, refused=_REFUSED.keys())
+    given = _known(body, unknown, own)
     tools = tool_use(given)
     form = formats.form(prompt["prompt"], tools)
     if form is not None and formats.has_special_markers:
@@ -210,17 +205,11 @@ def chat_request(
         raise ApiError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
     limit = given.pop("max_completion_tokens", None)
     given["max_tokens"] = given.get("max_tokens") if limit is None else limit
-    prompts, num_logprobs = [_with_extras(prompt, given)], (num_top or 0) if has_logprobs else None
-    has_prompt = "prompt_logprobs" in given
+    num_logprobs, has_prompt = (num_top or 0) if has_logprobs else None, "prompt_logprobs" in given
     return _request(
-        given,
-        prompts,
-        defaults,
-        is_chat=True,
-        num_top_logprobs=num_logprobs,
-        has_prompt_logprobs=has_prompt,
-        message_form=form,
-    )
+        given, [_with_extras(prompt, given)], defaults, is_chat=True, num_top_logprobs=num_logprobs,
+        has_prompt_logprobs=has_prompt, message_form=form,
+    )  # fmt: skip
 
 
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -266,13 +255,22 @@ _RENDERING = frozenset({
 })  # fmt: skip
 
 
-def _known(body: Mapping[str, Any], unknown: UnknownFields, *, own: set[str], refused: Any) -> dict[str, Any]:
-    """Returns the known fields that are not null; raises `ApiError` for unsupported ones."""
+def supported(body: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:
+    """Returns the fields that are neither null nor in `refused`.
+
+    `refused` has neutral values and advice for each field; raises `ApiError` for any other value.
+    """
     given = {name: value for name, value in body.items() if value is not None}
-    for name in refused & given.keys():
-        neutral, instead = _REFUSED[name]
+    for name in refused.keys() & given.keys():
+        neutral, instead = refused[name]
         if given.pop(name) not in neutral:
             raise ApiError(f"{name} = {shown(body[name])} is not supported. {instead}", param=name)
+    return given
+
+
+def _known(body: Mapping[str, Any], unknown: UnknownFields, own: set[str]) -> dict[str, Any]:
+    """Returns the known fields that are not null; raises `ApiError` for unsupported ones."""
+    given = supported(body, {name: told for name, told in _REFUSED.items() if name not in own})
     known = _SAMPLING | _SHARED | own
     unknown.note(given.keys() - known - _IGNORED)
     return {name: value for name, value in given.items() if name in known}
@@ -296,17 +294,14 @@ def _request(
     if metrics not in (None, "none", "summary"):
         message = f"spec_decode_metrics is {shown(metrics)}. Expected 'none' or 'summary'."
         raise ApiError(message, param="spec_decode_metrics")
-    is_streamed = checked_boolean(given, "stream")
+    is_streamed, form = checked_boolean(given, "stream"), more.get("message_form")
+    params = _params(
+        given, defaults, n, more["num_top_logprobs"], max_tokens=None if is_chat else 16,
+        thoughts=None if form is None else form.thoughts,
+    )  # fmt: skip
     return ServedRequest(
         prompts=prompts,
-        params=_params(
-            given,
-            defaults,
-            n,
-            more["num_top_logprobs"],
-            max_tokens=None if is_chat else 16,
-            thoughts=form.thoughts if (form := more.get("message_form")) else None,
-        ),
+        params=params,
         has_max_tokens=given.get("max_tokens") is not None,
         is_chat=is_chat,
         is_streamed=is_streamed,
@@ -428,10 +423,8 @@ def _token_id(key: str) -> int:
 
 def token_request(body: Mapping[str, Any]) -> list[int]:
     """Returns the token ids of a body of /detokenize; raises `ApiError` if there are none."""
-    try:
+    with _named("tokens"):
         check_sequence("tokens", body.get("tokens"), "a list of token ids")
-    except RequestError as err:
-        raise ApiError(str(err), param="tokens") from err
     _check_size("tokens", body["tokens"])
     return list(body["tokens"])
 
@@ -439,19 +432,24 @@ def token_request(body: Mapping[str, Any]) -> list[int]:
 def checked_boolean(given: Mapping[str, Any], name: str) -> bool:
     """Returns a switch of the body, False if missing; raises `ApiError` if the value is no boolean."""
     value = given.get(name)
-    try:
+    with _named(name):
         check_boolean(name, False if value is None else value)
-    except RequestError as err:
-        raise ApiError(str(err), param=name) from err
     return bool(value)
 
 
 def checked_integer(given: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
     """Returns an integer of the body, None if missing; raises `ApiError` unless the integer is in `low`..`high`."""
     value = given.get(name)
-    try:
+    with _named(name):
         if value is not None:
             check_integer(name, value, low, high)
-    except RequestError as err:
-        raise ApiError(str(err), param=name) from err
     return value
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Turns a `RequestError` into an `ApiError` that names a field."""
+    try:
+        yield
+    except RequestError as err:
+        raise ApiError(str(err), param=field) from err

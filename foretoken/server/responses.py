@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
-from foretoken.server.answers import draft_metrics, num_thoughts, seconds_since_1970, token_entries
+from foretoken.server.answers import Envelope, token_entries, usage
 from foretoken.server.json_body import ApiError, dumped
 from foretoken.server.message_parts import MessageParts, MessageReader
-from foretoken.server.request_fields import checked_integer, structured_outputs
+from foretoken.server.request_fields import checked_integer, structured_outputs, supported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.results import CompletionOutput, Logprob, RequestOutput, StreamChunk
     from foretoken.server.answers import EchoedPrompt
-    from foretoken.server.request_fields import ServedRequest
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -57,11 +56,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ApiError: When a field is invalid or not supported.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in _REFUSED.keys() & given.keys():
-        neutral, instead = _REFUSED[name]
-        if given.pop(name) not in neutral:
-            raise ApiError(f"{name} = {shown(body[name])} is not supported. {instead}", param=name)
+    given = supported(body, _REFUSED)
     chat = {name: value for name, value in given.items() if name not in _OWN | _IGNORED}
     chat["messages"] = _instructions(given.get("instructions")) + _messages(given.get("input"))
     chat["max_completion_tokens"] = checked_integer(given, "max_output_tokens", 1, 1 << 31)
@@ -72,10 +67,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a request that its answer repeats.
-
-    Args:
-        body: The fields, checked by `as_chat`.
+    """Returns the fields of a request that its answer repeats; `as_chat` has checked the body.
 
     Raises:
         ApiError: When the metadata are invalid, or the repeated fields are too large.
@@ -246,13 +238,9 @@ class OutputItems:
         return events
 
     def add(self, kind: str, text: str, logprobs: Sequence[Any] = (), **named: str) -> list[dict[str, Any]]:
-        """Adds text to the open item, or to a new one, and returns the events.
+        """Adds text with its log-probabilities to the open item, or to a new one, and returns the events.
 
-        Args:
-            kind: The type of the item. An open item of another type is closed first.
-            text: The text to add.
-            logprobs: Log-probabilities of its tokens.
-            named: `call_id` and `name`, which begin a new call.
+        An open item of another `kind` is closed first. `call_id` and `name` in `named` begin a new call.
         """
         events = []
         if named or self._fields.get("type") != kind:
@@ -313,34 +301,22 @@ class OutputItems:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseEnvelope:
-    """The fields that all parts of one response share.
+class ResponseEnvelope(Envelope):
+    """Builds the bodies of a response, as `Envelope` does for a chat.
 
     Attributes:
-        request: The request.
         told: Fields of the request that every body of the response repeats.
-        model: The name under which the model is served.
-        has_draft_metrics: Whether the response has draft metrics.
-        name: A unique name, part of the response's id.
-        created: Seconds since 1970.
         items: The items of the response's output.
-        readers: The readers of its text, once a stream has begun.
     """
 
-    request: ServedRequest
     told: Mapping[str, Any]
-    model: str
-    has_draft_metrics: bool = False
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=seconds_since_1970)
     items: OutputItems = field(default_factory=lambda: OutputItems(uuid.uuid4().hex))
-    readers: dict[int, MessageReader] = field(default_factory=dict)
 
     def whole(self, outputs: Sequence[RequestOutput], _echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
         """Returns the body of a response that is not streamed; outputs: the result of its prompt."""
         completion: CompletionOutput = outputs[0].outputs[0]
         form = self.request.message_form
-        logprobs = self._logprobs(completion.logprobs)
+        logprobs = self._entries(completion.logprobs)
         if form is None:
             self.items.add_parts(MessageParts(content=completion.text), logprobs)
         else:
@@ -363,7 +339,7 @@ class ResponseEnvelope:
         self, index: int, chunk: StreamChunk, _echo: EchoedPrompt | None, _offset: int, /, **_more: Any
     ) -> list[dict[str, Any]]:
         """Returns the events of further text; `usage` is sent at the end."""
-        logprobs = self._logprobs(chunk.logprobs)
+        logprobs = self._entries(chunk.logprobs)
         if self.request.message_form is None:
             return self.items.add("message", chunk.text, logprobs)
         reader = self.readers.setdefault(index, MessageReader(self.request.message_form))
@@ -388,14 +364,22 @@ class ResponseEnvelope:
     def _ended(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns the ended response; `incomplete` if it reached the token limit."""
         status = _status(outputs)
-        response = {
+        return {
             **self._response(status, self.items.done),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "usage": _usage(outputs[0], num_thoughts(self.request.message_form, outputs[0].outputs[0])),
+            "usage": self._usage(outputs[0]),
+            **self._metrics(outputs),
         }
-        if self.has_draft_metrics:
-            response["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
-        return response
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+        told = usage([output], self.request.message_form)
+        num_thoughts = told["completion_tokens_details"]["reasoning_tokens"]
+        return {
+            "input_tokens": told["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0},
+            "output_tokens": told["completion_tokens"], "output_tokens_details": {"reasoning_tokens": num_thoughts},
+            "total_tokens": told["total_tokens"],
+        }  # fmt: skip
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         params = self.request.params
@@ -407,20 +391,10 @@ class ResponseEnvelope:
             "truncation": "disabled", **self.told,
         }  # fmt: skip
 
-    def _logprobs(self, entries: Sequence[dict[int, Logprob]] | None) -> list[dict[str, Any]]:
+    def _entries(self, entries: Sequence[dict[int, Logprob]] | None) -> list[dict[str, Any]]:
         num_top = self.request.num_top_logprobs
         return [] if entries is None or num_top is None else token_entries(entries, num_top)
 
 
 def _status(outputs: Sequence[RequestOutput]) -> str:
     return "incomplete" if outputs[0].outputs[0].finish_reason == "length" else "completed"
-
-
-def _usage(output: RequestOutput, num_thoughts: int) -> dict[str, Any]:
-    num_input, num_output = len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs)
-    return {
-        "input_tokens": num_input,
-        "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": num_output, "output_tokens_details": {"reasoning_tokens": num_thoughts},
-        "total_tokens": num_input + num_output,
-    }  # fmt: skip

@@ -68,11 +68,7 @@ class ToolUse:
 
 
 def tool_use(body: Mapping[str, Any]) -> ToolUse | None:
-    """Reads the fields of a chat that concern tools; returns None if the request has no tools.
-
-    Raises:
-        ApiError: When a field is invalid.
-    """
+    """Reads the tools of a chat; returns None if there are none; raises `ApiError` for an invalid field."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is not None and not isinstance(tools, list):
         raise ApiError(f"tools is {shown(tools)}. Expected a list of functions.", param="tools")
@@ -209,7 +205,6 @@ class CallEnd:
     """Finds the end of a call in a text that comes in pieces, in time linear in the text."""
 
     def __init__(self, form: ToolFormat) -> None:
-        """Starts after the marker of a call."""
         self._close, self._quotes = form.close, form.quotes
         self._skipped = () if form.close else form.silent  # brackets in markers are not counted
         ends = form.close[0] if form.close else "()[]{}"
@@ -412,11 +407,9 @@ TAGS = (
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """Returns a format of tool calls; None if there is none.
+    """Returns the format of tool calls under vLLM's name of its parser; None if there is none, or for "none".
 
-    Args:
-        name: vLLM's name of a parser, "auto" to tell it by the template, or "none".
-        template: The text of the chat template.
+    "auto" takes the format that the chat template shows.
 
     Raises:
         ConfigError: When the name is unknown.
