@@ -21,8 +21,17 @@ from foretoken.drafting.asking import AtHand, Candidate, Costs, KnownDrafter, be
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.drafting.buying import buy, drawn_nodes
 from foretoken.drafting.draft_costs import FadingLine
-from foretoken.drafting.host_trees import HostMerge, count_followed, on_host, valued, values_of, with_values
-from foretoken.drafting.lookup_grafts import LookupChain, grafts_on, learn_chain
+from foretoken.drafting.host_trees import (
+    HostMerge,
+    LookupChain,
+    count_followed,
+    grafts_on,
+    learn_chain,
+    on_host,
+    valued,
+    values_of,
+    with_values,
+)
 from foretoken.drafting.measured_gain import WEIGHT_AT_PROBE
 from foretoken.trees.merge import grafted, merge_trees
 

@@ -22,12 +22,9 @@ from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import MAX_NODES, TokenTree
 from foretoken.drafters.base import DraftContext
 from foretoken.drafting.drafting import Draft
-from foretoken.engine.engine_counts import EngineCounts
-from foretoken.engine.failures import MemoryPressure, contained, fail, is_out_of_memory
 from foretoken.engine.prefill import Chunk, Prefill
-from foretoken.engine.sampling_state import SamplingState
-from foretoken.engine.scheduler import Scheduler
-from foretoken.engine.sequence import slot_of
+from foretoken.engine.scheduler import EngineCounts, Scheduler
+from foretoken.engine.sequence import MemoryPressure, SamplingState, contained, fail, is_out_of_memory, slot_of
 from foretoken.engine.tracing import traced
 from foretoken.engine.verification import (
     Outcome,

@@ -1,15 +1,25 @@
-"""One sequence in the engine: its tokens, its text, and when it stops."""
+"""One sequence while it is decoded; the sampling state of all, by slot; failures that end one sequence alone."""
 
 from __future__ import annotations
 
+import logging
+import time
 from bisect import bisect_right
-from typing import TYPE_CHECKING, NamedTuple
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
+
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import described, one_line
 from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk, TextPart
+from foretoken.sampling.batch import History, HistoryTable, SamplingBatch
+from foretoken.sampling.grammar import GrammarMask
 from foretoken.text.codec import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Seq
 
     from foretoken.core.records import SequenceStep
@@ -314,3 +324,108 @@ def slot_of(sequence: Sequence) -> int:
     if sequence.slot is None:
         raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences are decoded")
     return sequence.slot
+
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+def contained(sequence: Sequence, work: Callable[..., T], *arguments: Any) -> T | None:
+    """Calls `work(sequence, *arguments)` and returns its result; an error ends that sequence alone and returns None."""
+    try:
+        return work(sequence, *arguments)
+    except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
+        fail(sequence, err)
+        return None
+
+
+def fail(sequence: Sequence, error: Exception) -> None:
+    """Ends a sequence with an error, and logs it."""
+    sequence.fail(f"decoding failed: {described(error)}.")
+    _log.warning("request %s failed and was ended; others go on: %s", sequence.request_id, sequence.error)
+    _log.debug("where request %s failed", sequence.request_id, exc_info=error)
+
+
+_MOST_FAILURES = 3
+_WATCHED_SECONDS = 60.0
+_OFF_SECONDS = 60.0
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch raises a RuntimeError with this name
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error is a failed allocation, on the host or on the device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
+class MemoryPressure:
+    """Counts passes that ran out of memory. After three within a minute, drafting is off for a minute.
+
+    Attributes:
+        num_failures: Passes that ran out of memory so far.
+    """
+
+    def __init__(self, device: torch.device, *, now: Callable[[], float] = time.monotonic) -> None:
+        """Starts without failures; `device` is the target's, `now` a monotonic clock in seconds."""
+        self.num_failures = 0
+        self._device, self._now = device, now
+        self._recent: deque[float] = deque(maxlen=_MOST_FAILURES)
+        self._off_until = float("-inf")
+
+    @property
+    def allows_drafts(self) -> bool:
+        """Whether drafting is on."""
+        return self._now() >= self._off_until
+
+    def note_failure(self) -> None:
+        """Counts a failed pass. Call it when nothing refers to the tensors of the pass any more."""
+        self.num_failures += 1
+        if has_cuda_runtime(self._device):
+            torch.cuda.empty_cache()
+        now = self._now()
+        self._recent.append(now)
+        if len(self._recent) == _MOST_FAILURES and now - self._recent[0] <= _WATCHED_SECONDS:
+            self._off_until = now + _OFF_SECONDS
+            self._recent.clear()
+            _log.warning(
+                "memory did not hold %d passes within %.0f seconds: nothing is drafted for %.0f seconds. Lower "
+                "max_num_seqs, max_model_len or the nodes of a tree.", _MOST_FAILURES, _WATCHED_SECONDS, _OFF_SECONDS,
+            )  # fmt: skip
+
+
+class SamplingState:
+    """Tensors of the sequences in slots, kept from one iteration to the next.
+
+    Attributes:
+        table: Tokens of each slot's sequence that processors read.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.table = HistoryTable(num_slots, vocab_size, device)
+        self._vocab_size, self._device = vocab_size, device
+        self._batch: tuple[list[Sequence], SamplingBatch] | None = None
+
+    def batch(self, sequences: list[Sequence]) -> SamplingBatch:
+        """Returns the parameters as tensors; rebuilds them only when the batch changes."""
+        if self._batch is None or self._batch[0] != sequences:
+            requests = [s.sampling for s in sequences]
+            self._batch = (list(sequences), SamplingBatch.build(requests, self._vocab_size, self._device))
+        return self._batch[1]
+
+    def masked_batch(self, sequences: list[Sequence]) -> SamplingBatch:
+        """Returns `batch` with the masks of the sequences' grammars."""
+        batch = self.batch(sequences)
+        if all(s.grammar is None for s in sequences):
+            return batch
+        mask = GrammarMask([s.grammar for s in sequences])
+        return replace(batch, processors=(mask, *batch.processors))
+
+    def histories(self, sequences: list[Sequence], batch: SamplingBatch) -> History | None:
+        """Returns the tokens that processors of a batch read; None without processors."""
+        if not batch.processors:
+            return None
+        return self.table.view(
+            [slot_of(s) for s in sequences], [s.tokens for s in sequences], [s.num_prompt for s in sequences],
+            batch.tail_len,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ from end_to_end.tiny_llms import drafters, llm
 from foretoken import LLM, SamplingParams
 from foretoken.core.passes import Pass
 from foretoken.core.records import StepRecord
-from foretoken.engine.failures import MemoryPressure, is_out_of_memory
+from foretoken.engine.sequence import MemoryPressure, is_out_of_memory
 
 DRAFTERS = drafters()
 PROMPTS = [[5], [6, 7], [8, 9, 10]]
