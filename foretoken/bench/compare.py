@@ -86,7 +86,7 @@ def measure_rounds(
     on_measured: Callable[[], None] = _nothing,
     goes_on: Callable[[], bool] = _always,
 ) -> list[Measurement]:
-    """Measures every setup on batch after batch at one temperature, and compares with plain decoding.
+    """Measures every setup on batch after batch at one temperature, and compares with plain decoding, the first.
 
     Args:
         engines: The engines of the setups.
@@ -95,9 +95,6 @@ def measure_rounds(
         repeats: How often everything is measured.
         on_measured: Called after each batch of each setup.
         goes_on: Called before each batch but the first; False ends the measurement.
-
-    Returns:
-        Measurements, plain decoding first.
     """
     rows = [engines.empty(name, temperature) for name in engines.names]
     engines.warm_up(temperature)

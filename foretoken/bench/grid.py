@@ -86,14 +86,9 @@ class Refused:
 
 
 def parse_axis(text: str) -> tuple[str, list[Any]]:
-    """Reads one axis from the command line.
+    """Reads one axis from the command line, `KEY=VALUE,VALUE`; raises `ConfigError` for another form.
 
-    Args:
-        text: `KEY=VALUE,VALUE`. Values are JSON or text; commas inside brackets, braces and quotation marks do not
-            separate values.
-
-    Raises:
-        ConfigError: When the text has another form.
+    Values are JSON or text; commas inside brackets, braces and quotation marks do not separate values.
     """
     key, equals, values = text.partition("=")
     if not equals or not key.strip() or not values.strip():
@@ -124,11 +119,7 @@ def read_grid(path: Path) -> dict[str, list[Any]]:
 
 
 def joined_axes(*parts: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Joins axes from several sources.
-
-    Raises:
-        ConfigError: When two axes have the same key, or an axis has no value.
-    """
+    """Joins axes from several sources; raises `ConfigError` for a key that occurs twice, or an axis without a value."""
     axes: dict[str, list[Any]] = {}
     for part in parts:
         for key, values in part.items():
@@ -141,15 +132,12 @@ def joined_axes(*parts: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 def expand(axes: Mapping[str, Sequence[Any]], target: str) -> tuple[list[Point], list[Refused]]:
-    """Returns the points of a grid, in the order of its axes and without duplicates, and the refused points.
+    """Returns the points of a grid that can be measured, in the order of its axes without duplicates, and the refused.
 
     Args:
         axes: Values by key: fields of `Serving`, "setup" for whole drafters, and dotted keys of `speculative_config`,
             which change the drafters. Without "setup" there must be a "method".
         target: The target's directory; drafters without a `model` lie beside it.
-
-    Returns:
-        Points that can be measured, and points whose options the method refuses.
 
     Raises:
         ConfigError: When an axis fits no point, its key is also set by a drafter, or there is no drafter.

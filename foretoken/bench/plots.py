@@ -35,14 +35,7 @@ DARK = Theme("-dark", "#0d1117", "#d1d7e0", "#30363d", "#161b22")
 
 
 class Look(NamedTuple):
-    """The look of a method.
-
-    Attributes:
-        title: The name in tables and pictures.
-        light: Colour on white.
-        dark: Colour on black.
-        marker: Marker of matplotlib.
-    """
+    """The look of a method: its title, its colours on white and on black, and its marker in matplotlib."""
 
     title: str
     light: str
@@ -75,9 +68,7 @@ def in_order(methods: list[str]) -> list[str]:
 def look_of(method: str, methods: list[str]) -> Look:
     """Returns the look of a method; variants of its trees have its colours and markers of their own.
 
-    Args:
-        method: One of `methods`.
-        methods: All shown methods: `NAME`, `NAME:TREE`, or several of either joined by `+` for one merged tree.
+    methods: All shown methods: `NAME`, `NAME:TREE`, or several of either joined by `+` for one merged tree.
     """
     if method in _LOOKS:
         return _LOOKS[method]
@@ -191,15 +182,12 @@ class Series(NamedTuple):
 
 
 def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what: str) -> list[Path]:
-    """Draws every chart as `.svg` for both backgrounds and as `.png` for a light one.
+    """Draws every chart as `.svg` for both backgrounds and as `.png` for a light one; returns the files.
 
     Args:
         panels: The points of each serving.
         directory: The directory of the files; older ones are replaced.
         what: The model and the machine, shown below the title.
-
-    Returns:
-        The files.
 
     Raises:
         ConfigError: When matplotlib is not installed.

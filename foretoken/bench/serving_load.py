@@ -113,7 +113,7 @@ def answered_counts(figures: Iterable[Mapping[str, Any] | None]) -> DraftCounts 
 
 
 def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Returns the seconds at which requests are sent; the first at 0.
+    """Returns the seconds at which `count` requests are sent; the first at 0.
 
     Times between two requests have a gamma distribution with mean 1 / rate: a Poisson process for `burstiness` 1,
     burstier below 1, more even above.
@@ -330,14 +330,9 @@ class LoadRun:
 
 
 async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_progress) -> LoadRun:
-    """Sends all requests and waits for their ends.
+    """Sends all requests and waits for their ends; calls `on_progress(done, total)` after every request.
 
-    Args:
-        load: The requests.
-        on_progress: Called with (done, total) after every request.
-
-    Raises:
-        ConfigError: When there is no server, it serves no models, or it refuses the key.
+    Raises `ConfigError` when there is no server, it serves no models, or it refuses the key.
     """
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

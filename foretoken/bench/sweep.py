@@ -47,19 +47,10 @@ class Quartiles:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Returns the points that no other point beats.
+    """Returns the indices of the (cost, value) points that no other point beats, by ascending cost.
 
-    A point beats another when it costs no more and brings no less, and is better in one of the two. Points that are
-    equal in both do not beat each other.
-
-    Args:
-        points: (cost, value) pairs, all finite; lower costs and higher values are better.
-
-    Returns:
-        Indices into `points`, by ascending cost; equal points in their order.
-
-    Raises:
-        ValueError: For a number that is not finite.
+    A point beats another when it costs no more and brings no less, and is better in one of the two. Equal points do not
+    beat each other and keep their order. Raises `ValueError` for a number that is not finite.
     """
     if not all(math.isfinite(number) for point in points for number in point):
         raise ValueError("points of a Pareto front must be finite")
@@ -90,16 +81,14 @@ class PointResult:
         tokens_per_s: Output tokens per second of decoding, without prefill.
         plain_tokens_per_s: The same for plain decoding in the same rounds.
         speed_up: Ratio of the two, round by round.
-        tau: Tokens per target pass over all passes, the target's own included.
-        tau_by_round: The same round by round.
+        tau: Tokens per target pass over all passes, the target's own included; `tau_by_round`: the same round by round.
         nodes: Drafted nodes per target pass, mean.
         tree_utilisation: Accepted share of the drafted nodes.
         acceptance_by_depth: P(accepted at depth d | the tree reached depth d), from depth 1.
         declined: Share of the passes in which the controller chose not to draft.
         efficiency: Speed-up over tau.
         shares: Shares of the time of decoding in "draft", "verify" and "host".
-        num_identical: Texts equal to plain decoding's.
-        num_texts: Texts in all.
+        num_identical: Texts equal to plain decoding's, of `num_texts`.
         nats_per_token: See `Measurement`.
         draft_errors: Passes whose draft was dropped because the drafter failed.
     """
@@ -185,9 +174,7 @@ class SweepResults:
     def __init__(self, directory: Path, conditions: Mapping[str, Any] | None = None) -> None:
         """Opens or creates the results; removes a line that an interruption cut off.
 
-        Args:
-            directory: The directory of the sweep.
-            conditions: JSON-ready; None for existing results with any conditions.
+        conditions: JSON-ready; None for existing results with any conditions.
 
         Raises:
             ConfigError: When there are results of other conditions, none although conditions are None, or damaged ones.
@@ -245,9 +232,8 @@ class SweepResults:
 def fronts(results: Sequence[PointResult]) -> dict[str, list[int]]:
     """Returns the Pareto fronts over drafted nodes per pass, for points of one serving.
 
-    Returns:
-        Indices into `results` by ascending nodes: "tau" for the points that reach their tau with the fewest nodes,
-        "tokens/s" for those that reach their speed with the fewest.
+    Indices into `results` by ascending nodes: "tau" for the points that reach their tau with the fewest nodes,
+    "tokens/s" for those that reach their speed with the fewest.
     """
     return {
         TAU_FRONT: pareto_front([(result.nodes, result.tau) for result in results]),
@@ -391,7 +377,7 @@ class _Serving:
             note_surprise(self._model, self._tokenizer, self._workload, rows)
         for name in fitting:
             engines.remove(name)
-        return [_result(fitting[row.setup], row, plain) for row in rows]
+        return [(fitting[row.setup], PointResult.of(fitting[row.setup], row, plain)) for row in rows]
 
     def _ready(self) -> SetupEngines:
         """Returns the engines, at first with plain decoding alone."""
@@ -403,26 +389,19 @@ class _Serving:
         return self._engines
 
 
-def _result(point: Point, row: Measurement, plain: Measurement) -> tuple[Point, PointResult]:
-    return point, PointResult.of(point, row, plain)
-
-
 def _groups(points: Sequence[Point], size: int) -> Iterator[Sequence[Point]]:
     for begin in range(0, len(points), size):
         yield points[begin : begin + size]
 
 
 def write_parquet(rows: Sequence[Mapping[str, Any]], directory: Path, facts: Mapping[str, Any]) -> list[Path]:
-    """Writes or replaces the table of a directory, results.parquet.
+    """Writes or replaces the table of a directory, results.parquet, for pandas, polars or DuckDB; returns the file.
 
     Args:
         rows: Values by column: numbers, text, booleans, None, or lists of numbers. Missing values are null. A column of
             several types, such as trees given by name and by shape, is written as JSON text.
         directory: The directory of the table.
         facts: JSON-ready conditions of all rows, stored as JSON text under "foretoken" in the metadata of the file.
-
-    Returns:
-        The file.
 
     Raises:
         ConfigError: When pyarrow is not installed, or the file cannot be written.

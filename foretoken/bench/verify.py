@@ -121,16 +121,7 @@ def verify_setups(
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Compares the outputs of one setup with plain decoding's.
-
-    Attributes:
-        model: The target.
-        setup: Name of the setup.
-        runner: The target's runner.
-        runner_choice: Why that runner, in a sentence.
-        batch_size: Sequences decoded at once.
-        params: The sampling parameters.
-    """
+    """Compares the outputs of one setup with plain decoding's; see `Comparison`."""
 
     model: LoadedModel
     setup: str

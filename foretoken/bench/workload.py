@@ -149,11 +149,7 @@ _WARM_UP_TOKENS = 8
 
 
 class SetupEngines:
-    """One engine a setup, over weights that are loaded once; plain decoding is always included, as the first.
-
-    Attributes:
-        workload: The source of batches.
-    """
+    """One engine a setup, over weights that are loaded once; plain decoding is always included, as the first."""
 
     def __init__(
         self,
@@ -165,16 +161,7 @@ class SetupEngines:
         batch_size: int = 1,
         runner: str = "auto",
     ) -> None:
-        """Makes the engines.
-
-        Args:
-            model: The target.
-            tokenizer: The target's tokenizer.
-            setups: The drafters to compare.
-            workload: Prompts and sampling parameters; sampled requests have the same seeds in every setup.
-            batch_size: Sequences decoded at once.
-            runner: Runner of the target and of draft models, see `LLM`.
-        """
+        """Makes the engines; see `compare_setups`."""
         self.workload = workload
         self._engines: dict[str, LLM] = {}
         self._on_step: Callable[[StepRecord], None] = _ignore  # one engine runs at a time
@@ -222,13 +209,7 @@ class SetupEngines:
             engine.generate(self.workload.prompts[0], params)
 
     def measure(self, name: str, temperature: float, batch: Sequence[int]) -> Measurement:
-        """Decodes one batch with one setup and returns the round.
-
-        Args:
-            name: Name of the setup.
-            temperature: Temperature of all requests.
-            batch: Indices into the workload's prompts.
-        """
+        """Decodes one batch, indices into the workload's prompts, with one setup and returns the round."""
         row, params = self.empty(name, temperature), self.workload.params(temperature)
         self._on_step = row.add_step
         begin = time.perf_counter()

@@ -75,12 +75,7 @@ class Padding:
         return math.isqrt(self.factor)
 
     def __call__(self, tensor: Tensor, rule: Rule) -> Tensor:
-        """Returns the padded tensor, newly allocated.
-
-        Args:
-            tensor: Of any shape, on any device.
-            rule: The axes that grow.
-        """
+        """Returns the padded tensor, newly allocated; tensor: of any shape, on any device."""
         live = tensor / self.root if rule.is_scaled_down else tensor
         if not rule.axes:
             return live.to(self.generator.device, copy=True)
@@ -106,15 +101,9 @@ def growth(small: int, large: int) -> int | None:
 
 
 def exactly(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
-    """Returns the same numbers in another dtype; None keeps theirs. Integers stay as they are.
+    """Returns the same numbers in another floating-point dtype; None keeps theirs. Integers stay as they are.
 
-    Args:
-        tensor: Of any shape.
-        dtype: A floating-point dtype.
-        what: Names the model or head in the error.
-
-    Raises:
-        ConfigError: When rounding would change the numbers.
+    Raises `ConfigError`, which names `what`, when rounding would change the numbers.
     """
     if dtype is None or not tensor.is_floating_point():
         return tensor
@@ -259,13 +248,13 @@ def write_model(
     dtype: torch.dtype | None,
     on_tensor: Callable[[], None],
 ) -> None:
-    """Writes a padded model, with configuration and tokenizer.
+    """Writes a padded model, with configuration and tokenizer, into an empty directory.
 
     Args:
         model: The model to pad.
         padding: The padding.
         record: For the configuration.
-        new: An empty directory.
+        new: The directory.
         num_layers: Layers of the padded model, at least the model's.
         dtype: Dtype of its weights; None keeps theirs.
         on_tensor: Called after each tensor.
@@ -310,11 +299,7 @@ def write_all_but_weights(
 def padded_tensors(
     model: SmallModel, padding: Padding, *, num_layers: int, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a padded model with its name, on the device of `padding`; arguments as in `write_model`.
-
-    Raises:
-        ConfigError: When the dtype cannot hold the model's numbers.
-    """
+    """Yields every tensor of a padded model with its name, on the device of `padding`; see `write_model`."""
     for key, origin in model.origins(num_layers).items():
         yield key, _padded(model, key, origin, padding, dtype)
 
