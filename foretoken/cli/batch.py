@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,6 @@ from foretoken.core.errors import RequestError
 if TYPE_CHECKING:
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.batch import BatchCounts
-
-_LINE_EVERY = 30.0  # seconds between progress lines without a terminal
 
 
 def batch(
@@ -86,7 +83,8 @@ def batch(
                 gpu_memory_utilization=gpu_memory_utilization,
                 generation_config=generation_config, override_generation_config=override_generation_config,
             )  # fmt: skip
-            with _progress(total, at_once=number * in_flight) as shown:
+            with terminal.renewed_line() as (say, every):
+                shown = _Progress(total, number * in_flight, say, every)
                 if num_workers is None:
                     shown.say("loading the model")
                     with closing(make_engine()) as engine:
@@ -126,10 +124,7 @@ def _engine(
 
 
 class _Progress:
-    """Shows the progress of a batch on standard error: one renewed line on a terminal, else a line every 30 seconds.
-
-    Rates and the time left do not count the seconds of starting.
-    """
+    """Shows the progress of a batch. Rates and the time left do not count the seconds of starting."""
 
     def __init__(self, total: int, at_once: int, say: Callable[[str], None], every: float) -> None:
         """Takes numbers of lines, a function that prints, and seconds between lines of progress."""
@@ -170,14 +165,3 @@ class _Progress:
             return ""
         now = time.perf_counter()
         return f"; {self._begun - self._made:.1f} s to start, {now - self._begun:.1f} s to answer"
-
-
-@contextmanager
-def _progress(total: int, at_once: int) -> Iterator[_Progress]:
-    if not sys.stderr.isatty():
-        yield _Progress(total, at_once, terminal.note, _LINE_EVERY)
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("reading") as status:
-        yield _Progress(total, at_once, status.update, 0.0)

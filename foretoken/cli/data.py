@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from foretoken.core.errors import ConfigError, RequestError
 if TYPE_CHECKING:
     from foretoken.entrypoints.llm import LLM
     from foretoken.training.data.corpus import Corpus, DataProgress, DocumentMaker
-    from foretoken.training.data.documents import DistillSettings
 
 
 def index(
@@ -106,9 +104,6 @@ def vocab(
     terminal.say(f"{out}: {size} tokens, coverage {counted.vocabulary.coverage:.2%} of {counted.num_labels} labels")
 
 
-_LINE_EVERY = 30.0  # seconds between progress lines without a terminal
-
-
 def data(
     target: Annotated[str, typer.Argument(help="Target: its tokenizer encodes the text; a directory or a hub id.")],
     out: Annotated[Path, typer.Option(help="Directory to make: train/ and perhaps held_out/.")],
@@ -167,7 +162,8 @@ def data(
     `foretoken data index` makes a datastore to draft from. A target in a directory called vocab or index is named
     ./vocab or ./index.
     """
-    from foretoken.training.data.corpus import CorpusPlan, build_corpus
+    from foretoken.training.data.corpus import TRAIN, CorpusPlan, build_corpus
+    from foretoken.training.data.documents import DistillSettings, Encoder, SelfDistiller
     from foretoken.training.data.packed import PACKED_TOKENS
     from foretoken.training.data.records import dataset_source, file_source, json_source, text_source
 
@@ -188,8 +184,6 @@ def data(
     )
     meta: dict[str, Any] = {"target": target}
     if self_distill:
-        from foretoken.training.data.documents import DistillSettings
-
         settings = DistillSettings(
             prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
@@ -198,12 +192,17 @@ def data(
         if self_distill:
             llm = _target(target, speculative_config, dtype, device, runner, threads, batch_size)
             tokenizer, vocab_size = llm.tokenizer, llm.target.vocab_size
-            makers = _distillers(llm, settings, responses, batch_size, supervise_all)
         else:
             tokenizer, vocab_size = _tokenizer(target), None
-            makers = _encoders(tokenizer)
+
+        def make(part: str) -> DocumentMaker:
+            if not self_distill:
+                return Encoder(tokenizer)
+            file = responses if part == TRAIN else responses.with_name(f"{part}.{responses.name}")
+            return SelfDistiller(llm, settings, file, max_num_seqs=batch_size, supervise_all=supervise_all)
+
         corpus = build_corpus(
-            out, plan, tokenizer, makers, vocab_size=vocab_size, meta=meta, force=force, on_progress=on_progress
+            out, plan, tokenizer, make, vocab_size=vocab_size, meta=meta, force=force, on_progress=on_progress
         )
     _report(target, out, corpus, as_json=as_json)
 
@@ -245,30 +244,6 @@ def _target(
     return LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
 
 
-def _encoders(tokenizer: Any) -> Callable[[str], DocumentMaker]:
-    from foretoken.training.data.documents import Encoder
-
-    def make(part: str) -> DocumentMaker:
-        del part  # both parts are made in the same way
-        return Encoder(tokenizer)
-
-    return make
-
-
-def _distillers(
-    llm: LLM, settings: DistillSettings, file: Path, batch_size: int, supervise_all: bool
-) -> Callable[[str], DocumentMaker]:
-    """Makes documents from the target's responses; held-out sources have their own file of responses."""
-    from foretoken.training.data.corpus import TRAIN
-    from foretoken.training.data.documents import SelfDistiller
-
-    def make(part: str) -> DocumentMaker:
-        path = file if part == TRAIN else file.with_name(f"{part}.{file.name}")
-        return SelfDistiller(llm, settings, path, max_num_seqs=batch_size, supervise_all=supervise_all)
-
-    return make
-
-
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
     """Makes SIGTERM end the work as Ctrl-C does, so that half-written directories are removed."""
@@ -289,22 +264,16 @@ def ending_cleanly() -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[DataProgress], None]]:
-    """Shows progress on standard error: one renewed line on a terminal, else a line every 30 seconds."""
-    if not sys.stderr.isatty():
-        last = time.perf_counter()
+    last = time.perf_counter()
+    with terminal.renewed_line() as (say, every):
 
-        def print_line(progress: DataProgress) -> None:
+        def show(progress: DataProgress) -> None:
             nonlocal last
-            if time.perf_counter() - last >= _LINE_EVERY:
+            if time.perf_counter() - last >= every:
                 last = time.perf_counter()
-                terminal.note(_line(progress))
+                say(_line(progress))
 
-        yield print_line
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("reading") as status:
-        yield lambda progress: status.update(_line(progress))
+        yield show
 
 
 def _line(progress: DataProgress) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,10 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.results import DrafterShares
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from foretoken.cli.shown_tokens import ShownTokens
     from foretoken.core.records import Declined, StepRecord
-    from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.llm import LLM
     from foretoken.models.loading import LoadedModel
@@ -138,9 +140,13 @@ def generate(
     }  # fmt: skip
     if as_json:
         output = llm.generate(request, params)[0]
-        watch.write_trace(conditions, output.outputs[0].text, output.outputs[0].finish_reason)
+        completion = output.outputs[0]
+        watch.write_trace(conditions, completion.text, completion.finish_reason)
         options.print_json({
-            **header, "runner_choice": llm.target.choice, "load_seconds": clock.seconds, **_as_dict(output),
+            **header, "runner_choice": llm.target.choice, "load_seconds": clock.seconds,
+            "prompt_token_ids": output.prompt_token_ids,
+            **{name: getattr(completion, name) for name in ("token_ids", "text", "finish_reason", "stop_reason")},
+            "metrics": output.metrics.as_dict(),
             "not_drafted": drafts.as_dict() if setup.config is not None else None,
         })  # fmt: skip
         return
@@ -155,18 +161,6 @@ def generate(
     if verbose and setup.config is not None:
         terminal.note(f"[{drafts.line()}]")
         terminal.note(f"[{drafts.shares_line()}]")
-
-
-def _as_dict(output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
-    return {
-        "prompt_token_ids": output.prompt_token_ids,
-        "token_ids": completion.token_ids,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        "metrics": output.metrics.as_dict(),
-    }
 
 
 def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch) -> tuple[str, str | None]:
@@ -211,9 +205,11 @@ class _Watch:
         trace: Path | None,
     ) -> None:
         self.drafts = _Drafts()
-        self._raw, self._trace, self._prompt = raw, trace, prompt
+        self._trace, self._prompt = trace, prompt
         self._shown: ShownTokens | None = None
         self._recorder: TraceRecorder | None = None
+        self.print_prompt: Callable[[str], None] = partial(terminal.write, raw=raw)
+        self.print: Callable[[str], None] = self.print_prompt
         if not show and trace is None:
             return
         from foretoken.cli.shown_tokens import ShownTokens
@@ -225,27 +221,14 @@ class _Watch:
         prompt_ids = PromptReader(codec, loaded.vocab_size, loaded.context_len).read(prompt).token_ids
         if show:
             self._shown = ShownTokens(codec, prompt_ids, colour=color, raw=raw)
+            self.print_prompt, self.print = self._shown.write_prompt, self._shown.write
         if trace is not None:
             self._recorder = TraceRecorder(codec, prompt_ids)
 
     def add(self, record: StepRecord) -> None:
-        self.drafts.add(record)
-        if self._shown is not None:
-            self._shown.add(record)
-        if self._recorder is not None:
-            self._recorder.add(record)
-
-    def print_prompt(self, text: str) -> None:
-        if self._shown is None:
-            terminal.write(text, raw=self._raw)
-        else:
-            self._shown.write_prompt(text)
-
-    def print(self, text: str) -> None:
-        if self._shown is None:
-            terminal.write(text, raw=self._raw)
-        else:
-            self._shown.write(text)
+        for each in (self.drafts, self._shown, self._recorder):
+            if each is not None:
+                each.add(record)
 
     def end(self, num_tokens: int, passes: int, seconds: float, ending: str) -> None:
         terminal.write("\n")

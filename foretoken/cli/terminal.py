@@ -281,6 +281,21 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
+def renewed_line() -> Iterator[tuple[Callable[[str], None], float]]:
+    """Yields a function that shows progress on standard error, and the least seconds between its calls.
+
+    On a terminal one line is renewed; else there is a line every 30 seconds.
+    """
+    if not sys.stderr.isatty():
+        yield note, 30.0
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading") as status:
+        yield status.update, 0.0
+
+
+@contextmanager
 def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
     """Shows a training run of `total` steps: one renewed line on a terminal, else a line now and then.
 

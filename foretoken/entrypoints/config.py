@@ -24,6 +24,7 @@ from foretoken.entrypoints.drafter_files import (
     what_lies_at,
 )
 from foretoken.entrypoints.model_arguments import checked_path
+from foretoken.entrypoints.vllm_arguments import is_one_of
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.formats.registry import holds_head, method_of
 
@@ -215,9 +216,9 @@ class SpeculativeConfig:
     @property
     def for_predictions(self) -> DrafterOptions | None:
         """Options of the extra drafter for requests with predictions; None if one of `options` reads predictions."""
-        return (
-            None if any(each.reads_predictions for each in self.options) else drafter_options({"method": _PREDICTION})
-        )
+        if any(each.reads_predictions for each in self.options):
+            return None
+        return drafter_options({"method": _PREDICTION})
 
 
 def parse_speculative_config(
@@ -243,7 +244,7 @@ def parse_speculative_config(
         return SpeculativeConfig(options=[], policy=AcceptancePolicy())
     config = _mapping(given)
     for key, values in _NEUTRAL.items():
-        if key in config and not _is_one_of(config[key], values):
+        if key in config and not is_one_of(config[key], values):
             raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
     each = [config] if config.get("drafters") is None else _drafters(config)
     return SpeculativeConfig(options=[_options(one, target) for one in each], policy=_policy(config))
@@ -292,7 +293,7 @@ def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
     own = {
         key: value
         for key, value in {**config, "method": _method(config)}.items()
-        if key not in ENGINE_KEYS and not _is_one_of(value, _UNSET.get(key, ()))
+        if key not in ENGINE_KEYS and not is_one_of(value, _UNSET.get(key, ()))
     }
     method, model = own["method"], own.get("model")
     if isinstance(model, os.PathLike):
@@ -344,11 +345,6 @@ def _method(config: Mapping[str, Any]) -> Any:
     if any(key.startswith("prompt_lookup_") for key in config):
         return "ngram"
     raise ConfigError("speculative_config has no 'method'. Expected for example {'method': 'ngram'}.")
-
-
-def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value is among `values`; 1 and True differ."""
-    return any(type(value) is type(each) and value == each for each in values)
 
 
 def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:

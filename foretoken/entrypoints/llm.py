@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, DrafterOptions
     from foretoken.entrypoints.config import SpeculativeConfig
     from foretoken.models.loading import LoadedModel
-    from foretoken.runner.costs import PassCosts
     from foretoken.text.prompts import Message, Prompt
 
 _DEFAULT_SEQUENCES = 8
@@ -130,15 +129,18 @@ class LLM(BuiltPerProcess):
         costs = cache(partial(pass_costs, loaded))  # by decoder
         setup = _drafter_setup(drafter, config, target=loaded, is_trusted=trust_drafter)
         self.drafters: Seq[Drafter] = setup.drafters
-        sizes = _CacheSizes(
-            max_num_seqs or _DEFAULT_SEQUENCES, max_model_len, kv_cache_memory_bytes, gpu_memory_utilization
-        )
-        self.target = _make_runner(loaded, setup, sizes, runner=runner, costs=costs)
+        num_slots, num_bytes = max_num_seqs or _DEFAULT_SEQUENCES, kv_cache_memory_bytes
+        if num_bytes is None and gpu_memory_utilization is not None:
+            num_bytes = share_of_free(loaded.device, gpu_memory_utilization)
+        self.target = _make_runner(
+            loaded, setup, max_model_len, num_slots=num_slots, runner=runner, costs=costs,
+            kv_cache_memory_bytes=num_bytes,
+        )  # fmt: skip
         handle = TargetHandle(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
             context_len=self.target.context_len,
-            num_slots=sizes.num_slots,
+            num_slots=num_slots,
             device=loaded.device,
             dtype=loaded.dtype,
             runner=runner,
@@ -152,9 +154,7 @@ class LLM(BuiltPerProcess):
             self.target,
             _attach_drafters(setup, config, self.target, handle),
             policy=setup.policy,
-            slots=SlotPool(
-                sizes.num_slots, keeps_prefixes=enable_prefix_caching is None or bool(enable_prefix_caching)
-            ),
+            slots=SlotPool(num_slots, keeps_prefixes=enable_prefix_caching is None or bool(enable_prefix_caching)),
             on_step=on_step,
             max_num_batched_tokens=max_num_batched_tokens,
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
@@ -378,35 +378,21 @@ def _drafter_setup(
     return _DrafterSetup(drafters, config.options, config.policy, predicting)
 
 
-class _CacheSizes(NamedTuple):
-    num_slots: int
-    max_model_len: int | None
-    kv_cache_memory_bytes: int | None
-    gpu_memory_utilization: float | None
-
-
-def _make_runner(
-    loaded: LoadedModel, setup: _DrafterSetup, sizes: _CacheSizes, *, runner: str, costs: Callable[[str], PassCosts]
-) -> Runner:
+def _make_runner(loaded: LoadedModel, setup: _DrafterSetup, max_model_len: int | None, **options: Any) -> Runner:
     """Makes the runner with a KV cache; raises `ConfigError` if `max_model_len` tokens do not fit into memory."""
-    drafters, num_bytes = [*setup.drafters, *setup.for_predictions], sizes.kv_cache_memory_bytes
-    if num_bytes is None and sizes.gpu_memory_utilization is not None:
-        num_bytes = share_of_free(loaded.device, sizes.gpu_memory_utilization)
+    drafters = [*setup.drafters, *setup.for_predictions]
     target = Runner(
         loaded,
-        num_slots=sizes.num_slots,
-        context_len=sizes.max_model_len or loaded.context_len,
+        context_len=max_model_len or loaded.context_len,
         max_nodes=most_nodes(drafters),
         usual_nodes=most_nodes(setup.drafters),
         taps=joint_reads(drafters).taps,
-        runner=runner,
-        costs=costs,
         shares_rows=True,
-        kv_cache_memory_bytes=num_bytes,
+        **options,
     )
-    if sizes.max_model_len is not None and target.context_len < sizes.max_model_len:
+    if max_model_len is not None and target.context_len < max_model_len:
         raise ConfigError(
-            f"max_model_len {sizes.max_model_len} needs more memory than there is. Expected at most "
+            f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
             f"{target.context_len}. Lower it, or raise kv_cache_memory_bytes."
         )
     return target

@@ -44,12 +44,14 @@ class OtherArgument(NamedTuple):
         _log.debug("vLLM's %s has a neutral value and is ignored", told)
 
 
+def is_one_of(value: Any, values: Iterable[Any]) -> bool:
+    """Decides whether a value is among `values`; 1 and True differ."""
+    return any(type(value) is type(each) and value == each for each in values)
+
+
 def _one_of(*values: Any) -> NeutralValues:
-    """Makes given values neutral; 1 and True differ."""
-    return NeutralValues(
-        ", ".join(f"`{value!r}`" for value in (*values, None)),
-        lambda value: any(type(value) is type(each) and value == each for each in values),
-    )
+    """Makes given values neutral."""
+    return NeutralValues(", ".join(f"`{value!r}`" for value in (*values, None)), lambda value: is_one_of(value, values))
 
 
 def _any(words: str, *kinds: type) -> NeutralValues:
@@ -170,37 +172,36 @@ OTHER_ARGUMENTS = {
     ),
     **_group("Pass it as 'dtype'.", torch_dtype=_NOTHING),
 }  # fmt: skip
-_LOGS = "The log says what went wrong, and no text of requests. Leave it out."
-_PROXY = "Put a reverse proxy before the server."
-_ORIGINS = "Pages of --allowed-origins may send every header, and no cookies. Leave it out."
 _OTHER_OPTIONS = OTHER_ARGUMENTS | {
-    "allow_credentials": OtherArgument(_one_of(False), _ORIGINS),
-    "allowed_headers": OtherArgument(_one_of(["*"]), _ORIGINS),
-    "allowed_methods": OtherArgument(_one_of(["*"]), _ORIGINS),
-    "api_key": OtherArgument(
-        _one_of(), "Everybody on this machine can read command lines. Pass --api-key-file, or set FORETOKEN_API_KEY."
+    **_group(
+        "Pages of --allowed-origins may send every header, and no cookies. Leave it out.",
+        allow_credentials=_OFF, allowed_headers=_one_of(["*"]), allowed_methods=_one_of(["*"]),
     ),
-    "api_server_count": OtherArgument(_one_of(1), "One process serves. For several see num_fronts in docs/server.md."),
-    "chat_template_content_format": OtherArgument(_one_of("auto", "string"), "Templates get text. Leave it out."),
-    "disable_fastapi_docs": OtherArgument(_EITHER, "Leave it out."),
-    "disable_frontend_multiprocessing": OtherArgument(_EITHER, "Leave it out."),
-    "disable_log_requests": OtherArgument(_EITHER, _LOGS),
-    "disable_uvicorn_access_log": OtherArgument(_EITHER, _LOGS),
-    "enable_auto_tool_choice": OtherArgument(_EITHER, "Leave it out."),
-    "enable_force_include_usage": OtherArgument(_one_of(False), "Clients ask with stream_options.include_usage."),
-    "enable_log_requests": OtherArgument(_one_of(False), _LOGS),
-    "enable_prompt_tokens_details": OtherArgument(_EITHER, "Leave it out."),
-    "enable_ssl_refresh": OtherArgument(_one_of(False), _PROXY),
-    "lora_modules": OtherArgument(_one_of(), "Merge the adapter into the model first."),
-    "max_log_len": OtherArgument(_any("any", int, str), _LOGS),
-    "middleware": OtherArgument(_one_of(), _PROXY),
-    "response_role": OtherArgument(_one_of("assistant"), "Answers come from the assistant. Leave it out."),
-    "root_path": OtherArgument(_one_of(""), _PROXY),
-    "ssl_ca_certs": OtherArgument(_one_of(), _PROXY),
-    "ssl_certfile": OtherArgument(_one_of(), _PROXY),
-    "ssl_keyfile": OtherArgument(_one_of(), _PROXY),
-    "uvicorn_log_level": OtherArgument(_TEXT, _LOGS),
-}
+    **_group(
+        "Everybody on this machine can read command lines. Pass --api-key-file, or set FORETOKEN_API_KEY.",
+        api_key=_NOTHING,
+    ),
+    **_group("One process serves. For several see num_fronts in docs/server.md.", api_server_count=_ONE),
+    **_group("Templates get text. Leave it out.", chat_template_content_format=_one_of("auto", "string")),
+    **_group(
+        "Leave it out.",
+        disable_fastapi_docs=_EITHER, disable_frontend_multiprocessing=_EITHER, enable_auto_tool_choice=_EITHER,
+        enable_prompt_tokens_details=_EITHER,
+    ),
+    **_group(
+        "The log says what went wrong, and no text of requests. Leave it out.",
+        disable_log_requests=_EITHER, disable_uvicorn_access_log=_EITHER, enable_log_requests=_OFF,
+        max_log_len=_any("any", int, str), uvicorn_log_level=_TEXT,
+    ),
+    **_group("Clients ask with stream_options.include_usage.", enable_force_include_usage=_OFF),
+    **_group("Merge the adapter into the model first.", lora_modules=_NOTHING),
+    **_group(
+        "Put a reverse proxy before the server.",
+        enable_ssl_refresh=_OFF, middleware=_NOTHING, root_path=_one_of(""), ssl_ca_certs=_NOTHING,
+        ssl_certfile=_NOTHING, ssl_keyfile=_NOTHING,
+    ),
+    **_group("Answers come from the assistant. Leave it out.", response_role=_one_of("assistant")),
+}  # fmt: skip
 _SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
     "-q": "--quantization",
