@@ -26,7 +26,7 @@ from foretoken.models.config_checks import (
     end_tokens,
     read_twin_record,
 )
-from foretoken.models.placement import check_placement, gather_weights, resolve_device, resolve_dtype
+from foretoken.models.placement import gather_weights, resolve_device, resolve_dtype
 from foretoken.models.plugin import ATTENTION_NAME, adapt_attention
 from foretoken.models.shared_copy import shared_copy
 from foretoken.models.weight_files import (
@@ -201,6 +201,22 @@ def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "au
     model = replace(_ready(shared_copy(module), name), is_borrowed=True)
     check_placement(model, dtype=dtype, device=device)
     return model
+
+
+def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
+    """Raises `ModelError` if a model in memory has another dtype or device than asked for."""
+    if dtype != "auto" and resolve_dtype(dtype, model.device) != model.dtype:
+        own = str(model.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"dtype '{dtype}' was asked for, but {model.name} is in memory as {own}. Expected 'auto' or '{own}'. "
+            "Convert it first, or pass the name of the model."
+        )
+    asked = None if device == "auto" else resolve_device(device)
+    if asked is not None and (asked.type != model.device.type or asked.index not in (None, model.device.index)):
+        raise ModelError(
+            f"device '{device}' was asked for, but {model.name} is on '{model.device}'. Expected 'auto' or "
+            f"'{model.device}'. Move it first, or pass the name of the model."
+        )
 
 
 def _ready(module: Any, name: str) -> LoadedModel:

@@ -15,8 +15,6 @@ from foretoken.decoder.memory import in_own_memory, plain_tensors
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from foretoken.models.loading import LoadedModel
-
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -25,22 +23,6 @@ DTYPES = {
 }
 
 _LONGEST_REASON = 100  # characters
-
-
-def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
-    """Raises `ModelError` if a model in memory has another dtype or device than asked for."""
-    if dtype != "auto" and resolve_dtype(dtype, model.device) != model.dtype:
-        own = str(model.dtype).removeprefix("torch.")
-        raise ModelError(
-            f"dtype '{dtype}' was asked for, but {model.name} is in memory as {own}. Expected 'auto' or '{own}'. "
-            "Convert it first, or pass the name of the model."
-        )
-    asked = None if device == "auto" else resolve_device(device)
-    if asked is not None and (asked.type != model.device.type or asked.index not in (None, model.device.index)):
-        raise ModelError(
-            f"device '{device}' was asked for, but {model.name} is on '{model.device}'. Expected 'auto' or "
-            f"'{model.device}'. Move it first, or pass the name of the model."
-        )
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
