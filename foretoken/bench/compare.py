@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from foretoken.bench.workload import SetupEngines, no_progress
-from foretoken.models.taps import run_plain
+from foretoken.models.generic import run_plain
 from foretoken.runner.choice import PassWidths, likely_decoder
 from foretoken.runner.costs import measure_costs, pass_costs
 

@@ -10,7 +10,7 @@ import torch
 
 from foretoken.bench.workload import TokenProgress, no_progress
 from foretoken.entrypoints.llm import LLM
-from foretoken.models.taps import generate_plain, run_plain
+from foretoken.models.generic import generate_plain, run_plain
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 
 if TYPE_CHECKING:

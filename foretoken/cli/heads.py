@@ -40,7 +40,7 @@ def inspect(
 
         facts = describe_directory(directory)
         if verify:
-            from foretoken.models.weight_findings import weight_findings
+            from foretoken.models.loading import weight_findings
 
             found = weight_findings(directory)
             facts |= {**({"warnings": found.warnings} if found.warnings else {}), "findings": found.findings}

@@ -14,8 +14,14 @@ from foretoken.core.checks import check_boolean, check_integer, check_number, ch
 from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.drafter_files import check_is_no_head, exists
-from foretoken.models.loading import LoadedModel, load_generation_values, load_model, load_tokenizer, wrap_model
-from foretoken.models.loading import check_placement
+from foretoken.models.loading import (
+    LoadedModel,
+    check_placement,
+    load_generation_values,
+    load_model,
+    load_tokenizer,
+    wrap_model,
+)
 from foretoken.text.prompts import check_vocabulary
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # names of vLLM and torch

@@ -40,7 +40,7 @@ from foretoken.formats.conversion import (
 from foretoken.formats.files import save
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
-from foretoken.models.rotary import target_scaling
+from foretoken.models.parts import target_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

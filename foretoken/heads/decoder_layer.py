@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from foretoken.decoder.blocks import Block, BlockSpec, FeedForward, Matrix, Norm, Rotary, Side
 from foretoken.decoder.native_linear import fits_bfloat16
-from foretoken.models.rotary import scaled_frequencies
+from foretoken.models.parts import scaled_frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

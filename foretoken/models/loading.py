@@ -8,10 +8,12 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.logging import disable_progress_bar
 
 from foretoken.core.checks import shown
@@ -26,9 +28,8 @@ from foretoken.models.config_checks import (
     end_tokens,
     read_twin_record,
 )
-from foretoken.models.placement import gather_weights, resolve_device, resolve_dtype
+from foretoken.models.placement import gather_weights, resolve_device, resolve_dtype, shared_copy
 from foretoken.models.plugin import ATTENTION_NAME, adapt_attention
-from foretoken.models.shared_copy import shared_copy
 from foretoken.models.weight_files import (
     check_counts,
     check_dtypes,
@@ -36,11 +37,13 @@ from foretoken.models.weight_files import (
     check_shapes,
     check_total,
     check_unused,
+    meta_model,
     read_headers,
+    untied_shapes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
 
@@ -326,3 +329,84 @@ def _context_len(config: Any) -> int:
         if part.get("rope_type") == "longrope":
             longest = min(longest, int(part["original_max_position_embeddings"]))
     return longest
+
+
+class WeightFindings(NamedTuple):
+    """The findings in a target's weights.
+
+    Attributes:
+        findings: Tensors that are missing, of a wrong shape or dtype, or not finite.
+        warnings: Tensors that the architecture does not use; published checkpoints carry some.
+    """
+
+    findings: list[str]
+    warnings: list[str]
+
+
+def weight_findings(directory: Path) -> WeightFindings:
+    """Compares the safetensors of a model directory with its architecture; reads one tensor at a time.
+
+    Raises:
+        ModelError: If there is nothing to compare with: quantised weights, architectures that cannot be built, and
+            weights stored under other names.
+    """
+    config, headers = load_config(str(directory)), read_headers(directory)
+    check_architecture(config, str(directory))
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"the weights of '{directory}' are quantised, which --verify cannot compare with the architecture. Load "
+            "the model with `foretoken generate` to see whether they fit, or leave --verify out."
+        )
+    not_finite = list(_not_finite(directory))
+    if (more := _told(lambda: check_counts(headers, config.get_text_config(), str(directory)))) is not None:
+        return WeightFindings([more, *not_finite], [])  # before the layers are built one by one
+    module: Any = meta_model(config)
+    if module is None:
+        raise ModelError(
+            f"the architecture of '{directory}' cannot be built, so --verify has nothing to compare its weights with. "
+            "Expected a causal LM of transformers. Leave --verify out."
+        )
+    shapes, used = untied_shapes(module), set(module.state_dict())
+    names = {_named(key, used, str(getattr(module, "base_model_prefix", ""))): key for key in headers}
+    missing, unused = sorted(shapes.keys() - names.keys()), sorted(names.keys() - used)
+    if missing and unused and get_model_conversion_mapping(module, add_legacy=False):
+        raise ModelError(
+            f"the weights of '{directory}' are stored under other names than its architecture's, which --verify cannot "
+            "compare. Load the model with `foretoken generate` to see whether they fit, or leave --verify out."
+        )
+    findings = [f"{key} is missing, of shape {list(shapes[key])}" for key in missing]
+    findings += [
+        f"{names[key]} has shape {list(headers[names[key]].shape)} instead of {list(shape)}"
+        for key, shape in shapes.items()
+        if key in names and headers[names[key]].shape != shape
+    ]
+    more = _told(lambda: check_dtypes(headers, module, str(directory)))
+    extra = _told(lambda: check_unused(unused, config.get_text_config(), str(directory)))
+    findings += [each for each in (more, extra) if each is not None]
+    return WeightFindings([*findings, *not_finite], [f"{names[key]} is not used" for key in unused])
+
+
+def _told(check: Callable[[], None]) -> str | None:
+    """Returns the error of a check; None if it passes."""
+    try:
+        check()
+    except ModelError as err:
+        return str(err)
+    return None
+
+
+def _named(key: str, used: set[str], prefix: str) -> str:
+    """Returns the architecture's name of a tensor; files may omit or add its prefix."""
+    names = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+    return next((name for name in names if name in used), key)
+
+
+def _not_finite(directory: Path) -> Iterator[str]:
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_tensor(key)
+                if tensor.is_floating_point():
+                    wrong = tensor.numel() - int(torch.isfinite(tensor.float()).sum())
+                    if wrong:
+                        yield f"{key} holds {wrong} numbers that are not finite"

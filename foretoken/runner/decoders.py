@@ -17,10 +17,9 @@ from foretoken.decoder.cuda_graphs import GraphDecoder
 from foretoken.decoder.native import NativeDecoder
 from foretoken.decoder.slot_cache import LayerShape
 from foretoken.decoder.torch_blocks import StockDecoder
-from foretoken.models.generic import GenericDecoder
+from foretoken.models.generic import GenericDecoder, run_plain
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.plugin import current_pass
-from foretoken.models.taps import run_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -79,7 +79,7 @@ class Runner:
                 memory.
             max_nodes: Nodes of the widest tree, root included.
             usual_nodes: Nodes of a frequent wide tree, for the choice of the decoder; None for `max_nodes`.
-            taps: Features to read, see `foretoken.models.taps`.
+            taps: Features to read, see `foretoken.models.generic`.
             prefill_chunk: Prompt tokens of a pass.
             runner: A decoder, or a way to choose one; see `foretoken.runner.choice`.
             costs: Returns pass costs by decoder; None reads or measures them, see `pass_costs`.

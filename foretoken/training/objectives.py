@@ -36,7 +36,7 @@ from foretoken.heads.falcon import FalconConfig, FalconHead
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.models.rotary import STATIC_KINDS, target_scaling
+from foretoken.models.parts import STATIC_KINDS, target_scaling
 from foretoken.training.objective_base import Fed, Objective, first_candidates
 
 if TYPE_CHECKING:

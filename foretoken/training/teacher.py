@@ -16,8 +16,8 @@ from torch import Tensor
 
 from foretoken.files.atomic_files import new_file
 from foretoken.formats.files import safetensors_errors
+from foretoken.models.generic import Taps, own_attention
 from foretoken.models.plugin import ForwardPass, running
-from foretoken.models.taps import Taps, own_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

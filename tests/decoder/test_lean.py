@@ -24,8 +24,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.blocks import Matrix
 from foretoken.decoder.torch_blocks import fuse
 from foretoken.engine.verification import greatest_on_host
+from foretoken.models.generic import run_plain
 from foretoken.models.loading import wrap_model
-from foretoken.models.taps import run_plain
 from foretoken.runner import decoders
 from foretoken.runner.runner import Runner
 

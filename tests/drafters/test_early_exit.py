@@ -16,8 +16,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ForetokenError, PassError
 from foretoken.core.passes import Pass
 from foretoken.drafters.early_exit import Options, create
+from foretoken.models.generic import find_blocks
 from foretoken.models.loading import wrap_model
-from foretoken.models.taps import find_blocks
 from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest

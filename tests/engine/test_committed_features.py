@@ -13,7 +13,7 @@ from foretoken import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
 from foretoken.drafters.oracle import Options, OracleDrafter
-from foretoken.models.taps import run_plain
+from foretoken.models.generic import run_plain
 
 TAPS = (1, "final", 0)
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], [3, 4] * 5, [20, 21, 22]]

@@ -10,9 +10,9 @@ from tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from foretoken.heads.medusa import MedusaConfig, MedusaHeads
+from foretoken.models.generic import find_blocks, run_plain
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.models.taps import find_blocks, run_plain
 from foretoken.training.teacher import Teacher
 
 # Learned positions are added after the embedding, and Granite's factor is outside of its embedding module.

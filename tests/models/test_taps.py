@@ -128,7 +128,7 @@ def test_as_many_experts_as_blocks_are_no_second_list() -> None:
 
 def test_a_tap_that_is_not_what_the_model_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof at load can fail: hooks one block off are noticed."""
-    find = "foretoken.models.taps.find_blocks"
+    find = "foretoken.models.generic.find_blocks"
     monkeypatch.setattr(find, lambda model, num_layers: [*model.model.layers[1:], model.model.layers[0]])
     with pytest.raises(ModelError, match="tap 1 of LlamaForCausalLM is not the hidden state that the model reports"):
         tiny_runner("llama", taps=(1,), runner="generic")

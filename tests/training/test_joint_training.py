@@ -14,9 +14,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.heads.base import build_head
+from foretoken.models.generic import run_plain
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.models.taps import run_plain
 from foretoken.training.config import JointConfig, head_config, objective_config, train_config
 from foretoken.training.joint import JointTrainer
 from foretoken.training.run import RunSettings, train_jointly

@@ -16,8 +16,8 @@ from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import StepHeadConfig, build_head
+from foretoken.models.generic import run_plain
 from foretoken.models.parts import target_parts
-from foretoken.models.taps import run_plain
 from foretoken.runner.runner import Runner
 from foretoken.training.doctor.readings import (
     BLOCK_AFTER,

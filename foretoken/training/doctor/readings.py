@@ -21,7 +21,7 @@ from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import AutoregressiveHead
-from foretoken.models.taps import find_blocks, find_final_norm
+from foretoken.models.generic import find_blocks, find_final_norm
 from foretoken.training.objective_base import first_candidates
 from foretoken.training.teacher import Teacher
 
