@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ def write_packed(
     **meta: Any,
 ) -> PackedTokens:
     """Returns packed documents; after an error nothing is written."""
-    with PACKED_TOKENS.new(directory, force=force) as building, PackedWriter(building, tokenizer, vocab_size) as writer:
+    with (
+        PACKED_TOKENS.new(directory, force=force) as building,
+        closing(PackedWriter(building, tokenizer, vocab_size)) as writer,
+    ):
         for document in documents:
             writer.add(document)
         writer.finish(**meta)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,21 +49,21 @@ if TYPE_CHECKING:
     from foretoken.formats.conversion import Place, WriteOptions
     from foretoken.heads.base import HeadConfig
 
-MOST_RANKS = 4096
+_MOST_RANKS = 4096
 _ROW_PARALLEL = re.compile(r".*\.(o_proj|down_proj)\.weight")
 _REPLICATED = re.compile(r".*(layernorm|\.norm)\.weight")
 
 
-def split_dim(key: str) -> int | None:
+def _split_dim(key: str) -> int | None:
     """Returns the dimension along which a tensor is split; None if every rank holds the whole tensor."""
     if _REPLICATED.fullmatch(key):
         return None
     return 1 if _ROW_PARALLEL.fullmatch(key) else 0
 
 
-def split(key: str, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
+def _split(key: str, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
     """Returns a rank's part of a tensor as a copy; raises `ConfigError` if it cannot be split evenly."""
-    dim = split_dim(key)
+    dim = _split_dim(key)
     if dim is None or tp_size == 1:
         return tensor.clone()
     if tensor.shape[dim] % tp_size:
@@ -72,95 +71,67 @@ def split(key: str, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
     return tensor.chunk(tp_size, dim)[rank].clone()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """All ranks of a checkpoint.
-
-    Attributes:
-        parts: By rank, the heads' tensors alone.
-        merged: The whole tensors; shapes are the sums of the parts that exist.
-    """
-
-    parts: Mapping[int, Weights]
-    merged: Weights
-
-    @classmethod
-    def of(cls, files: HeadFiles, *, ignored: re.Pattern[str]) -> Ranks:
-        """Returns the ranks of the last pipeline stage, which hold heads; raises `ModelError` if any is missing."""
-        mapping = files.config.get("mapping") or {}
-        tp_size = mapping.get("tp_size", mapping.get("world_size", max(files.ranks, default=0) + 1))
-        stages = mapping.get("pp_size", 1)
-        if not isinstance(tp_size, int) or not isinstance(stages, int) or not 1 <= tp_size * stages <= MOST_RANKS:
-            raise ModelError(
-                f"'{files.path}' is split over {shown(tp_size)} ranks in {shown(stages)} stages. Expected counts."
-            )
-        world = files.ranks or {0: files.weights}
-        missing = [f"rank{rank}.safetensors" for rank in range(tp_size * stages) if rank not in world]
-        if missing:
-            raise ModelError(f"'{files.path}' lacks {listed(missing)}. Expected a file of each rank. Copy it again.")
-        unknown = [f"rank{rank}.safetensors" for rank in world if rank >= tp_size * stages]
-        if unknown:
-            raise ModelError(f"'{files.path}' holds {listed(unknown)}, beyond the ranks of its config.json.")
-        first = tp_size * (stages - 1)
-        parts = {
-            rank: world[rank].renamed(lambda key: None if ignored.fullmatch(key) else key)
-            for rank in range(first, first + tp_size)
-        }
-        return cls(parts=parts, merged=_merge(str(files.path), parts))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes in the files; keys name the rank if there are several."""
-        return {
-            self._label(rank, key): shape for rank, part in self.parts.items() for key, shape in part.shapes.items()
-        }
-
-    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes that the files should have for tensors of these whole shapes."""
-        return {
-            self._label(rank, key): _part_shape(key, shape, len(self.parts))
-            for rank in self.parts
-            for key, shape in shapes.items()
-        }
-
-    def _label(self, rank: int, key: str) -> str:
-        return key if len(self.parts) == 1 else f"rank{rank}: {key}"
+def _head_ranks(files: HeadFiles) -> dict[int, Weights]:
+    """Returns the heads' tensors by rank of the last pipeline stage; raises `ModelError` if a rank is missing."""
+    mapping = files.config.get("mapping") or {}
+    tp_size = mapping.get("tp_size", mapping.get("world_size", max(files.ranks, default=0) + 1))
+    stages = mapping.get("pp_size", 1)
+    if not isinstance(tp_size, int) or not isinstance(stages, int) or not 1 <= tp_size * stages <= _MOST_RANKS:
+        raise ModelError(
+            f"'{files.path}' is split over {shown(tp_size)} ranks in {shown(stages)} stages. Expected counts."
+        )
+    world = files.ranks or {0: files.weights}
+    missing = [f"rank{rank}.safetensors" for rank in range(tp_size * stages) if rank not in world]
+    if missing:
+        raise ModelError(f"'{files.path}' lacks {listed(missing)}. Expected a file of each rank. Copy it again.")
+    unknown = [f"rank{rank}.safetensors" for rank in world if rank >= tp_size * stages]
+    if unknown:
+        raise ModelError(f"'{files.path}' holds {listed(unknown)}, beyond the ranks of its config.json.")
+    return {
+        rank: world[rank].renamed(lambda key: None if _TARGET_KEY.fullmatch(key) else key)
+        for rank in range(tp_size * (stages - 1), tp_size * stages)
+    }
 
 
-def _part_shape(key: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-    dim = split_dim(key)
-    return tuple(size // tp_size if index == dim else size for index, size in enumerate(shape))
-
-
-def _merge(name: str, parts: Mapping[int, Weights]) -> Weights:
+def _merged(name: str, ranks: Mapping[int, Weights]) -> Weights:
+    """Returns the whole tensors of all ranks; a shape is the sum of the parts that exist."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for key in dict.fromkeys(key for part in parts.values() for key in part.shapes):
-        found, dim = [part.shapes[key] for part in parts.values() if key in part.shapes], split_dim(key)
+    for key in dict.fromkeys(key for part in ranks.values() for key in part.shapes):
+        found, dim = [part.shapes[key] for part in ranks.values() if key in part.shapes], _split_dim(key)
         whole = list(found[0])
         if dim is not None and dim < len(whole):
             whole[dim] = sum(shape[dim] for shape in found if dim < len(shape))
         shapes[key] = tuple(whole)
 
     def fetch(keys: Iterable[str]) -> dict[str, Tensor]:
-        keys = list(keys)
-        tensors = [part.fetch(keys) for part in parts.values()]
-        return {key: _join(name, key, [one[key] for one in tensors]) for key in keys}
+        keys, result = list(keys), {}
+        tensors = [part.fetch(keys) for part in ranks.values()]
+        for key in keys:
+            dim, parts = _split_dim(key), [one[key] for one in tensors]
+            if dim is None and any(not torch.equal(parts[0], part) for part in parts[1:]):
+                raise ModelError(f"'{key}' of '{name}' differs between ranks. Expected the same in each.")
+            result[key] = parts[0] if dim is None else torch.cat(parts, dim)
+        return result
 
     return Weights(name=name, shapes=shapes, fetch=fetch)
 
 
-def _join(name: str, key: str, tensors: list[Tensor]) -> Tensor:
-    dim = split_dim(key)
-    if dim is not None:
-        return torch.cat(tensors, dim)
-    if any(not torch.equal(tensors[0], tensor) for tensor in tensors[1:]):
-        raise ModelError(f"'{key}' of '{name}' differs between ranks. Expected the same in each.")
-    return tensors[0]
+def _check_parts(name: str, ranks: Mapping[int, Weights], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares every rank's shapes with the whole shapes, see `check_keys`; keys name the rank if there are several."""
+    prefixes = {rank: f"rank{rank}: " if len(ranks) > 1 else "" for rank in ranks}
+    found = {prefixes[rank] + key: shape for rank, part in ranks.items() for key, shape in part.shapes.items()}
+    parts: dict[str, tuple[int, ...]] = {}
+    for key, shape in wanted.items():
+        dim = _split_dim(key)
+        part = tuple(size // len(ranks) if index == dim else size for index, size in enumerate(shape))
+        parts |= {prefix + key: part for prefix in prefixes.values()}
+    check_keys(name, found, parts)
 
 
-MEDUSA = MedusaNames(
+_MEDUSA = MedusaNames(
     block="medusa_heads.{head}.medusa_layers.{layer}.linear", lm_head="medusa_heads.{head}.lm_head.weight"
 )
-HYDRA = HydraNames(
+_HYDRA = HydraNames(
     first="hydra_heads.{head}.hydra_mlp",
     further="hydra_heads.{head}.hydra_mlps.{index}.linear",
     lm_head="hydra_heads.{head}.hydra_lm_head",
@@ -187,7 +158,7 @@ _BASE_KEYS = {
 
 
 def _recognises(files: HeadFiles) -> bool:
-    return MEDUSA.recognises(files.weights) or bool(files.weights.matches(_HYDRA_KEY))
+    return _MEDUSA.recognises(files.weights) or bool(files.weights.matches(_HYDRA_KEY))
 
 
 def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
@@ -196,18 +167,19 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     algorithm = (config.get("quantization") or {}).get("quant_algo")
     if algorithm is not None:
         raise ModelError(f"the heads of '{name}' are quantised by {algorithm}. Expected float16, bfloat16 or float32.")
-    ranks = Ranks.of(files, ignored=_TARGET_KEY)
+    ranks = _head_ranks(files)
+    merged = _merged(name, ranks)
     stored: MedusaConfig | HydraConfig
-    if MEDUSA.recognises(files.weights):
-        stored = MEDUSA.config(ranks.merged, vocab_size=config.get("vocab_size"))
-        table = MEDUSA.table(stored)
+    if _MEDUSA.recognises(files.weights):
+        stored = _MEDUSA.config(merged, vocab_size=config.get("vocab_size"))
+        table = _MEDUSA.table(stored)
         warn_of_counts(name, config, {"num_medusa_heads": stored.num_heads, "num_medusa_layers": stored.num_layers})
     else:
-        stored = HYDRA.config(ranks.merged, _prefix_sizes(config), target)
-        table = HYDRA.table(stored)
+        stored = _HYDRA.config(merged, _prefix_sizes(config), target)
+        table = _HYDRA.table(stored)
     wanted = wanted_shapes(table, stored)
-    check_keys(name, ranks.shapes(), ranks.wanted(wanted))
-    tensors = assemble(name, ranks.merged.fetch(wanted), table, stored)
+    _check_parts(name, ranks, wanted)
+    tensors = assemble(name, merged.fetch(wanted), table, stored)
     sizes: Any = stored.model_copy(update={"vocab_size": _vocab_size(name, config, stored.vocab_size)})
     cut = {key: _cut(key, tensor, sizes.vocab_size) for key, tensor in tensors.items()}
     if isinstance(sizes, MedusaConfig):
@@ -224,18 +196,18 @@ def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -
     table: dict[str, Place]
     if isinstance(config, MedusaConfig):
         sizes, weights = medusa.for_writing(config, checkpoint.weights, options, what=what)
-        table = MEDUSA.table(sizes)
+        table = _MEDUSA.table(sizes)
     else:
         assert isinstance(config, HydraConfig), "the method says so"
         sizes, weights = hydra.with_own_lm_heads(config, checkpoint.weights, options, what=what)
-        table = HYDRA.table(sizes)
+        table = _HYDRA.table(sizes)
     tensors = {key: _padded(key, tensor, tp_size) for key, tensor in scatter(weights, table).items()}
     dtypes = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
     if len(dtypes) > 1 or next(iter(tensors.values())).dtype not in _DTYPES:
         raise ConfigError(f"{what} holds float16, bfloat16 or float32. The head has {', '.join(dtypes)}. Pass --dtype.")
     stored = _config(checkpoint, sizes, options, dtypes[0])
     for rank in range(tp_size):
-        parts = {key: split(key, tensor, rank, tp_size) for key, tensor in tensors.items()}
+        parts = {key: _split(key, tensor, rank, tp_size) for key, tensor in tensors.items()}
         save(directory, f"rank{rank}.safetensors", parts, stored if rank == tp_size - 1 else None)
 
 
@@ -262,7 +234,10 @@ def _config(
     known = {} if base is None else {key: getattr(base, name, None) for key, name in _BASE_KEYS.items()}
     if base is not None:
         rope = getattr(base, "rope_parameters", None) or {}
-        known |= {"rotary_base": rope.get("rope_theta", 10000.0), "rotary_scaling": _scaling(rope)}
+        known["rotary_base"] = rope.get("rope_theta", 10000.0)
+        if rope.get("rope_type", "default") != "default":
+            scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
+            known["rotary_scaling"] = {"type": rope["rope_type"], **scaling}
         known["position_embedding_type"] = "rope_gpt_neox"
     return {
         "architecture": {"medusa": "MedusaForCausalLM", "hydra": "HydraForCausalLM"}[method],
@@ -281,12 +256,6 @@ def _config(
         **(prefix_entries(sizes) if isinstance(sizes, HydraConfig) else {}),
         **own_entries(checkpoint),
     }
-
-
-def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    if rope.get("rope_type", "default") == "default":
-        return None
-    return {("type" if key == "rope_type" else key): value for key, value in rope.items() if key != "rope_theta"}
 
 
 def _prefix_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,8 +282,8 @@ def _vocab_size(name: str, config: Mapping[str, Any], rows: int) -> int:
 
 def _check_ranks(sizes: HeadConfig, tp_size: int) -> None:
     """Refuses ranks that split an attention head, and too many ranks: LM heads are padded to a multiple of them."""
-    if not 1 <= tp_size <= MOST_RANKS:
-        raise ConfigError(f"tp_size is {shown(tp_size)}. Expected 1 to {MOST_RANKS} ranks.")
+    if not 1 <= tp_size <= _MOST_RANKS:
+        raise ConfigError(f"tp_size is {shown(tp_size)}. Expected 1 to {_MOST_RANKS} ranks.")
     prefix = sizes.prefix if isinstance(sizes, HydraConfig) else None
     for what in ("num_attention_heads", "num_key_value_heads"):
         number = tp_size if prefix is None else getattr(prefix, what)
@@ -322,15 +291,10 @@ def _check_ranks(sizes: HeadConfig, tp_size: int) -> None:
             raise ConfigError(f"tp_size is {tp_size}. Expected a divisor of the prefix layer's {what}, {number}.")
 
 
-def _is_lm_head(key: str) -> bool:
-    """Decides whether dimension 0 is the vocabulary, by the file's names."""
-    return ".lm_head." in key or ".hydra_lm_head." in key
-
-
 def _padded(key: str, tensor: Tensor, tp_size: int) -> Tensor:
-    """Pads LM heads with rows of zeros to a multiple of the ranks."""
-    missing = -tensor.shape[0] % tp_size
-    return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if _is_lm_head(key) and missing else tensor
+    """Pads LM heads, whose dimension 0 is the vocabulary, with rows of zeros to a multiple of the ranks."""
+    missing = -tensor.shape[0] % tp_size if ".lm_head." in key or ".hydra_lm_head." in key else 0
+    return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
 
 
 def _cut(key: str, tensor: Tensor, vocab_size: int) -> Tensor:

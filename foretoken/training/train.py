@@ -215,8 +215,10 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     name, out, target_out, cache = os.fspath(model), Path(out), _path(target_out), _path(cache)
     run_dir = _path(run_dir) or out.with_name(f"{out.name}-run")
     _check_places(out, target_out, run_dir, cache, is_joint=joint is not None)
-    if init is not None:
-        _check_begun_from(sizes, draft_vocab)
+    if init is not None and sizes:
+        raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
+    if init is not None and draft_vocab is not None:
+        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
     held_out = _held_out(eval_every, _path(eval_data), Path(data), is_joint=joint is not None)
     _check_values(save_every_s, cache_gib, save_dtype, num_prompts)
     weights = objective_config(method, objective or {})
@@ -252,18 +254,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         checkpoint, out, target=target, tokenizer=tokenizer, dtype=save_dtype, workload=workload, run=run_dir,
         command=command, on_progress=on_held_out,
     )  # fmt: skip
-    return _result(out, run_dir, target, facts)
-
-
-def _with_seconds_after(
-    on_step: Callable[[StepReport], None], seconds_after: Callable[[float], float]
-) -> Callable[[StepReport], None]:
-    return lambda report: on_step(replace(report, seconds_after=seconds_after(report.tau)))
-
-
-def _result(out: Path, run_dir: Path, target: LoadedModel, facts: dict[str, Any] | None) -> TrainingResult:
-    """Returns the result; facts: None in every process but the first, which alone reads the curves."""
-    curve = [] if facts is None else read_curve(run_dir)
+    curve = [] if facts is None else read_curve(run_dir)  # None in every process but the first
     return TrainingResult(
         directory=out,
         run_dir=run_dir,
@@ -272,6 +263,12 @@ def _result(out: Path, run_dir: Path, target: LoadedModel, facts: dict[str, Any]
         acceptance={point["step"]: point["held_out_acceptance"] for point in curve if "held_out_acceptance" in point},
         facts=facts or {},
     )
+
+
+def _with_seconds_after(
+    on_step: Callable[[StepReport], None], seconds_after: Callable[[float], float]
+) -> Callable[[StepReport], None]:
+    return lambda report: on_step(replace(report, seconds_after=seconds_after(report.tau)))
 
 
 def _call_text(arguments: Mapping[str, Any]) -> str:
@@ -287,14 +284,6 @@ def _call_text(arguments: Mapping[str, Any]) -> str:
 
 def _path(place: Place | None) -> Path | None:
     return None if place is None else Path(place)
-
-
-def _check_begun_from(sizes: Mapping[str, Any] | None, draft_vocab: Place | None) -> None:
-    """Raises `ConfigError` for options that --init already sets."""
-    if sizes:
-        raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
-    if draft_vocab is not None:
-        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
 
 
 def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_prompts: int) -> None:

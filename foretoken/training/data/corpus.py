@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -142,7 +142,9 @@ def build_corpus(
     parts = [TRAIN] if not plan.held_out_fraction and not plan.held_out_sources else [TRAIN, HELD_OUT]
     used = [makers(TRAIN), *([makers(HELD_OUT)] if plan.held_out_sources else [])]
     with PACKED_TOKENS.new(directory, force=force) as building, ExitStack() as files:
-        writers = {part: files.enter_context(PackedWriter(building / part, tokenizer, vocab_size)) for part in parts}
+        writers = {
+            part: files.enter_context(closing(PackedWriter(building / part, tokenizer, vocab_size))) for part in parts
+        }
         clock = _Clock(plan, on_progress)
         for record, document in _limited(used[0], plan.sources, plan.num_documents, clock):
             clock.wrote(record, writers[plan.part(record)].add(document))

@@ -25,12 +25,19 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.sampling.noise import derive_seed, mix
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from foretoken.training.data.records import Document
 
-_ROUNDS = 8
+FORMAT, VERSION = "foretoken-packed-tokens", 1
+META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
+_BUFFER_BYTES = 1 << 20
+PACKED_TOKENS = OutputDirectory(
+    "packed tokens", lambda place: any((place / part / META).is_file() for part in ("", "train"))
+)
+_ROUNDS = 8  # of the shuffle
+_COUNTED_AT_ONCE = 1 << 22
+_ADVICE = "Make it with `foretoken data vocab`."
 
 
 def shuffled(positions: np.ndarray, count: int, key: int) -> np.ndarray:
@@ -166,19 +173,6 @@ def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r", shape=(size,))
 
 
-FORMAT, VERSION = "foretoken-packed-tokens", 1
-META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
-_BUFFER_BYTES = 1 << 20
-PACKED_TOKENS = OutputDirectory(
-    "packed tokens", lambda place: any((place / part / META).is_file() for part in ("", "train"))
-)
-
-
-def largest_id(tokenizer: Any) -> int:
-    """Returns the largest token id of a tokenizer; ids may have gaps, so it can exceed their number."""
-    return int(max(tokenizer.get_vocab().values()))
-
-
 class PackedWriter:
     """Appends documents to the files of one directory, which `finish` completes.
 
@@ -190,7 +184,8 @@ class PackedWriter:
         """Creates the files; vocab_size: of the target, if it has more ids than its tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._tokenizer = directory, tokenizer
-        self._vocab_size = max(largest_id(tokenizer) + 1, vocab_size or 0)
+        # Ids may have gaps, so the largest can exceed their number.
+        self._vocab_size = max(*tokenizer.get_vocab().values(), (vocab_size or 0) - 1) + 1
         self._eos_id: int | None = tokenizer.eos_token_id
         self._dtype = np.dtype(np.uint16 if self._vocab_size <= 1 << 16 else np.uint32)
         self._digest = hashlib.sha256()
@@ -199,13 +194,7 @@ class PackedWriter:
         self.num_documents = self.num_tokens = self.num_supervised = 0
         self._largest_id = 0
 
-    def __enter__(self) -> PackedWriter:
-        """This writer."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Closes the files."""
         self._tokens.close()
         self._flags.close()
@@ -268,11 +257,6 @@ class PackedWriter:
         return facts
 
 
-_FORMAT = "foretoken-draft-vocabulary"
-_COUNTED_AT_ONCE = 1 << 22
-_ADVICE = "Make it with `foretoken data vocab`."
-
-
 class DraftVocabulary(BaseModel):
     """The tokens of a draft vocabulary, and their source.
 
@@ -304,8 +288,8 @@ class DraftVocabulary(BaseModel):
         if not path.exists():
             raise ConfigError(f"there is no file '{path}'. Expected a draft vocabulary. {_ADVICE}")
         values = read_json_object(path, error=ConfigError, advice=_ADVICE)
-        if values.get("format") != _FORMAT:
-            raise ConfigError(f"'{path}' holds no draft vocabulary. Expected the format '{_FORMAT}'. {_ADVICE}")
+        if values.get("format") != (wanted := cls.model_fields["format"].default):
+            raise ConfigError(f"'{path}' holds no draft vocabulary. Expected the format '{wanted}'. {_ADVICE}")
         return validated(cls, values, f"the draft vocabulary '{path}'", advice=_ADVICE)
 
     def write(self, path: Path) -> None:
