@@ -167,8 +167,9 @@ def _our_trees(place: Path, choices: list[list[int]], target: Target, ends: list
         "quantization": "none",
         "max_nodes": 512,
     }
-    drafter = FalconDrafter(Options(**options))
-    drafter.attach(drafting_handle(load_model(target.directory, dtype="float32", device="cpu")))
+    model = load_model(target.directory, dtype="float32", device="cpu")
+    drafter = FalconDrafter(Options(**options), model)
+    drafter.attach(drafting_handle(model))
     features, tokens = _long_text(ends[-1])
     text = tokens[0].tolist()
     drafter.begin(0, DraftRequest(request_id="0", prompt=text[: ends[0]], params=SamplingParams()))

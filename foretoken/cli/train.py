@@ -251,11 +251,11 @@ def _drafter(config: DrafterOptions, target: LoadedModel, tokenizer: Any) -> tup
     import torch
 
     from foretoken.drafters import draft_model
-    from foretoken.drafters.heads import HeadOptions, checked_head
+    from foretoken.drafters.head_drafter import HeadOptions, checked_head
     from foretoken.drafters.vocabularies import DraftModelFiles
 
     if isinstance(config, HeadOptions):
-        head = checked_head(config, target, config.method).module(dtype=torch.float32)
+        head = checked_head(config, target).module(dtype=torch.float32)
         return head, head.config.steps
     if isinstance(config, draft_model.Options) and config.model is not None:
         files = DraftModelFiles(config.model, config.revision)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.core.backend import integers_on
+from foretoken.core.backend import floats_on, integers_on
 from foretoken.core.errors import TreeError
 
 if TYPE_CHECKING:
@@ -123,11 +123,18 @@ class TokenTree:
         return self.tokens.shape[1]
 
     @classmethod
-    def from_rows(cls, rows: Sequence[TreeRow], *, device: torch.device | str = "cpu") -> TokenTree:
+    def from_rows(
+        cls,
+        rows: Sequence[TreeRow],
+        *,
+        scores: Sequence[Sequence[float]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> TokenTree:
         """Pads plain lists into a batch and computes depths.
 
         Args:
             rows: One `TreeRow` for each sequence; `parents[0]` is -1.
+            scores: Log-probability of each node of each row, see the attribute; None for unknown ones.
             device: Device of the tensors.
 
         Raises:
@@ -145,6 +152,8 @@ class TokenTree:
             tokens.append([*row.tokens, *([0] * padding)])
             parents.append([*row.parents, *([-1] * padding)])
             depths.append([*row_depths, *([0] * padding)])
+        if scores is not None:
+            scores = [[*own, *[0.0] * (width - len(own))] for own in scores]
         device = torch.device(device)
         packed = integers_on([tokens, parents, depths], device).unbind()
         counts, deepest = [len(row.tokens) for row in rows], list(map(max, depths))
@@ -160,6 +169,7 @@ class TokenTree:
             depths=packed[2],
             num_nodes=integers_on(counts, device),
             max_depth=max(deepest),
+            scores=None if scores is None else floats_on(scores, device),
             host_facts=facts,
         )
 

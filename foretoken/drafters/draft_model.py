@@ -15,16 +15,8 @@ from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
-from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, with_quantization
+from foretoken.drafters.base import DrafterOptions, TargetReads
+from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, draft_runner
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.drafters.vocabularies import (
     DraftModelFiles,
@@ -34,7 +26,6 @@ from foretoken.drafters.vocabularies import (
     vocabularies,
     vocabulary_map,
 )
-from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.merge import Pruning
@@ -43,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from foretoken.decoder.native_linear import Quantization
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.models.loading import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 
@@ -140,17 +131,8 @@ class DraftModelDrafter:
         self._mapping = None if self._match is None else self._match(target, model)
         self._take_shape(shape := self._options.language_model_shape(lambda: target.costs))
         most_fed = shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
-        self._runner = Runner(
-            model, num_slots=target.num_slots, context_len=target.context_len,
-            max_nodes=most_fed + 1, runner=target.runner,
-        )  # fmt: skip
-        with_quantization(self._options.quantization, self._quantize)
+        self._runner = draft_runner(model, target, most_fed, self._options.quantization)
         self._levels = DraftLevels(self._runner, vocab_size=target.vocab_size, mapping=self._mapping)
-
-    def _quantize(self, quantization: Quantization | None) -> None:
-        """Raises `UnsuitableError`, and leaves the model as it is, if it cannot be quantised."""
-        if quantization is not None:
-            self._runner.quantize(quantization)
 
     def _take_shape(self, shape: AnyShape) -> None:
         """Sets the shape of later drafts, cut off at the allowed depth."""

@@ -13,22 +13,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
-from foretoken.drafters.levels import KeptDraws, LevelPasses
+from foretoken.drafters.base import DrafterOptions, TargetReads
+from foretoken.drafters.levels import KeptDraws, draft_by_levels
 from foretoken.trees.dynamic import DynamicShape, begin_expansion
 from foretoken.trees.merge import Pruning
 
@@ -37,7 +28,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.trees.dynamic import AnyShape, ShapedExpansion
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
+    from foretoken.trees.dynamic import AnyShape
 
 
 class Options(DrafterOptions):
@@ -112,7 +104,9 @@ class EarlyExitDrafter:
             device=target.device,
             has_last_logits=True,
         )
-        self._fill(replace(work, num_layers=self._num_layers), expansion)
+        work = replace(work, num_layers=self._num_layers)
+        if not target.draft_trees(work, expansion, vocab_size=target.vocab_size):
+            draft_by_levels(work, expansion, self._logits, context_len=target.context_len)
         return expansion.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
@@ -120,27 +114,6 @@ class EarlyExitDrafter:
 
     def release(self, slot: int) -> None:
         """Forgets nothing."""
-
-    def _fill(self, work: Pass, expansion: ShapedExpansion) -> None:
-        """Fills trees, in one call if the decoder can; work: the pass over their roots."""
-        if self._target.draft_trees(work, expansion, vocab_size=self._target.vocab_size):
-            return
-        passes = LevelPasses(work.slots, [length + 1 for length in work.prefix_lens], self._target.device)
-        for depth in expansion.levels():
-            if not depth:
-                expansion.grow(depth, self._logits(work).unsqueeze(1))
-                continue
-            level = passes.next(expansion.frontier(depth))
-            logits = self._logits(
-                replace(
-                    level,
-                    # As in a draft model: drafts beyond the end of the context are cut off.
-                    positions=level.positions.clamp_max(self._target.context_len - 1),
-                    logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
-                    num_layers=self._num_layers,
-                )
-            )
-            expansion.grow(depth, logits.view(level.num_sequences, -1, logits.shape[-1]))
 
     def _logits(self, work: Pass) -> Tensor:
         """(R, V), of a pass through the first blocks."""

@@ -19,10 +19,9 @@ from typing_extensions import override
 
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
-from foretoken.decoder.block_stack import BlockStack
-from foretoken.drafters.base import TargetReads
-from foretoken.drafters.head_features import rows_at
-from foretoken.drafters.heads import HeadDrafter, HeadOptions
+from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
+from foretoken.drafters.head_features import CHUNK, TOGETHER, WaitingFeatures, rows_at
+from foretoken.drafters.levels import NodePasses
 from foretoken.heads.falcon import NUM_LAYERS, FalconHead, paired
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
@@ -30,16 +29,13 @@ from foretoken.trees.dynamic import begin_expansion
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.decoder.native_linear import Quantization
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, Prefix, TargetHandle
+    from foretoken.decoder.block_stack import BlockStack
+    from foretoken.drafters.base import DraftContext, Drafter, Prefix, TargetHandle
+    from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
-
-_TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; longer parts are fed alone
-_CHUNK = 512  # positions of a long part per pass
 
 
 class BlockPlan(NamedTuple):
@@ -84,118 +80,48 @@ class LastBlocks:
     ends: Tensor
 
 
-class _Nodes:
-    """All nodes of a draft fed so far, (B, N) each: rotary positions, and parents among the nodes of the sequence."""
-
-    def __init__(self, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        self.slots, self.lengths = slots, lengths
-        self.next_positions = integers_on(lengths, device).view(-1, 1, 1)
-        self.positions = self.parents = torch.empty(len(slots), 0, dtype=torch.int64, device=device)
-
-    def add(self, positions: Tensor, parents: Tensor) -> Pass:
-        """Returns the pass over new nodes, (B, M) each."""
-        num_earlier, num = self.positions.shape[1], positions.shape[1]
-        self.positions = torch.cat([self.positions, positions], dim=1)
-        self.parents = torch.cat([self.parents, parents], dim=1)
-        batch = len(self.slots)
-        return Pass(
-            tokens=torch.zeros_like(positions).flatten(),
-            positions=self.positions.flatten(),
-            parents=self.parents.flatten(),
-            slots=self.slots,
-            prefix_lens=self.lengths,
-            offsets=range(0, batch * num + 1, num),
-            num_earlier=[num_earlier] * batch,
-            logit_rows=None,
-        )
-
-
-class FalconBlocks:
-    """The network's state of every slot, and drafts from it.
-
-    Committed features wait until the next proposal, as in `StackFeatures`.
-
-    Attributes:
-        stack: The decoder block with its KV rows by slot.
-    """
+class FalconBlocks(WaitingFeatures):
+    """The network's state of every slot, and drafts from it."""
 
     def __init__(
-        self,
-        head: FalconHead,
-        parts: TargetParts,
-        target: TargetHandle,
-        *,
-        dtype: torch.dtype,
-        num_expanded: int,
-        capture: GraphCapture | None = None,
-        quantization: Quantization | None = None,
+        self, head: FalconHead, parts: TargetParts, target: TargetHandle, stack: BlockStack, dtype: torch.dtype
     ) -> None:
         """Starts without features.
 
         Args:
             head: The network.
             parts: Modules that it shares with the target.
-            target: Gives slots, context and device.
+            target: Gives slots and device.
+            stack: The decoder block, with rows for the context and the blocks of a draft.
             dtype: Of the network.
-            num_expanded: Most nodes of a tree, below its root, that blocks belong to.
-            capture: See `BlockStack`.
-            quantization: Of the decoder block's matrices, see `BlockStack`.
         """
+        super().__init__(stack, target, dtype)
         self._head, self._parts, self._block = head, parts, head.config.block
         self._plan = block_plan(self._block)
-        group = len(self._plan.positions)
-        capacity = target.context_len + group * max(num_expanded, 1)
-        self.stack = BlockStack(
-            head.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, capture=capture,
-            quantization=quantization,
-        )  # fmt: skip
         size, slots, device = head.config.hidden_size, target.num_slots, target.device
-        self._dtype, self._device = dtype, device
+        self._device = device
         self._last = torch.zeros(slots, self._block, size, device=device, dtype=dtype)  # the LSTM's outputs
         self._state = torch.zeros(slots, NUM_LAYERS, 2, size, device=device, dtype=dtype)
-        self._fed = [0] * slots  # positions that went through the LSTM, with rows in the cache
-        self._known = [0] * slots  # these, and positions with waiting features
-        self._waiting: list[list[Tensor]] = [[] for _ in range(slots)]  # (T, E) each
 
+    @override
     def is_known(self, slot: int, length: int) -> bool:
         """Returns whether all features of positions 0 … `length` - 1 are here, and at least one block of them."""
-        # After a failed pass there are fewer: the slot gets no draft until it begins anew.
-        here = self._fed[slot] + sum(map(len, self._waiting[slot]))
-        return self._known[slot] == here == length >= self._block
+        return super().is_known(slot, length) and length >= self._block
 
-    def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV cache."""
-        assert committed.features is not None, "the drafter taps features"
-        parts = committed.features[:, 0].split(committed.lengths)
-        for slot, start, features in zip(committed.slots, committed.starts, parts, strict=True):
-            if start == 0:
-                self.begin(slot, None)
-            if start == self._known[slot]:  # else a part is missing: the slot gets no draft
-                self._waiting[slot].append(features)
-                self._known[slot] += len(features)
-
+    @override
     def reusable(self, slot: int, length: int) -> int:
-        """See `StackFeatures.reusable`; 0 if more went through the LSTM, which keeps its last state alone."""
-        fed = self._fed[slot]
-        return min(length, fed + sum(map(len, self._waiting[slot]))) if fed <= length else 0
+        """Returns 0 if more positions went through the LSTM, which keeps its last state alone."""
+        return super().reusable(slot, length) if self._fed[slot] <= length else 0
 
+    @override
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """Starts a sequence in a slot, with a prefix as `reusable` allowed; None for nothing."""
-        source, length = prefix or (slot, 0)
-        fed = min(self._fed[source], length)
-        waiting = torch.cat(self._waiting[source])[: length - fed] if fed < length else None
-        if source != slot and fed:
-            self._last[slot], self._state[slot] = self._last[source], self._state[source]
-            self.stack.cache.copy_rows(source, slot, fed)
-        self._fed[slot], self._known[slot], self._waiting[slot] = fed, length, [] if waiting is None else [waiting]
+        super().begin(slot, prefix)
+        if prefix is not None and prefix.slot != slot and self._fed[slot]:
+            self._last[slot], self._state[slot] = self._last[prefix.slot], self._state[prefix.slot]
 
+    @override
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, K, W), the block of features estimated from the last K committed positions; feeds what waits.
-
-        Args:
-            slots: B slots for which `is_known` holds.
-            texts: The committed tokens of each, one more than features.
-        """
+        """(B, K, W), the block of features estimated from the last K committed positions; feeds what waits."""
         ends = [self._known[slot] for slot in slots]
         lengths = [self._feed_early(slot, text) for slot, text in zip(slots, texts, strict=True)]
         fused = self._fuse(slots, texts, lengths) if max(lengths) else rows_at(self._last, slots)
@@ -215,7 +141,8 @@ class FalconBlocks:
             slots: Of the B sequences.
             outputs: (B, K, W), from `of`.
         """
-        nodes = _Nodes(slots, [self._fed[slot] for slot in slots], self._device)
+        lengths = [self._fed[slot] for slot in slots]
+        nodes, first = NodePasses(slots, lengths, self._device), integers_on(lengths, self._device)
         places = torch.zeros(len(slots), 1, dtype=torch.int64, device=self._device)  # of nodes among the blocks
         state = rows_at(self._state, slots).unsqueeze(1)
         blocks = LastBlocks(outputs=outputs.unsqueeze(1), state=state, ends=places - 1)
@@ -226,24 +153,31 @@ class FalconBlocks:
             places = frontier.inherited(places)
             paths = torch.cat([frontier.inherited(paths), frontier.tokens.unsqueeze(2)], dim=2)
             if depth and not slot:
-                blocks = self._further(_picked(blocks, places), paths[..., -self._block :], nodes)
+                tokens = paths[..., -self._block :]
+                blocks = self._further(_picked(blocks, places), tokens, nodes, first + (depth - self._block))
                 places = torch.arange(places.shape[1], device=self._device).expand_as(places)
                 logits = self._logits(blocks, expansion.depth - depth)
             of_slot = logits[:, :, slot]
             expansion.grow(depth, of_slot if of_slot.shape[1] == 1 else _rows(of_slot, places))
 
-    def _further(self, before: LastBlocks, tokens: Tensor, nodes: _Nodes) -> LastBlocks:
-        """Returns the blocks after some nodes; tokens: (B, P, K) int64, drafted from the block before, node last."""
+    def _further(self, before: LastBlocks, tokens: Tensor, nodes: NodePasses, first: Tensor) -> LastBlocks:
+        """Returns the blocks after some nodes.
+
+        Args:
+            before: The blocks that the nodes end.
+            tokens: (B, P, K) int64, drafted from these, the node last.
+            nodes: Of the draft.
+            first: (B,) int64, the first position of the new blocks.
+        """
         batch, width, _ = tokens.shape
         pairs = paired(before.outputs, self._parts.embed(tokens).to(before.outputs.dtype))
         fused, states = self._head.lstm.run(pairs, before.state)
         own, parents = integers_on([self._plan.positions, self._plan.parents], self._device).unbind()
         begin = nodes.positions.shape[1] + len(own) * torch.arange(width, device=self._device).unsqueeze(1)
         is_first = (parents < 0).expand(batch, width, -1)
-        new_parents = torch.where(is_first, before.ends.unsqueeze(2), begin + parents)
-        positions = (nodes.next_positions + own).expand(batch, width, -1)
-        nodes.next_positions = nodes.next_positions + self._block
-        work = nodes.add(positions.flatten(1), new_parents.flatten(1))
+        new_parents = torch.where(is_first, before.ends.unsqueeze(2), begin + parents).flatten(1)
+        positions = (first.view(-1, 1, 1) + own).expand(batch, width, -1).flatten(1)
+        work = nodes.add(torch.zeros_like(positions), positions, new_parents)
         outputs = self.stack.run(fused[:, :, own].reshape(batch * width * len(own), -1), work).to(self._dtype)
         return LastBlocks(
             outputs=outputs.view(batch, width, len(own), -1)[:, :, self._plan.ends],
@@ -258,11 +192,11 @@ class FalconBlocks:
     def _feed_early(self, slot: int, text: Sequence[int]) -> int:
         """Feeds all but the last K positions of a slot if many wait; returns how many wait then."""
         waiting = self._known[slot] - self._fed[slot]
-        if waiting <= _TOGETHER:
+        if waiting <= TOGETHER:
             return waiting
-        features = torch.cat(self._waiting[slot])
+        features = self._joined(slot)
         self._waiting[slot] = []
-        for part in features[: -self._block].split(_CHUNK):
+        for part in features[: -self._block].split(CHUNK):
             start = self._fed[slot]
             state = rows_at(self._state, [slot]) if start else None
             fused, states = self._head.lstm.run(self._pairs(part, text, start).unsqueeze(0), state)
@@ -271,7 +205,7 @@ class FalconBlocks:
             work = Pass.of_chains([[0] * len(part)], slots=[slot], prefix_lens=[start], device=self._device)
             self.stack.append(fused[0], work)
             self._fed[slot] += len(part)
-        self._waiting[slot] = [features[-self._block :]]
+        self._waiting[slot] = [features[-self._block :].unsqueeze(1)]
         return self._block
 
     def _fuse(self, slots: Sequence[int], texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
@@ -280,7 +214,7 @@ class FalconBlocks:
         for slot, text, length in zip(slots, texts, lengths, strict=True):
             pairs = self._last.new_zeros(most, 2 * self._last.shape[2])
             if length:
-                pairs[:length] = self._pairs(torch.cat(self._waiting[slot]), text, self._fed[slot])
+                pairs[:length] = self._pairs(self._joined(slot), text, self._fed[slot])
                 self._waiting[slot] = []
             parts.append(pairs)
         state, last = rows_at(self._state, slots), rows_at(self._last, slots)
@@ -297,7 +231,7 @@ class FalconBlocks:
     def _pairs(self, features: Tensor, text: Sequence[int], start: int) -> Tensor:
         """(T, 2 W), the pairs of positions from `start` on, from (T, E) features and all committed tokens."""
         following = integers_on(text[start + 1 : start + 1 + len(features)], self._device)
-        return paired(features.to(self._dtype), self._parts.embed(following).to(self._dtype))
+        return paired(features, self._parts.embed(following).to(self._dtype))
 
     def _nodes_of(self, fused: Tensor, lengths: Sequence[int], chains: Sequence[int]) -> Tensor:
         """(M, W), inputs of the decoder block: each sequence's last positions as a chain, then the rest of the plan."""
@@ -346,23 +280,14 @@ class Options(HeadOptions):
 class FalconDrafter(HeadDrafter):
     """Drafts a block of levels at once."""
 
-    name = "falcon"
-    reads = TargetReads(taps=("final",))  # the network reads all positions
+    reads_last = False
+    head: FalconHead
 
-    @property
-    def head(self) -> FalconHead:
-        """The network."""
-        head = self.loaded.head
-        assert isinstance(head, FalconHead), "`load_head` checks the method"
-        return head
-
+    @override
     def features_for(self, target: TargetHandle) -> FalconBlocks:
-        """Returns the network's state of every slot."""
-        loaded = self.loaded
-        self._blocks = FalconBlocks(
-            self.head, loaded.parts, target, dtype=loaded.dtype, num_expanded=self._most_blocks(),
-            quantization=loaded.quantization,
-        )  # fmt: skip
+        num_nodes = len(block_plan(self.head.config.block).positions) * max(self._most_blocks(), 1)
+        stack = self.stack_of(self.head.layer, num_nodes)
+        self._blocks = FalconBlocks(self.head, self.parts, target, stack, self.dtype)
         return self._blocks
 
     def _most_blocks(self) -> int:
@@ -386,10 +311,10 @@ class FalconDrafter(HeadDrafter):
     @override
     def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
         config = self.head.config
-        outputs = torch.zeros(1, config.block, config.hidden_size, device=roots.device, dtype=self.loaded.dtype)
+        outputs = torch.zeros(1, config.block, config.hidden_size, device=roots.device, dtype=self.dtype)
         self._blocks.fill(begin_expansion(shape, roots, draws), [0], outputs)
 
 
-def create(options: Options) -> Drafter:
+def create_for(options: Options, model: LoadedModel) -> Drafter:
     """See `foretoken.drafters.registry`."""
-    return FalconDrafter(options)
+    return FalconDrafter(options, model)

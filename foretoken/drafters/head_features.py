@@ -1,8 +1,8 @@
-"""The target's features as the decoder block of a head reads them, at the last committed position of every slot.
+"""The target's features as a head reads them, by slot.
 
-The block's KV cache follows the target's: positions enter when they are committed, in order and with the target's own
-features. Nothing is ever taken back. Committed features wait until the next proposal, and are then fed in one pass. No
-work is done for sequences without drafts.
+The KV cache of a head's decoder block follows the target's: positions enter when they are committed, in order and with
+the target's own features. Nothing is ever taken back. Committed features wait until the next proposal, and are then fed
+in one pass. No work is done for sequences without drafts.
 
 Letters: M positions of a pass, T positions and B slots of sequences, F features of a position, E hidden size, W width
 of the stored outputs.
@@ -10,22 +10,23 @@ of the stored outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from foretoken.core.passes import Pass
-from foretoken.decoder.block_stack import BlockStack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.decoder.native_linear import Quantization
-    from foretoken.decoder.slot_cache import SlotCache
+    from foretoken.decoder.block_stack import BlockStack
     from foretoken.drafters.base import Committed, Prefix, TargetHandle
-    from foretoken.heads.hydra import PrefixLayer
+
+TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; longer parts are fed alone
+CHUNK = 512  # positions of a long part per pass
 
 
 def rows_at(table: Tensor, slots: Sequence[int]) -> Tensor:
@@ -37,14 +38,7 @@ def rows_at(table: Tensor, slots: Sequence[int]) -> Tensor:
 
 
 def set_last(table: Tensor, slots: Sequence[int], rows: Tensor, offsets: Sequence[int]) -> None:
-    """Sets rows of a table to the last rows of some sequences.
-
-    Args:
-        table: (S, E); changed.
-        slots: B of its rows.
-        rows: (M, E) of any dtype, one sequence after another.
-        offsets: B + 1, where the rows of each sequence begin.
-    """
+    """Sets B rows of a table to the last of the (M, E) rows of each sequence; offsets: B + 1, where these begin."""
     if len(slots) == 1:  # without index tensors, which take longer than the copy
         table[slots[0]] = rows[offsets[1] - 1]
         return
@@ -53,32 +47,8 @@ def set_last(table: Tensor, slots: Sequence[int], rows: Tensor, offsets: Sequenc
     table[torch.tensor(list(slots), device=rows.device)] = rows.to(table.dtype)
 
 
-class KeptFeatures(Protocol):
-    """A store of the target's features, for drafts that begin at the last committed position."""
-
-    def is_known(self, slot: int, length: int) -> bool:
-        """Returns whether the needed features of positions 0 … `length - 1` are here."""
-
-    def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV cache."""
-
-    def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, W), the first states of drafts.
-
-        Args:
-            slots: B slots.
-            texts: The committed tokens of each, one more than features.
-        """
-
-    def reusable(self, slot: int, length: int) -> int:
-        """See `foretoken.drafters.base.PrefixKeeper`."""
-
-    def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """Starts a sequence in a slot, with a prefix as `reusable` allowed; None for nothing."""
-
-
 class LastFeatures:
-    """The target's feature at the last committed position of every slot."""
+    """The target's feature at the last committed position of every slot. Methods: see `WaitingFeatures`."""
 
     def __init__(self, num_slots: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._features = torch.zeros(num_slots, hidden_size, device=device, dtype=dtype)
@@ -96,7 +66,7 @@ class LastFeatures:
             self._known[slot] = start + length
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, E), of some slots; see `KeptFeatures`."""
+        """(B, E), of some slots."""
         del texts
         return rows_at(self._features, slots)
 
@@ -106,63 +76,31 @@ class LastFeatures:
         return length
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """See `KeptFeatures`."""
+        """Starts a sequence in a slot."""
         del prefix
         self._known[slot] = 0
 
 
-_TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; longer parts are fed alone
-_CHUNK = 512  # positions of a long part per pass
-
-
-class WaitingPairs(NamedTuple):
-    """Committed positions that the block has not read.
+class WaitingFeatures(ABC):
+    """Committed features that wait until the next draft, beside a decoder block that was fed those before them.
 
     Attributes:
-        work: Their tokens, each the one after its features, with logits after the last position of each sequence.
-        features: (M, F E).
+        stack: The block with its KV rows by slot.
     """
 
-    work: Pass
-    features: Tensor
-
-
-class StackFeatures:
-    """Features through a decoder block, see the module."""
-
-    def __init__(
-        self,
-        encode: Callable[[Tensor, Pass], Tensor],
-        cache: SlotCache,
-        target: TargetHandle,
-        *,
-        width: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """Starts without features.
-
-        Args:
-            encode: Feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W), whose last
-                rows are stored.
-            cache: The block's.
-            target: Gives slots and device.
-            width: W.
-            dtype: Of inputs and stored outputs.
-        """
-        self._encode, self._cache, self._dtype = encode, cache, dtype
+    def __init__(self, stack: BlockStack, target: TargetHandle, dtype: torch.dtype) -> None:
+        """Starts without features; dtype: of the block's inputs."""
+        self.stack, self._dtype = stack, dtype
         self._fed = [0] * target.num_slots  # positions in the cache
         # (T, F, E) each, committed after those
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]
-        self._has_seen = [False] * target.num_slots  # whether a draft has fed all that waits
+        self._has_seen = [False] * target.num_slots  # whether a draft has fed all that waits, see `have_fed`
         self._known = [0] * target.num_slots  # positions in the cache or waiting
-        self._has_last = [False] * target.num_slots  # whether `_last` is of the last position in the cache
-        self._last = torch.zeros(target.num_slots, width, device=target.device, dtype=dtype)
 
     def is_known(self, slot: int, length: int) -> bool:
-        """Returns whether all features of positions 0 … `length - 1` are here, the last not only with a prefix."""
+        """Returns whether the needed features of positions 0 … `length - 1` are here."""
         # After a failed pass there are fewer: the slot gets no draft until it begins anew.
-        here = self._fed[slot] + sum(map(len, self._waiting[slot]))
-        return self._known[slot] == here == length and (self._has_last[slot] or bool(self._waiting[slot]))
+        return self._known[slot] == self._num_here(slot) == length
 
     def learn(self, committed: Committed) -> None:
         """Takes what entered the target's KV cache."""
@@ -178,12 +116,21 @@ class StackFeatures:
                 self._waiting[slot].append(features)
                 self._known[slot] += len(features)
 
+    @abstractmethod
+    def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the first states of drafts, (B, W) or for blocks (B, K, W); feeds what waits.
+
+        Args:
+            slots: B slots for which `is_known` holds.
+            texts: The committed tokens of each, one more than features.
+        """
+
     def reusable(self, slot: int, length: int) -> int:
-        """Returns the positions with features, at most `length`."""
-        return min(length, self._fed[slot] + sum(map(len, self._waiting[slot])))
+        """Returns the positions with features, at most `length`; see `foretoken.drafters.base.PrefixKeeper`."""
+        return min(length, self._num_here(slot))
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """See `KeptFeatures`."""
+        """Starts a sequence in a slot, with a prefix as `reusable` allowed; None for nothing."""
         source, length = prefix or (slot, 0)
         fed = self._known[source] if self._has_seen[source] else self._fed[source]
         waiting, self._fed[slot] = list[Tensor](), min(fed, length)
@@ -191,24 +138,76 @@ class StackFeatures:
             waiting.append(part[: length - fed])
             fed += len(waiting[-1])
         if source != slot and self._fed[slot]:
-            self._cache.copy_rows(source, slot, self._fed[slot])
-        self._waiting[slot], self._known[slot] = waiting, length
-        self._has_seen[slot] = self._has_last[slot] = False
+            self.stack.cache.copy_rows(source, slot, self._fed[slot])
+        self._waiting[slot], self._known[slot], self._has_seen[slot] = waiting, length, False
 
-    def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, W), the block's output at the last position with features; feeds what waits.
+    def _num_here(self, slot: int) -> int:
+        return self._fed[slot] + sum(map(len, self._waiting[slot]))
+
+    def _joined(self, slot: int) -> Tensor:
+        """(T, F E), the waiting features of a slot."""
+        waiting = self._waiting[slot]
+        return (waiting[0] if len(waiting) == 1 else torch.cat(waiting)).flatten(1).to(self._dtype)
+
+
+class WaitingPairs(NamedTuple):
+    """Committed positions that the block has not read.
+
+    Attributes:
+        work: Their tokens, each the one after its features, with logits after the last position of each sequence.
+        features: (M, F E).
+    """
+
+    work: Pass
+    features: Tensor
+
+
+class StackFeatures(WaitingFeatures):
+    """Features through a decoder block: its output at the last committed position of every slot."""
+
+    def __init__(
+        self,
+        encode: Callable[[Tensor, Pass], Tensor],
+        stack: BlockStack,
+        target: TargetHandle,
+        *,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Starts without features.
 
         Args:
-            slots: B slots.
-            texts: The committed tokens of each, one more than features.
+            encode: Feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W), whose last
+                rows are stored.
+            stack: The block.
+            target: Gives slots and device.
+            width: W.
+            dtype: Of inputs and stored outputs.
         """
+        super().__init__(stack, target, dtype)
+        self._encode = encode
+        self._has_last = [False] * target.num_slots  # whether `_last` is of the last position in the cache
+        self._last = torch.zeros(target.num_slots, width, device=target.device, dtype=dtype)
+
+    @override
+    def is_known(self, slot: int, length: int) -> bool:
+        """Returns whether all features are here, the last not only with a prefix."""
+        return super().is_known(slot, length) and (self._has_last[slot] or bool(self._waiting[slot]))
+
+    @override
+    def begin(self, slot: int, prefix: Prefix | None) -> None:
+        super().begin(slot, prefix)
+        self._has_last[slot] = False
+
+    @override
+    def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         behind, following, parts = [], [], []
         for slot, text in zip(slots, texts, strict=True):
             if not self._waiting[slot]:
                 continue
             features = self._joined(slot)
             self._waiting[slot], self._has_seen[slot] = [], False
-            if len(features) > _TOGETHER:
+            if len(features) > TOGETHER:
                 self._feed_alone(slot, text, features)
             else:
                 behind.append(slot)
@@ -221,18 +220,14 @@ class StackFeatures:
     def waiting(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> WaitingPairs | None:
         """Returns what waits of some slots, for drafts that feed it themselves; None if nothing waits of one of them.
 
-        Feeds all but the last position of long parts. The result keeps waiting, see `have_fed`.
-
-        Args:
-            slots: B slots.
-            texts: As for `of`.
+        Feeds all but the last position of long parts. The result keeps waiting, see `have_fed`. Arguments: as of `of`.
         """
         if not all(self._waiting[slot] for slot in slots):
             return None
         following, parts = [], []
         for slot, text in zip(slots, texts, strict=True):
             features = self._joined(slot)
-            if len(features) > _TOGETHER:
+            if len(features) > TOGETHER:
                 self._waiting[slot] = [self._waiting[slot][-1][-1:]]
                 self._feed_alone(slot, text, features[:-1])
                 features = features[-1:]
@@ -253,14 +248,9 @@ class StackFeatures:
         for slot in slots:
             self._has_seen[slot] = True
 
-    def _joined(self, slot: int) -> Tensor:
-        """(T, F E), the waiting features of a slot."""
-        waiting = self._waiting[slot]
-        return (waiting[0] if len(waiting) == 1 else torch.cat(waiting)).flatten(1).to(self._dtype)
-
     def _feed_alone(self, slot: int, text: Sequence[int], features: Tensor) -> None:
         """Feeds (T, F E) features of one slot in chunks."""
-        for chunk in features.split(_CHUNK):
+        for chunk in features.split(CHUNK):
             begin = self._fed[slot] + 1
             self._feed([slot], [text[begin : begin + len(chunk)]], chunk)
 
@@ -272,36 +262,3 @@ class StackFeatures:
         for slot, tokens in zip(slots, following, strict=True):
             self._fed[slot] += len(tokens)
             self._has_last[slot] = True
-
-
-class PrefixFeatures(StackFeatures):
-    """The target's features as the decoder block of Hydra++ reads them, at the last committed position of every slot.
-
-    Attributes:
-        stack: The block with its KV rows by slot.
-    """
-
-    def __init__(
-        self,
-        layer: PrefixLayer,
-        target: TargetHandle,
-        dtype: torch.dtype,
-        *,
-        capture: GraphCapture | None = None,
-        quantization: Quantization | None = None,
-    ) -> None:
-        """Starts without features.
-
-        Args:
-            layer: The block.
-            target: Gives slots, context and device.
-            dtype: Of the block.
-            capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
-            quantization: Of the block's matrices, see `BlockStack`.
-        """
-        capacity = target.context_len
-        self.stack = BlockStack(
-            layer.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, capture=capture,
-            quantization=quantization,
-        )  # fmt: skip
-        super().__init__(self.stack.run, self.stack.cache, target, width=layer.norm.shape[0], dtype=dtype)

@@ -21,15 +21,16 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_ids import common_prefix_len
 from foretoken.decoder.base import UnsuitableError
+from foretoken.runner.runner import Runner
 from foretoken.sampling.draft_draws import DraftDraws
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.decoder.native_linear import Quantization
-    from foretoken.drafters.base import DraftContext
+    from foretoken.drafters.base import DraftContext, TargetHandle
     from foretoken.drafters.vocabularies import VocabularyMap
-    from foretoken.runner.runner import Runner
+    from foretoken.models.loading import LoadedModel
     from foretoken.trees.dynamic import ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
     from foretoken.trees.merge import Pruning
@@ -121,7 +122,15 @@ class DraftLevels:
         if self._runner.follow_weights():
             self._slots = {slot: _SlotState([]) for slot in self._slots}
         work = self._catch_up(slots, tokens)
-        drafted = self._drafted_at_once(work, expansion) or self._drafted_by_levels(work, expansion)
+        # The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
+        if self._mapping is None and self._runner.draft_trees(work, expansion, vocab_size=self._vocab_size):
+            drafted = _Drafted(*expansion.fed_nodes())
+        else:
+            passes = draft_by_levels(
+                work, expansion, self._logits, context_len=self._runner.context_len,
+                vocab_size=self._runner.vocab_size, fed=None if self._mapping is None else self._mapping.fed,
+            )  # fmt: skip
+            drafted = _Drafted(passes.tokens, passes.parents)
         for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
             state = self._slots[slot]
             state.tokens.extend(ids[len(state.tokens) :])
@@ -164,60 +173,19 @@ class DraftLevels:
         state.drafted = None
         return state
 
-    def _drafted_at_once(self, work: Pass, expansion: ShapedExpansion) -> _Drafted | None:
-        """Fills trees in one call of the decoder, which feeds all levels but the last; None if it cannot.
-
-        The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
-        """
-        if self._mapping is not None or not self._runner.draft_trees(work, expansion, vocab_size=self._vocab_size):
-            return None
-        return _Drafted(*expansion.fed_nodes())
-
-    def _drafted_by_levels(self, work: Pass, expansion: Expansion) -> _Drafted:
-        """Fills trees with one pass per level; work: the pass that ends with their roots."""
-        lengths = [end - start for start, end in pairwise(work.offsets)]
-        prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
-        passes = LevelPasses(work.slots, prefix_lens, self._runner.device)
-        for depth in expansion.levels():
-            if not depth:
-                expansion.grow(depth, self._logits(work).unsqueeze(1))
-                continue
-            frontier = expansion.frontier(depth)
-            if self._mapping is not None:
-                frontier = frontier._replace(tokens=self._mapping.fed(frontier.tokens))
-            expansion.grow(depth, self._level_logits(passes.next(frontier)))
-        return _Drafted(passes.tokens, passes.parents)
-
-    def _level_logits(self, level: Pass) -> Tensor:
-        """(B, P, V), after every node of a level."""
-        work = replace(
-            level,
-            tokens=level.tokens.clamp_max(self._runner.vocab_size - 1),
-            # A sequence near the draft model's context limit is fed beyond its own depth, together with deeper ones.
-            # Its drafts there are cut off, so its positions only have to be valid.
-            positions=level.positions.clamp_max(self._runner.context_len - 1),
-            logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
-        )
-        logits = self._logits(work)
-        return logits.view(level.num_sequences, -1, logits.shape[-1])
-
     def _logits(self, work: Pass) -> Tensor:
         """(R, V), of a pass."""
         logits = self._runner.run(work).logits
         assert logits is not None, "the pass asks for them"
-        return self._in_target_vocabulary(logits)
+        if self._mapping is not None:
+            return self._mapping.to_target(logits)
+        missing = self._vocab_size - logits.shape[-1]  # one vocabulary differs at most in unused padding ids
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _embeddable(self, tokens: Sequence[int]) -> list[int]:
         """Replaces ids that only the target has by an id that the draft model can embed."""
         last = self._runner.vocab_size - 1
         return [min(token, last) for token in tokens]
-
-    def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
-        """Maps the last dimension to V, or cuts or pads it: one vocabulary differs at most in unused padding ids."""
-        if self._mapping is not None:
-            return self._mapping.to_target(logits)
-        missing = self._vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
 
 QuantizationOption = Literal["auto", "int8", "none"]
@@ -279,24 +247,52 @@ class KeptDraws:
         return roots, replace(draws, root_positions=positions, pruning=self._pruning)
 
 
-class LevelPasses:
+class NodePasses:
+    """Passes over new nodes of trees whose earlier nodes were fed by the passes before.
+
+    Attributes:
+        positions: (B, W) int64, of all nodes so far.
+        parents: (B, W) int64, among the nodes of the sequence, -1 below the prefix.
+    """
+
+    def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
+        """Starts without nodes."""
+        self._slots, self._prefix_lens = slots, prefix_lens
+        self.positions = self.parents = torch.empty(len(slots), 0, dtype=torch.int64, device=device)
+
+    def add(self, tokens: Tensor, positions: Tensor, parents: Tensor) -> Pass:
+        """Returns the pass over new nodes, (B, M) each, without logits."""
+        num_earlier, (batch, num) = self.positions.shape[1], positions.shape
+        self.positions = torch.cat([self.positions, positions], dim=1)
+        self.parents = torch.cat([self.parents, parents], dim=1)
+        return Pass(
+            tokens=tokens.flatten(),
+            positions=self.positions.flatten(),
+            parents=self.parents.flatten(),
+            slots=self._slots,
+            prefix_lens=self._prefix_lens,
+            offsets=range(0, batch * num + 1, num),
+            num_earlier=[num_earlier] * batch,
+            logit_rows=None,
+        )
+
+
+class LevelPasses(NodePasses):
     """The passes over the levels below the roots, from the first one on; the roots lie in the prefix.
 
     Attributes:
         tokens: (B, W) int64.
-        parents: (B, W) int64, parents among the nodes that were fed, -1 below the roots.
     """
 
     def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
         """Starts before the first level."""
-        self._slots, self._prefix_lens = slots, prefix_lens
-        self.tokens = self.parents = torch.zeros(len(slots), 0, dtype=torch.int64, device=device)
-        self._positions = self.tokens  # (B, W)
+        super().__init__(slots, prefix_lens, device)
+        self.tokens = self.parents
         self._next_positions = integers_on(prefix_lens, device).unsqueeze(1)
         self._above: range | None = None  # nodes of the level above
 
     def next(self, frontier: Frontier) -> Pass:
-        """Returns the pass over a frontier, without logits. A node of depth d is d - 1 positions after the prefix."""
+        """Returns the pass over a frontier. A node of depth d is d - 1 positions after the prefix."""
         tokens, origins = frontier
         (batch, count), earlier = tokens.shape, self.tokens.shape[1]
         if self._above is None:
@@ -307,16 +303,60 @@ class LevelPasses:
             parents = (origins + self._above.start).expand(batch, -1)
         self._above = range(earlier, earlier + count)
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
-        self.parents = torch.cat([self.parents, parents], dim=1)
-        self._positions = torch.cat([self._positions, self._next_positions.expand(batch, count)], dim=1)
-        self._next_positions = self._next_positions + 1
-        return Pass(
-            tokens=tokens.flatten(),
-            positions=self._positions.flatten(),
-            parents=self.parents.flatten(),
-            slots=self._slots,
-            prefix_lens=self._prefix_lens,
-            offsets=range(0, batch * count + 1, count),
-            num_earlier=[earlier] * batch,
-            logit_rows=None,
+        positions, self._next_positions = self._next_positions.expand(batch, count), self._next_positions + 1
+        return self.add(tokens, positions, parents)
+
+
+def draft_by_levels(
+    work: Pass,
+    expansion: Expansion,
+    logits_of: Callable[[Pass], Tensor],
+    *,
+    context_len: int,
+    vocab_size: int | None = None,
+    fed: Callable[[Tensor], Tensor] | None = None,
+) -> LevelPasses:
+    """Fills trees with one pass per level, and returns these passes.
+
+    Args:
+        work: The pass that ends with the roots of the trees.
+        expansion: Filled.
+        logits_of: Runs a pass; returns (R, V).
+        context_len: Of the model.
+        vocab_size: Of the model, if the trees may have larger ids; these are fed as the last one.
+        fed: Maps tokens of the trees to those that are fed; None for the same.
+    """
+    ends = [prefix + end - start for prefix, (start, end) in zip(work.prefix_lens, pairwise(work.offsets), strict=True)]
+    passes = LevelPasses(work.slots, ends, work.tokens.device)
+    for depth in expansion.levels():
+        if not depth:
+            expansion.grow(depth, logits_of(work).unsqueeze(1))
+            continue
+        frontier = expansion.frontier(depth)
+        level = passes.next(frontier if fed is None else frontier._replace(tokens=fed(frontier.tokens)))
+        level = replace(
+            level,
+            tokens=level.tokens if vocab_size is None else level.tokens.clamp_max(vocab_size - 1),
+            # A sequence near the context limit is fed beyond its own depth, together with deeper ones. Its drafts there
+            # are cut off, so its positions only have to be valid.
+            positions=level.positions.clamp_max(context_len - 1),
+            logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
+            num_layers=work.num_layers,
         )
+        logits = logits_of(level)
+        expansion.grow(depth, logits.view(level.num_sequences, -1, logits.shape[-1]))
+    return passes
+
+
+def draft_runner(model: LoadedModel, target: TargetHandle, num_fed: int, option: QuantizationOption) -> Runner:
+    """Returns the runner of a draft model that feeds at most `num_fed` nodes of a draft; see `with_quantization`."""
+    runner = Runner(
+        model, num_slots=target.num_slots, context_len=target.context_len, max_nodes=num_fed + 1, runner=target.runner
+    )
+
+    def quantize(quantization: Quantization | None) -> None:  # leaves the model as it is if it raises
+        if quantization is not None:
+            runner.quantize(quantization)
+
+    with_quantization(option, quantize)
+    return runner

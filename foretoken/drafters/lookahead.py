@@ -23,20 +23,13 @@ from pydantic import Field, model_validator
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-    TreeOption,
-)
+from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
+
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 
 class NgramPool:

@@ -15,27 +15,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import replace
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
-from foretoken.core.backend import floats_on
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
+from foretoken.drafters.base import DrafterOptions, TargetReads
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 MOST_MATCHES = 4  # per length
 
@@ -133,13 +125,6 @@ class Options(DrafterOptions):
         return self
 
 
-class _Draft(NamedTuple):
-    """One sequence's tree; scores: of its nodes, see `TokenTree`."""
-
-    row: TreeRow
-    scores: list[float]
-
-
 class NgramDrafter:
     """Proposes what followed the current tokens earlier in the same sequence."""
 
@@ -170,9 +155,8 @@ class NgramDrafter:
             self._draft(slot, tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
             for slot, tokens, depth, nodes in each
         ]
-        tree = TokenTree.from_rows([draft.row for draft in drafts], device=self._device)
-        scores = [[*draft.scores, *[0.0] * (tree.width - len(draft.scores))] for draft in drafts]
-        return replace(tree, scores=floats_on(scores, self._device))
+        rows, scores = zip(*drafts, strict=True)
+        return TokenTree.from_rows(rows, scores=scores, device=self._device)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
         """See `Lookup`."""
@@ -190,7 +174,8 @@ class NgramDrafter:
         """Forgets the index."""
         self._indices.pop(slot, None)
 
-    def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> _Draft:
+    def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
+        """Returns one sequence's tree and the scores of its nodes."""
         index = self._indices[slot]
         index.extend(tokens)
         trie, scores = Trie(tokens[-1]), [0.0]
@@ -203,7 +188,7 @@ class NgramDrafter:
                     scores[node] = max(scores[node], score)
                 if self._is_chain or len(trie.tokens) >= max_nodes:
                     break
-        return _Draft(trie.row(), scores)
+        return trie.row(), scores
 
 
 def _agreement(tokens: Sequence[int], end: int) -> int:

@@ -7,21 +7,16 @@ is always wrong, `pattern=[5]` always right to depth 5.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
+from foretoken.drafters.base import DrafterOptions, TargetReads
 from foretoken.trees.merge import Trie
+
+if TYPE_CHECKING:
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 
 class Options(DrafterOptions):

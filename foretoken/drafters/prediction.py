@@ -19,19 +19,13 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
+from foretoken.drafters.base import DrafterOptions, TargetReads
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 _MOST_REPLACED = 4  # after a change of at most so many tokens, as many tokens of the text count as replaced
 _NEAREST = 8  # matches examined on each side of the last place

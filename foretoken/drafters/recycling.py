@@ -23,16 +23,7 @@ from pydantic import model_validator
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import HostFacts, TokenTree
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-    TreeOption,
-)
+from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
 from foretoken.trees.choices import TreeShape, best_nodes
 from foretoken.trees.merge import pruned
 
@@ -40,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 
 class SuccessorMatrix:

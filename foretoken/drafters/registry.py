@@ -3,7 +3,7 @@
 A method is a module with a class `Options(DrafterOptions)` and a function `create(options) -> Drafter`. If its `reads`
 depend on the target's model, the function is `create_for(options, model) -> Drafter`. Modules of this package are found
 by file name; modules of other packages by an entry point of the group `foretoken.drafters`, or by their import path,
-which has a dot: `{"method": "my_package.my_drafter"}`.
+which has a dot: `{"method": "my_package.my_drafter"}`. Most methods with a trained network share the module `heads`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import foretoken.drafters
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ConfigError, described, foreign_errors_as, nearest_name_hint
 from foretoken.drafters.base import DrafterOptions
+from foretoken.heads import head_methods
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
 _GROUP = "foretoken.drafters"
-_NOT_METHODS = {
-    "autoregressive", "base", "datastore", "head_features", "heads", "levels", "registry", "suffix_tree", "text_draft",
+# Files that methods share. `heads` holds the methods with a network and no file of their own.
+_SHARED = {
+    "base", "datastore", "head_drafter", "head_features", "heads", "levels", "registry", "suffix_tree", "text_draft",
     "vocabularies",
 }  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.
@@ -51,9 +53,12 @@ _OTHER_NAMES = {
 
 def known_methods() -> list[str]:
     """Returns the names that `speculative_config["method"]` may have, besides import paths."""
-    found = pkgutil.iter_modules(foretoken.drafters.__path__)
-    modules = {module.name for module in found}
-    return sorted((modules - _NOT_METHODS) | _installed().keys())
+    return sorted({*_files(), *head_methods(), *_installed()})
+
+
+def _files() -> set[str]:
+    """Returns the methods with a file of their own."""
+    return {module.name for module in pkgutil.iter_modules(foretoken.drafters.__path__)} - _SHARED
 
 
 def _installed() -> Mapping[str, str]:
@@ -135,7 +140,9 @@ def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:
 
 def _module(method: str) -> Any:
     """Returns the method's module; raises `ConfigError` if it cannot be imported or is incomplete."""
-    path = method if is_import_path(method) else _installed().get(method, f"foretoken.drafters.{method}")
+    path = method
+    if not is_import_path(method):
+        path = _installed().get(method, f"foretoken.drafters.{method if method in _files() else 'heads'}")
     with foreign_errors_as(
         ConfigError, lambda err: f"the file of method '{method}' cannot be imported: {described(err)}. Mend it."
     ):

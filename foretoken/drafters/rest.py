@@ -8,26 +8,16 @@ index` sorts the corpus once; it is mapped into memory.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
+from foretoken.drafters.base import DrafterOptions, TargetReads
 from foretoken.drafters.datastore import Datastore
 from foretoken.trees.merge import Trie, pruned
 
@@ -35,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 
 class FrequentPaths(NamedTuple):
@@ -154,13 +146,6 @@ class Options(DrafterOptions):
         return self
 
 
-class _Draft(NamedTuple):
-    """One sequence's tree, and the log-probability of each of its nodes."""
-
-    row: TreeRow
-    scores: list[float]
-
-
 class RestDrafter:
     """Proposes what followed the current tokens in a corpus."""
 
@@ -210,9 +195,8 @@ class RestDrafter:
             self._draft(tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
             for tokens, depth, nodes in each
         ]
-        tree = TokenTree.from_rows([draft.row for draft in drafts], device=self._device)
-        scores = [[*draft.scores, *[0.0] * (tree.width - len(draft.scores))] for draft in drafts]
-        tree = replace(tree, scores=torch.tensor(scores, dtype=torch.float32, device=self._device))
+        rows, scores = zip(*drafts, strict=True)
+        tree = TokenTree.from_rows(rows, scores=scores, device=self._device)
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
@@ -227,12 +211,12 @@ class RestDrafter:
     def release(self, slot: int) -> None:
         """Forgets nothing."""
 
-    def _draft(self, tokens: Sequence[int], depth: int, max_nodes: int) -> _Draft:
+    def _draft(self, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
         """Returns one sequence's tree, scored by the share of continuations that begin with each path."""
         trie, scores = Trie(tokens[-1]), [0.0]
         rows = self._following(tokens, depth) if depth > 0 and max_nodes > 1 else None
         if rows is None:
-            return _Draft(trie.row(), scores)
+            return trie.row(), scores
         paths = likeliest_path(rows[:, : max_nodes - 1]) if self._is_chain else most_frequent(rows, max_nodes - 1)
         nodes: list[int] = []
         for token, parent, count in zip(*paths, strict=True):
@@ -240,7 +224,7 @@ class RestDrafter:
             nodes.append(node)
             if node == len(scores):
                 scores.append(math.log(count / len(rows)))
-        return _Draft(trie.row(), scores)
+        return trie.row(), scores
 
     def _following(self, tokens: Sequence[int], depth: int) -> NDArray[np.int64] | None:
         """Returns what followed the longest match, see `Datastore.continuations`; None without a match."""

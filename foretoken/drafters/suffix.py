@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import islice
@@ -21,24 +21,17 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from foretoken.core.backend import floats_on
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
+from foretoken.drafters.base import DrafterOptions, TargetReads
 from foretoken.drafters.suffix_tree import Match, SuffixMatches, SuffixTree
 from foretoken.trees.merge import pruned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 _SALT_BYTES = 256  # of a tree's entry, without the salt's characters
 
@@ -410,11 +403,8 @@ class SuffixDrafter:
             TreeRow([root, *draft.tokens], [-1, *draft.parents])
             for root, draft in zip(context.roots, drafts, strict=True)
         ]
-        tree = TokenTree.from_rows(rows, device=self._device)
-        scores = [
-            [0.0, *map(math.log, draft.probs), *[0.0] * (tree.width - 1 - len(draft.probs))] for draft in drafts
-        ]  # fmt: skip
-        tree = replace(tree, scores=floats_on(scores, self._device))
+        scores = [[0.0, *map(math.log, draft.probs)] for draft in drafts]
+        tree = TokenTree.from_rows(rows, scores=scores, device=self._device)
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:

@@ -9,23 +9,21 @@ Source: Timor et al. 2025 (arXiv 2502.05202), algorithm 2 (SLEM).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle, TargetReads
-from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, with_quantization
+from foretoken.drafters.base import TargetReads
+from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, draft_runner
 from foretoken.drafters.vocabularies import shared_specials
-from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.decoder.native_linear import Quantization
+    from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.drafters.vocabularies import Piece, Vocabulary
     from foretoken.models.loading import LoadedModel
 
@@ -203,17 +201,8 @@ class TextDraftDrafter:
         model = self._load(target)
         self._retokenizer = Retokenizer(*self._vocabularies(target, model))
         self._device = target.device
-        self._runner = Runner(
-            model, num_slots=target.num_slots, context_len=target.context_len, max_nodes=self._chain_len + 2,
-            runner=target.runner,
-        )  # fmt: skip
-        with_quantization(self._quantization, self._quantize)
+        self._runner = draft_runner(model, target, self._chain_len + 1, self._quantization)
         self._levels = DraftLevels(self._runner, vocab_size=self._runner.vocab_size)
-
-    def _quantize(self, quantization: Quantization | None) -> None:
-        """Raises `UnsuitableError`, and leaves the model as it is, if it cannot be quantised."""
-        if quantization is not None:
-            self._runner.quantize(quantization)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Reuses the rows of a text with the same prefix; the first proposal reads the rest."""
@@ -241,7 +230,7 @@ class TextDraftDrafter:
             kept = chain[: min(context.max_depth[row], self._chain_len)]
             rows[row] = TreeRow([context.roots[row], *(node.token for node in kept)], range(-1, len(kept)))
             scores[row] += (draft.scores[node.num_drafted - 1] for node in kept)
-        return _with_scores(TokenTree.from_rows(rows, device=self._device), scores)
+        return TokenTree.from_rows(rows, scores=scores, device=self._device)
 
     def commit(self, committed: Committed) -> None:
         """Learns nothing: the next proposal reads the committed tokens."""
@@ -273,9 +262,3 @@ class _Written(NamedTuple):
 
     tokens: list[int]
     scores: list[float]
-
-
-def _with_scores(tree: TokenTree, scores: Sequence[Sequence[float]]) -> TokenTree:
-    """Returns a tree with the scores of its nodes, 0 at padding."""
-    padded = [[*row, *[0.0] * (tree.width - len(row))] for row in scores]
-    return replace(tree, scores=torch.tensor(padded, dtype=torch.float32, device=tree.tokens.device))

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from foretoken.core.passes import Tap
-    from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.native_head import AutoregressiveSteps, HeadSteps
     from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
@@ -237,7 +236,7 @@ class BlockOutputs(NamedTuple):
 
 
 class AutoregressiveHead(Head):
-    """A head with one decoder block, `layer`."""
+    """A head with one decoder block, `layer`, whose output goes to `outputs`."""
 
     config: AutoregressiveConfig
     layer: DecoderLayer
@@ -260,16 +259,12 @@ class AutoregressiveHead(Head):
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
-        """Packs the linear layers around the block; `as_blocks` runs the block as a whole."""
+        """Packs the linear layers around the block; `DecoderLayer.as_blocks` runs the block as a whole."""
         if compacts:
             self.layer.compact()
         for name, child in list(self.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(self, name, fast_linear(child, quantization=quantization, compacts=compacts))
-
-    @abstractmethod
-    def as_blocks(self, num_positions: int) -> Blocks:
-        """Returns the block for `BlockStack`, for up to `num_positions` positions; its output goes to `outputs`."""
 
     @abstractmethod
     def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:

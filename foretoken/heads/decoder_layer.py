@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from foretoken.decoder.blocks import Block, BlockSpec, FeedForward, Matrix, Norm, Rotary, Side
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Matrix, Norm, Rotary, Side
 from foretoken.decoder.native_linear import fits_bfloat16
 from foretoken.models.parts import scaled_frequencies
 
@@ -181,7 +181,7 @@ class DecoderLayer(nn.Module):
         if all(fits_bfloat16(parameter) for parameter in self.parameters()):
             self.to(torch.bfloat16)
 
-    def as_block(self, num_positions: int) -> Block:
+    def as_blocks(self, num_positions: int) -> Blocks:
         """Returns the block for `BlockStack`, for up to `num_positions` positions."""
         config, dtype = self.config, self.exact_dtype
         positions = torch.arange(num_positions, device=self.post_attention_norm.device).unsqueeze(0)
@@ -193,7 +193,7 @@ class DecoderLayer(nn.Module):
             )
         )  # fmt: skip
         side_norm = self.as_norm(self.side_norm)
-        return Block(
+        block = Block(
             spec=BlockSpec(
                 num_heads=config.num_attention_heads,
                 num_kv_heads=config.num_key_value_heads,
@@ -209,6 +209,7 @@ class DecoderLayer(nn.Module):
             mlp_norm=self.as_norm(self.post_attention_norm),
             rotary=Rotary(cos=cos, sin=sin),
         )
+        return Blocks(blocks=[block])
 
     def as_norm(self, weight: Tensor | None) -> Norm | None:
         """Returns a norm of the block, or after it, for `BlockStack`."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.native_head import AutoregressiveSteps
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs
 from foretoken.heads.decoder_layer import DecoderLayer
@@ -73,10 +72,6 @@ class EagleHead(AutoregressiveHead):
     @override
     def has_target_lm_head(self) -> bool:
         return True
-
-    @override
-    def as_blocks(self, num_positions: int) -> Blocks:
-        return Blocks(blocks=[self.layer.as_block(num_positions)])
 
     @override
     def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:

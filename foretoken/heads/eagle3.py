@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm
 from typing_extensions import override
 
-from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.native_head import AutoregressiveSteps, LmHead, ScaledEmbedding
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
 from foretoken.heads.decoder_layer import DecoderLayer
@@ -170,10 +169,6 @@ class Eagle3Head(AutoregressiveHead):
     def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
         return logits
-
-    @override
-    def as_blocks(self, num_positions: int) -> Blocks:
-        return Blocks(blocks=[self.layer.as_block(num_positions)])
 
     @override
     def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from typing_extensions import override
 
-from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.native_linear import linear_layer, optimize_for_inference
 from foretoken.heads.base import AutoregressiveConfig, Head
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, unrolled_attention
@@ -107,7 +106,7 @@ class PairLstm(nn.Module):
             state = pairs.new_zeros(*pairs.shape[:-2], NUM_LAYERS, 2, self._width)
         states = []
         for layer in range(NUM_LAYERS):
-            gates = self._of_input(layer, x)
+            gates = self._gates(layer, 0, x)
             if self._mode == "per_position":
                 x, c = _activated(gates, None)
                 states.append(torch.stack([x, c], dim=-2))
@@ -115,7 +114,7 @@ class PairLstm(nn.Module):
             h, c = state[..., layer, 0, :], state[..., layer, 1, :]
             after = []
             for of_input in gates.unbind(-2):
-                h, c = _activated(of_input + self._of_hidden(layer, h), c)
+                h, c = _activated(of_input + self._gates(layer, 1, h), c)
                 after.append(torch.stack([h, c], dim=-2))
             states.append(torch.stack(after, dim=-3))
             x = states[-1][..., 0, :]
@@ -123,41 +122,29 @@ class PairLstm(nn.Module):
 
     def split(self) -> None:
         """Replaces torch's LSTM by linear layers, which native kernels can replace; training ends with it."""
-        for layer in range(NUM_LAYERS):
-            of_input, of_hidden = self._weights(layer)
-            biases = self._biases(layer)
-            parts = [linear_layer(of_input, biases[0])]
-            if self._mode == "recurrent":
-                parts.append(linear_layer(of_hidden, biases[1]))
-            self.cells.append(nn.ModuleList(parts))
+        num_parts = 2 if self._mode == "recurrent" else 1
+        self.cells.extend(
+            nn.ModuleList(linear_layer(*self._part(layer, part)) for part in range(num_parts))
+            for layer in range(NUM_LAYERS)
+        )
         self.weights = None
 
-    def _weights(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns the (4 W, ...) weights of the input and of h."""
+    def _part(self, layer: int, part: int) -> tuple[Tensor, Tensor | None]:
+        """Returns (4 W, …) weight and (4 W,) bias of a layer's input, part 0, or of h, part 1."""
         assert self.weights is not None, "only what drafts is split"
-        return getattr(self.weights, f"weight_ih_l{layer}"), getattr(self.weights, f"weight_hh_l{layer}")
-
-    def _biases(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Returns (4 W,) for the input and for h; mode "per_position" adds both to the input, as h is zero."""
-        assert self.weights is not None, "only what drafts is split"
+        weight: Tensor = getattr(self.weights, f"weight_{'ih' if part == 0 else 'hh'}_l{layer}")
         if not self.weights.bias:
-            return None, None
-        of_input, of_hidden = getattr(self.weights, f"bias_ih_l{layer}"), getattr(self.weights, f"bias_hh_l{layer}")
-        return (of_input + of_hidden, None) if self._mode == "per_position" else (of_input, of_hidden)
+            return weight, None
+        biases = getattr(self.weights, f"bias_ih_l{layer}"), getattr(self.weights, f"bias_hh_l{layer}")
+        # As h is zero in mode "per_position", both belong to the input there.
+        return weight, biases[part] if self._mode == "recurrent" else biases[0] + biases[1]
 
-    def _of_input(self, layer: int, x: Tensor) -> Tensor:
-        """Returns (..., 4 W), the input's part of the gates."""
+    def _gates(self, layer: int, part: int, x: Tensor) -> Tensor:
+        """Returns (..., 4 W), a part of the gates, from the layer's input or from h; see `_part`."""
         if len(self.cells):
-            result: Tensor = self.cells[layer][0](x)  # type: ignore[index]
+            result: Tensor = self.cells[layer][part](x)  # type: ignore[index]
             return result
-        return linear(x, self._weights(layer)[0], self._biases(layer)[0])
-
-    def _of_hidden(self, layer: int, h: Tensor) -> Tensor:
-        """Returns (..., 4 W), the part of h, in mode "recurrent"."""
-        if len(self.cells):
-            result: Tensor = self.cells[layer][1](h)  # type: ignore[index]
-            return result
-        return linear(h, self._weights(layer)[1], self._biases(layer)[1])
+        return linear(x, *self._part(layer, part))
 
 
 def _activated(gates: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -271,15 +258,11 @@ class FalconHead(Head):
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
-        """Packs the weights of the LSTM; `as_blocks` runs the decoder block as a whole."""
+        """Packs the weights of the LSTM; `DecoderLayer.as_blocks` runs the decoder block as a whole."""
         self.lstm.split()
         optimize_for_inference(self.lstm, quantization=quantization, compacts=compacts)
         if compacts:
             self.layer.compact()
-
-    def as_blocks(self, num_positions: int) -> Blocks:
-        """Returns the decoder block for `BlockStack`, for up to `num_positions` positions."""
-        return Blocks(blocks=[self.layer.as_block(num_positions)])
 
 
 def paired(features: Tensor, embedded: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Letters as in `base`; L blocks of a head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -18,14 +19,13 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, silu
 from typing_extensions import override
 
-from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.native_linear import fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.base import StepHead, StepHeadConfig
 from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig
 
 if TYPE_CHECKING:
-    from foretoken.decoder.blocks import Norm
+    from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
@@ -55,10 +55,9 @@ class PrefixLayer(DecoderLayer):
         """Returns (B, T, E), features that depend on all positions before; see `DecoderLayer`."""
         return self.normed(super().forward(inputs, positions, side), self.norm)
 
+    @override
     def as_blocks(self, num_positions: int) -> Blocks:
-        """Returns block and norm for `BlockStack`, for up to `num_positions` positions."""
-        norm: Norm | None = self.as_norm(self.norm)
-        return Blocks(blocks=[self.as_block(num_positions)], final_norm=norm)
+        return replace(super().as_blocks(num_positions), final_norm=self.as_norm(self.norm))
 
 
 class HydraConfig(StepHeadConfig):

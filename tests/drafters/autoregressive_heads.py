@@ -13,8 +13,8 @@ from drafters.drafting_contexts import attached, begin
 from tiny_models import tiny_model
 from torch import Tensor
 
-from foretoken.drafters.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.base import Committed
+from foretoken.drafters.heads import AutoregressiveDrafter
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint

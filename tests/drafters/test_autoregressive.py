@@ -18,7 +18,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.native_linear import NativeLinear
 from foretoken.drafters import head_features
-from foretoken.drafters.autoregressive import AutoregressiveDrafter
+from foretoken.drafters.heads import AutoregressiveDrafter
 from foretoken.drafters.registry import drafter_options
 from foretoken.formats import files
 from foretoken.models.loading import wrap_model
@@ -83,7 +83,7 @@ def test_after_any_history_cache_and_drafts_are_those_of_the_text(kind: str, sha
     slots, params = [4, 0, 2], [GREEDY, SAMPLED, GREEDY]
     for slot, length in zip(slots, (2, 3, 45), strict=True):
         texts.begin([made], slot, words(draw, length))
-    with mock.patch.object(head_features, "_CHUNK", 16):
+    with mock.patch.object(head_features, "CHUNK", 16):
         for round_ in range(8):
             texts.commit([made], slots, most=30 if round_ == 0 else 10_000)  # a prompt may come in parts
             texts.commit([made], slots)
@@ -169,7 +169,7 @@ class FailingRun:
 def test_a_feeding_that_raises_leaves_slots_undrafted(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first or second chunk of a long prompt, or in the pass that feeds the others; beside slots that go on."""
     made, texts, draw = drafter(kind, **SHAPES["static"]), Texts(kind), random.Random(1)
-    monkeypatch.setattr(head_features, "_CHUNK", 20)
+    monkeypatch.setattr(head_features, "CHUNK", 20)
     failing, lengths = FailingRun(made, monkeypatch), {0: 4, 1: 41, 2: 6}
     for slot, length in lengths.items():
         texts.begin([made], slot, words(draw, length))

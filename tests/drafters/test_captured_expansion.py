@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.heads import CapturedExpansion, fill_by_steps
+from foretoken.drafters.head_drafter import CapturedExpansion, fill_by_steps
 from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.models.parts import TargetParts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest

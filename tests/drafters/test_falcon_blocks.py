@@ -19,6 +19,7 @@ from heads.tiny_falcon import falcon
 from torch import Tensor
 
 from foretoken.core.token_tree import TokenTree
+from foretoken.decoder.block_stack import BlockStack
 from foretoken.drafters.base import Committed, Prefix
 from foretoken.drafters.falcon import FalconBlocks, block_plan
 from foretoken.drafters.levels import KeptDraws
@@ -52,7 +53,9 @@ class Drafts:
             lm_head_weight=self.parts.lm_head_weight,
         )
         target = handle(vocab_size=V, context_len=LENGTH, num_slots=num_slots, dtype=dtype)
-        self.blocks = FalconBlocks(own, parts, target, dtype=dtype, num_expanded=24)
+        capacity = LENGTH + 24 * len(block_plan(own.config.block).positions)
+        stack = BlockStack(own.layer.as_blocks(capacity), num_slots=num_slots, capacity=capacity)
+        self.blocks = FalconBlocks(own, parts, target, stack, dtype)
         assert self.blocks.stack.backend == ("torch" if dtype == torch.float64 else "native")
         self.draws = KeptDraws(greedy=True)
         self.texts, self.features = [Tensor()] * num_slots, [Tensor()] * num_slots

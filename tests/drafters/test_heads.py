@@ -17,7 +17,6 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
 from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.base import Committed, MeasuredDrafter
-from foretoken.drafters.heads import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import files, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
@@ -254,12 +253,9 @@ def test_heads_by_hub_id(method: str, tmp_path: Path, monkeypatch: pytest.Monkey
     heads = {None: 0, "v1": 1}
     places = {revision: saved(tmp_path / str(seed), method, seed=seed) for revision, seed in heads.items()}
     monkeypatch.setattr(files, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
-    target = wrap_model(tiny_model("llama"), name="llama")
-    loaded = [
-        load_head(drafter_options({"method": method, "model": "some/head", **keys}), handle(model=target), method)
-        for keys in ({}, {"revision": "v1"})
-    ]
+    options: tuple[dict[str, str], ...] = ({}, {"revision": "v1"})
+    made = [drafter(Path("some/head"), method, quantization="none", **keys) for keys in options]
     state, token = torch.ones(1, 32), torch.tensor([5])
-    first, second = (one.head.step(0, state, token, one.parts)[1] for one in loaded)
+    first, second = (one.head.step(0, state, token, one.parts)[1] for one in made)
     assert not torch.equal(first, second)
     assert drafter(Path("some/head"), method, revision="v1").shape.depth == 2

@@ -25,7 +25,7 @@ METHODS = ("medusa", "hydra", "mlp_speculator")
 
 def head_weights(made: Any) -> set[torch.dtype]:
     """Dtypes of all that a drafter's head multiplies by: modules, what it keeps in lists, the block of Hydra++."""
-    head = made.loaded.head
+    head = made.head
     lists = [getattr(head, name, []) for name in ("_quick_blocks", "_further")]
     layers = [layer for name, layer in head.named_modules() if not name.startswith("prefix.")]
     layers += [*getattr(head, "_quick_lm_heads", []), *chain.from_iterable(chain.from_iterable(lists))]
@@ -110,7 +110,7 @@ def test_a_copy_of_the_targets_lm_head_follows_it(method: str, tmp_path: Path) -
         return llm({"speculative_config": config}, module=module, runner="lean-native")
 
     def numbers(engine: Any) -> list[torch.Tensor]:
-        native = engine.drafters[0].loaded.parts.native
+        native = engine.drafters[0].parts.native
         return [each.clone() for each in native.head.layer.tensors()]
 
     def generated(engine: Any) -> Any:
@@ -145,7 +145,7 @@ def test_weights_as_they_are_stored_draft_in_the_targets_precision(method: str, 
     """Beside a float32 target scores are those of torch's modules in float32, also where bfloat16 holds the weights."""
     directory = saved(tmp_path / "head", method, fits_bfloat16=True)
     ours = drafted(directory, method)
-    with mock.patch("foretoken.drafters.heads.runs_cpu_kernels", return_value=False):
+    with mock.patch("foretoken.drafters.head_drafter.runs_cpu_kernels", return_value=False):
         torchs = drafted(directory, method)
     assert ours.tokens.tolist() == torchs.tokens.tolist()
     assert ours.parents.tolist() == torchs.parents.tolist()

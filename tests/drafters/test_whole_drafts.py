@@ -108,7 +108,7 @@ def test_long_parts_are_fed_before(method: str, tmp_path: Path) -> None:
         lengths.append(work.num_tokens)
         return run(blocks, work, *inputs)
 
-    with mock.patch.object(NativeBlocks, "run", seen), mock.patch.object(head_features, "_CHUNK", 32):
+    with mock.patch.object(NativeBlocks, "run", seen), mock.patch.object(head_features, "CHUNK", 32):
         first = made.propose(context([text], params=[REQUESTS["greedy"][0]]))
         again = made.propose(context([text], params=[REQUESTS["greedy"][0]]))
     assert lengths == [32, 32, 14]

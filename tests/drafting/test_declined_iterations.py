@@ -19,7 +19,7 @@ from foretoken import SamplingParams
 from foretoken.core.records import StageSeconds, StepRecord
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftContext, DraftRequest
-from foretoken.drafters.head_features import PrefixFeatures
+from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.oracle import OracleDrafter
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting import draft_timing, drafting
@@ -171,7 +171,7 @@ def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     assert min(seconds for _, seconds in timed[0]) > 0
     assert {depth for depth, _ in timed[0]} == {1, max(timed[0])[0]}
     features = engine.drafters[0]._features  # type: ignore[attr-defined]
-    assert isinstance(features, PrefixFeatures)
+    assert isinstance(features, StackFeatures)
     assert all(held.length == 0 for held in engine._engine._scheduler._slots._free), (
         "nothing that a request could go on from"
     )

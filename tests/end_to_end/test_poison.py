@@ -16,12 +16,10 @@ from end_to_end.tiny_llms import RUNNERS, drafters, llm
 from foretoken import LLM
 from foretoken.core.results import GenerationMetrics
 from foretoken.core.token_tree import TokenTree
-from foretoken.decoder.block_stack import BlockStack
-from foretoken.drafters.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.head_features import PrefixFeatures, StackFeatures
-from foretoken.drafters.heads import HeadDrafter
+from foretoken.drafters.head_drafter import HeadDrafter
+from foretoken.drafters.head_features import WaitingFeatures
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.engine.sequence import Sequence, slot_of
 
@@ -79,12 +77,11 @@ def poison_draft_model(drafter: DraftModelDrafter | TextDraftDrafter) -> None:
     levels._keep_accepted, levels.begin = poisoned_keep, poisoned_begin
 
 
-def poison_block(drafter: HeadDrafter, stack: BlockStack) -> None:
+def poison_block(drafter: HeadDrafter, features: WaitingFeatures) -> None:
     """Overwrites all rows of a head's block that are no committed positions, before and after every proposal."""
-    propose, features = drafter.propose, drafter._features
+    propose, stack = drafter.propose, features.stack
 
     def poison_all() -> None:
-        assert isinstance(features, StackFeatures)
         for slot, fed in enumerate(features._fed):  # and what a native draft fed, which waits all the same
             stack.cache.poison(slot, fed + features._has_seen[slot] * sum(map(len, features._waiting[slot])))
 
@@ -110,10 +107,8 @@ def poison_caches(engine: LLM, **more: Any) -> None:
         drafter = guard._drafter
         if isinstance(drafter, DraftModelDrafter | TextDraftDrafter):
             poison_draft_model(drafter)
-        elif isinstance(drafter, AutoregressiveDrafter):
-            poison_block(drafter, drafter._stack)
-        elif isinstance(drafter, HeadDrafter) and isinstance(drafter._features, PrefixFeatures):
-            poison_block(drafter, drafter._features.stack)
+        elif isinstance(drafter, HeadDrafter) and isinstance(drafter._features, WaitingFeatures):
+            poison_block(drafter, drafter._features)
     poison_target(engine, **more)
 
 

@@ -11,8 +11,9 @@ from drafters.drafting_contexts import handle
 from heads.head_formulas import SAME, E, numbers
 from torch import Tensor
 
+from foretoken.decoder.block_stack import BlockStack
 from foretoken.drafters.base import Committed, Prefix
-from foretoken.drafters.head_features import PrefixFeatures
+from foretoken.drafters.head_features import StackFeatures
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import PrefixLayer
 
@@ -34,13 +35,15 @@ def block(
 
 
 class Fed:
-    """A `PrefixFeatures` beside the whole texts that it is fed with."""
+    """Features through a block beside the whole texts that it is fed with."""
 
     def __init__(
         self, layer: PrefixLayer, dtype: torch.dtype, num_slots: int = 3, context_len: int = 96, capture: Any = None
     ) -> None:
         target = handle(vocab_size=4, context_len=context_len, num_slots=num_slots, dtype=dtype)
-        self.layer, self.features = layer, PrefixFeatures(deepcopy(layer).to(dtype), target, dtype, capture=capture)
+        own = deepcopy(layer).to(dtype)
+        stack = BlockStack(own.as_blocks(context_len), num_slots=num_slots, capacity=context_len, capture=capture)
+        self.layer, self.features = layer, StackFeatures(stack.run, stack, target, width=len(own.norm), dtype=dtype)
         expected = "torch" if dtype == torch.float64 else "native" if capture is None else "graphs"
         assert self.features.stack.backend == expected
         self.same = SAME if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}

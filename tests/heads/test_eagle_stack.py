@@ -72,7 +72,7 @@ def test_pieces_are_the_whole(kind: str, width: int, dtype: torch.dtype) -> None
     embeddings = [head.embed(tokens(15, seed=seed), parts) for seed in (3, 4)]
     expected = [whole(head, *pair) for pair in zip(states, embeddings, strict=True)]
     fed = deepcopy(head).to(dtype)
-    stack = BlockStack(fed.as_blocks(CAPACITY), num_slots=SLOTS, capacity=CAPACITY)
+    stack = BlockStack(fed.layer.as_blocks(CAPACITY), num_slots=SLOTS, capacity=CAPACITY)
     assert stack.backend == ("torch" if dtype == torch.float64 else "native")
     same = SAME if dtype == torch.float64 else {"rtol": 1e-4, "atol": 2e-5}
     for slot in range(SLOTS):

@@ -95,7 +95,7 @@ class Drafting:
             target, dtype=torch.float32, is_inference=True,
             quantization=quantization if self.head.has_target_lm_head else None,
         )  # fmt: skip
-        self.blocks = self.head.as_blocks(capacity)
+        self.blocks = self.head.layer.as_blocks(capacity)
         assert self.blocks.dtype == dtype
         self.stack = BlockStack(self.blocks, num_slots=SLOTS, capacity=capacity, quantization=quantization)
         steps = self.head.native_steps(self.parts)

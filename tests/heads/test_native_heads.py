@@ -18,7 +18,7 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.decoder import library
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.native_head import HeadKernels
-from foretoken.drafters.heads import fill_by_steps
+from foretoken.drafters.head_drafter import fill_by_steps
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig

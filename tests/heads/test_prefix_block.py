@@ -111,7 +111,7 @@ def test_chunks_of_one_size(chunk: int, kind: str, name: str, dtype: torch.dtype
 def test_prompt_before_chunks(prompt: int, dtype: torch.dtype) -> None:
     """Prompts on both sides of what is fed beside other slots, and of the size of a chunk."""
     fed = Fed(block(), dtype)
-    with mock.patch.object(head_features, "_CHUNK", 16):
+    with mock.patch.object(head_features, "CHUNK", 16):
         for slot in (0, 1):
             fed.begin(slot, seed=slot)
         fed.commit({0: prompt, 1: 3})

@@ -1,0 +1,399 @@
+"""Drafters over trained heads: features, the choice of a tree and its construction.
+
+A method derives from `HeadDrafter` and adds its own parts.
+
+Letters: B sequences, E hidden size, W width of a head's state, K heads.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime, runs_cpu_kernels
+from foretoken.core.errors import ConfigError
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.token_tree import TokenTree
+from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.block_stack import BlockStack
+from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
+from foretoken.decoder.native_head import HeadKernels
+from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
+from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
+from foretoken.drafters.levels import KeptDraws, QuantizationOption, with_quantization
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.formats.files import local_head
+from foretoken.formats.registry import read_head
+from foretoken.heads.base import StepHead
+from foretoken.models.parts import TargetParts, target_parts
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.sampling.noise import KeyedNoise
+from foretoken.trees.choices import PUBLISHED, TreeShape, best_shape
+from foretoken.trees.dynamic import begin_expansion
+from foretoken.trees.merge import Pruning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from foretoken.decoder.cuda_graphs import GraphCapture
+    from foretoken.decoder.native_linear import Quantization
+    from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
+    from foretoken.heads.base import Head
+    from foretoken.heads.decoder_layer import DecoderLayer
+    from foretoken.models.loading import LoadedModel
+    from foretoken.trees.dynamic import AnyShape, ShapedExpansion
+    from foretoken.trees.expansion import Expansion
+
+
+class HeadOptions(DrafterOptions):
+    """Options of all drafters over heads.
+
+    Attributes:
+        model: Directory or hub id of the head, in any format that `foretoken convert` knows.
+        revision: Of the hub, if `model` is a hub id; None for its main branch.
+        tree: As for every method. "tree" is the static tree that pays most on this machine by the acceptance stored
+            with the head, or else the head's published tree; in each iteration as deep as pays, down to no draft at
+            all.
+        draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
+            without a seed; "greedy" always takes its most probable tokens.
+        quantization: "int8" drafts with all matrices in int8, with a scale per row, on CPUs: one byte per weight, also
+            for a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
+            target's precision: float32, or bfloat16 if the target is. "auto" takes int8 where possible.
+        allow_other_target: Accept a head that was trained for another target of the same sizes.
+    """
+
+    is_trusted: ClassVar[bool] = True
+    has_dynamic_trees: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
+
+    revision: str | None = None
+    tree: TreeOption = "tree"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    quantization: QuantizationOption = "auto"
+    allow_other_target: bool = False
+
+
+def checked_head(options: HeadOptions, model: LoadedModel) -> HeadCheckpoint:
+    """Returns the checkpoint that the options name, for a target.
+
+    Raises:
+        ConfigError: Without a model, or when the head is of another method or for another target.
+        ModelError: When the checkpoint is missing or damaged, or cannot be downloaded.
+    """
+    method = options.method
+    if options.model is None:
+        raise ConfigError(f"method '{method}' needs a trained head. Expected its directory or hub id. Set 'model'.")
+    fingerprint = TargetFingerprint.of(model)
+    path = local_head(options.model, options.revision)
+    _, checkpoint = read_head(path, target=fingerprint, base_config=model.config)
+    if checkpoint.config.method != method:
+        raise ConfigError(
+            f"'{options.model}' holds a head of method '{checkpoint.config.method}'. Expected one of '{method}'. "
+            f"Set 'method' to '{checkpoint.config.method}'."
+        )
+    if options.allow_other_target:
+        fingerprint = fingerprint.model_copy(update={"weights": None, "architecture": None, "num_layers": None})
+    checkpoint.check_target(fingerprint, what=options.model)
+    return checkpoint
+
+
+_MAX_GRAPHS = 32
+_TRUNCATION = ("top_k", "top_p", "min_p")
+
+
+class CapturedExpansion:
+    """Expands trees with one head, as a CUDA graph where possible."""
+
+    def __init__(
+        self,
+        fill: Callable[[ShapedExpansion, Tensor], None],
+        device: torch.device,
+        *,
+        capture: GraphCapture | None = None,
+    ) -> None:
+        """Prepares; graphs are captured when a shape is first used.
+
+        Args:
+            fill: Fills a tree of roots from (B, E) features, without reading any tensor.
+            device: Where trees lie.
+            capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
+        """
+        self._fill = fill
+        if capture is None and has_cuda_graphs(device):
+            capture = CudaGraphCapture(device)
+        self._graphs: CapturedGraphs[ShapedExpansion] | None = None
+        if capture is not None:
+            self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
+
+    def expand(self, shape: AnyShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> ShapedExpansion:
+        """Returns a filled tree, which is valid until the next call.
+
+        Args:
+            shape: Of the tree.
+            roots: (B,) int64.
+            draws: How tokens are chosen.
+            features: (B, E), input of the head.
+        """
+        if self._graphs is None:
+            expansion = begin_expansion(shape, roots, draws)
+            self._fill(expansion, features)
+            return expansion
+        batch = draws.batch
+        truncation = {name: value for name in _TRUNCATION if (value := getattr(batch, name)) is not None}
+        inputs = [
+            roots, features, draws.root_positions, draws.is_coupled, draws.is_sampled, batch.noise.seeds,
+            batch.temperature, batch.greedy, *truncation.values(),
+        ]  # fmt: skip
+        kinds = (draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
+        limits = (*truncation, batch.largest_top_k)
+        work = partial(self._captured_tree, shape, draws, list(truncation))
+        return self._graphs.run((shape, len(roots), kinds, limits), inputs, work)
+
+    def _captured_tree(
+        self, shape: AnyShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor
+    ) -> ShapedExpansion:
+        """The captured function: expands a tree with draws from parameters in tensors of its own, `limits` last."""
+        roots, features, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
+        own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))
+        # Nothing else of the batch is read, see `DraftDraws.keys`.
+        batch = replace(
+            draws.batch, noise=KeyedNoise(seeds), temperature=temperature, greedy=greedy, processors=(),
+            **own_limits,
+        )  # fmt: skip
+        own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)
+        expansion = begin_expansion(shape, roots, own)
+        self._fill(expansion, features)
+        return expansion
+
+
+_FALLBACK_TREE = "mc_sim_7b_63"
+_TIMED_CALLS = 5  # the first ones warm up
+
+
+class HeadDrafter:
+    """Drafts with a trained head, evaluated at every node that has children.
+
+    A method overrides `fill` if its head works differently, `state_of` if steps do not start from the feature itself,
+    and `features_for` if features are encoded first.
+
+    Attributes:
+        reads_last: Whether only the feature of the last position is read.
+        checkpoint: The head's files; without weights after `attach`.
+        head: The network, after `attach`, like the next three.
+        parts: Modules that it shares with the target.
+        dtype: Of its features.
+        quantization: Of its matrices; None if they are as stored.
+        shape: The tree that is drafted, cut off at the allowed depth.
+    """
+
+    reads_last: ClassVar[bool] = True
+    head: Head
+
+    def __init__(self, options: HeadOptions, model: LoadedModel) -> None:
+        """Reads the head's files; `attach` makes the network.
+
+        Raises:
+            ConfigError, ModelError: See `checked_head`.
+        """
+        self.name, self.options = options.method, options
+        self.checkpoint = checked_head(options, model)
+        self.reads = TargetReads(taps=self.checkpoint.config.taps, is_last_enough=self.reads_last)
+        self.shape: AnyShape = TreeShape(())
+        self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
+
+    def attach(self, target: TargetHandle) -> None:
+        """Makes the network, and chooses the tree by the measured seconds of passes and drafts."""
+        self._target = target
+        self._features = with_quantization(self.options.quantization, self._prepared)
+        self.checkpoint = replace(self.checkpoint, weights={})  # the network has its own
+        self._kernels = self._native_kernels()
+        self._expansion = CapturedExpansion(self._fill, target.device)
+        self.shape = self._chosen_shape()
+        self._shapes = [self.shape.truncated(depth) for depth in range(self.shape.depth + 1)]
+        self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Starts without features, except those of a prefix. If weights of the target changed, all slots start anew."""
+        self.parts.follow_weights()
+        self._features.begin(slot, request.prefix)
+
+    @torch.inference_mode()
+    def propose(self, context: DraftContext) -> TokenTree:
+        """Returns the shape for sequences with known features, the root alone for others."""
+        room = [
+            depth if self._features.is_known(slot, len(tokens) - 1) else 0
+            for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True)
+        ]
+        rows = [row for row, depth in enumerate(room) if depth > 0]
+        if not rows:
+            return TokenTree.roots(context.roots, device=self._target.device)
+        expansion = self._expanded(context, rows, self._shapes[min(max(room), len(self._shapes) - 1)])
+        return expansion.finish(rows, room, context.roots)
+
+    def commit(self, committed: Committed) -> None:
+        """Takes the features."""
+        self._features.learn(committed)
+
+    def release(self, slot: int) -> None:
+        """Keeps the features, for texts with the same prefix."""
+
+    def reusable(self, slot: int, length: int) -> int:
+        """See `PrefixKeeper`."""
+        return self._features.reusable(slot, length)
+
+    @property
+    def expected_acceptance(self) -> list[float]:
+        """See `MeasuredDrafter`: below the best node of each level, by the table stored with the head."""
+        table, shape = self.checkpoint.acceptance, self.shape
+        if table is None or not isinstance(shape, TreeShape):
+            return []
+        widths = [sum(choice[:-1] == (0,) * depth for choice in shape.choices) for depth in range(shape.depth)]
+        return [min(sum(row[:width]), 1.0) for row, width in zip(table, widths, strict=False)]
+
+    def features_for(self, target: TargetHandle) -> LastFeatures | WaitingFeatures:
+        """Returns the store of the target's features: the last feature of each slot."""
+        return LastFeatures(target.num_slots, self.head.config.hidden_size, device=target.device, dtype=self.dtype)
+
+    def stack_of(self, layer: DecoderLayer, num_scratch: int = 0) -> BlockStack:
+        """Returns the head's decoder block with a KV cache for the context and `num_scratch` drafted positions."""
+        capacity = self._target.context_len + num_scratch
+        return BlockStack(
+            layer.as_blocks(capacity), num_slots=self._target.num_slots, capacity=capacity,
+            quantization=self.quantization,
+        )  # fmt: skip
+
+    def state_of(self, features: Tensor) -> Tensor:
+        """(B, W), the first state of steps, from (B, E) features."""
+        return features
+
+    def fill(self, expansion: Expansion, state: Tensor) -> None:
+        """Fills a tree of roots level by level, without reading any tensor.
+
+        Args:
+            expansion: A tree of roots; changed.
+            state: (B, W), the first state of steps.
+        """
+        assert isinstance(self.head, StepHead), "other heads have a `fill` of their own"
+        fill_by_steps(self.head, self.parts, expansion, state)
+
+    def _prepared(self, quantization: Quantization | None) -> LastFeatures | WaitingFeatures:
+        """Makes network and features; raises `UnsuitableError` if their matrices cannot be quantised."""
+        target, is_on_cpu = self._target, runs_cpu_kernels(self._target.device)
+        if quantization is not None and not is_on_cpu:
+            raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
+        self.dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need not be exact
+        self.head, self.quantization = self.checkpoint.module(device=target.device, dtype=self.dtype), quantization
+        if is_on_cpu:
+            # bfloat16 rounds inputs, as int8 and a target in bfloat16 do.
+            compacts = quantization is not None or target.dtype == torch.bfloat16
+            self.head.optimize_for_inference(quantization, compacts=compacts)
+        of_lm_head = quantization if self.head.has_target_lm_head else None
+        self.parts = target_parts(target.model, dtype=self.dtype, is_inference=True, quantization=of_lm_head)
+        return self.features_for(target)
+
+    def _native_kernels(self) -> HeadKernels | None:
+        """Returns kernels that draft with the head in one native call; None if they do not support the head."""
+        if not isinstance(self.head, StepHead) or not runs_cpu_kernels(self._target.device):
+            return None
+        steps = self.head.native_steps(self.parts)
+        try:
+            return None if steps is None else HeadKernels(steps)
+        except UnsuitableError:
+            return None
+
+    def _fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
+        """Fills a tree from (B, E) features: in one native call where possible, else by `fill`."""
+        kernels = self._kernels
+        if kernels is not None and kernels.can_fill(expansion):
+            kernels.fill(expansion, features)
+        else:
+            self.fill(expansion, self.state_of(features))
+
+    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
+        slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
+        features = self._features.of(slots, texts)
+        roots, draws = self._draws.of(context, rows, self._target.device)
+        return self._expansion.expand(shape, roots, draws, features)
+
+    def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
+        """Drafts a tree of one sequence without content, to time it; before any sequence has begun."""
+        size = self.head.config.hidden_size
+        features = torch.zeros(1, size, device=roots.device, dtype=self.dtype)
+        self._expansion.expand(shape, roots, draws, features)
+
+    def _chosen_shape(self) -> AnyShape:
+        """Returns the tree that the options ask for; raises `ConfigError` if the head cannot draft so deep."""
+        options, depth = self.options, self.head.config.max_depth
+        if depth is None:
+            return self._asked_shape()
+        if options.num_speculative_tokens is not None and options.num_speculative_tokens > depth:
+            raise ConfigError(
+                f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} "
+                f"heads, which draft a token each. Expected at most {depth}."
+            )
+        shape = self._asked_shape()
+        if shape.depth > depth and not isinstance(options.tree, str):
+            raise ConfigError(
+                f"the tree is {shape.depth} deep, but '{options.model}' has {depth} heads. Expected choices no longer "
+                "than that."
+            )
+        return shape.truncated(depth)
+
+    def _asked_shape(self) -> AnyShape:
+        """Returns the tree that the options ask for; dynamic trees are as deep as the head was trained by default."""
+        options = self.options
+        if options.tree == "dynamic":
+            depth = options.num_speculative_tokens or self.head.config.steps
+            return options.dynamic_shape(depth, lambda: self._target.costs)
+        return options.shape(self._best_shape)
+
+    def _best_shape(self) -> TreeShape:
+        """Returns the tree that pays most by the acceptance stored with the head, else the head's published tree."""
+        checkpoint, max_nodes = self.checkpoint, self.options.max_nodes
+        if checkpoint.acceptance is None:
+            choices = PUBLISHED[_FALLBACK_TREE] if checkpoint.choices is None else checkpoint.choices
+            shape = TreeShape.from_choices(tuple(choice) for choice in choices)
+            return TreeShape(shape.choices[: max_nodes - 1])
+        table = checkpoint.acceptance[: self.options.num_speculative_tokens]
+        level_s = self._chain_seconds(len(table)) / len(table)
+        return best_shape(table, self._target.costs, level_seconds=level_s, max_nodes=max_nodes)
+
+    @torch.inference_mode()
+    def _chain_seconds(self, depth: int) -> float:
+        """Returns the seconds of the fastest of a few drafts of a chain, device included."""
+        device = self._target.device
+        request = SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)
+        batch = SamplingBatch.build([request], self._target.vocab_size, device)
+        draws = DraftDraws.build(batch, [False], torch.zeros(1, dtype=torch.int64, device=device))
+        roots = torch.zeros(1, dtype=torch.int64, device=device)
+        best = float("inf")
+        for _ in range(_TIMED_CALLS):
+            begin = time.perf_counter()
+            self.trial(TreeShape.chain(depth), roots, draws)
+            if has_cuda_runtime(device):
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+
+def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, state: Tensor) -> None:
+    """Fills a tree of roots with a head that is evaluated at every node that has children.
+
+    Args:
+        head: Takes one token per step.
+        parts: Modules that it shares with the target.
+        expansion: A tree of roots; changed.
+        state: (B, W), the first state of steps.
+    """
+    states = state.unsqueeze(1)
+    for depth in expansion.levels():
+        frontier = expansion.frontier(depth)
+        states, hidden = head.step(depth, frontier.inherited(states), frontier.tokens, parts)
+        expansion.grow(depth, head.logits(depth, hidden, parts).float())
