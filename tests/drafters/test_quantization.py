@@ -39,7 +39,7 @@ def head_weights(made: Any) -> set[torch.dtype]:
 
 def is_quantised(runner: Any) -> bool:
     """Whether a runner multiplies by int8, its LM head included."""
-    model = runner._decoder._blocks._model
+    model = runner._decoder._blocks._described.structure
     found = {bool(model.head.scales), bool(model.layers[0].query.scales), bool(model.layers[0].down.scales)}
     assert len(found) == 1
     return found.pop()
