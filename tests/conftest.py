@@ -1,5 +1,6 @@
-"""What holds for every test: one thread, the same examples in every run, and Triton's interpreter for its kernels."""
+"""Settings of every test: one thread, the same examples in every run, and Triton's interpreter for kernels."""
 
+import gc
 import os
 
 # Read when a kernel is defined, and some libraries bring triton in: so before anything else is imported.
@@ -17,4 +18,18 @@ torch.set_num_threads(1)
 settings.register_profile("foretoken", derandomize=True, deadline=None, database=None)
 settings.load_profile("foretoken")
 
-shared_folder()  # before xdist starts processes, which know it from the environment
+# xdist's processes get the folder from the environment, so the folder is made before they start.
+folder = shared_folder()
+
+# Every client of httpx reads the certificates of the machine, 20 ms each. No test uses TLS: the folder has none.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(folder)
+
+# Modules and collected tests stay until the end, so no garbage collection has to walk them.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage from here on, of objects that tests make."""
+    gc.freeze()
+    gc.enable()
