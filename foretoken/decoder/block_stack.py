@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from operator import add
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -45,33 +45,14 @@ _MAX_GRAPHS = 32
 _LONGEST_CAPTURED = 32  # tokens of one sequence; more keep the GPU busy for longer than launches take
 
 
-class Backend(Protocol):
-    """Runs the blocks of a stack."""
-
-    name: str
-
-    @property
-    def native_blocks(self) -> NativeBlocks | None:
-        """The native kernels, if they run the blocks."""
-        ...
-
-    def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
-        """Returns (M, 1 + F, E) for (M, E), and (M, E) if the first block has a second input."""
-        ...
-
-    def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
-        """See `BlockStack`."""
-        ...
-
-
-def backend_for(
+def _backend_for(
     layers: Blocks,
     cache: SlotCache,
     taps: Sequence[int],
     backend: str,
     capture: GraphCapture | None,
     quantization: Quantization | None,
-) -> Backend:
+) -> _Native | _Torch | _Graphs:
     """Returns the requested backend, or the fastest; raises `UnsuitableError` as `BlockStack`."""
     if quantization is not None:
         if backend == "torch" or capture is not None or not runs_cpu_kernels(layers.device):
@@ -93,7 +74,7 @@ def backend_for(
 
 
 class _Native:
-    """Runs the native kernels."""
+    """Runs the native kernels. All backends have these methods; `run` returns (M, 1 + F, E), output and features."""
 
     name = "native"
     native_blocks: NativeBlocks
@@ -252,7 +233,7 @@ class BlockStack:
         shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.blocks]
         self.cache = SlotCache(shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device)
         self.hidden_size, self.has_side = layers.hidden_size, layers.has_side
-        self._backend = backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture, quantization)
+        self._backend = _backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture, quantization)
         self.backend = self._backend.name
 
     @property

@@ -189,7 +189,7 @@ def padded_inputs(work: Pass, shape: PassShape) -> list[Tensor]:
     for part, size in sized:
         # Padding tokens are embedded too, so they have to be in the vocabulary.
         parts += [part, part[: size - len(part)]] if size > len(part) else [part]
-    width = _places_width(shape)
+    width = -(-(shape.num_sequences + 1) // 4) * 4  # at least S + 1, so that every row begins at a multiple of 16 bytes
     rows = (work.slots, work.prefix_lens, work.offsets, work.node_offsets)
     # Padding sequences begin where the last one ends.
     places = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
@@ -222,11 +222,6 @@ def captured_pass(shape: PassShape, inputs: Sequence[Tensor]) -> tuple[Pass, Att
         prefix_lens=[shape.max_prefix] * num, offsets=[*range(num), shape.num_tokens], logit_rows=None,
     )  # fmt: skip
     return work, AttentionLayout.of_tables(work, tables)
-
-
-def _places_width(shape: PassShape) -> int:
-    """Returns the width of a row of places: at least S + 1, so that every row begins at a multiple of 16 bytes."""
-    return -(-(shape.num_sequences + 1) // 4) * 4
 
 
 def _rounded_up(number: int) -> int:

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from foretoken.trees.dynamic import ShapedExpansion
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_TREE_TENSORS = (
+    "parents", "ranks", "tokens", "scores", "kinds", "row_of", "rows", "node_parents", "node_numbers", "candidates",
+    "path_scores", "candidate_parents",
+)  # fmt: skip
 
 
 class NativeDraft:
@@ -70,41 +74,22 @@ class NativeDraft:
             num_candidates=tree.num_candidates,
             num_rows=0 if tree.rows is None else tree.rows.shape[1],
             vocab=vocab_size,
-            parents=tree.parents.data_ptr(),
-            ranks=tree.ranks.data_ptr(),
             draws=addressof(kinds),
             inverse_temperature=scales.data_ptr(),
             seeds=seeds.data_ptr(),
             root_positions=positions.data_ptr(),
-            tokens=tree.tokens.data_ptr(),
-            scores=tree.scores.data_ptr(),
-            kinds=_address(tree.kinds),
-            row_of=_address(tree.row_of),
-            rows=_address(tree.rows),
-            node_parents=_address(tree.node_parents),
-            node_numbers=_address(tree.node_numbers),
-            candidates=_address(tree.candidates),
-            path_scores=_address(tree.path_scores),
-            candidate_parents=_address(tree.candidate_parents),
+            **{name: part.data_ptr() for name in _TREE_TENSORS if (part := getattr(tree, name)) is not None},
         )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def can_draft(expansion: ShapedExpansion, width: int) -> bool:
     """Decides whether the kernels can choose children: on a CPU, with temperature as the only processor.
 
-    They draft whole trees. Pruned trees need one level at a time, so that nothing is drafted below a pruned node.
-
-    Args:
-        expansion: A tree of roots.
-        width: Logits of a draft model or head; the candidates must not outnumber them.
+    They draft whole trees. Pruned trees need one level at a time, so that nothing is drafted below a pruned node. The
+    candidates must not outnumber the `width` logits of the draft model or head.
     """
-    is_here = runs_cpu_kernels(expansion.roots.device)
-    is_whole = expansion.draws.pruning is None
-    return is_here and is_whole and expansion.draws.is_plain and expansion.num_candidates <= width
+    draws, is_here = expansion.draws, runs_cpu_kernels(expansion.roots.device)
+    return is_here and draws.pruning is None and draws.is_plain and expansion.num_candidates <= width
 
 
 class _Workspace(NamedTuple):
@@ -124,13 +109,7 @@ class NativeDecoder:
     def __init__(
         self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization | None = None
     ) -> None:
-        """Compiles the kernels if needed.
-
-        Args:
-            weights: The model.
-            cache: Its KV rows.
-            taps: Features to read.
-            quantization: Of a draft model's matrices, see `NativeModel`.
+        """Compiles the kernels if needed. Quantization of a draft model's matrices: see `NativeModel`.
 
         Raises:
             UnsuitableError: If the weights are not float32 or bfloat16 on a CPU, a tap does not exist, the kernels
@@ -251,16 +230,8 @@ class NativeBlocks:
     ) -> None:
         """Runs a pass over pairs of a state and the next token, and drafts the trees whose roots end it.
 
-        Only nodes with children are fed; they use the cache rows behind those of the pass.
-
-        Args:
-            work: The pass; asks for the logits of the last token of each sequence.
-            states: (M, E) float32.
-            expansion: As many trees of roots, accepted by `can_draft`; filled.
-            head: The layers around the blocks; the caller keeps their tensors.
-
-        Raises:
-            PassError: As `run`; or if the trees do not fit.
+        Arguments and errors as `AutoregressiveKernels.draft`. Only nodes with children are fed; they use the cache rows
+        behind those of the pass. The caller keeps the tensors of the head.
         """
         described, arguments, held = self._prepared(work, None)
         states = _fitting("states", states, torch.float32, (work.num_tokens, self._described.structure.hidden))

@@ -353,10 +353,10 @@ class HeadKernels:
         return expansion.depth <= len(self._head.steps) and can_draft(expansion, self._head.vocab_size)
 
     def fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
-        """Fills a tree.
+        """Fills a tree of roots that `can_fill` accepts, in place.
 
         Args:
-            expansion: A tree of roots that `can_fill` accepts; changed.
+            expansion: The tree.
             features: (B, E) float32, the target's at the last committed position.
 
         Raises:
@@ -403,11 +403,7 @@ class AutoregressiveKernels:
     """Drafts with one head and the KV rows of its block."""
 
     def __init__(self, head: AutoregressiveSteps, stack: BlockStack) -> None:
-        """Takes addresses.
-
-        Args:
-            head: The layers around the block.
-            stack: The block; its cache has room for drafted nodes behind the committed rows.
+        """Takes addresses; the cache of the stack has room for drafted nodes behind the committed rows.
 
         Raises:
             UnsuitableError: If the block does not run on the native kernels, or a layer of the head is not native or

@@ -166,8 +166,9 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
         return layer
     if quantization is not None:
         return NativeLinear(layer.weight, layer.bias, quantization=quantization)
+    weight = layer.weight.detach().to(torch.bfloat16) if compacts and fits_bfloat16(layer.weight) else layer.weight
     try:
-        return NativeLinear(_compact(layer.weight) if compacts else layer.weight, layer.bias)
+        return NativeLinear(weight, layer.bias)
     except UnsuitableError:
         return layer
 
@@ -197,8 +198,3 @@ def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 def fits_bfloat16(weight: Tensor) -> bool:
     """Decides whether bfloat16 holds the numbers exactly."""
     return torch.equal(weight.detach().to(torch.bfloat16).to(weight.dtype), weight)
-
-
-def _compact(weight: Tensor) -> Tensor:
-    """Returns the weight in bfloat16 if that is exact."""
-    return weight.detach().to(torch.bfloat16) if fits_bfloat16(weight) else weight

@@ -283,16 +283,13 @@ class StockDecoder:
     def __init__(
         self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, ops: TorchOps | None = None
     ) -> None:
-        """Fuses the projections.
+        """Fuses the projections; raises `UnsuitableError` for a tap that does not exist.
 
         Args:
             weights: The model.
             cache: Its KV rows.
             taps: Features to read.
             ops: Element-wise operations; None for the fastest.
-
-        Raises:
-            UnsuitableError: If a tap does not exist.
         """
         self._weights = weights
         self._taps = tap_indices(taps, weights.num_layers)

@@ -193,18 +193,10 @@ class EarlyExit:
             block.register_forward_hook(_exit_after(index + 1))
 
     def logits(self, arguments: dict[str, Any], forward_pass: ForwardPass, rows: Tensor | None) -> Tensor | None:
-        """Computes the logits after the first `ForwardPass.num_layers` blocks.
+        """Returns (R, V) logits after the first `ForwardPass.num_layers` blocks, None without rows.
 
-        Args:
-            arguments: Of the model's forward.
-            forward_pass: The current pass.
-            rows: (R,) int64, tokens that need logits; None for keys and values alone.
-
-        Returns:
-            (R, V), or None without rows.
-
-        Raises:
-            PassError: If the model has fewer blocks.
+        `arguments` are those of the model's forward, `rows` (R,) int64 the tokens that need logits; None computes keys
+        and values alone. Raises `PassError` if the model has fewer blocks.
         """
         wanted = forward_pass.num_layers
         if wanted is None or wanted > self._model.num_layers:

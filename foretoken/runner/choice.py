@@ -112,7 +112,7 @@ def choose_decoder(
         cache: For the decoder; no sequence is in it. Measured candidates have caches of their own.
         taps: Features to read.
         runner: One of `RUNNERS`.
-        widths: Widths of the engine's passes.
+        widths: Of the engine's passes.
         context_len: Most tokens a sequence may reach.
         costs: Returns pass costs by decoder, see `pass_costs`; called only if there is a choice.
 

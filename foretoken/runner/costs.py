@@ -49,7 +49,14 @@ class CostCurve:
 
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
         """Creates a curve through measured points; widths ascend."""
-        self._widths, self._seconds = list(widths), [float(each) for each in seconds]
+        self._widths = list(widths)
+        self._set([float(each) for each in seconds])
+
+    def _set(self, seconds: list[float]) -> None:
+        """Stores seconds by width, raised to at most those of a wider pass, and of one token past the widest pass."""
+        rising, widths = [*accumulate(reversed(seconds), min)][::-1], self._widths
+        slope = (rising[-1] - rising[-2]) / (widths[-1] - widths[-2]) if len(rising) > 1 else 0.0
+        self._seconds, self._rising, self._slope = seconds, rising, slope
 
     @property
     def points(self) -> list[tuple[int, float]]:
@@ -92,15 +99,14 @@ class CostCurve:
 
     def seconds(self, widths: Any) -> Any:
         """Returns seconds for an array of widths, in the array's shape."""
-        rising = self._rising()
-        inside = np.interp(widths, self._widths, rising)
-        return inside + self._slope(rising) * np.maximum(np.asarray(widths) - self._widths[-1], 0.0)
+        inside = np.interp(widths, self._widths, self._rising)
+        return inside + self._slope * np.maximum(np.asarray(widths) - self._widths[-1], 0.0)
 
     def __call__(self, width: float) -> float:
         """Returns the seconds of one pass without numpy: controllers ask several times a pass."""
-        rising, widths = self._rising(), self._widths
+        rising, widths = self._rising, self._widths
         if width >= widths[-1]:
-            return rising[-1] + self._slope(rising) * (width - widths[-1])
+            return rising[-1] + self._slope * (width - widths[-1])
         after = bisect_right(widths, width)
         if not after:
             return rising[0]
@@ -113,18 +119,9 @@ class CostCurve:
         if index < len(self._widths) and self._widths[index] == width:
             known = self._seconds[index]
             change = min(seconds / known, _LARGEST_RATIO) - 1
-            self._seconds = [each * (1 + _DRIFT_RATE * change) for each in self._seconds]
-            self._seconds[index] = known * (1 + _LEARNING_RATE * change)
-
-    def _rising(self) -> list[float]:
-        """Returns seconds at the measured widths, none more than at a wider one."""
-        return [*accumulate(reversed(self._seconds), min)][::-1]
-
-    def _slope(self, rising: Sequence[float]) -> float:
-        """Returns seconds of one token beyond the widest measured pass."""
-        if len(rising) == 1:
-            return 0.0
-        return (rising[-1] - rising[-2]) / (self._widths[-1] - self._widths[-2])
+            changed = [each * (1 + _DRIFT_RATE * change) for each in self._seconds]
+            changed[index] = known * (1 + _LEARNING_RATE * change)
+            self._set(changed)
 
 
 def _fastest(run: Callable[[int], None], width: int) -> float:

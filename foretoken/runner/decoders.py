@@ -238,14 +238,9 @@ def check_architecture(name: str, model: LoadedModel) -> None:
 def proven_decoder(
     name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, context_len: int
 ) -> Decoder:
-    """Makes a decoder and proves on the model that it computes trees correctly.
+    """Makes a decoder, one of `DECODERS`, and proves on the model that it computes trees correctly.
 
-    Args:
-        name: One of `DECODERS`.
-        model: A loaded causal LM.
-        cache: For the decoder; no sequence is in it. The first rows of its first and last slot are written.
-        taps: Features to read.
-        context_len: Most tokens a sequence may reach.
+    No sequence is in the cache. The first rows of its first and last slot are written, see `check_tree_attention`.
 
     Raises:
         ModelError: If the decoder does not know the model or cannot run here, a tap cannot be read, or the model
@@ -261,14 +256,7 @@ def quantized_decoder(
 ) -> Decoder:
     """Returns a decoder of a draft model with quantised copies of its matrices, one byte a weight.
 
-    The self-test does not run: the logits are those of other weights.
-
-    Args:
-        name: The decoder that passed the self-test with the original weights.
-        model: A loaded causal LM that drafts.
-        cache: For the decoder, see `proven_decoder`.
-        taps: Features to read.
-        quantization: Format of the copies.
+    The self-test does not run: the logits are those of other weights. The decoder passed it with the original ones.
 
     Raises:
         UnsuitableError: If the decoder has no kernels for the format, or the weights cannot be quantised.

@@ -142,12 +142,8 @@ class Runner:
     def quantize(self, quantization: Quantization) -> None:
         """Uses quantised copies of all matrices from now on; for draft models only, as it changes the distribution.
 
-        Args:
-            quantization: "int8": one byte a weight, beside the original.
-
-        Raises:
-            UnsuitableError: If the decoder has no kernels for it, or the weights cannot be quantised; the runner is
-                unchanged.
+        "int8" takes one byte a weight, beside the original. Raises `UnsuitableError`, and changes nothing, if the
+        decoder has no kernels for the format, or the weights cannot be quantised.
         """
         self._use(quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization))
         self._quantization = quantization
@@ -206,13 +202,7 @@ class Runner:
     def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int) -> bool:
         """Computes a pass that ends with the roots of trees, and the trees below them, in one call if the decoder can.
 
-        Args:
-            work: See `TreeDrafting.draft_trees`.
-            expansion: Trees of roots, filled in place.
-            vocab_size: V of the target.
-
-        Returns:
-            Whether the trees were drafted; if not, nothing has changed.
+        See `TreeDrafting.draft_trees`. Returns whether the trees were drafted; if not, nothing has changed.
         """
         decoder = self._tree_drafting
         return decoder is not None and decoder.draft_trees(
