@@ -46,14 +46,14 @@ def run(case: Case) -> None:
     """One cache directory with nonsense in it."""
     rng, settings = case.rng, case.settings
     want = engines.alone(settings, None, _PROMPT, _PARAMS).outputs[0]
-    library = _library()
+    kernels = _kernels()
     module = target("llama", getattr(torch, settings.dtype))
     key = costs._key(wrap_model(module, name="tiny"), settings.runner)
     with tempfile.TemporaryDirectory(prefix="foretoken-fuzz-") as folder:
         cache = Path(folder) / "cache"
         with mock.patch.dict(os.environ, {"FORETOKEN_CACHE": str(cache)}):
             library.native_library.cache_clear()
-            case.note(f"cache: {_fill(rng, cache, key, library)}")
+            case.note(f"cache: {_fill(rng, cache, key, kernels)}")
             config = {"method": "ngram", "prompt_lookup_min": 1, "tree": rng.choice(["chain", "tree"])}
             engine = llm({"speculative_config": config}, module=module, runner=settings.runner)
             engines.check_same(engine.generate([_PROMPT], _PARAMS)[0].outputs[0], want, settings)
@@ -61,25 +61,25 @@ def run(case: Case) -> None:
         library.native_library.cache_clear()
 
 
-def _library() -> Path | None:
+def _kernels() -> Path | None:
     """The compiled kernels in this machine's own cache, where it has some."""
     library.native_library.cache_clear()
     path = cache_directory() / Path(library.native_library()._name).name
     return path if path.is_file() else None
 
 
-def _fill(rng: random.Random, cache: Path, key: str, library: Path | None) -> str:
+def _fill(rng: random.Random, cache: Path, key: str, kernels: Path | None) -> str:
     """Puts something into a cache; says what."""
     cache.mkdir()
     said = []
-    if library is not None:
-        content = library.read_bytes()
+    if kernels is not None:
+        content = kernels.read_bytes()
         kind = rng.choice(["whole"] * 12 + ["cut", "text", "empty"])
         cut = {"cut": content[: rng.choice([1, 64, len(content) // 2, len(content) - 1])], "text": b"#!/bin/sh\n"}
-        for beside in library.parent.glob(f"{library.stem}.*"):  # whatever is kept with them
+        for beside in kernels.parent.glob(f"{kernels.stem}.*"):  # whatever is kept with them
             (cache / beside.name).write_bytes(beside.read_bytes())
-        (cache / library.name).write_bytes(content if kind == "whole" else cut.get(kind, b""))
-        said.append(f"kernels: {kind}, {(cache / library.name).stat().st_size} of {len(content)} bytes")
+        (cache / kernels.name).write_bytes(content if kind == "whole" else cut.get(kind, b""))
+        said.append(f"kernels: {kind}, {(cache / kernels.name).stat().st_size} of {len(content)} bytes")
     path = cache / costs.FILE
     kind = rng.choice(["text", "points", "points", "points", "folder", "bytes", "other keys", "missing"])
     text = {
