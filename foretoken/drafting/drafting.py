@@ -228,7 +228,8 @@ class Drafting:
         """
         self._predicted: set[int] = set()  # slots of requests with predictions
         self._have_missed = False  # whether drafters did not get the last `commit`
-        self._held: Allotment | None = None  # drafts that wait until drafters have got a `commit`
+        # Drafts that wait until the drafters have got a `commit`, and the controller that allotted them.
+        self._held: tuple[Controller, Allotment] | None = None
         self._beside_prompts = beside_prompts
         self._guards = [
             DraftGuard(drafter, vocab_size=vocab_size, max_nodes=max_nodes, device=device) for drafter in drafters
@@ -293,12 +294,12 @@ class Drafting:
         self._have_missed = False
         if beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens):
             return self._no_draft(context)
-        allotment = self._take_held(len(context.slots)) or controller.allot(len(context.slots))
+        allotment = self._take_held(controller, len(context.slots)) or controller.allot(len(context.slots))
         if allotment.is_empty:
             self._have_missed = allotment.declined is not None and self.reads.is_last_enough
             return self._no_draft(context, allotment.declined, is_committed=not self._have_missed, is_learned=True)
         if have_missed:
-            self._held = allotment
+            self._held = controller, allotment
             return self._no_draft(context)
         limits, context = context.max_nodes, _within(context, allotment)
         if max(context.max_depth) <= 0:
@@ -323,9 +324,11 @@ class Drafting:
         num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
         return Draft(tree, num_proposed, next(errors, None), is_learned=True, asked=asked, clock=clock)
 
-    def _take_held(self, batch_size: int) -> Allotment | None:
+    def _take_held(self, controller: Controller, batch_size: int) -> Allotment | None:
         held, self._held = self._held, None
-        return None if held is None or len(held.allowances) != batch_size else held
+        if held is None or held[0] is not controller or len(held[1].allowances) != batch_size:
+            return None
+        return held[1]
 
     def _limit(self, most: int) -> int | None:
         if most >= self._max_nodes:

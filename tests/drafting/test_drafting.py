@@ -215,6 +215,24 @@ def test_a_draft_that_waits_is_bounded_anew_for_another_batch() -> None:
         controller.allot(1)
 
 
+def test_a_draft_that_waits_is_its_own_controllers() -> None:
+    """A request with a prediction hands over to another controller, which allots its own drafts."""
+    drafters: list[Any] = [Proposer(lambda tree: tree), Proposer(lambda tree: tree)]
+    for drafter in drafters:
+        drafter.reads = TargetReads(is_last_enough=True)
+        drafter.begin = drafter.release = mock.Mock()
+    usual, predicting = Scripted("-d"), Scripted("d")
+    drafting = Drafting(
+        drafters, usual, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"), for_predictions=predicting
+    )
+    asked = context([[5, 7], [5, 9]])
+    assert [drafting.propose(asked).is_committed for _ in range(2)] == [False, True]
+    drafting.begin(1, replace(DraftRequest(request_id="r", prompt=[5], params=GREEDY), prediction=[1, 2]))
+    assert [index for index, _ in drafting.propose(asked).asked] == [0, 1]
+    with pytest.raises(StopIteration):
+        predicting.allot(2)
+
+
 def test_drafters_hear_of_an_iteration_before_a_prediction_has_them_asked() -> None:
     """While drafting rests drafters miss iterations; a request with a prediction hands over to another controller."""
     drafters: list[Any] = [Proposer(lambda t: t), Proposer(lambda t: replace(t, tokens=t.tokens + 20 * (t.depths > 0)))]
