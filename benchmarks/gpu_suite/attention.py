@@ -164,6 +164,7 @@ def make_scene(store: tuple[Tensor, Tensor], batch: int, prefix: int, nodes: int
     parents = [-1, *((node - 1) // 3 for node in range(1, nodes))]
     tree = TokenTree.from_rows([TreeRow([0] * nodes, parents)] * batch, device=device)
     work = Pass.of_tree(tree, slots=range(batch), prefix_lens=[prefix] * batch, last_position=prefix + nodes)
+    work = work.to(device)
     ancestors = tree.ancestor_mask()
     seen = torch.ones(batch, nodes, prefix, dtype=torch.bool, device=device)
     generator = torch.Generator(device).manual_seed(seed)

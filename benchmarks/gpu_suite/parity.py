@@ -148,8 +148,9 @@ def check_case(case: Case, kernels: dict[str, Kernel], device: torch.device, see
 def expected(problem: Problem, case: Case) -> tuple[Tensor, Tensor]:
     """The definition in float64, and how far rounding may carry a kernel from it.
 
-    A kernel rounds the weights and the output to the dtype, u each; scores and sums are in float32. Errors of scores
-    grow with the lengths of queries and keys, and weigh with the values' sizes.
+    A kernel rounds the weights and the output to the dtype, u each, or half the spacing of subnormal numbers below the
+    smallest normal one, which only float16 reaches; scores and sums are in float32. Errors of scores grow with the
+    lengths of queries and keys, and weigh with the values' sizes.
 
     Returns:
         (M, H, Dv) float64 both.
@@ -165,9 +166,11 @@ def expected(problem: Problem, case: Case) -> tuple[Tensor, Tensor]:
         )
         greatest = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * problem.scale
         in_float32 = (16 + 4 * greatest + 4 * (case["softcap"] or 0)) * 2.0**-24
-        unit = torch.finfo(problem.query.dtype).eps / 2
+        facts = torch.finfo(problem.query.dtype)
+        unit, subnormal = facts.eps / 2, facts.smallest_normal * facts.eps / 2
+        seen = (on_device.double() @ value.abs()).repeat_interleave(query.shape[0] // len(value), 0).transpose(0, 1)
         outputs.append(output)
-        bounds.append(sizes * (2 * unit + in_float32))
+        bounds.append(sizes * (2 * unit + in_float32) + subnormal * (1 + seen))
     return torch.cat(outputs), torch.cat(bounds)
 
 

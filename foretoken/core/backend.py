@@ -50,7 +50,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def integers_on(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+def integers_on(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     """Returns integers of the host as an int64 tensor on a device; nested lists give more dimensions.
 
     Does not wait for a GPU: the copy is made from pinned memory.
@@ -193,6 +193,8 @@ class StageClock:
                 all marks.
         """
         self._max_events = max_events if has_cuda_runtime(device) else 0
+        # `Event.record` looks the stream up by itself too, at 60 us each time.
+        self._stream = torch.cuda.current_stream(device) if self._max_events != 0 else None
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self._paused_for = 0.0
@@ -203,7 +205,7 @@ class StageClock:
         self._marks.append(time.perf_counter() - self._paused_for)
         if self._max_events is None or len(self._events) < self._max_events:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(self._stream)
             self._events.append(event)
 
     @contextmanager

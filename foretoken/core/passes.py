@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,8 @@ class TokenChoice:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
     """Work for a decoder. A token sees the prefix of its sequence, its ancestors among the nodes, and itself.
+
+    The tensors are on one device: the decoder's, or the host, see `to`.
 
     Attributes:
         tokens: (M,) int64, one sequence after another. Ignored if other inputs replace the embeddings.
@@ -134,15 +137,16 @@ class Pass:
             prefix_lens: See `Pass`; also the positions of the roots.
             last_position: Greatest position of the model. Nodes past it get this position and are never accepted.
         """
-        device, width = tree.tokens.device, tree.width
-        if width == 1:  # every tree is its root
-            offsets = list(range(len(slots) + 1))
-            tokens, parents = tree.tokens[:, 0], tree.parents[:, 0]
-            each = [[min(prefix, last_position) for prefix in prefix_lens], offsets[:-1]]
-            positions, logit_rows = integers_on(each, device).unbind()
+        device, width, facts = tree.tokens.device, tree.width, tree.host_facts
+        counts = [1] * len(slots) if width == 1 else tree.node_counts()
+        offsets = [0, *accumulate(counts)]
+        if facts is not None and facts.nodes is not None:  # the tensors stay on the host
+            ids, above, depths_of = facts.nodes
+            deep = np.minimum(depths_of + np.array(prefix_lens, dtype=np.int64)[:, None], last_position)
+            is_node = np.arange(width) < np.array(counts)[:, None]
+            tokens, parents, positions = torch.from_numpy(np.stack([ids, above, deep])[:, is_node]).unbind()
+            device = tokens.device
         else:
-            counts = tree.node_counts()
-            offsets = [0, *accumulate(counts)]
             if min(counts) == width:
                 tokens, parents, depths = tree.tokens.flatten(), tree.parents.flatten(), tree.depths
                 prefix = prefix_lens[0] if len(slots) == 1 else integers_on(prefix_lens, device).unsqueeze(1)
@@ -153,7 +157,7 @@ class Pass:
                 index, prefix = integers_on([places, prefixes], device).unbind()
                 tokens, parents, depths = tree.tokens.take(index), tree.parents.take(index), tree.depths.take(index)
             positions = (depths + prefix).clamp_max_(last_position).flatten()
-            logit_rows = torch.arange(offsets[-1], device=device)
+        logit_rows = torch.arange(offsets[-1], device=device)
         return cls(
             tokens=tokens,
             positions=positions,
@@ -200,6 +204,17 @@ class Pass:
             is_causal=True,
         )  # fmt: skip
 
+    def to(self, device: torch.device) -> Pass:
+        """Returns this pass with its tensors on a device; from the host in one transfer that waits for nothing."""
+        if self.tokens.device == device:
+            return self
+        parts = [self.tokens, self.positions, self.parents, *([] if self.logit_rows is None else [self.logit_rows])]
+        sizes = [len(part) for part in parts]
+        tokens, positions, parents, *rows = integers_on(torch.cat(parts).numpy(), device).split(sizes)
+        return replace(
+            self, tokens=tokens, positions=positions, parents=parents, logit_rows=rows[0] if rows else None
+        )  # fmt: skip
+
     def with_all_logits(self) -> Pass:
         """Returns this pass with the logits of all tokens."""
         return replace(self, logit_rows=torch.arange(self.num_tokens, device=self.tokens.device))
@@ -210,14 +225,15 @@ class Pass:
         require(self.num_earlier is None, "nodes computed earlier stand before the new ones of their sequence")
         require(self.num_layers is None and chains.num_layers is None, "prompts go through all blocks")
         require(self.choice is None or chains.logit_rows is None, "tokens are chosen after all rows of logits")
-        logit_rows = self.logit_rows
+        own = self.to(chains.tokens.device)
+        logit_rows = own.logit_rows
         if chains.logit_rows is not None:
             rows = chains.logit_rows + self.num_tokens
             logit_rows = rows if logit_rows is None else torch.cat([logit_rows, rows])
         return Pass(
-            tokens=torch.cat([self.tokens, chains.tokens]),
-            positions=torch.cat([self.positions, chains.positions]),
-            parents=torch.cat([self.parents, chains.parents]),
+            tokens=torch.cat([own.tokens, chains.tokens]),
+            positions=torch.cat([own.positions, chains.positions]),
+            parents=torch.cat([own.parents, chains.parents]),
             slots=[*self.slots, *chains.slots],
             prefix_lens=[*self.prefix_lens, *chains.prefix_lens],
             offsets=[*self.offsets, *(self.num_tokens + offset for offset in chains.offsets[1:])],

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -22,6 +23,8 @@ from foretoken.core.errors import TreeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
 MAX_NODES = 512
 PROBE = 1 << 62  # bit of `TokenTree.source`: the node is verified only to read the target's answer
@@ -70,6 +73,7 @@ class HostFacts(NamedTuple):
         num_nodes: Nodes of each tree, root included.
         num_tokens: All tokens are at least 0 and below this number.
         are_depths_exact: Whether `depths` are the greatest depths. Only the device knows the nodes of a dynamic tree.
+        nodes: (3, B, N) int64, tokens, parents and depths of the nodes; None if only the device knows them.
     """
 
     roots: Sequence[int]
@@ -77,6 +81,7 @@ class HostFacts(NamedTuple):
     num_nodes: Sequence[int]
     num_tokens: int
     are_depths_exact: bool = True
+    nodes: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,39 +160,36 @@ class TokenTree:
         if scores is not None:
             scores = [[*own, *[0.0] * (width - len(own))] for own in scores]
         device = torch.device(device)
-        packed = integers_on([tokens, parents, depths], device).unbind()
         counts, deepest = [len(row.tokens) for row in rows], list(map(max, depths))
-        facts = None
+        nodes, facts = np.array([tokens, parents, depths], dtype=np.int64), None
         if min(map(min, tokens)) >= 0:
             facts = HostFacts(
                 roots=[row.tokens[0] for row in rows], depths=deepest, num_nodes=counts,
-                num_tokens=max(map(max, tokens)) + 1,
+                num_tokens=max(map(max, tokens)) + 1, nodes=nodes,
             )  # fmt: skip
-        return cls(
-            tokens=packed[0],
-            parents=packed[1],
-            depths=packed[2],
-            num_nodes=integers_on(counts, device),
-            max_depth=max(deepest),
-            scores=None if scores is None else floats_on(scores, device),
-            host_facts=facts,
-        )
+        return cls._of_nodes(
+            nodes, counts, device, max_depth=max(deepest),
+            scores=None if scores is None else floats_on(scores, device), host_facts=facts,
+        )  # fmt: skip
 
     @classmethod
     def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
         """Returns a batch of trees with the root alone, for a plain decoding step; the batch may be empty."""
         roots, zeros, ones = list(tokens), [0] * len(tokens), [1] * len(tokens)
-        facts = HostFacts(roots=roots, depths=zeros, num_nodes=ones, num_tokens=max(roots, default=-1) + 1)
-        columns = integers_on([roots, [-1] * len(roots), zeros, ones], torch.device(device))
-        ids, parents, depths, num_nodes = columns.unbind()
-        return cls(
-            tokens=ids.unsqueeze(1),
-            parents=parents.unsqueeze(1),
-            depths=depths.unsqueeze(1),
-            num_nodes=num_nodes,
-            max_depth=0,
-            host_facts=facts if min(roots, default=0) >= 0 else None,
+        nodes = np.array([roots, [-1] * len(roots), zeros], dtype=np.int64)[:, :, None]
+        facts = HostFacts(roots=roots, depths=zeros, num_nodes=ones, num_tokens=max(roots, default=-1) + 1, nodes=nodes)
+        return cls._of_nodes(
+            nodes, ones, torch.device(device), max_depth=0, host_facts=facts if min(roots, default=0) >= 0 else None
         )
+
+    @classmethod
+    def _of_nodes(
+        cls, nodes: NDArray[np.int64], counts: Sequence[int], device: torch.device, **others: Any
+    ) -> TokenTree:  # fmt: skip
+        """Returns trees from `HostFacts.nodes` and the number of nodes of each, in one transfer to the device."""
+        packed = integers_on(np.concatenate([nodes.ravel(), np.array(counts, dtype=np.int64)]), device)
+        tokens, parents, depths = packed[: nodes.size].view(nodes.shape).unbind()
+        return cls(tokens=tokens, parents=parents, depths=depths, num_nodes=packed[nodes.size :], **others)
 
     def mapped(self, change: Callable[[Tensor, int], Tensor]) -> TokenTree:
         """Returns the trees with every tensor of nodes changed, without `host_facts`; `num_nodes` and `max_depth` stay.
@@ -268,7 +270,8 @@ class TokenTree:
         """Returns the tree for acceptance: probes lose their parent, so no path reaches them. No synchronisation."""
         if self.source is None:
             return self
-        return replace(self, parents=torch.where((self.source & PROBE) != 0, -1, self.parents))
+        facts = self.host_facts and self.host_facts._replace(nodes=None)
+        return replace(self, parents=torch.where((self.source & PROBE) != 0, -1, self.parents), host_facts=facts)
 
     def ancestor_mask(self) -> Tensor:
         """Returns which nodes each node sees inside the tree: its ancestors and itself.

@@ -180,9 +180,8 @@ def padded_inputs(work: Pass, shape: PassShape) -> list[Tensor]:
         shape: At most twice as many tokens and nodes as the pass has.
 
     Returns:
-        Tokens, positions and parents in one (M + 2 W,) int64 tensor, made in one launch on the device of the pass; and
-            slots, prefix lengths, and the first token and node of each sequence in one (4, S + 1 or more) int32 tensor
-            on the host.
+        Tokens, positions and parents in one (M + 2 W,) int64 tensor on the device of the pass; and slots, prefix
+            lengths, and the first token and node of each sequence in one (4, S + 1 or more) int32 tensor on the host.
     """
     parts: list[Tensor] = []
     sized = ((work.tokens, shape.num_tokens), (work.positions, shape.num_nodes), (work.parents, shape.num_nodes))

@@ -61,7 +61,13 @@ class Projected(NamedTuple):
 
 
 class TorchOps:
-    """The operations in torch; norms come from `prepared_norm`."""
+    """The operations in torch; norms come from `prepared_norm`.
+
+    Attributes:
+        sums_parts: Whether `add_and_norm` takes a `delta` of (P, M, E), to be summed over P.
+    """
+
+    sums_parts = False
 
     def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Returns x + delta and its norm, (M, E) each in the dtype of `x`; delta: (M, E) or None, norm: may be None."""
@@ -102,6 +108,8 @@ class TorchOps:
 class TritonOps(TorchOps):
     """The kernels of `triton_kernels` if they know the operation, else torch's, as for layer norms."""
 
+    sums_parts = True
+
     def __init__(self) -> None:
         """Imports the kernels; raises `ImportError` without triton."""
         from foretoken.decoder import triton_kernels
@@ -111,6 +119,8 @@ class TritonOps(TorchOps):
     def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """See `TorchOps`."""
         if norm is None or norm.kind != "rms":
+            if delta is not None and delta.dim() > x.dim():
+                delta = delta.sum(0).to(x.dtype)
             return super().add_and_norm(x, delta, norm)
         return self._kernels.add_and_norm(x, delta, norm.weight, norm.epsilon)
 

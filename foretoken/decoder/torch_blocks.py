@@ -8,7 +8,7 @@ Letters: M tokens of a pass, E hidden size, F taps, H query heads, D head size, 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from foretoken.attention.dispatch import tree_attention
 from foretoken.attention.layout import AttentionLayout
-from foretoken.core.backend import runs_cpu_kernels
+from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.blocks import Block, Experts, FeedForward, Matrix, Side, tap_indices
@@ -62,6 +62,7 @@ class FusedLinear(nn.Module):
         self._is_packed = is_packable(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS) if self._is_packed else weight
         self._bias = bias
+        self._is_streamed = _is_streamed(weight, bias)
         if moves_weights and not is_joined and not self._is_packed:
             for part, rows in zip(parts, weight.split([len(each) for each in weights]), strict=True):
                 part.weight.data = rows
@@ -71,9 +72,20 @@ class FusedLinear(nn.Module):
         """Turns (…, in_features) into (…, out_features)."""
         if self._is_packed:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        else:
-            result = functional.linear(x, self._weight, self._bias)
-        return result
+            return result
+        return self.product(x, x.dtype)
+
+    def product(self, x: Tensor, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
+        """Turns (M, in_features) into (M, out_features) of a dtype; few rows by the GEMM of `triton_kernels`.
+
+        in_parts: Whether the caller can sum over (P, M, out_features) float32.
+        """
+        if self._is_streamed and x.dim() == 2 and x.is_contiguous():
+            from foretoken.decoder.triton_kernels import MOST_ROWS, small_product
+
+            if len(x) <= MOST_ROWS:
+                return small_product(x, self._weight, dtype, in_parts=in_parts)
+        return functional.linear(x, self._weight, self._bias).to(dtype)
 
 
 # Decoders of one model share fused layers, which live as long as the last decoder.
@@ -86,6 +98,15 @@ def is_packable(weight: Tensor) -> bool:
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     return runs_cpu_kernels(weight.device) and torch.backends.mkldnn.is_available() and is_known
+
+
+def _is_streamed(weight: Tensor, bias: Tensor | None) -> bool:
+    """Decides whether our small-batch GEMM for GPUs takes a weight."""
+    if not has_triton_kernels(weight.device):
+        return False
+    from foretoken.decoder.triton_kernels import fits_product
+
+    return fits_product(weight, bias)
 
 
 def fuse(*parts: Matrix, moves_weights: bool = False) -> FusedLinear:
@@ -191,13 +212,13 @@ class TorchBlocks:
             normed = self._with_side(block, self._normed(x, block.attention_norm), side)
             delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
             x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
-            x = x + self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
+            x, _ = ops.add_and_norm(x, self._normed(layer.mlp(normed, ops), block.mlp_post_norm), None)
         normed = self._with_side(last.block, self._normed(x, last.block.attention_norm), side)
         joined = last.key_value(normed)
         TorchOps().rotate_and_write(Projected(joined, 0, last.index, turns, layout), last.block, self._cache)
 
     def _attention(self, layer: _Layer, normed: Tensor, turns: Turns, layout: AttentionLayout) -> Tensor:
-        """Returns (M, E), the output projection of attention; writes the layer's keys and values."""
+        """Returns the output projection of attention, see `_projected`; writes the layer's keys and values."""
         block, spec = layer.block, layer.block.spec
         projected = Projected(layer.query_key_value(normed), spec.num_heads, layer.index, turns, layout)
         query = self._ops.rotate_and_write(projected, block, self._cache)
@@ -205,8 +226,9 @@ class TorchBlocks:
             query, self._cache.keys[layer.index], self._cache.values[layer.index], layout, scale=spec.attention_scale,
             window=spec.window, softcap=spec.softcap,
         )  # fmt: skip
-        output: Tensor = layer.output(mixed.flatten(1))
-        return output
+        return _projected(
+            layer.output, mixed.flatten(1), in_parts=self._ops.sums_parts and not block.attention_post_norm
+        )
 
     def _with_side(self, block: Block, normed: Tensor, side: Tensor | None) -> Tensor:
         """Returns the input of attention: (M, E), or (M, 2 E) with a second input."""
@@ -243,12 +265,19 @@ class _Layer:
 class _TorchFeedForward:
     def __init__(self, layers: FeedForward, block: Block, *, moves_weights: bool) -> None:
         self._activation, self._is_gated = block.spec.activation, layers.gate is not None
+        self._has_norm = block.mlp_post_norm is not None
         gates = () if layers.gate is None else (layers.gate,)
         self._up, self._down = fuse(*gates, layers.up, moves_weights=moves_weights), fuse(layers.down)
 
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
-        output: Tensor = self._down(ops.activate(self._up(x), self._activation, is_gated=self._is_gated))
-        return output
+        up = ops.activate(self._up(x), self._activation, is_gated=self._is_gated)
+        return _projected(self._down, up, in_parts=ops.sums_parts and not self._has_norm)
+
+
+def _projected(layer: FusedLinear, x: Tensor, *, in_parts: bool) -> Tensor:
+    """Returns (M, E), or (P, M, E) float32 whose sum over P is the result, if the caller can sum."""
+    output: Tensor = layer.product(x, x.dtype, in_parts=True) if in_parts else layer(x)
+    return output
 
 
 class TorchExperts:
@@ -299,6 +328,7 @@ class StockDecoder:
 
     def run(self, work: Pass) -> PassOutput:
         """See `Decoder`."""
+        work = work.to(self._weights.device)
         return self.run_on(work, AttentionLayout(work))
 
     def run_on(self, work: Pass, layout: AttentionLayout) -> PassOutput:
@@ -319,7 +349,9 @@ class StockDecoder:
 def _head(weights: LeanWeights) -> Callable[[Tensor], Tensor]:
     """Returns the LM head, packed if possible; a tied head may be as large as the rest of a small model."""
     head = weights.head
-    if type(head) is not nn.Linear or not is_packable(head.weight):
+    if type(head) is not nn.Linear:
         return head
+    if _is_streamed(head.weight, head.bias):
+        return partial(fuse(Matrix(weight=head.weight, bias=head.bias)).product, dtype=torch.float32)
     is_tied = head.weight.data_ptr() == weights.embedding.data_ptr()
-    return head if is_tied else fuse(Matrix(weight=head.weight, bias=head.bias))
+    return fuse(Matrix(weight=head.weight, bias=head.bias)) if is_packable(head.weight) and not is_tied else head

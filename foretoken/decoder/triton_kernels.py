@@ -1,21 +1,26 @@
-"""Fused element-wise kernels of a decoder block for GPUs: norm, activation, rotation and cache write.
+"""Kernels of a decoder block for GPUs: small-batch GEMM, norm, activation, rotation and cache write.
 
 In a captured pass the host costs nothing, but every kernel takes some microseconds to begin and end. torch needs about
-thirty kernels a layer; these three and attention make six. Rows are computed separately: a token's result does not
-depend on the width of the pass.
+thirty kernels a layer; these four and attention make nine. Rows are computed separately: a token's result does not
+depend on the width of the pass, except that GEMMs of more than 64 tokens are torch's.
 
-Letters: M tokens of a pass, D hidden size, H query heads, Hk KV heads, E head size, I width of the gated layer.
+Kernels overlap, see `triton_overlap`. A GEMM fetches its first weights into L2 before it waits for the kernel before
+it, so the memory works while small kernels run.
+
+Letters: M tokens of a pass, D hidden size, H query heads, Hk KV heads, E head size, I width of the gated layer, N
+outputs and K inputs of a GEMM.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from foretoken.attention.triton_overlap import fetch_lines, launch_options, overlaps, start_next, wait_for_previous
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _BLOCK_ROWS = 8  # paths are rarely longer
 _TILE_BYTES = 256
+MOST_ROWS = 64  # of a GEMM here; beyond them arithmetic counts too, and cuBLAS has more ways to tile
 
 
 def commit_rows(store: Tensor, slots: Tensor, prefix: Tensor, path: Tensor, num_accepted: Tensor) -> None:
@@ -149,17 +155,18 @@ def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
 
     Args:
         x: (..., D), contiguous.
-        delta: (..., D), contiguous, or None.
+        delta: (..., D), or (P, ..., D) to be summed over P, contiguous; or None.
         weight: (D,) of the norm.
         epsilon: Of the norm.
     """
     width = x.shape[-1]
+    num_parts = 0 if delta is None else delta.numel() // x.numel()
     total = x if delta is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _norm_kernel[(x.numel() // width,)](
-        x, x if delta is None else delta, weight, total, normed, width, epsilon,
-        HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        x, x if delta is None else delta, weight, total, normed, width, epsilon, x.numel(),
+        PARTS=num_parts, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **launch_options(x.device),
     )  # fmt: skip
     return total, normed
 
@@ -170,7 +177,7 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     block = min(triton.next_power_of_2(width), 1024)
     _gate_kernel[(gate_up.numel() // (2 * width), triton.cdiv(width, block))](
-        gate_up, out, width, BLOCK=block, num_warps=4
+        gate_up, out, width, BLOCK=block, num_warps=4, **launch_options(out.device)
     )
     return out
 
@@ -211,24 +218,30 @@ def rotate_and_write(
         joined, cos, sin, positions, query, keys, values, tables.written_slots, tables.written_rows,
         query_norm, key_norm, epsilon, *keys.stride()[:3], *values.stride()[:3],
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, BLOCK=triton.next_power_of_2(size // 2), HAS_NORMS=norms is not None,
-        num_warps=1,
+        num_warps=1, **launch_options(query.device),
     )  # fmt: skip
     return query
 
 
 @triton.jit
 def _norm_kernel(
-    x, delta, weight, total, normed, width, epsilon, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    x, delta, weight, total, normed, width, epsilon, part_size, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Computes one token."""
+    if OVERLAPS:
+        start_next()
+        wait_for_previous()
     first = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     is_column = column < width
     value = tl.load(x + first + column, mask=is_column, other=0.0)
-    if HAS_DELTA:
-        value = (value.to(tl.float32) + tl.load(delta + first + column, mask=is_column, other=0.0).to(tl.float32)).to(
-            value.dtype
-        )
+    if PARTS > 0:
+        change = tl.zeros((BLOCK,), dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            place = delta + tl.full((), part, tl.int64) * part_size + first + column
+            change += tl.load(place, mask=is_column, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + change).to(value.dtype)
         tl.store(total + first + column, value, mask=is_column)
     exact = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(exact * exact, 0) / width + epsilon)
@@ -237,8 +250,11 @@ def _norm_kernel(
 
 
 @triton.jit
-def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """Computes some columns of one token."""
+    if OVERLAPS:
+        start_next()
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
@@ -254,8 +270,12 @@ def _rotate_kernel(
     joined, cos, sin, positions, query, keys, values, slots, rows, query_norm, key_norm, epsilon,
     key_slot_stride, key_head_stride, key_row_stride, value_slot_stride, value_head_stride, value_row_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Computes one head of one token; `head` counts queries, then keys, then values. Halves are paired."""
+    if OVERLAPS:
+        start_next()
+        wait_for_previous()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = SIZE // 2
     column = tl.arange(0, BLOCK)
@@ -288,3 +308,104 @@ def _rotate_kernel(
             target = keys + slot * key_slot_stride + (head - HEADS) * key_head_stride + row * key_row_stride + column
         tl.store(target, (x * c - y * s).to(a.dtype), mask=is_written)
         tl.store(target + half, (y * c + x * s).to(a.dtype), mask=is_written)
+
+
+class ProductTiling(NamedTuple):
+    """The shape of a program's work in a small-batch GEMM.
+
+    Attributes:
+        outputs: Rows of the weight in a tile.
+        inputs: Columns of the weight in a tile.
+        warps: Warps of a program.
+        stages: Tiles in flight.
+        fetched: Tiles fetched into L2 before the kernel waits for the one before it.
+        parts: Programs that share the inputs of a tile, if the caller sums over them.
+    """
+
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    fetched: int
+    parts: int = 1
+
+
+def product_tiling(num_tokens: int, num_outputs: int) -> ProductTiling:
+    """Returns the tiling of a GEMM with few rows for a Hopper GPU.
+
+    Set on an H100 with the matrices of an 8B-shaped Llama, see "Small-batch GEMM on a GPU" in benchmarks/NOTES.md.
+    """
+    if num_outputs < 64 * 96:  # fewer tiles than multiprocessors
+        return ProductTiling(64, 128, 4, 6, 3, parts=2)
+    if num_tokens > 16 and num_outputs >= 128 * 132:
+        return ProductTiling(128, 128, 8, 4, 3)
+    return ProductTiling(64, 128, 4, 6 if num_tokens <= 16 else 5, 3)
+
+
+def fits_product(weight: Tensor, bias: Tensor | None) -> bool:
+    """Decides whether `small_product` takes a linear layer: float16 or bfloat16, no bias, on Hopper or newer."""
+    num_outputs, num_inputs = weight.shape
+    return (
+        overlaps(weight.device) and bias is None and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_contiguous() and num_outputs % 128 == 0 and num_inputs % 128 == 0
+    )  # fmt: skip
+
+
+def small_product(
+    x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, *, in_parts: bool = False
+) -> Tensor:  # fmt: skip
+    """Returns x @ weight.T of few rows; sums are float32 in an order that does not depend on the number of rows.
+
+    Args:
+        x: (M, K) in the dtype of `weight`, contiguous, at most `MOST_ROWS` rows.
+        weight: (N, K) bfloat16 or float16, see `fits_product`.
+        dtype: Dtype of the result; None for that of `weight`.
+        in_parts: Whether the caller sums over the parts of `ProductTiling`.
+
+    Returns:
+        (M, N), or (P, M, N) float32 in parts.
+    """
+    tokens, outputs = len(x), len(weight)
+    tiling = product_tiling(tokens, outputs)
+    num_parts = tiling.parts if in_parts and weight.shape[1] % (tiling.parts * tiling.inputs) == 0 else 1
+    if num_parts > 1:
+        out = x.new_empty(num_parts, tokens, outputs, dtype=torch.float32)
+    else:
+        out = x.new_empty(tokens, outputs, dtype=dtype)
+    _product_kernel[(outputs // tiling.outputs, num_parts)](
+        x, weight, out, tokens, outputs, weight.shape[1], weight.shape[1] // num_parts,
+        BLOCK_M=max(triton.next_power_of_2(tokens), 16), BLOCK_N=tiling.outputs, BLOCK_K=tiling.inputs,
+        FETCHED=min(tiling.fetched, weight.shape[1] // num_parts // tiling.inputs), num_warps=tiling.warps,
+        num_stages=tiling.stages, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _product_kernel(
+    x, weight, out, num_tokens, num_outputs, num_inputs, part_inputs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FETCHED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Computes some outputs of all tokens. Weights are the rows of each product, so that few tokens waste little."""
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_K)
+    first = tl.program_id(1) * part_inputs
+    weight_rows = weight + output.to(tl.int64)[:, None] * num_inputs + first
+    if OVERLAPS:
+        start_next()
+        line = 64 * tl.arange(0, BLOCK_K // 64)  # 128 bytes
+        for tile in tl.static_range(FETCHED):
+            fetch_lines(weight_rows + (tile * BLOCK_K + line)[None, :])
+        wait_for_previous()
+    weight_tile = weight_rows + column[None, :]
+    x_tile = x + token[None, :] * num_inputs + first + column[:, None]
+    is_token = (token < num_tokens)[None, :]
+    sums = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for _ in tl.range(0, part_inputs, BLOCK_K):
+        sums = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=is_token, other=0.0), sums)
+        weight_tile += BLOCK_K
+        x_tile += BLOCK_K
+    row = tl.program_id(1) * num_tokens + token
+    target = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+    tl.store(target, sums, mask=is_token)

@@ -230,7 +230,7 @@ class GenericDecoder:
         """Places hooks for the taps; raises `ModelError` if a tap cannot be read."""
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
         self._takes_rows = "logits_to_keep" in signature(model.module.forward).parameters
-        self._weights = plain_tensors(model.module)
+        self._weights, self._device = plain_tensors(model.module), cache.keys[0].device
         self._early_exit: EarlyExit | None = None  # created on first use
         if taps:
             Taps(model.module, model.num_layers, taps)
@@ -238,6 +238,7 @@ class GenericDecoder:
     def run(self, work: Pass) -> PassOutput:
         """Computes a pass as one sequence of M tokens; our attention separates the sequences."""
         check_memory(self._weights)
+        work = work.to(self._device)
         arguments: dict[str, Any] = {
             "input_ids": work.tokens.unsqueeze(0),
             "position_ids": work.token_positions.unsqueeze(0),

@@ -41,7 +41,8 @@ def test_on_a_gpu(has_waited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *, enable_timing: bool) -> None:
             assert enable_timing
 
-        def record(self) -> None:
+        def record(self, stream: Any) -> None:
+            assert stream == "stream"
             self.at = next(Event.passes)
 
         def query(self) -> bool:
@@ -52,6 +53,7 @@ def test_on_a_gpu(has_waited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             return 1000 * (other.at - self.at)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     by_device = {"draft": 2, "verify": 20, "accept": 8, "commit": 1}
     by_host = {"draft": 1, "verify": 1, "accept": 28, "commit": 1}
     assert stages("cuda") == (by_device if has_waited else by_host)

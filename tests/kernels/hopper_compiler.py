@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite import triton_masked
 from foretoken.acceptance import triton_walk
-from foretoken.attention import triton_tables, triton_tree
+from foretoken.attention import triton_overlap, triton_tables, triton_tree
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
 from foretoken.decoder import triton_kernels
@@ -31,7 +31,14 @@ KERNELS = {
     triton_tables: ["_tables_kernel"],
     triton_choice: ["_part_kernel", "_merge_kernel"],
     triton_walk: ["_walk_kernel"],
-    triton_kernels: ["_commit_kernel", "_write_kernel", "_norm_kernel", "_gate_kernel", "_rotate_kernel"],
+    triton_kernels: [
+        "_commit_kernel",
+        "_write_kernel",
+        "_norm_kernel",
+        "_gate_kernel",
+        "_rotate_kernel",
+        "_product_kernel",
+    ],
 }
 
 
@@ -50,7 +57,7 @@ class ForHopper:
 
         options = {
             name: kwargs.pop(name)
-            for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+            for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
             if name in kwargs
         }
         signature, constants, attributes = {}, {}, {}
@@ -68,7 +75,7 @@ class ForHopper:
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
         has_products = "wgmma.mma_async" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"]
-        assert has_products or compiled.metadata.name not in ("_attend_kernel", "_masked_kernel")
+        assert has_products or compiled.metadata.name not in ("_attend_kernel", "_masked_kernel", "_product_kernel")
         sys.stdout.write(compiled.metadata.name + "\n")
 
 
@@ -95,6 +102,7 @@ def layout_of(nodes: int, *, is_causal: bool = False) -> AttentionLayout:
 
 def compile_all() -> None:
     """Every kernel, some in several variants."""
+    triton_overlap.overlaps = lambda device: True
     for module, names in KERNELS.items():
         for name in names:
             setattr(module, name, ForHopper(getattr(module, name)))
@@ -130,6 +138,11 @@ def compile_all() -> None:
         triton_kernels.write_rows(
             cache, cache, *joined.unflatten(1, (48, 128))[:, :16].chunk(2, dim=1), layout.tables()
         )
+    for tokens in (1, 16, 64):
+        x = torch.zeros(tokens, 4096, dtype=BF16)
+        for outputs in (4096, 6144, 28_672):
+            triton_kernels.small_product(x, torch.zeros(1, dtype=BF16).expand(outputs, 4096))
+        triton_kernels.small_product(x, torch.zeros(1, dtype=BF16).expand(6144, 4096), torch.float32)
 
 
 if __name__ == "__main__":

@@ -427,14 +427,15 @@ def test_memory_does_not_grow_with_the_prefix(kind: str) -> None:
 # For 32 query and 8 KV heads of width 128 on 132 multiprocessors: 8 programs a sequence and row tile, 2 resident.
 @pytest.mark.parametrize(("prefix_tiles", "least", "most"), [(0, 1, 1), (3, 1, 1), (16, 4, 17), (128, 28, 33)])
 def test_splits_fill_the_gpu_once(prefix_tiles: int, least: int, most: int) -> None:
-    splits = choose_num_splits(8, prefix_tiles, 2, 264)
+    splits = choose_num_splits(8, prefix_tiles, 2, 264, 32)
     assert least <= splits <= most
     assert splits == 1 or 8 * splits <= 264
 
 
 def test_full_gpus_are_not_split_further() -> None:
-    assert choose_num_splits(264, 8, 2, 264) == 1
-    assert choose_num_splits(2640, 8, 2, 264) == 1
+    assert choose_num_splits(264, 8, 2, 264, 2048) == 1
+    assert choose_num_splits(2640, 8, 2, 264, 2048) == 1
+    assert choose_num_splits(128, 32, 2, 264, 8 * 64 * 32) == 1, "merging would cost more than it saves"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])

@@ -153,7 +153,8 @@ def test_positions_by_row_instead_of_depth_are_refused(monkeypatch: pytest.Monke
     of_tree = Pass.of_tree
 
     def by_row(tree: TokenTree, **others: Any) -> Pass:
-        return of_tree(replace(tree, depths=torch.arange(tree.width).expand_as(tree.depths)), **others)
+        depths = torch.arange(tree.width).expand_as(tree.depths)
+        return of_tree(replace(tree, depths=depths, host_facts=None), **others)
 
     monkeypatch.setattr(Pass, "of_tree", by_row)
     with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
