@@ -314,7 +314,8 @@ def doctor(
     """Find out why a head does not draft: each check names a cause and a remedy.
 
     The target continues prompts. The head is compared with the target's text: with the right feature and with features
-    that are mistaken for it, at the right token and at its neighbours, and through the engine. Warnings are not faults.
+    that are mistaken for it, at the right token and at the tokens beside it, and through the engine. Warnings are not
+    faults.
     """
     if head is None and method is None:
         raise ConfigError("there is nothing to examine. Expected a head, or --method to train one.")

@@ -84,7 +84,7 @@ def serve(
     ] = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     max_waiting_requests: Annotated[int, _batches(min=0, help="More are answered with 429.")] = 256,
-    max_waiting_tokens: Annotated[int | None, _batches(min=0, help="Likewise, in tokens of prompts.")] = None,
+    max_waiting_tokens: Annotated[int | None, _batches(min=0, help="In prompt tokens; more get 429.")] = None,
     metrics_compat: Annotated[
         str | None, typer.Option(metavar="NAME", help="vllm: show figures at /metrics under vLLM's names too.")
     ] = None,

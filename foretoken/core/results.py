@@ -103,8 +103,8 @@ class GenerationMetrics:
     """Counts and seconds of one request, or the sum over several.
 
     `steps` counts target passes after prefill. The last pass of prefill gives the first token, unless nothing was left
-    to read or the prompt was scored. `mean_acceptance_length` (tau) counts the extra target token: the mean number of
-    tokens per such pass, 1.0 for plain decoding.
+    to read or the prompt was scored. `mean_acceptance_length` (tau) counts the correction or bonus token: the mean
+    number of tokens per such pass, 1.0 for plain decoding.
 
     Attributes:
         steps: Target passes after prefill in which the sequence took part.

@@ -384,7 +384,7 @@ def _cut(model: Model, work: Pass) -> Model:
     if work.num_layers is None:
         return model
     if work.num_layers > model.num_layers:
-        raise PassError(f"the pass goes through {work.num_layers} blocks, of which there are {model.num_layers}.")
+        raise PassError(f"the pass goes through {work.num_layers} blocks, the target has {model.num_layers}.")
     cut = Model.from_buffer_copy(model)
     cut.num_layers = work.num_layers
     return cut

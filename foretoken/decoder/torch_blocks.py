@@ -165,7 +165,7 @@ class TorchBlocks:
         """
         layers = self._layers[: work.num_layers]
         if work.num_layers is not None and len(layers) < work.num_layers:
-            raise PassError(f"the pass goes through {work.num_layers} blocks, of which there are {len(layers)}.")
+            raise PassError(f"the pass goes through {work.num_layers} blocks, the target has {len(layers)}.")
         ops, turns = self._ops, Turns(work.token_positions, x.dtype)
         delta: Tensor | None = None
         boundaries = []

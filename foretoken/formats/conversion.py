@@ -110,7 +110,7 @@ class Format(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Place of a tensor in a head's state dictionary: a name, and indices into the first dimensions."""
+    """Where a tensor lies in the state dictionary of a head: a name, and indices into the first dimensions."""
 
     name: str
     at: tuple[int, ...] = ()

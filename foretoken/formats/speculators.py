@@ -145,7 +145,7 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     elif sizes.width != sizes.hidden_size:
         reason = "it takes the target to be as wide as the head, and tensors do not fit"
     own = Reader.unless(reason, SPECULATORS, "SpeculatorModel.from_pretrained of this directory, to train it on")
-    depth = "" if options.target.config is not None else "; pass --target, so that it drafts as far as the target goes"
+    depth = "" if options.target.config is not None else "; pass --target, for the length of its context"
     fits = len(sizes.boundaries) == 3 and not sizes.layer.attention_bias
     how = f"vllm serve of this directory, a chain of the best token{depth}"
     vllm = Reader.unless(None if fits else "it expects three taps, and no bias", VLLM_EAGLE, how)

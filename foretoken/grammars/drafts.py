@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree, TreeRow
     from foretoken.sampling.grammar import GrammarState
 
-FORCED = "grammar"  # proposer of forced tokens in records
+FORCED = "grammar"  # drafter of forced tokens in records
 _MOST_FORCED = 16  # nodes per tree
 
 

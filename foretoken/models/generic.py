@@ -200,7 +200,7 @@ class EarlyExit:
         """
         wanted = forward_pass.num_layers
         if wanted is None or wanted > self._model.num_layers:
-            raise PassError(f"the pass goes through {wanted} blocks, of which there are {self._model.num_layers}.")
+            raise PassError(f"the pass goes through {wanted} blocks, the target has {self._model.num_layers}.")
         try:
             self._model.backbone(**arguments)
         except _ExitError as end:

@@ -108,7 +108,7 @@ def _has_gpus(ray: Any, workers: RayWorkers) -> bool:
 
 
 def _answered(ray: Any, workers: RayWorkers, actors: list[Any], lines: Iterator[Line]) -> Iterator[dict[str, Any]]:
-    """Yields answers as they come; `actors` are the workers, some of which may still load.
+    """Yields answers as they come; `actors` are the workers; some may still load.
 
     Ends all workers at the end. Raises `ForetokenError` when a worker cannot start or fails.
     """

@@ -44,7 +44,7 @@ class Rule:
             with any filling.
         is_scaled_down: Whether its numbers are divided by the root of the factor: for weights of norms over growing
             axes, and weights that undo the former scale of such a norm.
-        parts: Number of vectors of the hidden size side by side in the last axis, each of which grows.
+        parts: Number of vectors of the hidden size side by side in the last axis; each of them grows.
         row_parts: The same in the axis before, such as the gates of an LSTM.
     """
 

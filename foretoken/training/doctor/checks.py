@@ -212,7 +212,7 @@ def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int, token_map: 
 
 
 def _num_heads(config: HeadConfig) -> int:
-    """Returns the number of parallel heads, each of which may be damaged or untrained; 0 for one recurrent network."""
+    """Returns the number of parallel heads; each may be damaged or untrained. 0 for one recurrent network."""
     return config.num_heads if isinstance(config, StepHeadConfig) else 0
 
 
