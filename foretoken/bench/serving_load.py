@@ -192,7 +192,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
     try:
         async with client.stream("POST", path, json=dict(body)) as response:
             if response.status_code == 200:
-                await _read(response, answer)
+                await _read_stream(response, answer)
             else:
                 await response.aread()
                 _fail(answer, str(response.status_code), response.text)
@@ -204,7 +204,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
     return answer
 
 
-async def _read(response: httpx.Response, answer: Answer) -> None:
+async def _read_stream(response: httpx.Response, answer: Answer) -> None:
     is_over = False
     async for line in response.aiter_lines():
         if not line.startswith("data:"):

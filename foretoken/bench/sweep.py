@@ -37,7 +37,7 @@ class Quartiles:
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Quartiles:
+    def of_values(cls, values: Iterable[float]) -> Quartiles:
         """Returns the quartiles of at least one value, with linear interpolation between values."""
         known = list(values)
         if len(known) == 1:
@@ -118,7 +118,7 @@ class PointResult:
     draft_errors: int
 
     @classmethod
-    def of(cls, point: Point, measured: Measurement, plain: Measurement) -> PointResult:
+    def of_measurement(cls, point: Point, measured: Measurement, plain: Measurement) -> PointResult:
         """Makes the result from the rounds of a point and of plain decoding."""
         metrics = measured.metrics
         return cls(
@@ -130,11 +130,11 @@ class PointResult:
             runner=measured.runner,
             runner_choice=measured.runner_choice,
             num_rounds=len(measured.seconds),
-            tokens_per_s=Quartiles.of(measured.rates),
-            plain_tokens_per_s=Quartiles.of(plain.rates),
-            speed_up=Quartiles.of(measured.speed_ups),
+            tokens_per_s=Quartiles.of_values(measured.rates),
+            plain_tokens_per_s=Quartiles.of_values(plain.rates),
+            speed_up=Quartiles.of_values(measured.speed_ups),
             tau=measured.tau,
-            tau_by_round=Quartiles.of(measured.taus),
+            tau_by_round=Quartiles.of_values(measured.taus),
             nodes=metrics.tree_nodes,
             tree_utilisation=metrics.tree_utilisation,
             acceptance_by_depth=metrics.acceptance_by_depth,
@@ -187,7 +187,7 @@ class SweepResults:
         self._done: set[str] = set()
         try:
             for line in self._file.lines:
-                self._keep(line)
+                self._keep_line(line)
         except (TypeError, KeyError) as err:
             raise ConfigError(
                 f"'{path}' has a line that is not a point of a sweep. Expected results that this version wrote. Choose "
@@ -200,13 +200,13 @@ class SweepResults:
 
     def add(self, point: Point, result: PointResult) -> None:
         """Writes a point's result to disk."""
-        self._add({"key": point.key, "result": asdict(result)})
+        self._add_line({"key": point.key, "result": asdict(result)})
 
     def refuse(self, refused: Refused) -> None:
         """Writes why a point cannot be measured, unless that is known; a later run may measure the point."""
         name = refused.point.setup.name
         if self.refused.get(name) != refused.reason:
-            self._add({"refused": name, "reason": refused.reason})
+            self._add_line({"refused": name, "reason": refused.reason})
 
     def by_serving(self) -> dict[Serving, list[PointResult]]:
         """Returns comparable points, the fastest first; servings in the order of measuring."""
@@ -215,11 +215,11 @@ class SweepResults:
             found.setdefault(result.serving, []).append(result)
         return {key: sorted(each, key=lambda r: -r.tokens_per_s.median) for key, each in found.items()}
 
-    def _add(self, line: dict[str, Any]) -> None:
+    def _add_line(self, line: dict[str, Any]) -> None:
         self._file.add(line)
-        self._keep(self._file.lines[-1])
+        self._keep_line(self._file.lines[-1])
 
-    def _keep(self, line: Mapping[str, Any]) -> None:
+    def _keep_line(self, line: Mapping[str, Any]) -> None:
         if "refused" in line:
             self.refused[str(line["refused"])] = str(line["reason"])
             return
@@ -377,7 +377,7 @@ class _Serving:
             note_surprise(self._model, self._tokenizer, self._workload, rows)
         for name in fitting:
             engines.remove(name)
-        return [(fitting[row.setup], PointResult.of(fitting[row.setup], row, plain)) for row in rows]
+        return [(fitting[row.setup], PointResult.of_measurement(fitting[row.setup], row, plain)) for row in rows]
 
     def _ready(self) -> SetupEngines:
         """Returns the engines, at first with plain decoding alone."""

@@ -82,7 +82,7 @@ class ShownTokens:
         self._is_legend_coloured = has_colours(sys.stderr, colour)
         self._is_visible = sys.stdout.isatty() and not raw
 
-    def add(self, record: StepRecord) -> None:
+    def add_step(self, record: StepRecord) -> None:
         """Adds an iteration of the one sequence, before its text is written."""
         step = record.sequences[0]
         self._passes += 1
@@ -93,12 +93,12 @@ class ShownTokens:
 
     def write_prompt(self, text: str) -> None:
         """Writes the prompt, dimmed."""
-        self._write([(char, DIM) for char in text])
+        self._write_characters([(char, DIM) for char in text])
 
-    def write(self, text: str) -> None:
+    def write_text(self, text: str) -> None:
         """Writes the next characters of the text."""
         places = range(self._shown, self._shown + len(text))
-        self._write([(char, self._colour(place)) for char, place in zip(text, places, strict=True)])
+        self._write_characters([(char, self._colour(place)) for char, place in zip(text, places, strict=True)])
         self._shown += len(text)
 
     def note_summary(self) -> None:
@@ -120,7 +120,7 @@ class ShownTokens:
     def _legend_colour(self, origin: tuple[str, ...]) -> str | None:
         return self._colours[origin] if self._is_legend_coloured else None
 
-    def _write(self, characters: list[tuple[str, str | None]]) -> None:
+    def _write_characters(self, characters: list[tuple[str, str | None]]) -> None:
         if not self._is_coloured:
             characters = [(char, None) for char, _ in characters]
         sys.stdout.write(safe_and_painted(characters, is_visible=self._is_visible))

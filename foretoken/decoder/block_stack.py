@@ -255,24 +255,24 @@ class BlockStack:
         Raises:
             PassError: If something does not fit the blocks or the cache, or a weight's memory was freed.
         """
-        return self._run(inputs, work, side)[:, 0]
+        return self._run_backend(inputs, work, side)[:, 0]
 
     def run_with_features(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the output of `run` and the (M, F, E) features of the taps."""
-        outputs = self._run(inputs, work, side)
+        outputs = self._run_backend(inputs, work, side)
         return outputs[:, 0], outputs[:, 1:]
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> None:
         """Writes the keys and values of a pass like `run`, but skips the rest of the last block."""
-        self._check(inputs, work, side)
+        self._check_inputs(inputs, work, side)
         self._backend.append(inputs, work, side)
 
-    def _run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
+    def _run_backend(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         """Returns (M, 1 + F, E), the output and the features."""
-        self._check(inputs, work, side)
+        self._check_inputs(inputs, work, side)
         return self._backend.run(inputs, work, side)
 
-    def _check(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
+    def _check_inputs(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         expected = (work.num_tokens, self.hidden_size)
         if inputs.shape != expected:
             raise PassError(f"inputs are {tuple(inputs.shape)}. Expected {expected}: a row for each token of the pass.")

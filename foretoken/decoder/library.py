@@ -68,9 +68,9 @@ def native_library() -> ctypes.CDLL:
         with _workplace(directory) as work:
             made = Path(work) / name
             _compile(compiler, made)
-            library = _load(made)
+            library = _load_library(made)
             if directory is not None and made.parent.parent == directory:
-                _keep(made, directory / name)
+                _keep_library(made, directory / name)
             return library
     except (OSError, subprocess.TimeoutExpired) as err:
         raise UnsuitableError(f"its kernels cannot be compiled: {err}.") from err
@@ -133,7 +133,7 @@ def _kept_library(path: Path) -> ctypes.CDLL | None:
     reason = "it is not what was compiled, or others can write to it"
     if data is not None and digest == _digest(data):
         try:
-            return _load(path)
+            return _load_library(path)
         except UnsuitableError as err:
             reason = str(err)
     _log.warning("the compiled kernels '%s' are compiled anew: %s", path, reason)
@@ -173,7 +173,7 @@ def _printed(process: subprocess.Popen[bytes]) -> bytes:
     raise subprocess.TimeoutExpired(process.args, _TIMEOUT_S)
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load_library(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as err:
@@ -186,7 +186,7 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _keep(made: Path, path: Path) -> None:
+def _keep_library(made: Path, path: Path) -> None:
     """Moves a library and its digest into the cache; if processes mix up a pair, the next one compiles again."""
     try:
         digest = _digest(made.read_bytes())

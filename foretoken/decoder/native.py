@@ -198,7 +198,7 @@ class NativeBlocks:
             arguments.logits = logits.data_ptr()  # null without rows
             chosen = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
             arguments.chosen = chosen.data_ptr()
-        self._call(described, arguments, work)
+        self._call_kernels(described, arguments, work)
         del held  # the kernels read it until here
         return PassOutput(logits=logits, features=features, chosen=chosen)
 
@@ -206,7 +206,7 @@ class NativeBlocks:
         """Runs a pass without the rest of the last block after its keys and values; raises `PassError` as `run`."""
         described, arguments, held = self._prepared(replace(work, logit_rows=None), inputs, sides)
         arguments.is_append, arguments.num_taps = 1, 0
-        self._call(described, arguments, work)
+        self._call_kernels(described, arguments, work)
         del held
 
     def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
@@ -269,7 +269,7 @@ class NativeBlocks:
         self._described = described = self._described.current()  # kept until the end: another thread may replace it
         return described, *self._prepare(work, inputs, sides)
 
-    def _call(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
+    def _call_kernels(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
         workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
         arguments.workspace = workspace.memory.data_ptr()
         status = self._library.foretoken_decode(byref(_cut(described.structure, work)), byref(arguments))

@@ -126,7 +126,7 @@ class NativeLinear(nn.Module):
         check_memory(self.tensors())
         return self._described()[0], self._is_bfloat16
 
-    def follow(self, weight: Tensor) -> None:
+    def requantize(self, weight: Tensor) -> None:
         """Renews an int8 copy in place after writes to its weight (N, K); raises `UnsuitableError` if not finite."""
         if self._scales is not None and _version(weight) != self._copied_version:
             for kept, new in zip((self._weight, self._scales), int8_weight(weight), strict=True):

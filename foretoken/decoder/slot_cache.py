@@ -68,7 +68,7 @@ class RowPool:
         self._most = self._rounded(most)
         self._rows: list[_Rows | None] = [None] * num_slots
 
-    def start(self, slot: int) -> int:
+    def first_row(self, slot: int) -> int:
         """Returns the first row of a slot, 0 for a slot without rows."""
         rows = self._rows[slot]
         return 0 if rows is None else rows.start
@@ -245,7 +245,7 @@ class SlotCache:
 
     def places(self, slots: Sequence[int]) -> Sequence[int]:
         """Returns the indices of slots in `keys` and `values`; valid until any slot reserves rows."""
-        return slots if self._pool is None else [self._pool.start(slot) // GRANULE for slot in slots]
+        return slots if self._pool is None else [self._pool.first_row(slot) // GRANULE for slot in slots]
 
     def fits(self, counts: Sequence[int]) -> bool:
         """Decides whether slots could have these numbers of rows if the others had none."""
@@ -257,7 +257,7 @@ class SlotCache:
             return True
         moves = self._pool.reserve(slot, count)
         for move in moves or ():
-            self._move(*move)
+            self._move_rows(*move)
         return moves is not None
 
     def trim(self, slot: int, count: int) -> None:
@@ -345,7 +345,7 @@ class SlotCache:
         for store in self._stores.values():
             store[:, place, :, start : self.rows(slot)] = float("nan")
 
-    def _move(self, source: int, target: int, count: int) -> None:
+    def _move_rows(self, source: int, target: int, count: int) -> None:
         """Copies shared rows; source and target may overlap."""
         for store in self._stores.values():
             for first in _portions(source, target, count):

@@ -146,7 +146,7 @@ class HeadCheckpoint:
         return head.requires_grad_(requires_grad=False).eval()
 
     @classmethod
-    def of(cls, head: Head, **more: Any) -> HeadCheckpoint:
+    def of_head(cls, head: Head, **more: Any) -> HeadCheckpoint:
         """Returns the checkpoint of a module; more: further attributes."""
         weights = {key: tensor.detach().cpu().contiguous() for key, tensor in head.state_dict().items()}
         return cls(config=head.config, weights=weights, **more)
@@ -246,7 +246,7 @@ class TargetWeights:
     is_embedding_plain: bool = True
 
     @classmethod
-    def of(cls, model: LoadedModel) -> TargetWeights:
+    def of_model(cls, model: LoadedModel) -> TargetWeights:
         """Returns the tensors of a loaded target, not copied."""
         module: Any = model.module
         parts, head = target_parts(model), module.get_output_embeddings()
@@ -298,7 +298,7 @@ class TargetInfo:
         return cls(
             fingerprint=fingerprint,
             config=config,
-            load=lambda: TargetWeights.of(load_model(name, dtype=dtype, device="cpu")),
+            load=lambda: TargetWeights.of_model(load_model(name, dtype=dtype, device="cpu")),
         )
 
     @cached_property

@@ -293,7 +293,7 @@ def _recognises(files: HeadFiles) -> bool:
     return files.config.get("model_type") == "eagle" or (has_fc and bool(files.weights.matches(_LAYER)))
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads a head; compares its embedding and LM head with the target's, if these are available."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     wrapped = config.get("model")
@@ -310,7 +310,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a head, and the target's embedding if available."""
     sizes = cast("EagleConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, eagle_table(sizes))
@@ -414,4 +414,4 @@ def _compare_shared(weights: Weights, keys: list[str], target: TargetInfo) -> No
         )
 
 
-FORMATS = (Format("eagle", _recognises, _read, ("eagle",), _write, _readers),)
+FORMATS = (Format("eagle", _recognises, _read_head, ("eagle",), _write_head, _readers),)

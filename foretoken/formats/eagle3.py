@@ -249,7 +249,7 @@ def _recognises(files: HeadFiles) -> bool:
     return bool(weights.matches(_MID_LAYER)) or (is_marked and bool(weights.matches(_FIRST_LAYER)))
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads a head; the target's number of blocks gives taps that the file does not name."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     nested = config.get("eagle_config")
@@ -271,7 +271,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a head in SpecForge's words, which name its taps."""
     checkpoint = with_plain_vocabulary(checkpoint)
     sizes = cast("Eagle3Config", checkpoint.config)
@@ -367,4 +367,4 @@ def _refuse_variants(sizes: Eagle3Config) -> None:
         )
 
 
-FORMATS = (Format("eagle3", _recognises, _read, ("eagle3",), _write, _readers),)
+FORMATS = (Format("eagle3", _recognises, _read_head, ("eagle3",), _write_head, _readers),)

@@ -49,7 +49,7 @@ def _recognises(files: HeadFiles) -> bool:
     )
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads a head; the LSTM runs position by position unless the file states otherwise."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     block, rows = config.get("k_mask"), weights.shapes[_LSTM]
@@ -79,7 +79,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a head, and the target's embedding if available."""
     sizes = cast("FalconConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, _table(sizes))
@@ -110,4 +110,4 @@ def _table(config: FalconConfig) -> dict[str, Place]:
     return places | layer_table(_LAYER, "layer", has_bias=config.layer.attention_bias)
 
 
-FORMATS = (Format("falcon", _recognises, _read, ("falcon",), _write, _readers),)
+FORMATS = (Format("falcon", _recognises, _read_head, ("falcon",), _write_head, _readers),)

@@ -228,7 +228,7 @@ def _recognises(files: HeadFiles) -> bool:
     return bool(files.weights.matches(_ANY)) or "hydra_head_arch" in files.config
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads; the target gives attention sizes that files leave out."""
     weights, config, name = files.weights, files.config, str(files.path)
     _check_architecture(name, config, weights)
@@ -244,7 +244,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes heads, each with an LM head, and the target's embedding if available."""
     what = "format 'hydra'"
     config = cast("HydraConfig", checkpoint.config)
@@ -336,4 +336,4 @@ def _check_architecture(name: str, config: Mapping[str, Any], weights: Weights) 
         )
 
 
-FORMATS = (Format("hydra", _recognises, _read, ("hydra",), _write, _readers),)
+FORMATS = (Format("hydra", _recognises, _read_head, ("hydra",), _write_head, _readers),)

@@ -126,7 +126,7 @@ def read_head(
     if name is None:
         raise ModelError(f"'{directory}' holds no draft head of a known format. {expected}")
     if name == NATIVE:
-        checkpoint = native.read(directory if directory.is_dir() else directory.parent, files.config)
+        checkpoint = native.read_checkpoint(directory if directory.is_dir() else directory.parent, files.config)
         check_values(str(directory), checkpoint.weights)
         return name, checkpoint
     try:
@@ -171,7 +171,7 @@ def write_head(
     if dtype is not None:
         checkpoint = with_dtype(checkpoint, dtype)
     if form is None or form.write is None:
-        native.write(checkpoint, directory, replaces=replaces)
+        native.write_checkpoint(checkpoint, directory, replaces=replaces)
         return
     if method not in form.methods:
         expected = " or ".join(form.methods)

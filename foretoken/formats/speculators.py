@@ -59,7 +59,7 @@ def _recognises(files: HeadFiles) -> bool:
     return kind in KINDS if isinstance(kind, str) else "fusion_fc.weight" in files.weights.shapes
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     config, name = files.config, str(files.path)
     stated = config.get(_LAYER_CONFIG)
     if not isinstance(stated, dict):
@@ -88,7 +88,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(named, eagle3_sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a head with all entries for speculators and vLLM; adds a shared embedding if available."""
     checkpoint = with_plain_vocabulary(checkpoint)
     sizes = cast("Eagle3Config", checkpoint.config)
@@ -208,4 +208,4 @@ def _without_output_bias(weights: Weights, stated: Mapping[str, Any]) -> Weights
     return weights.renamed(lambda key: None if key == _OUTPUT_BIAS else key)
 
 
-FORMATS = (Format("speculators", _recognises, _read, ("eagle3",), _write, _readers),)
+FORMATS = (Format("speculators", _recognises, _read_head, ("eagle3",), _write_head, _readers),)

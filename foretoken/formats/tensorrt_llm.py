@@ -161,7 +161,7 @@ def _recognises(files: HeadFiles) -> bool:
     return _MEDUSA.recognises(files.weights) or bool(files.weights.matches(_HYDRA_KEY))
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads from all ranks; the target gives sizes that the configuration leaves out."""
     config, name = files.config, str(files.path)
     algorithm = (config.get("quantization") or {}).get("quant_algo")
@@ -187,7 +187,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, cut, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes heads, split over the ranks."""
     what = "format 'tensorrt_llm'"
     config, tp_size = checkpoint.config, options.tp_size
@@ -304,4 +304,4 @@ def _cut(key: str, tensor: Tensor, vocab_size: int) -> Tensor:
     return tensor[:vocab_size].contiguous() if key.startswith("lm_heads.") else tensor
 
 
-FORMATS = (Format("tensorrt_llm", _recognises, _read, ("medusa", "hydra"), _write, _readers),)
+FORMATS = (Format("tensorrt_llm", _recognises, _read_head, ("medusa", "hydra"), _write_head, _readers),)

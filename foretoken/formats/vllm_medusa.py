@@ -56,7 +56,7 @@ def _recognises(files: HeadFiles) -> bool:
     return is_shared and files.weights.shapes.keys() == {_SHARED}
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads; the target's LM head, if available, tells whether a shared LM head is the target's."""
     weights, config, name = files.weights, files.config, str(files.path)
     if config.get("logit_scale") not in (None, 1):
@@ -93,7 +93,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, full, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes heads; an LM head that is shared with the target is written once."""
     what = "format 'vllm_medusa'"
     sizes = cast("MedusaConfig", checkpoint.config)
@@ -218,4 +218,4 @@ def _warn(name: str, config: Mapping[str, Any], found: MedusaConfig, *, has_map:
         logging.getLogger(__name__).warning("%s: it has biases, which vLLM drops: medusa_fc_bias is not set", name)
 
 
-FORMATS = (Format("vllm_medusa", _recognises, _read, ("medusa",), _write, _readers),)
+FORMATS = (Format("vllm_medusa", _recognises, _read_head, ("medusa",), _write_head, _readers),)

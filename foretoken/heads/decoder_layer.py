@@ -54,7 +54,7 @@ class LayerConfig(BaseModel):
     rope_scaling: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         if heads % groups:
             raise ValueError(f"{heads} query heads cannot share {groups} key heads. Expected a divisor")

@@ -55,7 +55,7 @@ class Eagle3Config(AutoregressiveConfig):
     feeds_normed: bool = False
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         if (self.draft_vocab_size or 0) > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}. Expected at most {self.vocab_size}")
         if self.width != self.hidden_size and not self.own_embedding:

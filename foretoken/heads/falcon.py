@@ -91,7 +91,7 @@ class PairLstm(nn.Module):
             result: Tensor = self.weights(pairs.to(dtype))[0]
         return result
 
-    def run(self, pairs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def feed_pairs(self, pairs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Continues over some positions from a state, without dropout.
 
         Args:
@@ -174,7 +174,7 @@ class FalconConfig(AutoregressiveConfig):
     dropout: float = Field(default=0.1, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.num_steps % self.block:
             raise ValueError(f"num_steps is {self.num_steps}. Expected a multiple of the block's {self.block} tokens")
         return self
@@ -228,7 +228,7 @@ class FalconHead(Head):
         block = self.config.block
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         rows = parts.embed(tokens).to(features.dtype)
-        x, states = self.lstm.run(paired(features, rows.roll(-1, dims=1)))
+        x, states = self.lstm.feed_pairs(paired(features, rows.roll(-1, dims=1)))
         text, drafted, outputs = self.layer.projected(x, positions), list[Heads](), list[Tensor]()
         for slot in range(block):
             own = (positions[0] + (slot + 1 - block)).clamp_min(0)
@@ -237,7 +237,7 @@ class FalconHead(Head):
             yield outputs[-1]
         for begin in range(1, self.config.steps - block, block):  # offset of a block from the draft's position
             pairs = [paired(of_slot, rows.roll(-(begin + 1 + o), dims=1)) for o, of_slot in enumerate(outputs)]
-            x, after = self.lstm.run(torch.stack(pairs, dim=2), states)
+            x, after = self.lstm.feed_pairs(torch.stack(pairs, dim=2), states)
             states = after[:, :, -1]
             new = [self.layer.projected(x[:, :, slot], positions + begin + slot) for slot in range(block)]
             drafted += new

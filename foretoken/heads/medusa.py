@@ -73,7 +73,7 @@ class MedusaConfig(StepHeadConfig):
     draft_vocab_size: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         if (self.draft_vocab_size or 0) > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}. Expected at most {self.vocab_size}")
         if self.draft_vocab_size is not None and not self.own_lm_head:

@@ -244,7 +244,7 @@ class AcceleratedGenerate:
         try:
             changes = self._changes(given, more)
         except Unserved as reason:
-            self._tell(str(reason))
+            self._warn_once(str(reason))
             return self.original(*args, **kwargs)
         return self.original(**{**given, **more, **changes, "custom_generate": self._decoder(given.get("streamer"))})
 
@@ -293,7 +293,7 @@ class AcceleratedGenerate:
                 request = read_request(input_ids, mask, stopping_criteria, generation_config, target)
                 chunks = self._asked(partial(self.engine.stream, *request))
             except Unserved as reason:
-                self._tell(str(reason))
+                self._warn_once(str(reason))
                 return type(model)._sample(
                     model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                     generation_config=generation_config, streamer=streamer, **model_kwargs,
@@ -311,7 +311,7 @@ class AcceleratedGenerate:
         except (RequestError, ModelError, ConfigError) as err:
             raise Unserved(str(err)) from err
 
-    def _tell(self, reason: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         """Logs once for each reason why transformers serves a call."""
         if reason not in self._told:
             self._told.add(reason)
@@ -358,7 +358,7 @@ def replay(
     while bool(unfinished.any()):
         is_open = unfinished.tolist() if pads_what_is_over else [True] * num_rows
         while any(wanted and not tokens for wanted, tokens in zip(is_open, waiting, strict=True)):
-            _take(chunks, waiting)
+            _take_chunk(chunks, waiting)
         column = [tokens.popleft() if wanted else pad for wanted, tokens in zip(is_open, waiting, strict=True)]
         tokens = torch.tensor(column, dtype=input_ids.dtype, device=device)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
@@ -372,7 +372,7 @@ def replay(
     return GenerateDecoderOnlyOutput(sequences=input_ids)  # type: ignore[arg-type]  # their name for int64 tensors
 
 
-def _take(chunks: Iterator[StreamChunk], waiting: list[deque[int]]) -> None:
+def _take_chunk(chunks: Iterator[StreamChunk], waiting: list[deque[int]]) -> None:
     """Adds the next tokens of the engine to the waiting ones."""
     chunk = next(chunks, None)
     if chunk is None or chunk.finish_reason in ("error", "abort"):

@@ -51,7 +51,7 @@ class TargetParts:
     def follow_weights(self) -> None:
         """Renews an int8 copy of the LM head after writes to the target's weight."""
         if self.native is not None and isinstance(self.native.head.layer, NativeLinear):
-            self.native.head.layer.follow(self.lm_head_weight)
+            self.native.head.layer.requantize(self.lm_head_weight)
 
 
 def target_parts(

@@ -35,7 +35,7 @@ class EchoedPrompt:
     entries: dict[str, Any] | None = None
 
     @classmethod
-    def read(cls, llm: LLM, text: str | None, token_ids: list[int]) -> EchoedPrompt:
+    def of_prompt(cls, llm: LLM, text: str | None, token_ids: list[int]) -> EchoedPrompt:
         """Returns a prompt without log-probabilities; text: None for a prompt of token ids.
 
         Raises:

@@ -161,7 +161,7 @@ class _Server:
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._engine, self._config, self._created, llm = engine, config, seconds_since_1970(), engine.llm
         template = config.chat_template
-        formats = AnswerFormats.of(
+        formats = AnswerFormats.of_llm(
             llm, template, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
         )
         _log.info("parsers, by the chat template or the options: %s", formats)

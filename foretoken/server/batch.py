@@ -80,7 +80,7 @@ class AnswerFile:
         self._out, self._part, self._model = out, partial_file(out), model
         self.answered: set[str] = set()
         with told_as(ConfigError, f"'{self._part}'", "Choose another OUT, or remove it to start again."):
-            length = self._read() if self._part.exists() else 0
+            length = self._read_answers() if self._part.exists() else 0
             self._file = self._part.open("ab", buffering=0)  # a buffer would be written again at close
             self._file.truncate(length)
 
@@ -102,7 +102,7 @@ class AnswerFile:
         """Keeps the partial file for a later run."""
         self._file.close()
 
-    def _read(self) -> int:
+    def _read_answers(self) -> int:
         """Collects the names of answered lines; returns the length in bytes of all complete lines."""
         length = 0
         with self._part.open("rb") as file:
@@ -193,7 +193,7 @@ class LineAnswers:
 
     def __init__(self, engine: AsyncLLM, model: str, chat_template: str | None) -> None:
         self._engine, self._model, llm = engine, model, engine.llm
-        formats = AnswerFormats.of(llm, chat_template)
+        formats = AnswerFormats.of_llm(llm, chat_template)
         self._reader = BodyReader(llm, model=model, template=chat_template, advice=_NO_TEMPLATE, formats=formats)
 
     async def answer(self, line: Line, asked: dict[str, Any]) -> dict[str, Any]:

@@ -82,12 +82,12 @@ class Guards:
             return
         incoming = _Body(receive)
         try:
-            self._check(scope)
+            self._check_headers(scope)
             body = await incoming.whole()
         except ApiError as err:
             self._refused(err.status)
             await send_json(send, err.body, err.status, {**err.headers, "Connection": "close"}, is_end=False)
-            await incoming.drop()
+            await incoming.discard_rest()
             await send({"type": "http.response.body"})
             return
         if body is None:  # the client went away
@@ -99,7 +99,7 @@ class Guards:
 
         await self._app(scope, receive_again, send)
 
-    def _check(self, scope: MutableMapping[str, Any]) -> None:
+    def _check_headers(self, scope: MutableMapping[str, Any]) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if len(headers) > _MOST_HEADERS:
             raise ApiError(f"The request has {len(headers)} headers. Expected at most {_MOST_HEADERS}.", status=431)
@@ -175,7 +175,7 @@ class _Body:
             raise ApiError(f"The body did not come within {_BODY_SECONDS:.0f} seconds.", status=408) from err
         return b"".join(parts)
 
-    async def drop(self) -> None:
+    async def discard_rest(self) -> None:
         """Reads the rest of the body, within bounds: a client that still sends at the close never sees the answer."""
         size = 0
         with suppress(TimeoutError):

@@ -55,7 +55,7 @@ class GuardedProtocol(_HTTPProtocol):
         super().connection_made(transport)
         # With megabytes in the kernel's buffer a client that reads slowly looks like one that reads nothing.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        self._watch()
+        self._watch_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels the timers."""
@@ -74,7 +74,7 @@ class GuardedProtocol(_HTTPProtocol):
         elif self._num_header_bytes > _MOST_HEADER_BYTES and not self.transport.is_closing():  # httptools keeps all
             self.send_400_response(f"The headers are larger than {_MOST_HEADER_BYTES >> 10} KiB.")
         elif self._timer is None:
-            self._watch()
+            self._watch_reader()
 
     def eof_received(self) -> bool:
         """Returns True, which keeps the connection, if a complete request is being answered."""
@@ -108,7 +108,7 @@ class GuardedProtocol(_HTTPProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _watch(self) -> None:
+    def _watch_reader(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(_HEADER_SECONDS, self.transport.close)
 
     def _stop_watching(self) -> None:

@@ -101,7 +101,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise ApiError("The body holds a number that is too long. Expected a JSON object.") from err
     if not isinstance(value, dict):
         raise ApiError("The body is not a JSON object. Expected {...} with the fields of the request.")
-    _check(value)
+    _check_containers(value)
     return value
 
 
@@ -140,7 +140,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _check(value: Any) -> None:
+def _check_containers(value: Any) -> None:
     """Raises `ApiError` for containers nested too deeply and for text with a lone surrogate."""
     level = [value]
     for _ in range(DEEPEST):

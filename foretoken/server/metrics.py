@@ -142,7 +142,7 @@ class _EngineFigures:
         for figure in self._engine.llm.get_metrics():
             origin, name = figure.name.split(":", 1)
             for prefix in self._prefixes if origin == "vllm" else ("foretoken:",):
-                self._add(families, prefix + name, figure)
+                self._add_figure(families, prefix + name, figure)
         waiting = self._engine.num_waiting  # the server's queue replaces the engine's, which is empty here
         for prefix in self._prefixes:
             families[f"{prefix}num_requests_waiting"] = GaugeMetricFamily(
@@ -151,7 +151,7 @@ class _EngineFigures:
             families[f"{prefix}num_requests_waiting"].add_metric(list(self._labels.values()), waiting)
         yield from families.values()
 
-    def _add(self, families: _Families, name: str, figure: engine_metrics.Metric) -> None:
+    def _add_figure(self, families: _Families, name: str, figure: engine_metrics.Metric) -> None:
         more = {key: value for key, value in figure.labels.items() if key not in self._labels}
         text = _HELP.get(name.split(":", 1)[1], name)
         if isinstance(figure, engine_metrics.Vector):

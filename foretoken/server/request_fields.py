@@ -143,7 +143,7 @@ class UnknownFields:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def note(self, names: Iterable[str]) -> None:
+    def log_names(self, names: Iterable[str]) -> None:
         """Logs each new name, cut to 80 characters; remembers at most 1,000 names."""
         for name in names:
             if len(self._seen) >= 1000:
@@ -272,7 +272,7 @@ def _known(body: Mapping[str, Any], unknown: UnknownFields, own: set[str]) -> di
     """Returns the known fields that are not null; raises `ApiError` for unsupported ones."""
     given = supported(body, {name: told for name, told in _REFUSED.items() if name not in own})
     known = _SAMPLING | _SHARED | own
-    unknown.note(given.keys() - known - _IGNORED)
+    unknown.log_names(given.keys() - known - _IGNORED)
     return {name: value for name, value in given.items() if name in known}
 
 

@@ -143,7 +143,7 @@ class PromptReader:
     def __init__(self, codec: Codec | None, vocab_size: int, context_len: int) -> None:
         self._codec, self._vocab_size, self._context_len = codec, vocab_size, context_len
 
-    def read(self, prompt: Any) -> ReadPrompt:
+    def read_prompt(self, prompt: Any) -> ReadPrompt:
         """Returns a prompt as token ids, with its other keys.
 
         Raises:

@@ -81,7 +81,7 @@ def _head_guesses(head: Head, target: LoadedModel) -> Callable[[Tensor, int], It
     width = head.config.hidden_size * len(head.config.taps)
 
     def guess(tokens: Tensor, num_prompt: int) -> Iterator[tuple[Tensor, Tensor]]:
-        features = teacher.read(tokens)[..., :width].float()
+        features = teacher.read_features(tokens)[..., :width].float()
         for index, hidden in enumerate(head.teacher_forced(features, tokens, parts)):
             # The first draft is made when the last prompt token is the root: head i then guesses position
             # num_prompt + i from the feature of position num_prompt - 2.
@@ -98,7 +98,7 @@ def _model_guesses(model: LoadedModel, vocab_size: int) -> Callable[[Tensor, int
     missing = vocab_size - model.vocab_size
 
     def guess(tokens: Tensor, num_prompt: int) -> Iterator[tuple[Tensor, Tensor]]:
-        features = teacher.read(tokens.clamp_max(model.vocab_size - 1))[0, num_prompt - 1 : -1].float()
+        features = teacher.read_features(tokens.clamp_max(model.vocab_size - 1))[0, num_prompt - 1 : -1].float()
         logits = parts.lm_head(features)
         yield torch.nn.functional.pad(logits, (0, missing), value=float("-inf")), tokens[0, num_prompt:]
 
@@ -157,7 +157,7 @@ class EvaluationConfig:
     supervised: Tensor
 
     @classmethod
-    def of(cls, held_out: PackedTokens, *, every: int, length: int) -> EvaluationConfig:
+    def of_held_out(cls, held_out: PackedTokens, *, every: int, length: int) -> EvaluationConfig:
         """Takes a few windows of packed tokens, always the same ones; length: most tokens of a window."""
         length = min(length, len(held_out.tokens))
         count = min(_WINDOWS, held_out.num_windows(max(length, 1)))
@@ -202,7 +202,7 @@ class EvaluationConfig:
             head.eval()
             counts: list[int] = []
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == torch.bfloat16):
-                examples = Examples.of(tokens, supervised, teacher.read(tokens).float(), head.config)
+                examples = Examples.of_batch(tokens, supervised, teacher.read_features(tokens).float(), head.config)
                 choices = first_candidates(parts.lm_head, examples.final.flatten(0, 1), vocab_size).view(tokens.shape)
                 is_right = torch.ones_like(row, dtype=torch.bool)
                 for index, hidden in enumerate(head.teacher_forced(examples.features, tokens, parts)):

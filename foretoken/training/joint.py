@@ -99,7 +99,7 @@ class JointTrainer(Trainer):
         weight = self._joint.weight(step, self._config.schedule.num_steps)
         return [*(weight * part for part in super()._weights(step)), 1.0]
 
-    def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
+    def _backward(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
         """See `Trainer`; ignores `features`, since the backbone's own have a gradient."""
         del features
         backbone = self._target.backbone

@@ -133,8 +133,8 @@ def train_head(
         evaluate = None
         if settings.evaluation is not None:
             evaluate = settings.evaluation.evaluator(target, head, parts, precision=settings.train.compute_dtype)
-        notes = _run(trainer, settings, fingerprint, processes, on_step, evaluate)
-    return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
+        notes = _train_to_the_end(trainer, settings, fingerprint, processes, on_step, evaluate)
+    return HeadCheckpoint.of_head(head, target=fingerprint, notes=notes)
 
 
 def train_jointly(
@@ -154,9 +154,9 @@ def train_jointly(
         trainer = JointTrainer(
             head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
         )
-        notes = _run(trainer, settings, fingerprint, processes, on_step)
+        notes = _train_to_the_end(trainer, settings, fingerprint, processes, on_step)
     changed = wrap_model(trainer.merged_target(), name=f"{target.name} trained with {settings.head.method} heads")
-    return HeadCheckpoint.of(head, target=TargetFingerprint.of(changed), notes=notes), changed
+    return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(changed), notes=notes), changed
 
 
 def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoint | None) -> tuple[Head, TargetParts]:
@@ -171,7 +171,7 @@ def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoin
     return head, parts
 
 
-def _run(
+def _train_to_the_end(
     trainer: Trainer,
     settings: RunSettings,
     fingerprint: TargetFingerprint,
@@ -290,7 +290,7 @@ def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int)
 
     def compute(tokens: Tensor) -> Tensor:
         size = train.micro_batch_size or len(tokens)
-        return torch.cat([teacher.read(part) for part in tokens.split(max(size, 1))])
+        return torch.cat([teacher.read_features(part) for part in tokens.split(max(size, 1))])
 
     if settings.cache is None:
         return lambda _, tokens: compute(tokens).float()

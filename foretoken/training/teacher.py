@@ -39,7 +39,7 @@ class Teacher:
         if tuple(taps) != ("final",):
             Taps(model.module, model.num_layers, taps)
 
-    def read(self, tokens: Tensor) -> Tensor:
+    def read_features(self, tokens: Tensor) -> Tensor:
         """Returns the features that a head reads and learns from, for (B, S) int64 tokens.
 
         Returns:

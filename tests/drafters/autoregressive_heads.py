@@ -62,7 +62,7 @@ def directory(kind: str, seed: int = 0) -> Path:
         if head.token_map is not None:
             head.token_map = torch.randperm(target().vocab_size)[: len(head.token_map)].sort()[0]
     place = Path(tempfile.mkdtemp(prefix="foretoken-autoregressive-"))
-    native.write(HeadCheckpoint.of(head, target=TargetFingerprint.of(target())), place)
+    native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target())), place)
     return place
 
 
@@ -98,7 +98,7 @@ class Texts:
 
     def features(self, text: Sequence[int]) -> Tensor:
         """(S, F, E)."""
-        features: Tensor = self._teacher.read(torch.tensor([list(text)]))[0]
+        features: Tensor = self._teacher.read_features(torch.tensor([list(text)]))[0]
         return features[:, : self._num_taps * E].unflatten(1, (self._num_taps, E))
 
     def commit(self, made: Sequence[AutoregressiveDrafter], slots: Sequence[int], *, most: int = 10_000) -> None:

@@ -236,7 +236,7 @@ def write_heads(
     target = planned.models[0]
     padding = Padding(target.factor, plan.fill, generator)
     for head in planned.heads:
-        native.write(padded_head(head.checkpoint, padding, target.record, of_twin), head.path, replaces=True)
+        native.write_checkpoint(padded_head(head.checkpoint, padding, target.record, of_twin), head.path, replaces=True)
         for _ in head.checkpoint.weights:
             on_tensor()
 

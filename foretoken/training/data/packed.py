@@ -277,7 +277,7 @@ class DraftVocabulary(BaseModel):
     tokens_sha256: str
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_ids(self) -> Self:
         if any(one >= other for one, other in zip(self.token_ids, self.token_ids[1:], strict=False)):
             raise ValueError("token_ids are not ascending. Expected each id once, the lowest first")
         return self

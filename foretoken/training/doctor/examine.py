@@ -107,7 +107,7 @@ def _check_learning(
     """Checks that 100 steps on one small batch lower the loss."""
     tokens, supervised = _training_batch(texts, data)
     head = fresh(0)
-    features = Teacher(target, head.config.taps).read(tokens).float()
+    features = Teacher(target, head.config.taps).read_features(tokens).float()
     settings = train_config({
         "schedule": {"num_steps": _STEPS, "warmup_steps": 10}, "batch_size": len(tokens),
         "length": tokens.shape[1],
@@ -217,7 +217,7 @@ def _examine_head(
     fingerprint, whole = TargetFingerprint.of(target), "every tensor of its sizes, and no other"
     try:
         _, checkpoint = read_head(
-            head, target=fingerprint, base_config=target.config, weights=lambda: TargetWeights.of(target)
+            head, target=fingerprint, base_config=target.config, weights=lambda: TargetWeights.of_model(target)
         )
     except ForetokenError as err:
         load = Check("head loads", "fault", None, whole, str(err))

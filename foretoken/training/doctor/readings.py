@@ -212,7 +212,7 @@ def _around_the_blocks(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap])
             wanted[name] = moved
     numbers = sorted({tap for each in wanted.values() for tap in each if tap != "final"})
     order: tuple[Tap, ...] = (*numbers, "final")
-    parts = dict(zip(order, Teacher(target, order).read(tokens).chunk(len(order), dim=-1), strict=True))
+    parts = dict(zip(order, Teacher(target, order).read_features(tokens).chunk(len(order), dim=-1), strict=True))
     return {name: torch.cat([parts[tap] for tap in each], dim=-1) for name, each in wanted.items()}
 
 
