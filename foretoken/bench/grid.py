@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SETUP_AXIS = "setup"  # whole drafters, as -s takes them
-_MOST_BYTES = 16 * MIB
+_MOST_BYTES = 16 * MIB  # largest file with axes; a choice
 _OPENING, _CLOSING = "[{", "]}"
 
 

@@ -127,10 +127,10 @@ def page_style(theme: Theme, salt: str) -> Any:
 # Keys that size a method's trees: their values are points along one line. Values of other keys begin new lines.
 _SIZE_KEYS = frozenset({"num_speculative_tokens", "max_nodes", "tree_top_k"})
 _LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (7, 3)))
-_PANEL = (4.6, 3.7)  # inches
-_MOST_COLUMNS = 3
+_PANEL = (4.6, 3.7)  # inches; a choice
+_MOST_COLUMNS = 3  # panels side by side; a choice: fits a page
 _LEGEND_LINE, _LEGEND_CHARACTER = 0.19, 0.075  # inches
-_WIDE_RANGE = 8  # ratio of the largest to the smallest tree from which the axis is logarithmic
+_WIDE_RANGE = 8  # ratio of the largest to the smallest tree from which the axis is logarithmic; a choice
 _FRONT, _PLAIN = "Pareto front of both axes", "plain decoding"
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = "heldout"
 _BUNDLED = (HELD_OUT, "edit", "prose")
-_MOST_BYTES = 512 * MIB
+_MOST_BYTES = 512 * MIB  # largest file of prompts; a choice
 
 
 def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[str]:
@@ -145,6 +145,7 @@ def no_progress(done: int, total: int) -> None:
     del done, total
 
 
+# A choice: several iterations, so that buffers exist and kernels are compiled before the clock starts.
 _WARM_UP_TOKENS = 8
 
 

@@ -71,7 +71,7 @@ def _run_command() -> int:
     return code
 
 
-_ENDINGS = {KeyboardInterrupt: 130, BrokenPipeError: 141}
+_ENDINGS = {KeyboardInterrupt: 130, BrokenPipeError: 141}  # as shells report SIGINT and SIGPIPE
 
 
 def _ended_from_outside(err: BaseException | None) -> int | None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
-_DEPTHS = 8  # levels of a draft in a table of acceptance
-_UNBOUNDED = 10_000  # columns of a table that goes to a file or pipe
+_DEPTHS = 8  # levels of a draft in a table of acceptance; a choice: fits 80 columns
+_UNBOUNDED = 10_000  # columns of a table that goes to a file or pipe; wider than any table
 
 
 def visible(text: str) -> str:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _head = partial(typer.Option, rich_help_panel="What the head is")
 _learning = partial(typer.Option, rich_help_panel="How it learns")
 _run = partial(typer.Option, rich_help_panel="The run")
-_SIZES = (8, 16, 32, 64)
-_DEEPEST = 64
-_DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth
+_SIZES = (8, 16, 32, 64)  # nodes of the trees in the report; a choice
+_DEEPEST = 64  # levels; a choice: no head drafts deeper, and longer chains are hardly ever accepted
+_DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth; a choice
 
 
 def train(

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.decoder.native_linear import Quantization
 
-_MAX_GRAPHS = 32
-_LONGEST_CAPTURED = 32  # tokens of one sequence; more keep the GPU busy for longer than launches take
+_MAX_GRAPHS = 32  # graphs; a choice: each shape saves launches and holds its buffers
+_LONGEST_CAPTURED = 32  # tokens of one sequence; a choice: more tokens keep the GPU busy for longer than launches take
 
 
 def _backend_for(

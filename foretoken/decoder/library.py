@@ -43,9 +43,9 @@ _SYMBOLS = (
     "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",
     "foretoken_head_draft_bytes", "foretoken_autoregressive_draft", "foretoken_autoregressive_draft_bytes",
 )  # fmt: skip
-_TIMEOUT_S = 300
-_SAYS_SO_S = 10  # interval of the messages that the compiler is still running
-_MOST_BYTES = 1 << 26  # largest library that is kept
+_TIMEOUT_S = 300  # a choice: a compiler that hangs must not stop the load; another decoder serves then
+_SAYS_SO_S = 10  # interval of the messages that the compiler is still running; a choice
+_MOST_BYTES = 1 << 26  # largest library that is kept; a choice, far above the size of the kernels
 _log = logging.getLogger(__name__)
 
 
@@ -368,6 +368,7 @@ class Status(IntEnum):
     DRAWS = 12
 
 
+# A choice: more threads than that only wait for each other (NOTES, "Waiting threads").
 MAX_THREADS = 4 * (os.cpu_count() or 1)
 _PAUSE_HARD = 2  # omp_pause_hard: ends the threads
 _fork = {"ended": True, "limit": MAX_THREADS}  # whether OpenMP's threads were ended before the last fork

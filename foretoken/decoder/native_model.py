@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _NORMS = {"rms": 0, "layer": 1}
-_ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up
+_ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up; above every context
 
 
 class NativeModel(Described):

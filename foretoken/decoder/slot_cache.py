@@ -156,8 +156,9 @@ class RowPool:
         return -(-count // self.granule) * self.granule
 
 
-GRANULE = 16  # rows; a slot of shared rows begins at a multiple of it
-_PORTION = 64 * GRANULE  # rows moved at once, with a copy if they overlap
+# Rows; a slot of shared rows begins at a multiple of it. A choice: smaller wastes less, larger moves less often.
+GRANULE = 16
+_PORTION = 64 * GRANULE  # rows moved at once, with a copy if they overlap; a choice: bounds the memory of the copy
 
 
 class LayerShape(NamedTuple):
@@ -361,7 +362,7 @@ def _portions(source: int, target: int, count: int) -> list[Move]:
     return portions if target < source else portions[::-1]
 
 
-_SHARE = 0.5  # of the free memory after the weights are loaded
+_SHARE = 0.5  # of the free memory after the weights are loaded; a choice: the rest is for passes and drafters
 
 
 def affordable_rows(

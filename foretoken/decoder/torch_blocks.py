@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks, LeanWeights, Norm
     from foretoken.decoder.slot_cache import SlotCache
 
-_PACKED_FOR_ROWS = 16  # the width of a verify pass, for which oneDNN chooses its blocking
+_PACKED_FOR_ROWS = 16  # the width of a usual verify pass, for which oneDNN chooses its blocking; a choice
 
 
 class FusedLinear(nn.Module):

@@ -95,7 +95,7 @@ class EngineCounts:
         ]
 
 
-LEAST_PREFIX = 8  # positions; a shorter prefix is read as fast as it is copied
+LEAST_PREFIX = 8  # positions; a choice: a shorter prefix is read about as fast as it is copied
 
 
 class Held(NamedTuple):

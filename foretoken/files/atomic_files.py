@@ -286,7 +286,7 @@ class OutputDirectory:
             self.check(directory, force=force)
 
 
-_MOST_BYTES = 512 * MIB
+_MOST_BYTES = 512 * MIB  # largest journal that is read; a choice, far above the longest sweep
 
 
 class JournalFile:

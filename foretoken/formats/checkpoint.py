@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from foretoken.models.loading import LoadedModel
 
-_HASHED_ROWS = 64
+_HASHED_ROWS = 64  # of the embeddings; a choice: enough to tell models apart, read in milliseconds
 
 
 class TargetFingerprint(BaseModel):

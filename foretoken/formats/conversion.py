@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from foretoken.formats.files import HeadFiles, Weights
 
 KEY = "foretoken"
-_MOST_PARTS = 64
+_MOST_PARTS = 64  # heads, layers or stages; a choice: published heads have at most 8, a typing error has more
 # Tensors do not tell these: equal blocks may be untied, and zero biases may be absent.
 _NETWORK_KEYS = ("tied_blocks", "has_bias")
 _REPEATED = ("weight", "bias")  # stacked tensors with blocks along dimension 1

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from foretoken.formats.conversion import Place, WriteOptions
     from foretoken.heads.base import HeadConfig
 
-_MOST_RANKS = 4096
+_MOST_RANKS = 4096  # a choice: bounds the files that are opened
 _ROW_PARALLEL = re.compile(r".*\.(o_proj|down_proj)\.weight")
 _REPLICATED = re.compile(r".*(layernorm|\.norm)\.weight")
 
@@ -141,7 +141,7 @@ _HYDRA_KEY = re.compile(r"hydra_heads\.\d+\..*")
 _TARGET_KEY = re.compile(r"transformer\..*|lm_head\..*")
 _MAX_DRAFT_LEN = 63  # nodes of the published trees, without the root
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_PADDING = 64
+_MOST_PADDING = 64  # rows; a choice: the builder pads the vocabulary to a multiple of the ranks or of 64
 
 # Names of transformers' entries by the format's.
 _BASE_KEYS = {

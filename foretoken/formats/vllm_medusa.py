@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
 _PREFIX = "medusa_heads."
 _SHARED = "lm_head.weight"
-_DEFAULT_VOCAB_SIZE = 32001
+_DEFAULT_VOCAB_SIZE = 32001  # vLLM's default, without a vocab_size in the file
 
 
 def _recognises(files: HeadFiles) -> bool:

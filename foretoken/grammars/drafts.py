@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.sampling.grammar import GrammarState
 
 FORCED = "grammar"  # drafter of forced tokens in records
-_MOST_FORCED = 16  # nodes per tree
+_MOST_FORCED = 16  # nodes a tree; a choice: further ones wait for the next pass
 
 
 class GrammarBounds(NamedTuple):

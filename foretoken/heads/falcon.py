@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from foretoken.models.parts import TargetParts
 
 LstmMode = Literal["recurrent", "per_position"]
-NUM_LAYERS = 2
+NUM_LAYERS = 2  # of the LSTM, as in the published model
 
 
 class PairLstm(nn.Module):

@@ -60,7 +60,7 @@ def generate_plain(model: Any, prompt: Sequence[int], max_tokens: int) -> list[i
     return result
 
 
-_PROBE = torch.tensor([[1, 2, 3]])
+_PROBE = torch.tensor([[1, 2, 3]])  # three different tokens, so that a block that mixes up positions is noticed
 
 
 class Taps:

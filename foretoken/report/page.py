@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 _DARK = "-dark"
-_MOST_PICTURE_BYTES = 16 * MIB
+_MOST_PICTURE_BYTES = 16 * MIB  # a choice: the page holds its pictures, and browsers load it whole
 # Columns of a table of a sweep's points: heading, keys in a line's `result`, and format.
 _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("point", ("name",), ""),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from foretoken.text.codec import Codec
 
 FORMAT, VERSION = "foretoken trace", 1
-MOST_TRACE_BYTES = 512 * MIB
+MOST_TRACE_BYTES = 512 * MIB  # a choice: some hundred thousand iterations; the page holds all of them
 _ADVICE = "Expected a place for a file that may be written to. Name another, or make room."
 
 

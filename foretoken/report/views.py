@@ -85,7 +85,7 @@ def _probability(value: float | None) -> str:
     return f"p = {value:.2g}" if value < 0.1 else f"p = {value:.2f}"
 
 
-NUM_COLOURS = 8
+NUM_COLOURS = 8  # of the page's style sheet; further drafters use them again
 _OUTCOMES = list(NodeOutcome)
 
 

@@ -68,7 +68,7 @@ def without_tokens(part: _Part, **more: Any) -> _Part:
     return replace(part, text="", token_ids=[], finish_reason=reason, stop_reason=None, **more)
 
 
-_LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+_LOWEST = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI and vLLM write the same number
 
 
 def seconds_since_1970() -> int:

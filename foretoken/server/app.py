@@ -98,9 +98,10 @@ def _page() -> tuple[str, str]:
     return render_inlined("foretoken.server", "page")
 
 
-_LARGE_BODY = 256 * 1024  # bytes; a larger body is read in a thread, so that other requests' chunks are not delayed
+# Bytes; a choice: a larger body is read in a thread, so that chunks of other requests are not delayed.
+_LARGE_BODY = 256 * 1024
 _NO_TEMPLATE = "Start the server with --chat-template FILE, or send the text to /v1/completions."
-_LONGEST_ITERATION_S = 300.0  # after which /health fails, so that a supervisor may restart the server
+_LONGEST_ITERATION_S = 300.0  # after which /health fails, so that a supervisor may restart the server; a choice
 _log = logging.getLogger(__name__)
 
 

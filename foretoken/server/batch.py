@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from foretoken.entrypoints.async_llm import AsyncLLM
 
-_MOST_LINE_BYTES = 8 * MIB
+_MOST_LINE_BYTES = 8 * MIB  # as `MOST_BODY_BYTES`: a line is the body of a request
 _PIECE_BYTES = MIB
 
 

@@ -54,10 +54,10 @@ def _keys_of(path: Path) -> list[str]:
     return lines
 
 
-MOST_BODY_BYTES = 8 << 20
-_BODY_SECONDS = 30.0
-_MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # bounds on reading the rest of a refused body
-_MOST_HEADERS = 256
+MOST_BODY_BYTES = 8 << 20  # RESULTS, "What one client's dearest requests cost"
+_BODY_SECONDS = 30.0  # a choice: a client that sends slowly holds a connection for no longer
+_MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # choices: bounds on reading the rest of a refused body
+_MOST_HEADERS = 256  # a choice: clients and proxies send a few dozens
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", re.IGNORECASE)
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 

@@ -9,14 +9,14 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-_DRAIN_SECONDS = 30
-_KEEP_ALIVE_SECONDS = 30
-_HEADER_SECONDS = 10.0
-_MOST_HEADER_BYTES = 256 << 10
-_READ_SECONDS = 30.0  # without any progress of a client that reads an answer
-_SEND_BUFFER_BYTES = 256 << 10  # SO_SNDBUF of each connection
-_MOST_UNREAD_BYTES = 256 << 20  # unread bytes of all clients together
-_PROBE_SECONDS = 0.5
+_DRAIN_SECONDS = 30  # for running answers after a signal; a choice: supervisors kill after 30 seconds or more
+_KEEP_ALIVE_SECONDS = 30  # a choice: clients use connections again, idle ones hold a descriptor
+_HEADER_SECONDS = 10.0  # a choice: a client that sends headers slowly holds a connection for no longer
+_MOST_HEADER_BYTES = 256 << 10  # a choice, far above what proxies allow
+_READ_SECONDS = 30.0  # without any progress of a client that reads an answer; a choice
+_SEND_BUFFER_BYTES = 256 << 10  # SO_SNDBUF of each connection; a choice: larger hides that a client does not read
+_MOST_UNREAD_BYTES = 256 << 20  # unread bytes of all clients together; a choice: bounds memory
+_PROBE_SECONDS = 0.5  # between two looks at what a client has read; a choice
 _HTTPProtocol: Any = AutoHTTPProtocol  # httptools if it is installed, else h11
 
 

@@ -130,7 +130,7 @@ class BodyReader:
 
 
 _Answer = TypeVar("_Answer")
-_MOST_LOGPROBS = 1 << 18  # of one answer: some 20 MB of JSON
+_MOST_LOGPROBS = 1 << 18  # of one answer, some 20 MB of JSON; RESULTS, "What one client's dearest requests cost"
 # Compiling structured output takes long: these requests wait for each other and leave threads to other requests.
 _compiling = ThreadPoolExecutor(4, thread_name_prefix="foretoken-grammars")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.llm import LLM
     from foretoken.server.tools import Call, Schemas, Tags, ToolFormat, ToolUse
 
-_MOST_SPACES = 64  # white space that may precede the opening tag of thoughts
+_MOST_SPACES = 64  # white space that may precede the opening tag of thoughts; a choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

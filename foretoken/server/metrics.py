@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import RequestOutput
     from foretoken.entrypoints.async_llm import AsyncLLM
 
+# Upper bounds of the buckets of histograms. Choices: spans that servers have, two or three buckets a decade.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000)

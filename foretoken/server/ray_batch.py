@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.batch import AnswerFile
 
-_OBJECT_STORE_BYTES = 100 << 20  # for a cluster of this machine alone
-_MOST_RETRIES = (
-    4  # of a line, or of loading, after a worker ended; a line that crashes every worker must not run for ever
-)
+_OBJECT_STORE_BYTES = 100 << 20  # for a cluster of this machine alone; a choice: lines are small
+# Of a line, or of loading, after a worker ended. A choice: a line that crashes every worker must not run for ever.
+_MOST_RETRIES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

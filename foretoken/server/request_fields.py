@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MOST_CHOICES = 128  # completions of one request, over all its prompts
-_MOST_LOGPROBS = 20
-_MOST_ITEMS = {
+MOST_CHOICES = 128  # completions of one request, over all its prompts; OpenAI's limit of n
+_MOST_LOGPROBS = 20  # OpenAI's limit of top_logprobs
+_MOST_ITEMS = {  # choices, checked by RESULTS, "What one client's dearest requests cost"
     "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096, "bad_words": 256, "allowed_token_ids": 262_144,
     "messages": 4096, "tokens": 262_144,
 }  # fmt: skip

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     Schemas = Mapping[str, Mapping[str, Any]]  # the parameters of every tool, by its name
 
-_MOST_CHARACTERS = 512 * 1024  # of all tools as JSON
-_MOST_TOOLS = 128
+_MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar
+_MOST_TOOLS = 128  # OpenAI's limit
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " ?"  # white space in JSON; without a bound a model may write spaces until max_tokens
 _CHOICES = ("none", "auto", "required")
@@ -138,7 +138,7 @@ def _moved(schema: Any, place: str) -> Any:
     }  # fmt: skip
 
 
-_DEEPEST_CALL = 64  # nested brackets; bounds the work of the JSON and Python parsers
+_DEEPEST_CALL = 64  # nested brackets; a choice: bounds the work of the JSON and Python parsers
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
 _ESCAPES = "\n\\'\"abfnrtv0123xNuU"  # characters that Python accepts after a backslash without a warning
 

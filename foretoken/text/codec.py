@@ -91,7 +91,7 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
         yield from _steps(each, inner)
 
 
-_SHORT_TOKEN = 16  # characters for each token; shorter text is not checked
+_SHORT_TOKEN = 16  # characters for each token; a choice: shorter text is not checked, its encoding is fast
 REPLACEMENT = "\ufffd"  # decoding gives it for bytes that make no character
 
 
@@ -190,7 +190,7 @@ def _telling(what: str, expected: str) -> AbstractContextManager[None]:
     )
 
 
-_TOGETHER = 32  # tokens that are decoded at once
+_TOGETHER = 32  # tokens that are decoded at once; a choice: fewer calls against tokens decoded again
 
 
 class Detokenizer:

@@ -90,8 +90,8 @@ _KEYS = ("prompt", "prompt_token_ids")
 _MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs", "prompt_embeds")
 _MORE_KEYS = ("prediction", "cache_salt", "speculative")
 _SPECULATIVE_KEYS = ("enabled", "max_nodes")
-_KEYS_SHOWN = 4
-_LONGEST_SALT = 1024  # characters
+_KEYS_SHOWN = 4  # of a refused prompt in a message; a choice
+_LONGEST_SALT = 1024  # characters; a choice: salts are keys of tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from foretoken.models.parts import TargetParts
     from foretoken.training.data.packed import PackedTokens
 
-_NUM_RANKS = 10
-_AT_ONCE = 4
+_NUM_RANKS = 10  # ranks that are counted; the published trees of Medusa and EAGLE use no candidate past the tenth
+_AT_ONCE = 4  # sequences decoded together; a choice
 
 
 def measured_acceptance(
@@ -139,7 +139,7 @@ def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: 
     return TunedTree(shape=TreeShape.from_choices(choices), tokens_by_nodes=tokens)
 
 
-_WINDOWS = 8
+_WINDOWS = 8  # of held-out tokens for each point of the curve; a choice: less noise against more time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

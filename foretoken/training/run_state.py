@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-_KEPT = 2
+_KEPT = 2  # states: the last one, and the one before if the last one is damaged
 _STATE, _PROGRESS = "state.safetensors", "progress.json"
 
 

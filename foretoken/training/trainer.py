@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from foretoken.training.objective_base import Objective
 
 
-_BAD_STEPS_IN_A_ROW = 5
-_RECENT_STEPS = 20
+_BAD_STEPS_IN_A_ROW = 5  # a choice: one step may overflow by chance, and the run ends after so many
+_RECENT_STEPS = 20  # steps of the rate in progress lines; a choice
 
 
 class Processes:

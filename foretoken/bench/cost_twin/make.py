@@ -78,7 +78,7 @@ def _is_twin(path: Path) -> bool:
 
 
 TARGET, DRAFT_MODEL = "target", "draft_model"
-_EXAMPLES = 4  # sizes that a message names
+_EXAMPLES = 4  # sizes that a message names; a choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

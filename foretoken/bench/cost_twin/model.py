@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Fill = Literal["zeros", "random"]
-_DEVIATION = 0.02  # of random weights, as models are initialised
+_DEVIATION = 0.02  # of random weights, as transformers initialises models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ def open_model(path: Path) -> SmallModel:
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 _WEIGHTS = "model.safetensors"
-_SHARD_SIZE = 1 << 30  # numbers in a file
+_SHARD_SIZE = 1 << 30  # numbers in a file, 2 GiB in bfloat16; a choice: bounds the memory of writing
 _TEXTS = {".json", ".txt", ".model", ".jinja"}  # tokenizer, generation configuration
 
 

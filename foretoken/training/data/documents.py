@@ -158,8 +158,8 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     return min(len(left), len(right))
 
 
-_BATCH_RECORDS = 256
-_BATCH_CHARACTERS = 4_000_000
+_BATCH_RECORDS = 256  # records for one call of the tokenizer; a choice: enough for its threads, little memory
+_BATCH_CHARACTERS = 4_000_000  # a choice: bounds the memory of a batch of long records
 NO_COMPLETION = "prompts without a completion"
 NO_TOKENS = "records without a token"
 
@@ -240,8 +240,8 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-_BATCHES_A_CALL = 4  # prompts a call, in multiples of max_num_seqs: slots stay busy while long responses end
-_PROMPTS_A_READ = 64
+_BATCHES_A_CALL = 4  # prompts a call, in multiples of max_num_seqs; a choice: slots stay busy while long responses end
+_PROMPTS_A_READ = 64  # a choice: bounds the prompts in memory
 _FORMAT, _VERSION = "foretoken-self-distillation", 1
 
 

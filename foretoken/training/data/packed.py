@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "foretoken-packed-tokens", 1
 META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20  # of a file that is written; a choice: few system calls for little memory
 PACKED_TOKENS = OutputDirectory(
     "packed tokens", lambda place: any((place / part / META).is_file() for part in ("", "train"))
 )
-_ROUNDS = 8  # of the shuffle
-_COUNTED_AT_ONCE = 1 << 22
+# Of the Feistel network; a choice: four suffice in theory if the round function is random, more cost little.
+_ROUNDS = 8
+_COUNTED_AT_ONCE = 1 << 22  # labels; a choice: bounds the memory of a count
 _ADVICE = "Make it with `foretoken data vocab`."
 
 

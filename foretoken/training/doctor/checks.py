@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from foretoken.training.doctor.readings import Agreement, DraftingFigures
 
 Verdict = Literal["ok", "warning", "fault", "skipped"]
-_LARGEST = 1e4
-_PROBE_LEN = 64
+_LARGEST = 1e4  # of a weight; a choice, far above trained weights: damaged ones reach the limits of their dtype
+_PROBE_LEN = 64  # tokens; a choice: long enough for every position shift that is looked for
 
 
 @dataclass(frozen=True, slots=True)

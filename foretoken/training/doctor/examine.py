@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from foretoken.training.trainer import Batches
 
 
-_STEPS, _WINDOWS, _LENGTH = 100, 2, 16
+_STEPS, _WINDOWS, _LENGTH = 100, 2, 16  # a choice: a method that works learns two windows by heart in so many steps
 
 
 def examine_training(
