@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from foretoken.bench.workload import SetupEngines, no_progress
+from foretoken.bench.workload import SetupEngines, Workload, no_progress
 from foretoken.models.generic import run_plain
 from foretoken.runner.choice import PassWidths, likely_decoder
 from foretoken.runner.costs import measure_costs, pass_costs
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from foretoken.bench.measurement import Measurement
-    from foretoken.bench.workload import Workload
     from foretoken.entrypoints.config import Setup
     from foretoken.models.loading import LoadedModel
 

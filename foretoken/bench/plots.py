@@ -8,16 +8,13 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.bench.grid import short_name, spelled
-from foretoken.bench.sweep import pareto_front
+from foretoken.bench.grid import Serving, short_name, spelled
+from foretoken.bench.sweep import PointResult, pareto_front
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    from foretoken.bench.grid import Serving
-    from foretoken.bench.sweep import PointResult
 
 
 class Theme(NamedTuple):
@@ -168,7 +165,6 @@ class Series(NamedTuple):
     """Points with the same look.
 
     Attributes:
-        method: The method.
         variant: Further options that tell these points from others of the method, in words; may be empty.
     """
 

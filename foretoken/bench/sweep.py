@@ -14,7 +14,7 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.compare import measure_rounds, note_surprise
-from foretoken.bench.grid import Refused, Serving
+from foretoken.bench.grid import Point, Refused, Serving
 from foretoken.bench.workload import SetupEngines, Workload, no_progress
 from foretoken.core.errors import ConfigError, ForetokenError
 from foretoken.files.atomic_files import JournalFile, new_file, told_as
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from foretoken.bench.grid import Point
     from foretoken.bench.measurement import Measurement
     from foretoken.models.loading import LoadedModel
 

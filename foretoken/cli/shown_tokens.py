@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from foretoken.cli import terminal
 from foretoken.cli.terminal import visible
-from foretoken.text.codec import TokenSpans
+from foretoken.text.codec import Codec, TokenSpans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from foretoken.core.records import StepRecord
-    from foretoken.text.codec import Codec
 
 DIM = "2"
 COLOURS = ("32", "36", "35", "33", "34", "31", "92", "96", "95", "93", "94", "91")  # SGR codes

@@ -23,6 +23,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.cuda_graphs import (
     CapturedGraphs,
     CudaGraphCapture,
+    GraphCapture,
     PassShape,
     captured_pass,
     padded_inputs,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.blocks import Blocks
-    from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.decoder.native_linear import Quantization
 
 _MAX_GRAPHS = 32  # graphs; a choice: each shape saves launches and holds its buffers

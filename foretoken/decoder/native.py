@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
-from foretoken.decoder.blocks import LeanWeights, tap_indices
+from foretoken.decoder.blocks import Blocks, LeanWeights, tap_indices
 from foretoken.decoder.library import (
     AutoregressiveHeadStruct,
     DraftArguments,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from foretoken.core.passes import Pass, Tap, TokenChoice
-    from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.trees.dynamic import ShapedExpansion

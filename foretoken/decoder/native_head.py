@@ -26,7 +26,7 @@ from foretoken.decoder.library import (
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, lost_memory, use_huge_pages
 from foretoken.decoder.native import NativeDraft, can_draft
 from foretoken.decoder.native_linear import NativeLinear
-from foretoken.trees.dynamic import DynamicExpansion
+from foretoken.trees.dynamic import DynamicExpansion, ShapedExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.blocks import Norm
-    from foretoken.trees.dynamic import ShapedExpansion
 
 
 class ScaledEmbedding(NamedTuple):

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Experts, FeedForward
+from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights
 from foretoken.decoder.library import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
-from foretoken.decoder.native_linear import int8_weight
+from foretoken.decoder.native_linear import Quantization, int8_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.decoder import blocks as described
-    from foretoken.decoder.blocks import LeanWeights
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}

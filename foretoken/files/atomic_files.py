@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError, RequestError, one_line, undone_on_error
+from foretoken.core.errors import ConfigError, ForetokenError, RequestError, one_line, undone_on_error
 from foretoken.files.bounded_reads import MIB, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from foretoken.core.errors import ForetokenError
 
 _LONGEST_NAME = 40  # characters of the place's name in the hidden name; file systems allow 255 bytes
 _log = logging.getLogger(__name__)

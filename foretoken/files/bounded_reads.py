@@ -10,7 +10,7 @@ import os
 import select
 import stat
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from safetensors import safe_open
 
@@ -18,7 +18,6 @@ from foretoken.core.errors import ForetokenError, ModelError, RequestError, one_
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import BinaryIO
 
 MIB = 1 << 20  # bytes
 MOST_JSON_BYTES = 64 * MIB  # a choice: the index of the largest public models has a few MiB

@@ -17,14 +17,13 @@ from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.models.config_checks import check_model_files
-from foretoken.models.loading import load_config, load_model
+from foretoken.models.loading import LoadedModel, load_config, load_model
 from foretoken.models.parts import target_parts
 from foretoken.models.placement import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from foretoken.models.loading import LoadedModel
 
 _HASHED_ROWS = 64  # of the embeddings; a choice: enough to tell models apart, read in milliseconds
 

@@ -29,6 +29,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     is_targets,
@@ -41,7 +42,7 @@ from foretoken.formats.conversion import (
     target_name,
     warn_of_embedding,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
     from foretoken.heads.eagle3 import Eagle3Config
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"

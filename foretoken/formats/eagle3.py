@@ -21,6 +21,7 @@ from foretoken.formats.conversion import (
     VLLM_EAGLE,
     Format,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     is_targets,
@@ -48,7 +49,7 @@ from foretoken.formats.eagle import (
     width_of,
     without_prefix,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
@@ -58,8 +59,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 

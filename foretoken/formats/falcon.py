@@ -14,6 +14,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     layer_table,
@@ -26,15 +27,13 @@ from foretoken.formats.conversion import (
     warn_of_embedding,
 )
 from foretoken.formats.eagle import EMBEDDING, layer_config, stated_layer, vocabulary, without_prefix
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, save
 from foretoken.heads.falcon import NUM_LAYERS, FalconConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles
 
 _LSTM, _LAYER = "lstm.weight_ih_l0", "layers.0"
 _BLOCKS = 4  # blocks of a draft in the published runs

@@ -30,6 +30,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     count,
     finished,
     has_different_blocks,
@@ -44,7 +45,7 @@ from foretoken.formats.conversion import (
     template_pattern,
     warn_of_counts,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     make_config,
@@ -29,7 +30,7 @@ from foretoken.formats.conversion import (
     scatter,
     target_name,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
 
 _PREFIX = "speculator."
 _KEY = re.compile(r"(speculator\.)?(emb|proj|head|ln)\.(?P<stage>\d{1,4})\.(weight|bias)")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
 from foretoken.formats import native
-from foretoken.formats.checkpoint import TargetInfo, with_dtype
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights, with_dtype
 from foretoken.formats.conversion import Format, Reader, WriteOptions, check_values
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_files
 from foretoken.formats.speculators import KINDS
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetWeights
 
 # Names of vllm-project/speculators.
 _SPECULATORS = {"peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "multi-token prediction"}

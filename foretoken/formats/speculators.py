@@ -20,6 +20,7 @@ from foretoken.formats.conversion import (
     VLLM_EAGLE,
     Format,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     own_entries,
@@ -34,7 +35,7 @@ from foretoken.formats.eagle3 import (
     read_eagle3,
     with_plain_vocabulary,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, TargetWeights
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
     from foretoken.heads.eagle3 import Eagle3Config
 
 KINDS = ("eagle3", "eagle")

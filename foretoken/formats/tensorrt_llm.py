@@ -21,12 +21,14 @@ from torch.nn.functional import pad
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.formats import hydra, medusa
-from foretoken.formats.checkpoint import check_keys
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, check_keys
 from foretoken.formats.conversion import (
     TRT_HYDRA,
     TRT_MEDUSA,
     Format,
+    Place,
     Reader,
+    WriteOptions,
     assemble,
     dtype_name,
     finished,
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import Place, WriteOptions
     from foretoken.heads.base import HeadConfig
 
 _MOST_RANKS = 4096  # a choice: bounds the files that are opened

@@ -18,6 +18,7 @@ from foretoken.formats.conversion import (
     VLLM,
     Format,
     Reader,
+    WriteOptions,
     check_token_map,
     dtype_name,
     finished,
@@ -28,7 +29,7 @@ from foretoken.formats.conversion import (
     scatter,
     warn_of_counts,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, save
 from foretoken.formats.medusa import MedusaNames
 from foretoken.heads.medusa import MedusaConfig
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles
 
 _NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
 _PREFIX = "medusa_heads."

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from foretoken.decoder.native_linear import fast_linear, optimize_for_inference
+from foretoken.decoder.native_linear import Quantization, fast_linear, optimize_for_inference
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, unrolled_attention
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.native_head import AutoregressiveSteps, HeadSteps
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 

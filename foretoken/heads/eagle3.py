@@ -10,7 +10,7 @@ Letters as in `autoregressive`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,8 +23,6 @@ from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, Block
 from foretoken.heads.decoder_layer import DecoderLayer
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from foretoken.core.passes import Tap
     from foretoken.models.parts import TargetParts
 

@@ -15,7 +15,7 @@ Letters as in `base`, but K is the size of a block; W width of the block, here E
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,15 +23,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from typing_extensions import override
 
-from foretoken.decoder.native_linear import linear_layer, optimize_for_inference
+from foretoken.decoder.native_linear import Quantization, linear_layer, optimize_for_inference
 from foretoken.heads.base import AutoregressiveConfig, Head
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, unrolled_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Self
 
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 LstmMode = Literal["recurrent", "per_position"]

@@ -10,7 +10,7 @@ Letters as in `base`; D inner width.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -22,8 +22,6 @@ from foretoken.decoder.native_head import BiasedNorm, HeadStep, HeadSteps, LmHea
 from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from foretoken.models.parts import TargetParts
 
 

@@ -8,36 +8,31 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, ModelError, RequestError, foreign_errors_as
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.results import GenerationMetrics, StreamChunk
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.entrypoints.llm import LLM
 from foretoken.hf.generate_request import Unserved, read_request, set_argument, set_field
-from foretoken.models.loading import wrap_model
+from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.model_changes import foreign_call, model_structure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
-
-    from torch import nn
     from transformers import GenerationConfig
 
-    from foretoken.core.results import StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter, TargetHandle
     from foretoken.entrypoints.requests import Request
-    from foretoken.models.loading import LoadedModel
 
 
 _log = logging.getLogger(__name__)

@@ -13,13 +13,23 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, LeanWeights, Matrix, Norm, Rotary
+from foretoken.decoder.blocks import (
+    Activation,
+    Block,
+    Blocks,
+    BlockSpec,
+    Experts,
+    FeedForward,
+    LeanWeights,
+    Matrix,
+    Norm,
+    Rotary,
+)
 from foretoken.models.model_changes import foreign_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from foretoken.decoder.blocks import Activation
     from foretoken.models.loading import LoadedModel
 
 

@@ -11,12 +11,11 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foretoken.decoder.native_head import LmHead, ScaledEmbedding
-from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
+from foretoken.decoder.native_linear import NativeLinear, Quantization, fast_linear, linear_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.loading import LoadedModel
 
 

@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from foretoken.core.errors import ConfigError
-from foretoken.core.records import TreeTrace
+from foretoken.core.records import SequenceStep, StepRecord, TreeTrace
 from foretoken.core.results import GenerationMetrics
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import MIB, read_named
-from foretoken.text.codec import TokenSpans
+from foretoken.text.codec import Codec, TokenSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from foretoken.core.records import SequenceStep, StepRecord
-    from foretoken.text.codec import Codec
 
 FORMAT, VERSION = "foretoken trace", 1
 MOST_TRACE_BYTES = 512 * MIB  # a choice: some hundred thousand iterations; the page holds all of them
@@ -48,7 +46,6 @@ class Header(_Line):
         version: Version of the format.
         conditions: Model, drafter, machine, versions and sampling parameters, by name.
         prompt: The prompt as text.
-        prompt_token_ids: The prompt as tokens.
     """
 
     format: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foretoken.server.message_parts import MessageReader, joined, whole_message
+from foretoken.server.message_parts import MessageForm, MessageReader, joined, whole_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, RequestOutput, StreamChunk
     from foretoken.entrypoints.llm import LLM
     from foretoken.server.json_body import ApiError
-    from foretoken.server.message_parts import MessageForm
     from foretoken.server.request_fields import ServedRequest
 
 
@@ -25,7 +24,6 @@ class EchoedPrompt:
     """A prompt that its completions begin with.
 
     Attributes:
-        text: The text of the prompt.
         first_token: The first token as text, for which there is no log-probability.
         entries: Tokens and log-probabilities, in the lists of `completion_entries`; None if unknown or not asked for.
     """
@@ -81,7 +79,6 @@ class Envelope:
     """Builds the bodies of an answer to completions or a chat.
 
     Attributes:
-        request: The request.
         model: The name under which the model is served.
         has_draft_metrics: Whether the answer has draft metrics.
         name: A unique name, the end of the answer's id.

@@ -7,13 +7,13 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.server.tools import FORCED, CallEnd, thinking_tags, tool_format
+from foretoken.server.tools import FORCED, Call, CallEnd, Tags, ToolFormat, ToolUse, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.entrypoints.llm import LLM
-    from foretoken.server.tools import Call, Schemas, Tags, ToolFormat, ToolUse
+    from foretoken.server.tools import Schemas
 
 _MOST_SPACES = 64  # white space that may precede the opening tag of thoughts; a choice
 

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ForetokenError
-from foretoken.server.batch import BatchCounts, Line, LineAnswers, OpenLines, refused_line
+from foretoken.server.batch import AnswerFile, BatchCounts, Line, LineAnswers, OpenLines, refused_line
 from foretoken.server.json_body import ApiError, parse_object
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.server.batch import AnswerFile
 
 _OBJECT_STORE_BYTES = 100 << 20  # for a cluster of this machine alone; a choice: lines are small
 # Of a line, or of loading, after a worker ended. A choice: a line that crashes every worker must not run for ever.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,6 @@ from foretoken.server.json_body import ApiError
 from foretoken.server.tools import tool_use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from foretoken.server.message_parts import AnswerFormats, MessageForm
 
 _log = logging.getLogger(__name__)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
-from foretoken.server.answers import Envelope, token_entries, usage
+from foretoken.server.answers import EchoedPrompt, Envelope, token_entries, usage
 from foretoken.server.json_body import ApiError, dumped
 from foretoken.server.message_parts import MessageParts, MessageReader
 from foretoken.server.request_fields import checked_integer, structured_outputs, supported
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.results import CompletionOutput, Logprob, RequestOutput, StreamChunk
-    from foretoken.server.answers import EchoedPrompt
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")

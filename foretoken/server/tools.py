@@ -8,7 +8,7 @@ import re
 import secrets
 import string
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +17,6 @@ from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.server.json_body import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     Schemas = Mapping[str, Mapping[str, Any]]  # the parameters of every tool, by its name
 
 _MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar

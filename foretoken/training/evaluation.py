@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.bench.workload import TokenProgress, no_progress
+from foretoken.bench.workload import TokenProgress, Workload, no_progress
 from foretoken.core.errors import ConfigError
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.objective_base import Examples, first_candidates
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape, best_nodes
@@ -21,9 +21,7 @@ from foretoken.trees.choices import TreeShape, best_nodes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from foretoken.bench.workload import Workload
     from foretoken.models.loading import LoadedModel
-    from foretoken.models.parts import TargetParts
     from foretoken.training.data.packed import PackedTokens
 
 _NUM_RANKS = 10  # ranks that are counted; the published trees of Medusa and EAGLE use no candidate past the tenth
@@ -110,7 +108,6 @@ class TunedTree:
     """The best static tree of an acceptance table.
 
     Attributes:
-        shape: The tree.
         tokens_by_nodes: Expected tokens of a target pass, its own included, for the best trees of some sizes, root
             included. A size with too few candidates in the table stands for all of them.
     """

@@ -22,15 +22,13 @@ from torch import Tensor, nn
 from foretoken.core.errors import ConfigError
 from foretoken.models.parts import target_parts
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
-from foretoken.training.objective_base import Examples, HeadSums, accumulate
-from foretoken.training.trainer import Trainer, parameter_groups
+from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate
+from foretoken.training.trainer import Batches, Processes, Trainer, parameter_groups
 
 if TYPE_CHECKING:
     from foretoken.heads.base import Head
     from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
-    from foretoken.training.objective_base import Objective
-    from foretoken.training.trainer import Batches, Processes
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

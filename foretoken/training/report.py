@@ -20,8 +20,8 @@ from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
 from foretoken.formats.files import safetensors_errors
-from foretoken.heads.base import AutoregressiveConfig
-from foretoken.models.loading import load_config
+from foretoken.heads.base import AutoregressiveConfig, HeadConfig
+from foretoken.models.loading import LoadedModel, load_config
 from foretoken.models.placement import DTYPES
 from foretoken.runner.costs import pass_costs
 from foretoken.training.evaluation import measured_acceptance
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.heads.base import HeadConfig
-    from foretoken.models.loading import LoadedModel
 
 _NUM_POINTS = 10  # of a curve in the report; a choice
 _PAPERS = {

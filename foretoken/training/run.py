@@ -20,13 +20,13 @@ from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.files.processes import STOP_SIGNALS, run_lock, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.heads.base import build_head
-from foretoken.models.loading import wrap_model
+from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.joint import JointTrainer
 from foretoken.training.run_state import MetricsLog
 from foretoken.training.teacher import FeatureCache, Teacher
-from foretoken.training.trainer import StepReport, Trainer, training_processes
+from foretoken.training.trainer import Batches, Processes, StepReport, Trainer, training_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.heads.base import Head, HeadConfig
-    from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.evaluation import EvaluationConfig
     from foretoken.training.objective_base import Objective
-    from foretoken.training.trainer import Batches, Processes
 
 _SETTINGS = "settings.json"
 
@@ -50,7 +47,6 @@ class RunSettings:
 
     Attributes:
         head: Sizes of the head.
-        objective: The objective.
         train: Batches and optimiser.
         data: Identifies the training tokens, such as a hash of them.
         directory: Directory of checkpoints, settings and curves.

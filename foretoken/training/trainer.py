@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.sampling.noise import derive_seed
-from foretoken.training.objective_base import Examples, HeadSums, accumulate, label_counts, mean_by_head
+from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts, mean_by_head
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from foretoken.heads.base import Head
     from foretoken.models.parts import TargetParts
     from foretoken.training.config import TrainConfig
-    from foretoken.training.objective_base import Objective
 
 
 _BAD_STEPS_IN_A_ROW = 5  # a choice: one step may overflow by chance, and the run ends after so many

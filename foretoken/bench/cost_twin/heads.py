@@ -6,18 +6,16 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.cost_twin.model import Rule
+from foretoken.bench.cost_twin.model import Padding, Rule
 from foretoken.core.errors import ConfigError
 from foretoken.heads.falcon import NUM_LAYERS
-from foretoken.models.config_checks import TWIN_KEY
+from foretoken.models.config_checks import TWIN_KEY, TwinRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from foretoken.bench.cost_twin.model import Padding
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.heads.decoder_layer import LayerConfig
-    from foretoken.models.config_checks import TwinRecord
 
     Rules = Mapping[str, Rule]
 

@@ -21,14 +21,13 @@ from foretoken.core.errors import ConfigError, ModelError, RequestError, one_lin
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.files.bounded_reads import check_regular
-from foretoken.training.data.records import Document
+from foretoken.training.data.records import Document, Message, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from foretoken.entrypoints.llm import LLM
-    from foretoken.training.data.records import Message, Record
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NO_ASSISTANT = "conversations without an assistant turn"

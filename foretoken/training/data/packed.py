@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.sampling.noise import derive_seed, mix
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from foretoken.training.data.records import Document
 
 FORMAT, VERSION = "foretoken-packed-tokens", 1
@@ -306,7 +304,6 @@ class CountedVocabulary:
 
     Attributes:
         vocabulary: The tokens.
-        num_labels: Labels that were counted.
         num_filled: Tokens that are not labels, which fill the vocabulary to its size.
     """
 

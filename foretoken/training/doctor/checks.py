@@ -15,9 +15,9 @@ from torch import Tensor
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.heads.base import StepHeadConfig, build_head
+from foretoken.heads.base import Head, HeadConfig, StepHeadConfig, build_head
 from foretoken.models.generic import run_plain
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.runner.runner import Runner
 from foretoken.training.doctor.readings import (
     BLOCK_AFTER,
@@ -28,6 +28,8 @@ from foretoken.training.doctor.readings import (
     MOVED_BLOCKS,
     NORMED_TWICE,
     PRE_NORM,
+    Agreement,
+    DraftingFigures,
 )
 from foretoken.training.teacher import Teacher
 
@@ -35,10 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from foretoken.core.passes import Tap
-    from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loading import LoadedModel
-    from foretoken.models.parts import TargetParts
-    from foretoken.training.doctor.readings import Agreement, DraftingFigures
 
 Verdict = Literal["ok", "warning", "fault", "skipped"]
 _LARGEST = 1e4  # of a weight; a choice, far above trained weights: damaged ones reach the limits of their dtype
@@ -50,7 +49,6 @@ class Check:
     """The result of one check.
 
     Attributes:
-        name: Name of the check.
         verdict: "ok", "fault" for a certain loss of acceptance, "warning" for a possible one, or "skipped".
         value: The measured share or error, or names; None if there is nothing to show.
         expected: The expected value, in words.

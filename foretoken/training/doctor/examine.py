@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ForetokenError, ModelError
-from foretoken.formats.checkpoint import TargetFingerprint, TargetWeights
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetWeights
 from foretoken.formats.registry import read_head
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import (
     Check,
@@ -44,17 +44,14 @@ from foretoken.training.doctor.readings import (
     target_choices,
 )
 from foretoken.training.teacher import Teacher
-from foretoken.training.trainer import Trainer
+from foretoken.training.trainer import Batches, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loading import LoadedModel
-    from foretoken.models.parts import TargetParts
-    from foretoken.training.trainer import Batches
 
 
 _STEPS, _WINDOWS, _LENGTH = 100, 2, 16  # a choice: a method that works learns two windows by heart in so many steps

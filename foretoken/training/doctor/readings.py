@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.llm import LLM
-from foretoken.heads.base import AutoregressiveHead
+from foretoken.heads.base import AutoregressiveHead, Head
 from foretoken.models.generic import find_blocks, find_final_norm
 from foretoken.training.objective_base import first_candidates
 from foretoken.training.teacher import Teacher
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
-    from foretoken.heads.base import Head
     from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
 
