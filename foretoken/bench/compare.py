@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def _nothing() -> None:
-    pass
-
-
-def _always() -> bool:
-    return True
-
-
 def compare_setups(
     model: LoadedModel,
     tokenizer: Any,
@@ -82,8 +74,8 @@ def measure_rounds(
     batches: Sequence[Sequence[int]],
     *,
     repeats: int = 1,
-    on_measured: Callable[[], None] = _nothing,
-    goes_on: Callable[[], bool] = _always,
+    on_measured: Callable[[], None] = lambda: None,
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> list[Measurement]:
     """Measures every setup on batch after batch at one temperature, and compares with plain decoding, the first.
 

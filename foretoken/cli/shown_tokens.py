@@ -43,7 +43,8 @@ def runs(characters: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | 
     found: list[tuple[str, str | None]] = []
     last = ""
     for char, colour in characters:
-        if found and (found[-1][1] == colour or _belongs_to(last, char)):
+        is_joined = _JOINER in (last, char) or unicodedata.category(char) in {"Mn", "Me", "Mc"}
+        if found and (found[-1][1] == colour or is_joined):
             found[-1] = (found[-1][0] + char, found[-1][1])
         else:
             found.append((char, colour))
@@ -54,11 +55,6 @@ def runs(characters: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | 
 def safe_and_painted(characters: Iterable[tuple[str, str | None]], *, is_visible: bool) -> str:
     """Returns coloured text; `is_visible` turns control characters into escapes."""
     return "".join(painted(visible(text) if is_visible else text, colour) for text, colour in runs(characters))
-
-
-def _belongs_to(before: str, char: str) -> bool:
-    """Decides whether a terminal draws a character in the cell of the previous one."""
-    return _JOINER in (before, char) or unicodedata.category(char) in {"Mn", "Me", "Mc"}
 
 
 class ShownTokens:
@@ -105,9 +101,9 @@ class ShownTokens:
         counts = Counter(self._origins)
         total = max(len(self._origins), 1)
         parts = [
-            f"{painted(terminal.visible(_name(origin)), self._legend_colour(origin))} "
+            f"{painted(terminal.visible(' and '.join(origin)), colour if self._is_legend_coloured else None)} "
             f"{counts[origin]} ({counts[origin] / total:.0%})"
-            for origin in self._colours
+            for origin, colour in self._colours.items()
         ]
         own = f"the target's own {counts[()]} ({counts[()] / total:.0%})"
         tau = len(self._origins) / max(self._passes, 1)
@@ -116,15 +112,8 @@ class ShownTokens:
     def _colour(self, place: int) -> str | None:
         return self._colours.get(self._origins[self._spans.token_of(place)]) if self._origins else None
 
-    def _legend_colour(self, origin: tuple[str, ...]) -> str | None:
-        return self._colours[origin] if self._is_legend_coloured else None
-
     def _write_characters(self, characters: list[tuple[str, str | None]]) -> None:
         if not self._is_coloured:
             characters = [(char, None) for char, _ in characters]
         sys.stdout.write(safe_and_painted(characters, is_visible=self._is_visible))
         sys.stdout.flush()
-
-
-def _name(origin: tuple[str, ...]) -> str:
-    return " and ".join(origin)

@@ -140,8 +140,6 @@ T = TypeVar("T")
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """A value and its size."""
-
     value: T
     num_bytes: int
 

@@ -79,10 +79,14 @@ def target_parts(
     native = None
     if is_inference:
         fast = fast_linear(head, quantization=quantization, compacts=False)
-        embed, lm_head = _casting(embedding, fast, head.weight.dtype, dtype or model.dtype)
+        own, wanted = head.weight.dtype, dtype or model.dtype
+        takes_any = own == wanted or isinstance(fast, NativeLinear)
+        embed, lm_head = lambda tokens: embedding(tokens).to(wanted), fast if takes_any else lambda x: fast(x.to(own))
         native = _native(embedding, LmHead(fast, factor, cap or 0.0))
-    elif dtype == model.dtype:
-        embed, lm_head = _frozen(embedding, head)
+    elif dtype == model.dtype:  # without gradients of weights, which would double the cost of the LM head
+        is_plain = type(head) is nn.Linear  # other classes may compute anything from their weight
+        frozen = linear_layer(head.weight, head.bias) if is_plain else head
+        embed, lm_head = lambda tokens: embedding(tokens).detach(), frozen
     elif dtype is not None:
         embed, lm_head = _converted(embedding, head, dtype)
     else:
@@ -103,19 +107,6 @@ def _native(embedding: Any, head: LmHead) -> NativeParts | None:
         return None
     rows = embedding.weight
     return NativeParts(ScaledEmbedding(rows, 1.0 if scale is None else float(scale.to(rows.dtype))), head)
-
-
-def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Returns the modules for a caller of another dtype; our native linear layers take any."""
-    takes_any = own == dtype or isinstance(head, NativeLinear)
-    return lambda tokens: embedding(tokens).to(dtype), head if takes_any else lambda x: head(x.to(own))
-
-
-def _frozen(embedding: Any, head: Any) -> tuple[Any, Any]:
-    """Returns the modules without weight gradients; for an LM head they would double the cost."""
-    is_plain = type(head) is nn.Linear  # others may compute anything from their weight
-    frozen = linear_layer(head.weight, head.bias) if is_plain else head
-    return lambda tokens: embedding(tokens).detach(), frozen
 
 
 def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:

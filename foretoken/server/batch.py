@@ -77,7 +77,7 @@ class AnswerFile:
         Raises:
             ConfigError: When the file holds other data, or answers of another model.
         """
-        self._out, self._part, self._model = out, partial_file(out), model
+        self._out, self._part, self._model = out, out.with_name(f"{out.name}.part"), model
         self.answered: set[str] = set()
         with told_as(ConfigError, f"'{self._part}'", "Choose another OUT, or remove it to start again."):
             length = self._read_answers() if self._part.exists() else 0
@@ -126,11 +126,6 @@ class AnswerFile:
                 "another OUT, or remove the file to start again."
             )
         return name
-
-
-def partial_file(out: Path) -> Path:
-    """Returns the path of the partial file."""
-    return out.with_name(f"{out.name}.part")
 
 
 def name_of(answer: dict[str, Any]) -> str:

@@ -152,8 +152,6 @@ def open_to(origins: Sequence[str], app: App) -> App:
 
 
 class _Body:
-    """Reads the body of a request."""
-
     def __init__(self, receive: Receive) -> None:
         self._receive, self._is_over = receive, False
 

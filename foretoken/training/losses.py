@@ -176,7 +176,6 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _exact(logits: Tensor) -> torch.dtype:
-    """Returns the dtype of the computation."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 

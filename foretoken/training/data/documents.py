@@ -339,7 +339,6 @@ class SelfDistiller:
             index += len(batch)
 
     def _prompts(self, records: Iterable[Record]) -> Iterator[tuple[Record, list[int]]]:
-        """Yields a prompt for each record that has one."""
         waiting = iter(records)
         while batch := list(islice(waiting, _PROMPTS_A_READ)):
             texts = [record.text if record.prompt is None else record.prompt for record in batch]
