@@ -240,7 +240,7 @@ class AutoregressiveHead(Head):
     config: AutoregressiveConfig
     layer: DecoderLayer
 
-    def begin(self, features: Tensor) -> Tensor:
+    def initial_state(self, features: Tensor) -> Tensor:
         """Returns (..., W), the state of positions with features (..., F E)."""
         return features
 
@@ -295,7 +295,7 @@ class AutoregressiveHead(Head):
                 EAGLE-3's training-time test.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        state = self.begin(features)
+        state = self.initial_state(features)
         first: Heads | None = None
         later: list[Heads] = []
         for index in range(self.config.num_steps):

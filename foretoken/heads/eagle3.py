@@ -139,7 +139,7 @@ class Eagle3Head(AutoregressiveHead):
         self.layer.initialize()
 
     @override
-    def begin(self, features: Tensor) -> Tensor:
+    def initial_state(self, features: Tensor) -> Tensor:
         config = self.config
         if self.feature_norm is not None:
             features = self.layer.normed(features, self.feature_norm)

@@ -260,7 +260,7 @@ class MessageReader:
         form = self._form.calls
         assert form is not None, "there are calls"
         try:
-            calls = form.read(text.removesuffix(form.close) if form.close else text, self._form.schemas)
+            calls = form.parse(text.removesuffix(form.close) if form.close else text, self._form.schemas)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return []
         is_known = bool(self._mark) or all(call.name in self._form.schemas for call in calls)

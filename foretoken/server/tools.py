@@ -155,7 +155,7 @@ class ToolFormat:
     Attributes:
         names: vLLM's names of the parser.
         clues: Texts that identify the family's chat templates; one of them suffices.
-        read: Parses the text between the markers, given the tools' schemas. Raises `ValueError`, `SyntaxError`,
+        parse: Parses the text between the markers, given the tools' schemas. Raises `ValueError`, `SyntaxError`,
             `TypeError`, `RecursionError` or `MemoryError` for a text that is not a call.
         opens: Markers that begin a call.
         close: The marker that ends a call; "" if its last bracket ends it.
@@ -168,7 +168,7 @@ class ToolFormat:
 
     names: tuple[str, ...]
     clues: tuple[str, ...]
-    read: Callable[[str, Schemas], list[Call]]
+    parse: Callable[[str, Schemas], list[Call]]
     opens: tuple[str, ...] = ()
     close: str = ""
     bare: str = ""
@@ -368,33 +368,33 @@ def _short_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-FORCED = ToolFormat(names=(), clues=(), read=_json_calls, bare="{", between="[],")
+FORCED = ToolFormat(names=(), clues=(), parse=_json_calls, bare="{", between="[],")
 """The list of objects that `ToolUse.forced_form` demands."""
 
 TOOL_FORMATS = (
     ToolFormat(
-        names=("qwen3_coder", "qwen3_xml"), clues=("<function=",), read=_xml_calls, opens=("<tool_call>",),
+        names=("qwen3_coder", "qwen3_xml"), clues=("<function=",), parse=_xml_calls, opens=("<tool_call>",),
         close="</tool_call>", quotes="",
     ),
     ToolFormat(
-        names=("hermes",), clues=("<tool_call>",), read=_json_calls, opens=("<tool_call>",), close="</tool_call>",
+        names=("hermes",), clues=("<tool_call>",), parse=_json_calls, opens=("<tool_call>",), close="</tool_call>",
     ),
     ToolFormat(
-        names=("mistral",), clues=("[TOOL_CALLS]",), read=_mistral_calls, opens=("[TOOL_CALLS]",),
+        names=("mistral",), clues=("[TOOL_CALLS]",), parse=_mistral_calls, opens=("[TOOL_CALLS]",),
         silent=("[ARGS]", "[CALL_ID]"), new_id=_short_id,
     ),
     ToolFormat(
-        names=("deepseek_v3", "deepseek_v31"), clues=(_marker("tool calls begin"),), read=_deepseek_calls,
+        names=("deepseek_v3", "deepseek_v31"), clues=(_marker("tool calls begin"),), parse=_deepseek_calls,
         opens=(_marker("tool call begin"),), close=_marker("tool call end"), quotes="",
         silent=(_marker("tool calls begin"), _marker("tool calls end")),
     ),
     ToolFormat(
-        names=("pythonic", "llama4_pythonic"), clues=("func_name1(", "<|python_start|>"), read=_python_calls, bare="[",
+        names=("pythonic", "llama4_pythonic"), clues=("func_name1(", "<|python_start|>"), parse=_python_calls, bare="[",
         quotes="'\"", silent=("<|python_start|>", "<|python_end|>"),
     ),
     ToolFormat(
         names=("llama3_json", "llama4_json"), clues=("<|python_tag|>", '"parameters": dictionary of argument name'),
-        read=_json_calls, opens=("<|python_tag|>",), bare="{", between=";",
+        parse=_json_calls, opens=("<|python_tag|>",), bare="{", between=";",
     ),
 )  # fmt: skip
 TAGS = (

@@ -125,7 +125,7 @@ class Texts:
     def rows(self, slot: int) -> tuple[Tensor, Tensor]:
         """(S - 1, Hk, Dh) keys and values of all committed pairs, by the head's own pass over the whole text."""
         text, head = self.texts[slot], self.head
-        states = head.begin(self.features(text[:-1]).flatten(1).unsqueeze(0))
+        states = head.initial_state(self.features(text[:-1]).flatten(1).unsqueeze(0))
         inputs, side = head.paired(states, head.embed(torch.tensor([text[1:]]), self.parts))
         heads = head.layer.projected(inputs, torch.arange(len(text) - 1).unsqueeze(0), side)
         return heads.key[0], heads.value[0]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
 Verdict = Literal["ok", "warning", "fault", "skipped"]
-_LARGEST = 1e4  # of a weight; a choice, far above trained weights: damaged ones reach the limits of their dtype
+_LARGEST = 1e4  # of a weight or logit; a choice, far above trained ones: damaged ones reach the limits of their dtype
 _PROBE_LEN = 64  # tokens; a choice: long enough for every position shift that is looked for
 
 
