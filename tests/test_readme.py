@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     "README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md", "benchmarks/RESULTS.md", "docs/architecture.md",
-    "docs/contracts.md", "docs/drafters.md", "docs/dropins.md", "docs/faults.md", "docs/heads.md", "docs/lossless.md",
-    "docs/methods.md", "docs/runners.md", "docs/server.md", "docs/tour.md", "docs/usage.md",
+    "docs/contracts.md", "docs/drafters.md", "docs/dropins.md", "docs/faults.md", "docs/glossary.md", "docs/heads.md",
+    "docs/lossless.md", "docs/methods.md", "docs/runners.md", "docs/server.md", "docs/tour.md", "docs/usage.md",
 ]  # fmt: skip
 
 

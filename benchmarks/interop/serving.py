@@ -105,7 +105,7 @@ def compare(chosen: argparse.Namespace, drafters: Sequence[Path]) -> list[Served
         method = head.config.method
         depth = min(chosen.depth, head.config.max_depth or chosen.depth)
         with tempfile.TemporaryDirectory() as place:
-            around = TargetInfo(config=model.config, load=lambda: TargetWeights.of(model))
+            around = TargetInfo(config=model.config, load=lambda: TargetWeights.of_model(model))
             write_head(_FORMATS[method], head, Path(place) / "head", target=around)
             config = {"method": method, "model": f"{place}/head", "num_speculative_tokens": depth}
             theirs = vllm_answer(chosen.python, request | {"speculative_config": config})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from foretoken.bench.workload import SetupEngines, no_progress
+from foretoken.bench.workload import SetupEngines, Workload, no_progress
 from foretoken.models.generic import run_plain
 from foretoken.runner.choice import PassWidths, likely_decoder
 from foretoken.runner.costs import measure_costs, pass_costs
@@ -17,19 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from foretoken.bench.measurement import Measurement
-    from foretoken.bench.workload import Workload
     from foretoken.entrypoints.config import Setup
     from foretoken.models.loading import LoadedModel
 
 _T = TypeVar("_T")
-
-
-def _nothing() -> None:
-    pass
-
-
-def _always() -> bool:
-    return True
 
 
 def compare_setups(
@@ -83,8 +74,8 @@ def measure_rounds(
     batches: Sequence[Sequence[int]],
     *,
     repeats: int = 1,
-    on_measured: Callable[[], None] = _nothing,
-    goes_on: Callable[[], bool] = _always,
+    on_measured: Callable[[], None] = lambda: None,
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> list[Measurement]:
     """Measures every setup on batch after batch at one temperature, and compares with plain decoding, the first.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,10 @@ from foretoken.entrypoints.config import PLAIN, Setup, check_setup, parse_setup
 from foretoken.files.bounded_reads import MIB, read_named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
 SETUP_AXIS = "setup"  # whole drafters, as -s takes them
-_MOST_BYTES = 16 * MIB
+_MOST_BYTES = 16 * MIB  # largest file with axes; a choice
 _OPENING, _CLOSING = "[{", "]}"
 
 

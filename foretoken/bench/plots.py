@@ -8,16 +8,13 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.bench.grid import short_name, spelled
-from foretoken.bench.sweep import pareto_front
+from foretoken.bench.grid import Serving, short_name, spelled
+from foretoken.bench.sweep import PointResult, pareto_front
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    from foretoken.bench.grid import Serving
-    from foretoken.bench.sweep import PointResult
 
 
 class Theme(NamedTuple):
@@ -127,10 +124,10 @@ def page_style(theme: Theme, salt: str) -> Any:
 # Keys that size a method's trees: their values are points along one line. Values of other keys begin new lines.
 _SIZE_KEYS = frozenset({"num_speculative_tokens", "max_nodes", "tree_top_k"})
 _LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (7, 3)))
-_PANEL = (4.6, 3.7)  # inches
-_MOST_COLUMNS = 3
+_PANEL = (4.6, 3.7)  # inches; a choice
+_MOST_COLUMNS = 3  # panels side by side; a choice: fits a page
 _LEGEND_LINE, _LEGEND_CHARACTER = 0.19, 0.075  # inches
-_WIDE_RANGE = 8  # ratio of the largest to the smallest tree from which the axis is logarithmic
+_WIDE_RANGE = 8  # ratio of the largest to the smallest tree from which the axis is logarithmic; a choice
 _FRONT, _PLAIN = "Pareto front of both axes", "plain decoding"
 
 
@@ -168,7 +165,6 @@ class Series(NamedTuple):
     """Points with the same look.
 
     Attributes:
-        method: The method.
         variant: Further options that tell these points from others of the method, in words; may be empty.
     """
 

@@ -129,7 +129,7 @@ def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int
     return [float(time) for time in gaps.cumsum()]
 
 
-_LONGEST_ERROR = 300  # characters kept of an error
+_LONGEST_ERROR = 300  # characters kept of an error; a choice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,7 +192,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
     try:
         async with client.stream("POST", path, json=dict(body)) as response:
             if response.status_code == 200:
-                await _read(response, answer)
+                await _read_stream(response, answer)
             else:
                 await response.aread()
                 _fail(answer, str(response.status_code), response.text)
@@ -204,7 +204,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
     return answer
 
 
-async def _read(response: httpx.Response, answer: Answer) -> None:
+async def _read_stream(response: httpx.Response, answer: Answer) -> None:
     is_over = False
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
@@ -250,8 +250,8 @@ def _fail(answer: Answer, status: str, text: str) -> None:
 
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-_CONNECT_SECONDS = 30.0
-_SILENCE_SECONDS = 600.0  # then a request counts as failed
+_CONNECT_SECONDS = 30.0  # a choice
+_SILENCE_SECONDS = 600.0  # then a request counts as failed; a choice: longer than any queue of a measured load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

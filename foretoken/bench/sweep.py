@@ -14,7 +14,7 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.compare import measure_rounds, note_surprise
-from foretoken.bench.grid import Refused, Serving
+from foretoken.bench.grid import Point, Refused, Serving
 from foretoken.bench.workload import SetupEngines, Workload, no_progress
 from foretoken.core.errors import ConfigError, ForetokenError
 from foretoken.files.atomic_files import JournalFile, new_file, told_as
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from foretoken.bench.grid import Point
     from foretoken.bench.measurement import Measurement
     from foretoken.models.loading import LoadedModel
 
@@ -37,7 +36,7 @@ class Quartiles:
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Quartiles:
+    def of_values(cls, values: Iterable[float]) -> Quartiles:
         """Returns the quartiles of at least one value, with linear interpolation between values."""
         known = list(values)
         if len(known) == 1:
@@ -118,7 +117,7 @@ class PointResult:
     draft_errors: int
 
     @classmethod
-    def of(cls, point: Point, measured: Measurement, plain: Measurement) -> PointResult:
+    def of_measurement(cls, point: Point, measured: Measurement, plain: Measurement) -> PointResult:
         """Makes the result from the rounds of a point and of plain decoding."""
         metrics = measured.metrics
         return cls(
@@ -130,11 +129,11 @@ class PointResult:
             runner=measured.runner,
             runner_choice=measured.runner_choice,
             num_rounds=len(measured.seconds),
-            tokens_per_s=Quartiles.of(measured.rates),
-            plain_tokens_per_s=Quartiles.of(plain.rates),
-            speed_up=Quartiles.of(measured.speed_ups),
+            tokens_per_s=Quartiles.of_values(measured.rates),
+            plain_tokens_per_s=Quartiles.of_values(plain.rates),
+            speed_up=Quartiles.of_values(measured.speed_ups),
             tau=measured.tau,
-            tau_by_round=Quartiles.of(measured.taus),
+            tau_by_round=Quartiles.of_values(measured.taus),
             nodes=metrics.tree_nodes,
             tree_utilisation=metrics.tree_utilisation,
             acceptance_by_depth=metrics.acceptance_by_depth,
@@ -187,7 +186,7 @@ class SweepResults:
         self._done: set[str] = set()
         try:
             for line in self._file.lines:
-                self._keep(line)
+                self._keep_line(line)
         except (TypeError, KeyError) as err:
             raise ConfigError(
                 f"'{path}' has a line that is not a point of a sweep. Expected results that this version wrote. Choose "
@@ -200,13 +199,13 @@ class SweepResults:
 
     def add(self, point: Point, result: PointResult) -> None:
         """Writes a point's result to disk."""
-        self._add({"key": point.key, "result": asdict(result)})
+        self._add_line({"key": point.key, "result": asdict(result)})
 
     def refuse(self, refused: Refused) -> None:
         """Writes why a point cannot be measured, unless that is known; a later run may measure the point."""
         name = refused.point.setup.name
         if self.refused.get(name) != refused.reason:
-            self._add({"refused": name, "reason": refused.reason})
+            self._add_line({"refused": name, "reason": refused.reason})
 
     def by_serving(self) -> dict[Serving, list[PointResult]]:
         """Returns comparable points, the fastest first; servings in the order of measuring."""
@@ -215,11 +214,11 @@ class SweepResults:
             found.setdefault(result.serving, []).append(result)
         return {key: sorted(each, key=lambda r: -r.tokens_per_s.median) for key, each in found.items()}
 
-    def _add(self, line: dict[str, Any]) -> None:
+    def _add_line(self, line: dict[str, Any]) -> None:
         self._file.add(line)
-        self._keep(self._file.lines[-1])
+        self._keep_line(self._file.lines[-1])
 
-    def _keep(self, line: Mapping[str, Any]) -> None:
+    def _keep_line(self, line: Mapping[str, Any]) -> None:
         if "refused" in line:
             self.refused[str(line["refused"])] = str(line["reason"])
             return
@@ -377,7 +376,7 @@ class _Serving:
             note_surprise(self._model, self._tokenizer, self._workload, rows)
         for name in fitting:
             engines.remove(name)
-        return [(fitting[row.setup], PointResult.of(fitting[row.setup], row, plain)) for row in rows]
+        return [(fitting[row.setup], PointResult.of_measurement(fitting[row.setup], row, plain)) for row in rows]
 
     def _ready(self) -> SetupEngines:
         """Returns the engines, at first with plain decoding alone."""

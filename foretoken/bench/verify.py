@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from foretoken.bench.workload import TokenProgress, no_progress
+from foretoken.bench.workload import TokenProgress, Workload, no_progress
 from foretoken.entrypoints.llm import LLM
 from foretoken.models.generic import generate_plain, run_plain
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
@@ -16,7 +16,6 @@ from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.bench.workload import Workload
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup
     from foretoken.models.loading import LoadedModel

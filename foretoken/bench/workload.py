@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.measurement import Measurement
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import RequestError
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.config import PLAIN, Setup
 from foretoken.entrypoints.llm import LLM
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.core.records import StepRecord
-    from foretoken.core.results import RequestOutput
     from foretoken.models.loading import LoadedModel
 
 HELD_OUT = "heldout"
 _BUNDLED = (HELD_OUT, "edit", "prose")
-_MOST_BYTES = 512 * MIB
+_MOST_BYTES = 512 * MIB  # largest file of prompts; a choice
 
 
 def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[str]:
@@ -84,7 +83,6 @@ class Workload:
     """Prompts decoded at several temperatures.
 
     Attributes:
-        prompts: The prompts.
         temperatures: 0 for greedy; above, every request is sampled with its own seed.
         max_tokens: Output tokens a prompt; the end-of-sequence token does not stop.
         seed: Seed of the first prompt; the i-th gets `seed + i`.
@@ -114,7 +112,6 @@ class TokenProgress:
 
     Attributes:
         workload: The workload of one run, at one temperature.
-        num_runs: Runs in all.
         report: Called with tokens done and tokens in all.
     """
 
@@ -145,6 +142,7 @@ def no_progress(done: int, total: int) -> None:
     del done, total
 
 
+# A choice: several iterations, so that buffers exist and kernels are compiled before the clock starts.
 _WARM_UP_TOKENS = 8
 
 

@@ -106,7 +106,9 @@ def batch(
         finally:
             answers.close()
     kept = f", {counts.kept} of an earlier run" if counts.kept else ""
-    terminal.say(f"{out}: {counts.answered} lines answered, {counts.failed} of them with errors{kept}{shown.took()}")
+    terminal.print_line(
+        f"{out}: {counts.answered} lines answered, {counts.failed} of them with errors{kept}{shown.took()}"
+    )
 
 
 def _engine(

@@ -240,7 +240,7 @@ def _print_verdicts(checks: list[Comparison]) -> None:
     for check in checks:
         if check.verdict != "identical":
             gap = "lengths differ" if check.gap is None else f"relative score gap {check.gap:.1e}"
-            terminal.say(
+            terminal.print_line(
                 f"{check.verdict}: {check.setup}, temperature {check.temperature:g}, batch {check.batch_size}, prompt "
                 f"{check.prompt}, output token {check.divergence}: {gap}"
             )
@@ -304,7 +304,7 @@ def bench_serve(
         api_key=_api_key(api_key_variable),
     )  # fmt: skip
     if num_prompts > len(texts):
-        terminal.note(f"'{prompts}' has {len(texts)} prompts, which are repeated: a server may know them already")
+        terminal.print_note(f"'{prompts}' has {len(texts)} prompts, which are repeated: a server may know them already")
     with progress("requests") as on_progress:
         run = asyncio.run(run_load(load, on_progress))
     results = load_results(load, run)
@@ -315,7 +315,7 @@ def bench_serve(
     else:
         _print_load(results)
     if not results["completed"]:
-        terminal.note(f"no request was answered: {run.answers[0].error}")
+        terminal.print_note(f"no request was answered: {run.answers[0].error}")
         raise typer.Exit(1)
 
 
@@ -364,7 +364,7 @@ def _print_load(results: dict[str, Any]) -> None:
     for name, value in facts.items():
         terminal.fact(name, value, max(map(len, facts)))
     for status, count in results["errors_by_status"].items():
-        terminal.note(f"{count} x {next(each for each in results['errors'] if each.startswith(f'{status}: '))}")
+        terminal.print_note(f"{count} x {next(each for each in results['errors'] if each.startswith(f'{status}: '))}")
 
 
 def _number(value: float | None) -> str:

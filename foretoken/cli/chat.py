@@ -73,16 +73,16 @@ def chat(
     answers = _Answers((color and not no_color) if color or no_color else None)
     llm = LLM(
         loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
-        on_step=answers.add,
+        on_step=answers.add_step,
     )  # fmt: skip
-    answers.use(llm, Codec(tokenizer, loaded.vocab_size), params, template)
+    answers.use_model(llm, Codec(tokenizer, loaded.vocab_size), params, template)
     _talk(answers, [] if told is None else [{"role": "system", "content": told}])
 
 
 def _talk(answers: _Answers, beginning: list[dict[str, str]]) -> None:
     """Reads messages and answers them until there are no more; beginning: messages before the first one."""
-    answers.check(beginning)
-    terminal.note(_HELP)
+    answers.check_start(beginning)
+    terminal.print_note(_HELP)
     messages = list(beginning)
     while (line := _next_line()) is not None:
         text = line.strip()
@@ -94,9 +94,9 @@ def _talk(answers: _Answers, beginning: list[dict[str, str]]) -> None:
         if not text:
             continue
         try:
-            answer = answers.give([*messages, {"role": "user", "content": text}])
+            answer = answers.print_answer([*messages, {"role": "user", "content": text}])
         except RequestError as err:
-            terminal.note(f"error: {err} /reset forgets the conversation.")
+            terminal.print_note(f"error: {err} /reset forgets the conversation.")
             continue
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
@@ -111,10 +111,10 @@ def _next_line() -> str | None:
     try:
         return options.checked(input(_PROMPT), "the message")
     except EOFError:
-        terminal.write("\n")
+        terminal.print_text("\n")
         return None
     except KeyboardInterrupt:
-        terminal.note(f"\n{_HELP}")
+        terminal.print_note(f"\n{_HELP}")
         return ""
 
 
@@ -126,19 +126,19 @@ class _Answers:
         self._colour = colour
         self._shown: ShownTokens | None = None
 
-    def use(self, llm: LLM, codec: Codec, params: SamplingParams, template: str | None) -> None:
+    def use_model(self, llm: LLM, codec: Codec, params: SamplingParams, template: str | None) -> None:
         """Sets the engine and a chat template, or None for the tokenizer's own."""
         self._llm, self._codec, self._params, self._template = llm, codec, params, template
 
-    def add(self, record: StepRecord) -> None:
+    def add_step(self, record: StepRecord) -> None:
         if self._shown is not None:
-            self._shown.add(record)
+            self._shown.add_step(record)
 
-    def check(self, beginning: list[dict[str, str]]) -> None:
+    def check_start(self, beginning: list[dict[str, str]]) -> None:
         """Raises `RequestError` if conversations cannot be rendered; beginning: messages before each conversation."""
         self._prompt([*beginning, {"role": "user", "content": "?"}])
 
-    def give(self, messages: list[dict[str, str]]) -> str:
+    def print_answer(self, messages: list[dict[str, str]]) -> str:
         """Prints the next answer, up to Ctrl-C, and returns it."""
         from foretoken.cli.shown_tokens import ShownTokens
 
@@ -149,16 +149,16 @@ class _Answers:
         ending: str | None = "interrupted"
         try:
             for chunk in chunks:
-                self._shown.write(chunk.text)
+                self._shown.write_text(chunk.text)
                 parts.append(chunk.text)
                 ending = chunk.finish_reason
         except KeyboardInterrupt:
             ending = "interrupted"
         finally:
             chunks.close()
-        terminal.write("\n")
+        terminal.print_text("\n")
         if ending != "stop":
-            terminal.note(f"[ended: {ending}]")
+            terminal.print_note(f"[ended: {ending}]")
         self._shown.note_summary()
         return "".join(parts)
 

@@ -46,12 +46,12 @@ def index(
     begin = time.perf_counter()
 
     def show(num_sorted: int) -> None:
-        terminal.note(
+        terminal.print_note(
             f"{len(packed.tokens)} suffixes sorted by {num_sorted} of {SORTED_DEPTH} tokens, "
             f"{time.perf_counter() - begin:.1f} s"
         )
 
-    terminal.note(f"sorting the suffixes of {len(packed.tokens)} tokens")
+    terminal.print_note(f"sorting the suffixes of {len(packed.tokens)} tokens")
     with ending_cleanly():
         made = write_datastore(
             out,
@@ -91,7 +91,7 @@ def vocab(
     counted = count_vocabulary(PackedTokens.open(data), size)
     counted.vocabulary.write(out)
     if counted.num_filled:
-        terminal.note(
+        terminal.print_note(
             f"{counted.num_filled} of {size} tokens are not labels in '{data}': the lowest remaining ids fill "
             "the vocabulary"
         )
@@ -101,7 +101,9 @@ def vocab(
             "filled": counted.num_filled,
         })  # fmt: skip
         return
-    terminal.say(f"{out}: {size} tokens, coverage {counted.vocabulary.coverage:.2%} of {counted.num_labels} labels")
+    terminal.print_line(
+        f"{out}: {size} tokens, coverage {counted.vocabulary.coverage:.2%} of {counted.num_labels} labels"
+    )
 
 
 def data(
@@ -311,11 +313,11 @@ def _report(target: str, out: Path, corpus: Corpus, *, as_json: bool) -> None:
         )
         return
     for name, part in parts.items():
-        terminal.say(
+        terminal.print_line(
             f"{out / name}: {part['documents']} documents, {part['tokens']} tokens, "
             f"{part['supervised_share']:.1%} supervised"
         )
     for reason, count in corpus.skipped.items():
-        terminal.say(f"left out: {count} {reason}")
+        terminal.print_line(f"left out: {count} {reason}")
     resumed = f", {corpus.num_resumed} documents from an earlier run" if corpus.num_resumed else ""
-    terminal.say(f"{seconds:.1f} s, {tokens_per_s:.0f} tokens/s{resumed}")
+    terminal.print_line(f"{seconds:.1f} s, {tokens_per_s:.0f} tokens/s{resumed}")

@@ -125,14 +125,14 @@ def generate(
         trace=trace,
     )
     llm = LLM(
-        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner, on_step=watch.add,
-        trace=trace is not None,
+        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
+        on_step=watch.add_step, trace=trace is not None,
     )  # fmt: skip
     drafts = watch.drafts
     clock.mark("runner and drafter")
     if verbose:
-        terminal.note(clock.line())
-        terminal.note(f"[{llm.target.choice}]")
+        terminal.print_note(clock.line())
+        terminal.print_note(f"[{llm.target.choice}]")
     header = options.run_header(loaded, runner=llm.target.name, setup=setup.name)
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     conditions = {
@@ -157,10 +157,10 @@ def generate(
         raise
     watch.write_trace(conditions, written, ending)
     if drafts.declined is not None:
-        terminal.note(f"[{drafts.declined_line()}]")
+        terminal.print_note(f"[{drafts.declined_line()}]")
     if verbose and setup.config is not None:
-        terminal.note(f"[{drafts.line()}]")
-        terminal.note(f"[{drafts.shares_line()}]")
+        terminal.print_note(f"[{drafts.line()}]")
+        terminal.print_note(f"[{drafts.shares_line()}]")
 
 
 def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch) -> tuple[str, str | None]:
@@ -182,11 +182,11 @@ def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch:
             watch.print(chunk.text)
             ending = chunk.finish_reason
     except KeyboardInterrupt:
-        watch.end(num_tokens, passes, time.perf_counter() - begin, ", interrupted")
+        watch.print_summary(num_tokens, passes, time.perf_counter() - begin, ", interrupted")
         raise
     is_cut = ending == "length" and num_tokens < (params.max_tokens or 0)
     limit = f", ended by the context of {llm.target.context_len} tokens" if is_cut else ""
-    watch.end(num_tokens, passes, time.perf_counter() - begin, limit)
+    watch.print_summary(num_tokens, passes, time.perf_counter() - begin, limit)
     return "".join(parts), ending
 
 
@@ -208,7 +208,7 @@ class _Watch:
         self._trace, self._prompt = trace, prompt
         self._shown: ShownTokens | None = None
         self._recorder: TraceRecorder | None = None
-        self.print_prompt: Callable[[str], None] = partial(terminal.write, raw=raw)
+        self.print_prompt: Callable[[str], None] = partial(terminal.print_text, raw=raw)
         self.print: Callable[[str], None] = self.print_prompt
         if not show and trace is None:
             return
@@ -218,21 +218,21 @@ class _Watch:
         from foretoken.text.prompts import PromptReader
 
         codec = Codec(tokenizer, loaded.vocab_size)
-        prompt_ids = PromptReader(codec, loaded.vocab_size, loaded.context_len).read(prompt).token_ids
+        prompt_ids = PromptReader(codec, loaded.vocab_size, loaded.context_len).read_prompt(prompt).token_ids
         if show:
             self._shown = ShownTokens(codec, prompt_ids, colour=color, raw=raw)
-            self.print_prompt, self.print = self._shown.write_prompt, self._shown.write
+            self.print_prompt, self.print = self._shown.write_prompt, self._shown.write_text
         if trace is not None:
             self._recorder = TraceRecorder(codec, prompt_ids)
 
-    def add(self, record: StepRecord) -> None:
+    def add_step(self, record: StepRecord) -> None:
         for each in (self.drafts, self._shown, self._recorder):
             if each is not None:
-                each.add(record)
+                each.add_step(record)
 
-    def end(self, num_tokens: int, passes: int, seconds: float, ending: str) -> None:
-        terminal.write("\n")
-        terminal.note(
+    def print_summary(self, num_tokens: int, passes: int, seconds: float, ending: str) -> None:
+        terminal.print_text("\n")
+        terminal.print_note(
             f"[{num_tokens} tokens in {passes} target passes, {num_tokens / max(passes, 1):.2f} a pass, "
             f"{num_tokens / seconds:.1f} tokens/s, prefill included{ending}]"
         )
@@ -242,7 +242,7 @@ class _Watch:
     def write_trace(self, conditions: dict[str, Any], text: str | None, finish_reason: str | None) -> None:
         """Writes the trace if --trace asks for it; text: None for the text so far of an interrupted run."""
         if self._recorder is not None and self._trace is not None:
-            self._recorder.write(
+            self._recorder.write_file(
                 self._trace, conditions=conditions, prompt=self._prompt, text=text, finish_reason=finish_reason
             )
 
@@ -274,12 +274,12 @@ class _Drafts:
         self._shares = DrafterShares()
         self._reasons: Counter[str] = Counter()
 
-    def add(self, record: StepRecord) -> None:
+    def add_step(self, record: StepRecord) -> None:
         if record.sequences[0].ends_prompt:
             return
         self._num_passes += 1
         self.declined, self._error = record.declined or self.declined, record.draft_error or self._error
-        self._shares += DrafterShares.of(record.sequences[0], record)
+        self._shares += DrafterShares.of_step(record.sequences[0], record)
         if not record.sequences[0].num_drafted:
             self._reasons[_why_not(record)] += 1
 
@@ -341,4 +341,4 @@ def report(
     with told_as(ConfigError, f"'{place}'", "Expected a place for a file that may be written to. Name one with --out."):
         place.parent.mkdir(parents=True, exist_ok=True)
         write_file(place, render(found))
-    terminal.say(str(place))
+    terminal.print_line(str(place))

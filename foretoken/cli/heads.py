@@ -101,13 +101,13 @@ def _print_facts(facts: dict[str, Any]) -> None:
     for key, value in facts.items():
         terminal.fact(key, _shown_fact(key, value), width)
     for row in lists.get("tensors", []):
-        terminal.say(
+        terminal.print_line(
             f"  {row['tensor']}  {row['shape']}  {row['dtype']}  largest {row['largest']:.3g}  norm {row['norm']:.3g}"
         )
     for message in [*lists.get("warnings", []), *lists.get("findings", [])]:
         terminal.prose(f"warning: {message}")
     if lists.get("findings") == []:
-        terminal.say("no findings: every tensor is there, of the right shape and finite")
+        terminal.print_line("no findings: every tensor is there, of the right shape and finite")
 
 
 def _shown_fact(key: str, value: Any) -> str:
@@ -228,7 +228,7 @@ def _print_conversion(facts: dict[str, Any]) -> None:
         f"{heads}{facts['dtype']}"
     )
     for file, size in facts["files"].items():
-        terminal.say(f"  {file}  {size} bytes")
+        terminal.print_line(f"  {file}  {size} bytes")
 
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:
@@ -314,7 +314,8 @@ def doctor(
     """Find out why a head does not draft: each check names a cause and a remedy.
 
     The target continues prompts. The head is compared with the target's text: with the right feature and with features
-    that are mistaken for it, at the right token and at its neighbours, and through the engine. Warnings are not faults.
+    that are mistaken for it, at the right token and at the tokens beside it, and through the engine. Warnings are not
+    faults.
     """
     if head is None and method is None:
         raise ConfigError("there is nothing to examine. Expected a head, or --method to train one.")

@@ -17,7 +17,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        code = _run()
+        code = _run_command()
     except KeyboardInterrupt:  # before the command began
         code = 130
     _end_at_once_on_ctrl_c()
@@ -30,14 +30,14 @@ def _end_at_once_on_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _run() -> int:
+def _run_command() -> int:
     from foretoken.cli import terminal
     from foretoken.core.errors import ForetokenError
 
     try:
         terminal.prepare_streams()
     except OSError as err:
-        terminal.note(f"error: {err}. Expected a file, a pipe or a terminal to write to.")
+        terminal.print_note(f"error: {err}. Expected a file, a pipe or a terminal to write to.")
         return 2
     terminal.show_log()
     import typer
@@ -56,22 +56,22 @@ def _run() -> int:
     except BrokenPipeError:  # the reader closed the pipe, as in `foretoken … | head`
         code = 141
     except ForetokenError as err:
-        terminal.note(f"error: {err}")
+        terminal.print_note(f"error: {err}")
     except usage_error as err:
-        terminal.note(_usage(err))
+        terminal.print_note(_usage(err))
     except OSError as err:
-        terminal.note(f"error: {system_error(err)}")
+        terminal.print_note(f"error: {system_error(err)}")
     except (Exception, SystemExit) as err:
         code = _ended_from_outside(err) or code
         if isinstance(err, ModuleNotFoundError) and err.name == "torch":
-            terminal.note(_NO_TORCH)
+            terminal.print_note(_NO_TORCH)
         elif code not in _ENDINGS.values():
             raise
     terminal.end_output()
     return code
 
 
-_ENDINGS = {KeyboardInterrupt: 130, BrokenPipeError: 141}
+_ENDINGS = {KeyboardInterrupt: 130, BrokenPipeError: 141}  # as shells report SIGINT and SIGPIPE
 
 
 def _ended_from_outside(err: BaseException | None) -> int | None:

@@ -184,7 +184,7 @@ def note_sampling(defaults: Mapping[str, Any]) -> None:
     """Prints the sampling defaults of the model, if there are any."""
     if defaults:
         told = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        terminal.note(f"[the model's sampling defaults: {told}]")
+        terminal.print_note(f"[the model's sampling defaults: {told}]")
 
 
 def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:

@@ -84,7 +84,7 @@ def serve(
     ] = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     max_waiting_requests: Annotated[int, _batches(min=0, help="More are answered with 429.")] = 256,
-    max_waiting_tokens: Annotated[int | None, _batches(min=0, help="Likewise, in tokens of prompts.")] = None,
+    max_waiting_tokens: Annotated[int | None, _batches(min=0, help="In prompt tokens; more get 429.")] = None,
     metrics_compat: Annotated[
         str | None, typer.Option(metavar="NAME", help="vllm: show figures at /metrics under vLLM's names too.")
     ] = None,
@@ -149,8 +149,8 @@ def serve(
     engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests, max_waiting_tokens=max_waiting_tokens)
     drafters = " + ".join(drafter.name for drafter in llm.drafters) or "no drafter"
     address = listening.getsockname()
-    terminal.note(f"serving {config.names[0]} with {drafters} on http://{address[0]}:{address[1]}")
-    _run(make_app(engine, config), engine, listening)
+    terminal.print_note(f"serving {config.names[0]} with {drafters} on http://{address[0]}:{address[1]}")
+    _serve_until_stopped(make_app(engine, config), engine, listening)
 
 
 def _origins(given: Iterable[str]) -> list[str]:
@@ -167,7 +167,7 @@ def _origins(given: Iterable[str]) -> list[str]:
     return found
 
 
-def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
+def _serve_until_stopped(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
     """Serves until a signal comes; exits with code 1 if the engine fails, so that a supervisor restarts it."""
     import asyncio
     import gc
@@ -189,7 +189,9 @@ def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
         return has_failed
 
     if asyncio.run(serve_while_alive()):
-        terminal.note("error: the engine failed and serves no requests any more; the log says why. Start it again.")
+        terminal.print_note(
+            "error: the engine failed and serves no requests any more; the log says why. Start it again."
+        )
         raise typer.Exit(1)
 
 

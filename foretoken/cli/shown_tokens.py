@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from foretoken.cli import terminal
 from foretoken.cli.terminal import visible
-from foretoken.text.codec import TokenSpans
+from foretoken.text.codec import Codec, TokenSpans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from foretoken.core.records import StepRecord
-    from foretoken.text.codec import Codec
 
 DIM = "2"
 COLOURS = ("32", "36", "35", "33", "34", "31", "92", "96", "95", "93", "94", "91")  # SGR codes
@@ -44,7 +43,8 @@ def runs(characters: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | 
     found: list[tuple[str, str | None]] = []
     last = ""
     for char, colour in characters:
-        if found and (found[-1][1] == colour or _belongs_to(last, char)):
+        is_joined = _JOINER in (last, char) or unicodedata.category(char) in {"Mn", "Me", "Mc"}
+        if found and (found[-1][1] == colour or is_joined):
             found[-1] = (found[-1][0] + char, found[-1][1])
         else:
             found.append((char, colour))
@@ -55,11 +55,6 @@ def runs(characters: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | 
 def safe_and_painted(characters: Iterable[tuple[str, str | None]], *, is_visible: bool) -> str:
     """Returns coloured text; `is_visible` turns control characters into escapes."""
     return "".join(painted(visible(text) if is_visible else text, colour) for text, colour in runs(characters))
-
-
-def _belongs_to(before: str, char: str) -> bool:
-    """Decides whether a terminal draws a character in the cell of the previous one."""
-    return _JOINER in (before, char) or unicodedata.category(char) in {"Mn", "Me", "Mc"}
 
 
 class ShownTokens:
@@ -82,7 +77,7 @@ class ShownTokens:
         self._is_legend_coloured = has_colours(sys.stderr, colour)
         self._is_visible = sys.stdout.isatty() and not raw
 
-    def add(self, record: StepRecord) -> None:
+    def add_step(self, record: StepRecord) -> None:
         """Adds an iteration of the one sequence, before its text is written."""
         step = record.sequences[0]
         self._passes += 1
@@ -93,12 +88,12 @@ class ShownTokens:
 
     def write_prompt(self, text: str) -> None:
         """Writes the prompt, dimmed."""
-        self._write([(char, DIM) for char in text])
+        self._write_characters([(char, DIM) for char in text])
 
-    def write(self, text: str) -> None:
+    def write_text(self, text: str) -> None:
         """Writes the next characters of the text."""
         places = range(self._shown, self._shown + len(text))
-        self._write([(char, self._colour(place)) for char, place in zip(text, places, strict=True)])
+        self._write_characters([(char, self._colour(place)) for char, place in zip(text, places, strict=True)])
         self._shown += len(text)
 
     def note_summary(self) -> None:
@@ -106,9 +101,9 @@ class ShownTokens:
         counts = Counter(self._origins)
         total = max(len(self._origins), 1)
         parts = [
-            f"{painted(terminal.visible(_name(origin)), self._legend_colour(origin))} "
+            f"{painted(terminal.visible(' and '.join(origin)), colour if self._is_legend_coloured else None)} "
             f"{counts[origin]} ({counts[origin] / total:.0%})"
-            for origin in self._colours
+            for origin, colour in self._colours.items()
         ]
         own = f"the target's own {counts[()]} ({counts[()] / total:.0%})"
         tau = len(self._origins) / max(self._passes, 1)
@@ -117,15 +112,8 @@ class ShownTokens:
     def _colour(self, place: int) -> str | None:
         return self._colours.get(self._origins[self._spans.token_of(place)]) if self._origins else None
 
-    def _legend_colour(self, origin: tuple[str, ...]) -> str | None:
-        return self._colours[origin] if self._is_legend_coloured else None
-
-    def _write(self, characters: list[tuple[str, str | None]]) -> None:
+    def _write_characters(self, characters: list[tuple[str, str | None]]) -> None:
         if not self._is_coloured:
             characters = [(char, None) for char, _ in characters]
         sys.stdout.write(safe_and_painted(characters, is_visible=self._is_visible))
         sys.stdout.flush()
-
-
-def _name(origin: tuple[str, ...]) -> str:
-    return " and ".join(origin)

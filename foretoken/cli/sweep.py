@@ -128,7 +128,7 @@ class _Run:
         self._model, self._device, self._threads, self._prompts = model, device, threads, prompts
         self._loaded: tuple[str, Any] = ("", None)
 
-    def load(self, dtype: str) -> Any:
+    def load_target(self, dtype: str) -> Any:
         if self._loaded[0] != dtype:
             self._loaded = ("", None)  # free the last weights before loading others
             self._loaded = (dtype, options.load_target(self._model, dtype, self._device, self._threads))
@@ -141,7 +141,7 @@ class _Run:
         from foretoken.bench.measurement import processor_name
         from foretoken.formats.checkpoint import TargetFingerprint
 
-        loaded, _ = self.load(dtype)
+        loaded, _ = self.load_target(dtype)
         options.check_max_tokens(plan.max_tokens, loaded)
         header = options.run_header(
             loaded, processor=processor_name(), prompts=self._prompts, num_prompts=len(plan.prompts),
@@ -178,10 +178,10 @@ def _measure(
         for each in refused:
             results.refuse(each)
         for reason, number in Counter(each.reason for each in refused).items():
-            terminal.note(f"{number} combination{'s' * (number > 1)} left out: {reason}")
+            terminal.print_note(f"{number} combination{'s' * (number > 1)} left out: {reason}")
         already = sum(map(results.holds, points))
         if already:
-            terminal.note(f"{already} of {len(points)} points are measured; continuing")
+            terminal.print_note(f"{already} of {len(points)} points are measured; continuing")
         told = [False]
         with progress("batches") as on_progress:
 
@@ -189,15 +189,17 @@ def _measure(
                 on_progress(done, total)
                 if received and not told[0]:
                     told[0] = True
-                    terminal.note("stopping after the current points")
+                    terminal.print_note("stopping after the current points")
 
             run_sweep(
-                points, plan, results, run.load, on_progress=advance, on_results=_reporter(already, len(points)),
+                points, plan, results, run.load_target, on_progress=advance, on_results=_reporter(already, len(points)),
                 on_refused=_say_refused, is_stopped=lambda: bool(received),
             )  # fmt: skip
         left = sum(not results.holds(point) for point in points)
         if received and left:
-            terminal.note(f"stopped with {left} of {len(points)} points left; the same command continues from '{out}'")
+            terminal.print_note(
+                f"stopped with {left} of {len(points)} points left; the same command continues from '{out}'"
+            )
             raise typer.Exit(128 + received[0])
 
 
@@ -208,14 +210,14 @@ def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], Non
     def report(measured: Sequence[PointResult]) -> None:
         nonlocal done
         for result in measured:
-            terminal.note(
+            terminal.print_note(
                 f"{result.name}: {result.tokens_per_s.median:.1f} tokens/s, {result.speed_up.median:.2f}x, tau "
                 f"{result.tau:.2f}, {result.nodes:.1f} nodes ({_spelled(result.serving)})"
             )
         done += len(measured)
         seconds = (time.monotonic() - begin) / done
         minutes, rest = divmod(round(seconds * (total - already - done)), 60)
-        terminal.note(
+        terminal.print_note(
             f"{already + done} of {total} points, {60 / seconds:.1f} a minute, about {minutes}:{rest:02d} left"
         )
 
@@ -223,7 +225,7 @@ def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], Non
 
 
 def _say_refused(refused: Refused) -> None:
-    terminal.note(f"left out: {refused.point.setup.name}: {refused.reason}")
+    terminal.print_note(f"left out: {refused.point.setup.name}: {refused.reason}")
 
 
 def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) -> None:
@@ -252,7 +254,7 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
         try:
             files += make()
         except ConfigError as err:  # the table is useful without pictures
-            terminal.note(str(err))
+            terminal.print_note(str(err))
     if as_json:
         refused = [{"name": name, "reason": reason} for name, reason in results.refused.items()]
         command = shlex.join(["foretoken", *sys.argv[1:]])
@@ -269,7 +271,7 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
     for reason in dict.fromkeys(results.refused.values()):
         terminal.prose(f"left out: {reason}")
         for name in (name for name, its in results.refused.items() if its == reason):
-            terminal.say(f"  {name}")
+            terminal.print_line(f"  {name}")
     if files:
         terminal.prose("written: " + ", ".join(str(file) for file in files))
 

@@ -15,21 +15,18 @@ import sys
 import textwrap
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from typing_extensions import override
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 _KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
-_DEPTHS = 8  # levels of a draft in a table of acceptance
-_UNBOUNDED = 10_000  # columns of a table that goes to a file or pipe
+_DEPTHS = 8  # levels of a draft in a table of acceptance; a choice: fits 80 columns
+_UNBOUNDED = 10_000  # columns of a table that goes to a file or pipe; wider than any table
 
 
 def visible(text: str) -> str:
@@ -42,15 +39,15 @@ def visible(text: str) -> str:
     return "".join(_escape(char) if _is_hidden(char) else char for char in text)
 
 
-def write(text: str, *, raw: bool = False) -> None:
+def print_text(text: str, *, raw: bool = False) -> None:
     """Writes text to standard output, at once; raw: whether a terminal gets control characters unescaped."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() and not raw else text)
     sys.stdout.flush()
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Writes a line to standard output."""
-    write(f"{line}\n")
+    print_text(f"{line}\n")
 
 
 def fact(name: str, value: Any, width: int) -> None:
@@ -60,7 +57,7 @@ def fact(name: str, value: Any, width: int) -> None:
 
 def prose(text: str, indent: str = "") -> None:
     """Writes a line to standard output, wrapped on a narrow terminal; indent: of all lines but the first."""
-    say(_filled(visible(text), indent) if sys.stdout.isatty() else text)
+    print_line(_filled(visible(text), indent) if sys.stdout.isatty() else text)
 
 
 def conditions(values: Mapping[str, Any]) -> None:
@@ -68,7 +65,7 @@ def conditions(values: Mapping[str, Any]) -> None:
     prose(" ".join(f"{key}={value}" for key, value in values.items() if value is not None))
 
 
-def note(line: str) -> None:
+def print_note(line: str) -> None:
     """Writes a line to standard error, with control characters escaped; see `prose` and `side_output`."""
     shown = visible(line)
     side_output(f"{_filled(shown) if sys.stderr.isatty() else shown}\n")
@@ -206,7 +203,7 @@ class NoteHandler(logging.Handler):
     @override
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
-        note(f"{prefix}{record.getMessage()}")
+        print_note(f"{prefix}{record.getMessage()}")
 
 
 def show_log() -> None:
@@ -287,7 +284,7 @@ def renewed_line() -> Iterator[tuple[Callable[[str], None], float]]:
     On a terminal one line is renewed; else there is a line every 30 seconds.
     """
     if not sys.stderr.isatty():
-        yield note, 30.0
+        yield print_note, 30.0
         return
     from rich.console import Console
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _head = partial(typer.Option, rich_help_panel="What the head is")
 _learning = partial(typer.Option, rich_help_panel="How it learns")
 _run = partial(typer.Option, rich_help_panel="The run")
-_SIZES = (8, 16, 32, 64)
-_DEEPEST = 64
-_DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth
+_SIZES = (8, 16, 32, 64)  # nodes of the trees in the report; a choice
+_DEEPEST = 64  # levels; a choice: no head drafts deeper, and longer chains are hardly ever accepted
+_DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth; a choice
 
 
 def train(
@@ -125,7 +125,7 @@ def train(
         try:
             result = trained(**arguments, on_step=on_step, on_held_out=on_held_out, command=command)
         except Interrupted as err:
-            terminal.note(f"stopped; the same command continues from '{err.directory}'")
+            terminal.print_note(f"stopped; the same command continues from '{err.directory}'")
             raise typer.Exit(128 + err.number) from err
     if not result.facts:  # another process saves
         return
@@ -134,7 +134,7 @@ def train(
         return
     _print_facts(result.facts)
     target = model if target_out is None else str(target_out)
-    terminal.say(f"next: {_bench_command(target, result.facts['method'], out)}")
+    terminal.print_line(f"next: {_bench_command(target, result.facts['method'], out)}")
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
@@ -278,7 +278,7 @@ def _print(acceptance: list[list[float]], tuned: TunedTree, choices: list[list[i
     terminal.print_table(["depth", *(f"rank {rank}" for rank in ranks)], rows, title=title)
     sizes = [[str(size), f"{tokens:.3f}"] for size, tokens in tuned.tokens_by_nodes.items()]
     terminal.print_table(["nodes", "expected tokens a pass"], sizes, title="best trees")
-    terminal.say(f"tree of {tuned.shape.num_nodes} nodes, {tuned.shape.depth} deep:")
+    terminal.print_line(f"tree of {tuned.shape.num_nodes} nodes, {tuned.shape.depth} deep:")
     terminal.prose(json.dumps(choices))
     if out is not None:
-        terminal.say(f"wrote {out}: pass it as -s METHOD:tree=@{out}")
+        terminal.print_line(f"wrote {out}: pass it as -s METHOD:tree=@{out}")

@@ -92,7 +92,7 @@ def twin(
     _report(parts, checks, seconds, as_json=as_json)
     different = [check for check in checks if not check.is_same]
     if different:
-        terminal.note(
+        terminal.print_note(
             f"error: '{out}' does not compute the function of '{model}': {different[0].what} in {different[0].dtype} "
             f"on {different[0].decoder} differ. Expected the same. Measure nothing with it."
         )
@@ -127,4 +127,4 @@ def _report(
         ],
         texts=("dtype", "decoder"),
     )  # fmt: skip
-    terminal.say(f"{seconds['writing']:.1f} s to write, {seconds['comparing']:.1f} s to compare")
+    terminal.print_line(f"{seconds['writing']:.1f} s to write, {seconds['comparing']:.1f} s to compare")

@@ -80,7 +80,7 @@ class DrafterShares(dict[str, DrafterShare]):
     """Shares by drafter name, which can be added."""
 
     @classmethod
-    def of(cls, step: SequenceStep, record: StepRecord) -> DrafterShares:
+    def of_step(cls, step: SequenceStep, record: StepRecord) -> DrafterShares:
         """Returns the shares of one sequence in an iteration; drafters with the same name count together."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for asked in record.asked:
@@ -103,8 +103,8 @@ class GenerationMetrics:
     """Counts and seconds of one request, or the sum over several.
 
     `steps` counts target passes after prefill. The last pass of prefill gives the first token, unless nothing was left
-    to read or the prompt was scored. `mean_acceptance_length` (tau) counts the extra target token: the mean number of
-    tokens per such pass, 1.0 for plain decoding.
+    to read or the prompt was scored. `mean_acceptance_length` (tau) counts the correction or bonus token: the mean
+    number of tokens per such pass, 1.0 for plain decoding.
 
     Attributes:
         steps: Target passes after prefill in which the sequence took part.
@@ -190,7 +190,7 @@ class GenerationMetrics:
             return
         self.seconds += record.decode_seconds
         self.lossy_tv += record.lossy_tv
-        self.by_drafter += DrafterShares.of(step, record)
+        self.by_drafter += DrafterShares.of_step(step, record)
         self.draft_errors += record.draft_error is not None
         self.num_declined += record.declined is not None
         if record.plain_seconds is not None and not record.num_prompt_tokens:

@@ -23,6 +23,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.cuda_graphs import (
     CapturedGraphs,
     CudaGraphCapture,
+    GraphCapture,
     PassShape,
     captured_pass,
     padded_inputs,
@@ -38,11 +39,10 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.blocks import Blocks
-    from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.decoder.native_linear import Quantization
 
-_MAX_GRAPHS = 32
-_LONGEST_CAPTURED = 32  # tokens of one sequence; more keep the GPU busy for longer than launches take
+_MAX_GRAPHS = 32  # graphs; a choice: each shape saves launches and holds its buffers
+_LONGEST_CAPTURED = 32  # tokens of one sequence; a choice: more tokens keep the GPU busy for longer than launches take
 
 
 def _backend_for(
@@ -255,24 +255,24 @@ class BlockStack:
         Raises:
             PassError: If something does not fit the blocks or the cache, or a weight's memory was freed.
         """
-        return self._run(inputs, work, side)[:, 0]
+        return self._run_backend(inputs, work, side)[:, 0]
 
     def run_with_features(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the output of `run` and the (M, F, E) features of the taps."""
-        outputs = self._run(inputs, work, side)
+        outputs = self._run_backend(inputs, work, side)
         return outputs[:, 0], outputs[:, 1:]
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> None:
         """Writes the keys and values of a pass like `run`, but skips the rest of the last block."""
-        self._check(inputs, work, side)
+        self._check_inputs(inputs, work, side)
         self._backend.append(inputs, work, side)
 
-    def _run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
+    def _run_backend(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         """Returns (M, 1 + F, E), the output and the features."""
-        self._check(inputs, work, side)
+        self._check_inputs(inputs, work, side)
         return self._backend.run(inputs, work, side)
 
-    def _check(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
+    def _check_inputs(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         expected = (work.num_tokens, self.hidden_size)
         if inputs.shape != expected:
             raise PassError(f"inputs are {tuple(inputs.shape)}. Expected {expected}: a row for each token of the pass.")

@@ -311,7 +311,6 @@ class LeanWeights:
     Attributes:
         embedding: (V, E), in the dtype of the blocks.
         embedding_scale: Factor of embeddings.
-        layers: The blocks.
         head: The LM head module; a tied one has the embedding as its weight.
         logit_softcap: c in c tanh(logit / c), or None.
         is_borrowed: Whether the weights are the caller's and must not be moved.

@@ -43,9 +43,9 @@ _SYMBOLS = (
     "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",
     "foretoken_head_draft_bytes", "foretoken_autoregressive_draft", "foretoken_autoregressive_draft_bytes",
 )  # fmt: skip
-_TIMEOUT_S = 300
-_SAYS_SO_S = 10  # interval of the messages that the compiler is still running
-_MOST_BYTES = 1 << 26  # largest library that is kept
+_TIMEOUT_S = 300  # a choice: a compiler that hangs must not stop the load; another decoder serves then
+_SAYS_SO_S = 10  # interval of the messages that the compiler is still running; a choice
+_MOST_BYTES = 1 << 26  # largest library that is kept; a choice, far above the size of the kernels
 _log = logging.getLogger(__name__)
 
 
@@ -68,9 +68,9 @@ def native_library() -> ctypes.CDLL:
         with _workplace(directory) as work:
             made = Path(work) / name
             _compile(compiler, made)
-            library = _load(made)
+            library = _load_library(made)
             if directory is not None and made.parent.parent == directory:
-                _keep(made, directory / name)
+                _keep_library(made, directory / name)
             return library
     except (OSError, subprocess.TimeoutExpired) as err:
         raise UnsuitableError(f"its kernels cannot be compiled: {err}.") from err
@@ -133,7 +133,7 @@ def _kept_library(path: Path) -> ctypes.CDLL | None:
     reason = "it is not what was compiled, or others can write to it"
     if data is not None and digest == _digest(data):
         try:
-            return _load(path)
+            return _load_library(path)
         except UnsuitableError as err:
             reason = str(err)
     _log.warning("the compiled kernels '%s' are compiled anew: %s", path, reason)
@@ -173,7 +173,7 @@ def _printed(process: subprocess.Popen[bytes]) -> bytes:
     raise subprocess.TimeoutExpired(process.args, _TIMEOUT_S)
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load_library(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as err:
@@ -186,7 +186,7 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _keep(made: Path, path: Path) -> None:
+def _keep_library(made: Path, path: Path) -> None:
     """Moves a library and its digest into the cache; if processes mix up a pair, the next one compiles again."""
     try:
         digest = _digest(made.read_bytes())
@@ -368,6 +368,7 @@ class Status(IntEnum):
     DRAWS = 12
 
 
+# A choice: more threads than that only wait for each other (NOTES, "Waiting threads").
 MAX_THREADS = 4 * (os.cpu_count() or 1)
 _PAUSE_HARD = 2  # omp_pause_hard: ends the threads
 _fork = {"ended": True, "limit": MAX_THREADS}  # whether OpenMP's threads were ended before the last fork

@@ -108,9 +108,10 @@ def lost_memory(tensor: Tensor) -> str:
 
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_PAGE = 1 << 21
-_PORTION = 1 << 26  # bytes that one thread moves
-_GAP = 1 << 16  # largest gap of an allocator between two tensors
+_PAGE = 1 << 21  # bytes of a huge page on x86-64 and arm64 with 4 KiB pages
+# Bytes that one thread moves at once; a choice: smaller portions share evenly, larger ones make fewer calls.
+_PORTION = 1 << 26
+_GAP = 1 << 16  # largest gap of an allocator between two tensors of one model; a choice
 _HUGEPAGE, _COLLAPSE = 14, 25  # of madvise, see linux/mman.h
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
-from foretoken.decoder.blocks import LeanWeights, tap_indices
+from foretoken.decoder.blocks import Blocks, LeanWeights, tap_indices
 from foretoken.decoder.library import (
     AutoregressiveHeadStruct,
     DraftArguments,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from foretoken.core.passes import Pass, Tap, TokenChoice
-    from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.trees.dynamic import ShapedExpansion
@@ -198,7 +197,7 @@ class NativeBlocks:
             arguments.logits = logits.data_ptr()  # null without rows
             chosen = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
             arguments.chosen = chosen.data_ptr()
-        self._call(described, arguments, work)
+        self._call_kernels(described, arguments, work)
         del held  # the kernels read it until here
         return PassOutput(logits=logits, features=features, chosen=chosen)
 
@@ -206,7 +205,7 @@ class NativeBlocks:
         """Runs a pass without the rest of the last block after its keys and values; raises `PassError` as `run`."""
         described, arguments, held = self._prepared(replace(work, logit_rows=None), inputs, sides)
         arguments.is_append, arguments.num_taps = 1, 0
-        self._call(described, arguments, work)
+        self._call_kernels(described, arguments, work)
         del held
 
     def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
@@ -269,7 +268,7 @@ class NativeBlocks:
         self._described = described = self._described.current()  # kept until the end: another thread may replace it
         return described, *self._prepare(work, inputs, sides)
 
-    def _call(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
+    def _call_kernels(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
         workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
         arguments.workspace = workspace.memory.data_ptr()
         status = self._library.foretoken_decode(byref(_cut(described.structure, work)), byref(arguments))
@@ -384,7 +383,7 @@ def _cut(model: Model, work: Pass) -> Model:
     if work.num_layers is None:
         return model
     if work.num_layers > model.num_layers:
-        raise PassError(f"the pass goes through {work.num_layers} blocks, of which there are {model.num_layers}.")
+        raise PassError(f"the pass goes through {work.num_layers} blocks, the target has {model.num_layers}.")
     cut = Model.from_buffer_copy(model)
     cut.num_layers = work.num_layers
     return cut

@@ -26,7 +26,7 @@ from foretoken.decoder.library import (
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, lost_memory, use_huge_pages
 from foretoken.decoder.native import NativeDraft, can_draft
 from foretoken.decoder.native_linear import NativeLinear
-from foretoken.trees.dynamic import DynamicExpansion
+from foretoken.trees.dynamic import DynamicExpansion, ShapedExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.blocks import Norm
-    from foretoken.trees.dynamic import ShapedExpansion
 
 
 class ScaledEmbedding(NamedTuple):
@@ -212,7 +211,7 @@ class HeadParts:
     def embedding(self, embedding: ScaledEmbedding, vocab_size: int, size: int) -> dict[str, int | float]:
         """Returns the fields of an embedding table: at least `vocab_size` rows of `size` elements."""
         weight = embedding.weight.detach()
-        self._hold("the embedding", weight, _DTYPES)
+        self._keep_alive("the embedding", weight, _DTYPES)
         self.require(
             weight.dim() == 2 and weight.shape[0] >= vocab_size and weight.shape[1] == size,
             f"the embedding {tuple(weight.shape)}",
@@ -234,7 +233,7 @@ class HeadParts:
                 continue
             self.require(vector.shape == (size,), f"{name} {tuple(vector.shape)}", f"({size},)")
             copy = vector.detach().to(torch.float32, copy=True).contiguous()
-            self._hold(name, copy, _DTYPES[:1])
+            self._keep_alive(name, copy, _DTYPES[:1])
             addresses.append(copy.data_ptr())
         return NormStruct(weight=addresses[0], bias=addresses[1], epsilon=epsilon)
 
@@ -243,7 +242,7 @@ class HeadParts:
         if tokens is None:
             return None
         copy = tokens.detach().to(torch.int64, copy=True).contiguous()
-        self._hold("the token map", copy, (torch.int64,))
+        self._keep_alive("the token map", copy, (torch.int64,))
         self.require(
             bool(((copy >= 0) & (copy < vocab_size)).all()),
             "a token map beyond the vocabulary",
@@ -251,7 +250,7 @@ class HeadParts:
         )
         return int(copy.data_ptr())
 
-    def _hold(self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    def _keep_alive(self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         """Keeps a tensor alive after a check of its class, dtype and memory."""
         is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in dtypes and tensor.is_contiguous()
         self.require(is_plain, f"{name} is {type(tensor).__name__} {tensor.dtype}", "a plain tensor on a CPU")
@@ -290,7 +289,7 @@ class NativeHead(Described):
             )
             for step in head.steps
         ]
-        self._steps = (Step * len(head.steps))(*map(self._step, range(len(head.steps))))
+        self._steps = (Step * len(head.steps))(*map(self._describe_step, range(len(head.steps))))
         self.structure = HeadStruct(
             kind=_KINDS[head.kind],
             num_steps=len(head.steps),
@@ -304,7 +303,7 @@ class NativeHead(Described):
         )
         self._memory = self._parts.held()
 
-    def _step(self, index: int) -> Step:
+    def _describe_step(self, index: int) -> Step:
         head, step, parts = self._head, self._head.steps[index], self._parts
         rows = head.vocab_size if head.token_map is None else head.token_map.numel()
         made = {

@@ -16,8 +16,8 @@ from foretoken.decoder.memory import HeldMemory, check_memory, has_memory
 
 Quantization = Literal["int8"]
 
-_GREATEST = 127
-_AT_ONCE = 1 << 24  # weights in float32 during rounding: 64 MiB
+_GREATEST = 127  # of int8; -128 is left out, so that the range is symmetric
+_AT_ONCE = 1 << 24  # weights in float32 during rounding, 64 MiB; a choice: more memory for fewer calls
 
 
 class Int8Weight(NamedTuple):
@@ -57,7 +57,7 @@ def int8_weight(weight: Tensor) -> Int8Weight:
     return Int8Weight(numbers, scales)
 
 
-_ALONE = 1 << 15  # fewer multiplications end before a second thread begins
+_ALONE = 1 << 15  # multiplications; a choice: fewer end before a second thread has begun
 
 
 class NativeLinear(nn.Module):
@@ -126,7 +126,7 @@ class NativeLinear(nn.Module):
         check_memory(self.tensors())
         return self._described()[0], self._is_bfloat16
 
-    def follow(self, weight: Tensor) -> None:
+    def requantize(self, weight: Tensor) -> None:
         """Renews an int8 copy in place after writes to its weight (N, K); raises `UnsuitableError` if not finite."""
         if self._scales is not None and _version(weight) != self._copied_version:
             for kept, new in zip((self._weight, self._scales), int8_weight(weight), strict=True):

@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Experts, FeedForward
+from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights
 from foretoken.decoder.library import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
-from foretoken.decoder.native_linear import int8_weight
+from foretoken.decoder.native_linear import Quantization, int8_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.decoder import blocks as described
-    from foretoken.decoder.blocks import LeanWeights
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _NORMS = {"rms": 0, "layer": 1}
-_ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up
+_ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up; above every context
 
 
 class NativeModel(Described):
@@ -79,7 +77,7 @@ class NativeModel(Described):
         vocab, embedding, head = 0, None, MatrixStruct()
         if ends is not None:
             vocab = ends.embedding.shape[0]
-            embedding = self._hold("the embedding", ends.embedding, (vocab, self._hidden), self._dtype)
+            embedding = self._address_of("the embedding", ends.embedding, (vocab, self._hidden), self._dtype)
             head = self._head(ends.head)
         experts = [layer.experts for layer in self._layers]
         return Model(
@@ -152,8 +150,8 @@ class NativeModel(Described):
         gate_up = (count, 2 * inner, self._hidden)
         fields = ExpertsArguments(
             router=self._matrix("the router", experts.router, count, self._hidden),
-            gate_up=self._hold("gate_up_proj of the experts", experts.gate_up.detach(), gate_up, self._dtype),
-            down=self._hold(
+            gate_up=self._address_of("gate_up_proj of the experts", experts.gate_up.detach(), gate_up, self._dtype),
+            down=self._address_of(
                 "down_proj of the experts", experts.down.detach(), (count, self._hidden, inner), self._dtype
             ),
             count=count,
@@ -173,8 +171,8 @@ class NativeModel(Described):
             )
         return {
             "pairs": shape[1],
-            "cos": self._hold("the table of cosines", rotary.cos, shape),
-            "sin": self._hold("the table of sines", rotary.sin, shape),
+            "cos": self._address_of("the table of cosines", rotary.cos, shape),
+            "sin": self._address_of("the table of sines", rotary.sin, shape),
         }
 
     def _head(self, head: Any) -> MatrixStruct:
@@ -187,12 +185,12 @@ class NativeModel(Described):
         """Describes a weight in place or its int8 copy, and its bias in float32."""
         weight, bias, scales = matrix.weight.detach(), self._bias(name, matrix.bias, rows), None
         if self._quantization is None:
-            address = self._hold(name, weight, (rows, cols), self._dtype)
+            address = self._address_of(name, weight, (rows, cols), self._dtype)
         else:
-            self._check(name, weight, (rows, cols), self._dtype)
+            self._check_layout(name, weight, (rows, cols), self._dtype)
             numbers, row_scales = int8_weight(weight)
-            address = self._hold(name, numbers, (rows, cols), torch.int8)
-            scales = self._hold(f"the scales of {name}", row_scales, (rows,))
+            address = self._address_of(name, numbers, (rows, cols), torch.int8)
+            scales = self._address_of(f"the scales of {name}", row_scales, (rows,))
         return MatrixStruct(
             weight=address, bias=bias, rows=rows, cols=cols, scales=scales, pass_bytes=self._pass_bytes
         )  # fmt: skip
@@ -228,20 +226,20 @@ class NativeModel(Described):
     def _hold_rows(self, name: str, rows: Tensor) -> int:
         """Returns the address of a layer's keys or values; their strides must be those of every other layer."""
         width, first = self._head_dim, self._cache.keys[0]
-        self._check(name, rows[0, 0], (self._cache.capacity, width), self._dtype)
+        self._check_layout(name, rows[0, 0], (self._cache.capacity, width), self._dtype)
         if rows.shape != (len(first), self._kv_heads, self._cache.capacity, width) or rows.stride() != first.stride():
             raise UnsuitableError(f"{name} of the layers are not alike. Expected keys and values of one size.")
         self._kept_rows.append(rows)
         return rows.data_ptr()
 
-    def _hold(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def _address_of(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         """Keeps a tensor alive and returns its address."""
-        self._check(name, tensor, shape, dtype)
+        self._check_layout(name, tensor, shape, dtype)
         self._kept.append(tensor)
         return tensor.data_ptr()
 
     @staticmethod
-    def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _check_layout(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         subclass = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # the address of a subclass may be 0
         is_as_said = not subclass and tensor.shape == shape and tensor.dtype == dtype
         if not is_as_said or not tensor.is_cpu or not tensor.is_contiguous():

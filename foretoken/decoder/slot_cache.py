@@ -68,7 +68,7 @@ class RowPool:
         self._most = self._rounded(most)
         self._rows: list[_Rows | None] = [None] * num_slots
 
-    def start(self, slot: int) -> int:
+    def first_row(self, slot: int) -> int:
         """Returns the first row of a slot, 0 for a slot without rows."""
         rows = self._rows[slot]
         return 0 if rows is None else rows.start
@@ -156,8 +156,9 @@ class RowPool:
         return -(-count // self.granule) * self.granule
 
 
-GRANULE = 16  # rows; a slot of shared rows begins at a multiple of it
-_PORTION = 64 * GRANULE  # rows moved at once, with a copy if they overlap
+# Rows; a slot of shared rows begins at a multiple of it. A choice: smaller wastes less, larger moves less often.
+GRANULE = 16
+_PORTION = 64 * GRANULE  # rows moved at once, with a copy if they overlap; a choice: bounds the memory of the copy
 
 
 class LayerShape(NamedTuple):
@@ -245,7 +246,7 @@ class SlotCache:
 
     def places(self, slots: Sequence[int]) -> Sequence[int]:
         """Returns the indices of slots in `keys` and `values`; valid until any slot reserves rows."""
-        return slots if self._pool is None else [self._pool.start(slot) // GRANULE for slot in slots]
+        return slots if self._pool is None else [self._pool.first_row(slot) // GRANULE for slot in slots]
 
     def fits(self, counts: Sequence[int]) -> bool:
         """Decides whether slots could have these numbers of rows if the others had none."""
@@ -257,7 +258,7 @@ class SlotCache:
             return True
         moves = self._pool.reserve(slot, count)
         for move in moves or ():
-            self._move(*move)
+            self._move_rows(*move)
         return moves is not None
 
     def trim(self, slot: int, count: int) -> None:
@@ -345,7 +346,7 @@ class SlotCache:
         for store in self._stores.values():
             store[:, place, :, start : self.rows(slot)] = float("nan")
 
-    def _move(self, source: int, target: int, count: int) -> None:
+    def _move_rows(self, source: int, target: int, count: int) -> None:
         """Copies shared rows; source and target may overlap."""
         for store in self._stores.values():
             for first in _portions(source, target, count):
@@ -361,7 +362,7 @@ def _portions(source: int, target: int, count: int) -> list[Move]:
     return portions if target < source else portions[::-1]
 
 
-_SHARE = 0.5  # of the free memory after the weights are loaded
+_SHARE = 0.5  # of the free memory after the weights are loaded; a choice: the rest is for passes and drafters
 
 
 def affordable_rows(

@@ -22,7 +22,7 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput
-from foretoken.decoder.blocks import Block, Experts, FeedForward, Matrix, Side, tap_indices
+from foretoken.decoder.blocks import Block, Blocks, Experts, FeedForward, LeanWeights, Matrix, Norm, Side, tap_indices
 from foretoken.decoder.elementwise import Projected, TorchOps, Turns, elementwise_ops, prepared_norm
 from foretoken.decoder.memory import check_memory
 
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.core.passes import Pass, Tap
-    from foretoken.decoder.blocks import Blocks, LeanWeights, Norm
     from foretoken.decoder.slot_cache import SlotCache
 
-_PACKED_FOR_ROWS = 16  # the width of a verify pass, for which oneDNN chooses its blocking
+_PACKED_FOR_ROWS = 16  # the width of a usual verify pass, for which oneDNN chooses its blocking; a choice
 
 
 class FusedLinear(nn.Module):
@@ -186,7 +185,7 @@ class TorchBlocks:
         """
         layers = self._layers[: work.num_layers]
         if work.num_layers is not None and len(layers) < work.num_layers:
-            raise PassError(f"the pass goes through {work.num_layers} blocks, of which there are {len(layers)}.")
+            raise PassError(f"the pass goes through {work.num_layers} blocks, the target has {len(layers)}.")
         ops, turns = self._ops, Turns(work.token_positions, x.dtype)
         delta: Tensor | None = None
         boundaries = []

@@ -171,7 +171,7 @@ class FalconBlocks(WaitingFeatures):
         """
         batch, width, _ = tokens.shape
         pairs = paired(before.outputs, self._parts.embed(tokens).to(before.outputs.dtype))
-        fused, states = self._head.lstm.run(pairs, before.state)
+        fused, states = self._head.lstm.feed_pairs(pairs, before.state)
         own, parents = integers_on([self._plan.positions, self._plan.parents], self._device).unbind()
         begin = nodes.positions.shape[1] + len(own) * torch.arange(width, device=self._device).unsqueeze(1)
         is_first = (parents < 0).expand(batch, width, -1)
@@ -199,7 +199,7 @@ class FalconBlocks(WaitingFeatures):
         for part in features[: -self._block].split(CHUNK):
             start = self._fed[slot]
             state = rows_at(self._state, [slot]) if start else None
-            fused, states = self._head.lstm.run(self._pairs(part, text, start).unsqueeze(0), state)
+            fused, states = self._head.lstm.feed_pairs(self._pairs(part, text, start).unsqueeze(0), state)
             self._state[slot] = states[0, -1]
             self._last[slot] = torch.cat([self._last[slot], fused[0]])[-self._block :]
             work = Pass.of_chains([[0] * len(part)], slots=[slot], prefix_lens=[start], device=self._device)
@@ -220,7 +220,7 @@ class FalconBlocks(WaitingFeatures):
         state, last = rows_at(self._state, slots), rows_at(self._last, slots)
         is_new = integers_on([self._fed[slot] == 0 for slot in slots], self._device).bool()
         state = torch.where(is_new.view(-1, 1, 1, 1), 0.0, state)
-        fused, states = self._head.lstm.run(torch.stack(parts), state)
+        fused, states = self._head.lstm.feed_pairs(torch.stack(parts), state)
         fused, states = torch.cat([last, fused], dim=1), torch.cat([state.unsqueeze(1), states], dim=1)
         rows, ends = torch.arange(len(slots), device=self._device), integers_on(lengths, self._device)
         index = integers_on(slots, self._device)

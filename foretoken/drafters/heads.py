@@ -136,7 +136,7 @@ class AutoregressiveDrafter(HeadDrafter):
 
     def _encoded(self, features: Tensor, work: Pass) -> Tensor:
         """(M, 2 W), states beside the inputs of logits, of committed pairs; features: (M, F E)."""
-        return self._fed(self.head.begin(features), work.tokens, work)
+        return self._fed(self.head.initial_state(features), work.tokens, work)
 
     def _fed(self, states: Tensor, tokens: Tensor, work: Pass) -> Tensor:
         """Feeds pairs of (M, W) states and (M,) tokens; returns (M, 2 W)."""
@@ -160,7 +160,7 @@ class AutoregressiveDrafter(HeadDrafter):
         pairs = self._pairs.waiting(slots, texts)
         if pairs is None:
             return False
-        kernels.draft(pairs.work, self.head.begin(pairs.features).float(), expansion)
+        kernels.draft(pairs.work, self.head.initial_state(pairs.features).float(), expansion)
         self._pairs.have_fed(slots)
         return True
 

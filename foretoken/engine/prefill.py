@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
 
-_LONGEST_STEP = 2.4  # longest time of a step with prompt tokens, in steps without
-_LEAST = 4  # prompt tokens of a step: a pass of four tokens takes as long as one of two
-_FIRST = 16  # prompt tokens of the first step beside decoding sequences, before any measurement
-_FADE = 0.8  # weight of earlier steps in the moving average
-_LEAST_FACTOR, _GREATEST_FACTOR = 0.75, 1.25  # bounds on the change that one step makes
+# Longest time of a step with prompt tokens, in steps without; NOTES, "The longest gap between tokens".
+_LONGEST_STEP = 2.4
+_LEAST = 4  # prompt tokens of a step; a choice: a pass of four tokens takes about as long as one of two
+_FIRST = 16  # prompt tokens of the first step beside decoding sequences, before any measurement; a choice
+_FADE = 0.8  # weight of earlier steps in the moving average; a choice: about five steps
+_LEAST_FACTOR, _GREATEST_FACTOR = 0.75, 1.25  # bounds on the change that one step makes; a choice
 
 
 class PrefillBudget:

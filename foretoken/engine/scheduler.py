@@ -95,7 +95,7 @@ class EngineCounts:
         ]
 
 
-LEAST_PREFIX = 8  # positions; a shorter prefix is read as fast as it is copied
+LEAST_PREFIX = 8  # positions; a choice: a shorter prefix is read about as fast as it is copied
 
 
 class Held(NamedTuple):
@@ -381,7 +381,7 @@ class Scheduler:
         cache.trim(slot, prefix.length if prefix is not None and prefix.slot == slot else 0)
         rows = self._rows_of(sequence)
         if prefix is not None and not self._reserve(slot, rows, but=prefix.slot):
-            prefix = None  # the slot of the prefix must give up its rows
+            prefix = None  # the rows of the prefix make room for the sequence
         self._reserve(slot, rows)
         return Taken(slot, prefix)
 

@@ -346,9 +346,9 @@ def fail(sequence: Sequence, error: Exception) -> None:
     _log.debug("where request %s failed", sequence.request_id, exc_info=error)
 
 
-_MOST_FAILURES = 3
-_WATCHED_SECONDS = 60.0
-_OFF_SECONDS = 60.0
+_MOST_FAILURES = 3  # within `_WATCHED_SECONDS`; a choice: other programs may cause one failure
+_WATCHED_SECONDS = 60.0  # a choice, see `_MOST_FAILURES`
+_OFF_SECONDS = 60.0  # a choice: the speed-up of a minute against passes that fail again
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch raises a RuntimeError with this name
 
 

@@ -235,7 +235,7 @@ class RequestReader:
 
     def _checked_prompt(self, index: int, prompt: Any) -> ReadPrompt:
         """Returns a prompt that leaves room for at least one output token."""
-        read, limit = self._prompts.read(prompt), self._target.context_len
+        read, limit = self._prompts.read_prompt(prompt), self._target.context_len
         if len(read.token_ids) >= limit:
             raise RequestError(
                 f"prompt {index} has {len(read.token_ids)} tokens. Expected at most {limit - 1}, one less than the "

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError, RequestError, one_line, undone_on_error
+from foretoken.core.errors import ConfigError, ForetokenError, RequestError, one_line, undone_on_error
 from foretoken.files.bounded_reads import MIB, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from foretoken.core.errors import ForetokenError
 
 _LONGEST_NAME = 40  # characters of the place's name in the hidden name; file systems allow 255 bytes
 _log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ def new_directory(
             _sync_names(place)
         else:
             _check_place(place, existing)
-            _put(new, place, old)
+            _move_into_place(new, place, old)
             _sync_names(place.parent)
     except NotPutBackError:  # `work` holds the old content
         is_needed = True
@@ -150,7 +149,7 @@ def _check_place(place: Path, existing: str) -> None:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(place))
 
 
-def _put(new: Path, place: Path, old: Path) -> None:
+def _move_into_place(new: Path, place: Path, old: Path) -> None:
     """Moves a directory to its place. An existing directory goes to `old`, and back if this fails."""
     made = [above for above in place.parents if not above.exists()]  # deepest first
 
@@ -286,7 +285,7 @@ class OutputDirectory:
             self.check(directory, force=force)
 
 
-_MOST_BYTES = 512 * MIB
+_MOST_BYTES = 512 * MIB  # largest journal that is read; a choice, far above the longest sweep
 
 
 class JournalFile:
@@ -313,7 +312,7 @@ class JournalFile:
         self._path, self._advice = path, advice
         # In JSON's types, for the comparison: JSON has no tuples.
         ours = None if conditions is None else json.loads(json.dumps(conditions))
-        head, self.lines = self._read()
+        head, self.lines = self._read_lines()
         if head is None:
             if ours is None:
                 raise ConfigError(f"'{path}' holds no results yet. {advice}")
@@ -324,7 +323,7 @@ class JournalFile:
         self.conditions: dict[str, Any] = head["conditions"]
         self.date = str(head["date"])
         if ours is not None:
-            self._check(ours)
+            self._check_conditions(ours)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Appends a line and syncs it to disk; raises `ConfigError` if it cannot be written, as on a full disk."""
@@ -335,7 +334,7 @@ class JournalFile:
             os.fsync(file.fileno())
         self.lines.append(json.loads(json.dumps(line)))
 
-    def _check(self, ours: Mapping[str, Any]) -> None:
+    def _check_conditions(self, ours: Mapping[str, Any]) -> None:
         """Raises `ConfigError` for the first condition that differs."""
         for name in dict.fromkeys([*ours, *self.conditions]):
             theirs, now = self.conditions.get(name), ours.get(name)
@@ -345,7 +344,7 @@ class JournalFile:
                     f"Expected the same, as all its figures go into one table. {self._advice}"
                 )
 
-    def _read(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    def _read_lines(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """Returns head and lines of the file; removes an unfinished last line. The head is None without a file."""
         try:
             data = read_regular(self._path, limit=_MOST_BYTES, error=ConfigError) if self._path.exists() else b""

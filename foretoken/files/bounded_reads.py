@@ -10,7 +10,7 @@ import os
 import select
 import stat
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from safetensors import safe_open
 
@@ -18,13 +18,12 @@ from foretoken.core.errors import ForetokenError, ModelError, RequestError, one_
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import BinaryIO
 
 MIB = 1 << 20  # bytes
-MOST_JSON_BYTES = 64 * MIB  # the index of the largest public models has a few MiB
-MOST_TEXT_BYTES = 64 * MIB  # a prompt of ten million tokens
+MOST_JSON_BYTES = 64 * MIB  # a choice: the index of the largest public models has a few MiB
+MOST_TEXT_BYTES = 64 * MIB  # a choice: a prompt of ten million tokens
 _PIECE_BYTES = MIB
-_WRITER_WAIT_S = 5.0  # seconds for which a pipe may be without a writer
+_WRITER_WAIT_S = 5.0  # seconds for which a pipe may be without a writer; a choice: a shell opens both ends at once
 _NONBLOCKING = getattr(os, "O_NONBLOCK", 0)  # Windows has neither the flag nor such pipes
 
 

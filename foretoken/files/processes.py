@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-_ENDING_SECONDS = 0.5  # waits for a run that is just ending
+_ENDING_SECONDS = 0.5  # waits for a run that is just ending; a choice
 
 
 @contextmanager

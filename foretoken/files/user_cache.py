@@ -141,9 +141,10 @@ def _is_private_group(facts: os.stat_result) -> bool:
     return is_own and not facts.st_mode & stat.S_IWOTH and set(group.gr_mem) <= {user.pw_name}
 
 
-_FORMAT = 1
-_LARGEST_FILE = 1 << 20  # bytes; the oldest entries are dropped above that
-_LONGEST_AGE_S = 30 * 24 * 3600  # after a month drivers, clocks, texts and other load have changed
+_FORMAT = 1  # of the file; files of another format are ignored
+# Bytes; a choice: the file is read whole at every load. The oldest entries are dropped above that.
+_LARGEST_FILE = 1 << 20
+_LONGEST_AGE_S = 30 * 24 * 3600  # a choice: after a month drivers, clocks, texts and other load have changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,16 +17,15 @@ from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.models.config_checks import check_model_files
-from foretoken.models.loading import load_config, load_model
+from foretoken.models.loading import LoadedModel, load_config, load_model
 from foretoken.models.parts import target_parts
 from foretoken.models.placement import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from foretoken.models.loading import LoadedModel
 
-_HASHED_ROWS = 64
+_HASHED_ROWS = 64  # of the embeddings; a choice: enough to tell models apart, read in milliseconds
 
 
 class TargetFingerprint(BaseModel):
@@ -146,7 +145,7 @@ class HeadCheckpoint:
         return head.requires_grad_(requires_grad=False).eval()
 
     @classmethod
-    def of(cls, head: Head, **more: Any) -> HeadCheckpoint:
+    def of_head(cls, head: Head, **more: Any) -> HeadCheckpoint:
         """Returns the checkpoint of a module; more: further attributes."""
         weights = {key: tensor.detach().cpu().contiguous() for key, tensor in head.state_dict().items()}
         return cls(config=head.config, weights=weights, **more)
@@ -246,7 +245,7 @@ class TargetWeights:
     is_embedding_plain: bool = True
 
     @classmethod
-    def of(cls, model: LoadedModel) -> TargetWeights:
+    def of_model(cls, model: LoadedModel) -> TargetWeights:
         """Returns the tensors of a loaded target, not copied."""
         module: Any = model.module
         parts, head = target_parts(model), module.get_output_embeddings()
@@ -298,7 +297,7 @@ class TargetInfo:
         return cls(
             fingerprint=fingerprint,
             config=config,
-            load=lambda: TargetWeights.of(load_model(name, dtype=dtype, device="cpu")),
+            load=lambda: TargetWeights.of_model(load_model(name, dtype=dtype, device="cpu")),
         )
 
     @cached_property

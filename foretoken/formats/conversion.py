@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from foretoken.formats.files import HeadFiles, Weights
 
 KEY = "foretoken"
-_MOST_PARTS = 64
+_MOST_PARTS = 64  # heads, layers or stages; a choice: published heads have at most 8, a typing error has more
 # Tensors do not tell these: equal blocks may be untied, and zero biases may be absent.
 _NETWORK_KEYS = ("tied_blocks", "has_bias")
 _REPEATED = ("weight", "bias")  # stacked tensors with blocks along dimension 1
@@ -110,7 +110,7 @@ class Format(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Place of a tensor in a head's state dictionary: a name, and indices into the first dimensions."""
+    """Where a tensor lies in the state dictionary of a head: a name, and indices into the first dimensions."""
 
     name: str
     at: tuple[int, ...] = ()

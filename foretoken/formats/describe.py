@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from foretoken.formats.checkpoint import HeadCheckpoint
 
+# For each row; a choice, far above the norms of trained weights: damaged ones reach the limits of their dtype.
 _LARGEST_NORM = 1e4
 _NATIVE_KEY, _NATIVE_WEIGHTS = "foretoken_head", "model.safetensors"
 _DTYPES = {  # names and bytes by safetensors' names

@@ -29,6 +29,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     is_targets,
@@ -41,7 +42,7 @@ from foretoken.formats.conversion import (
     target_name,
     warn_of_embedding,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
     from foretoken.heads.eagle3 import Eagle3Config
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -293,7 +292,7 @@ def _recognises(files: HeadFiles) -> bool:
     return files.config.get("model_type") == "eagle" or (has_fc and bool(files.weights.matches(_LAYER)))
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads a head; compares its embedding and LM head with the target's, if these are available."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     wrapped = config.get("model")
@@ -310,7 +309,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a head, and the target's embedding if available."""
     sizes = cast("EagleConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, eagle_table(sizes))
@@ -414,4 +413,4 @@ def _compare_shared(weights: Weights, keys: list[str], target: TargetInfo) -> No
         )
 
 
-FORMATS = (Format("eagle", _recognises, _read, ("eagle",), _write, _readers),)
+FORMATS = (Format("eagle", _recognises, _read_head, ("eagle",), _write_head, _readers),)

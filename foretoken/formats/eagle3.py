@@ -21,6 +21,7 @@ from foretoken.formats.conversion import (
     VLLM_EAGLE,
     Format,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     is_targets,
@@ -48,7 +49,7 @@ from foretoken.formats.eagle import (
     width_of,
     without_prefix,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
@@ -58,8 +59,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -249,7 +248,7 @@ def _recognises(files: HeadFiles) -> bool:
     return bool(weights.matches(_MID_LAYER)) or (is_marked and bool(weights.matches(_FIRST_LAYER)))
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads a head; the target's number of blocks gives taps that the file does not name."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     nested = config.get("eagle_config")
@@ -271,7 +270,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a head in SpecForge's words, which name its taps."""
     checkpoint = with_plain_vocabulary(checkpoint)
     sizes = cast("Eagle3Config", checkpoint.config)
@@ -367,4 +366,4 @@ def _refuse_variants(sizes: Eagle3Config) -> None:
         )
 
 
-FORMATS = (Format("eagle3", _recognises, _read, ("eagle3",), _write, _readers),)
+FORMATS = (Format("eagle3", _recognises, _read_head, ("eagle3",), _write_head, _readers),)

@@ -14,6 +14,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     layer_table,
@@ -26,15 +27,13 @@ from foretoken.formats.conversion import (
     warn_of_embedding,
 )
 from foretoken.formats.eagle import EMBEDDING, layer_config, stated_layer, vocabulary, without_prefix
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, save
 from foretoken.heads.falcon import NUM_LAYERS, FalconConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles
 
 _LSTM, _LAYER = "lstm.weight_ih_l0", "layers.0"
 _BLOCKS = 4  # blocks of a draft in the published runs
@@ -49,7 +48,7 @@ def _recognises(files: HeadFiles) -> bool:
     )
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads a head; the LSTM runs position by position unless the file states otherwise."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     block, rows = config.get("k_mask"), weights.shapes[_LSTM]
@@ -79,7 +78,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a head, and the target's embedding if available."""
     sizes = cast("FalconConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, _table(sizes))
@@ -110,4 +109,4 @@ def _table(config: FalconConfig) -> dict[str, Place]:
     return places | layer_table(_LAYER, "layer", has_bias=config.layer.attention_bias)
 
 
-FORMATS = (Format("falcon", _recognises, _read, ("falcon",), _write, _readers),)
+FORMATS = (Format("falcon", _recognises, _read_head, ("falcon",), _write_head, _readers),)

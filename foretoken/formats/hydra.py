@@ -22,6 +22,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     count,
     finished,
     has_different_blocks,
@@ -37,7 +38,7 @@ from foretoken.formats.conversion import (
     warn_of_counts,
     warn_of_embedding,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.models.parts import target_scaling
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
 
 _PREFIX_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
 _SCALING = "prefix_rope_scaling"
@@ -228,7 +227,7 @@ def _recognises(files: HeadFiles) -> bool:
     return bool(files.weights.matches(_ANY)) or "hydra_head_arch" in files.config
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads; the target gives attention sizes that files leave out."""
     weights, config, name = files.weights, files.config, str(files.path)
     _check_architecture(name, config, weights)
@@ -244,7 +243,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes heads, each with an LM head, and the target's embedding if available."""
     what = "format 'hydra'"
     config = cast("HydraConfig", checkpoint.config)
@@ -336,4 +335,4 @@ def _check_architecture(name: str, config: Mapping[str, Any], weights: Weights) 
         )
 
 
-FORMATS = (Format("hydra", _recognises, _read, ("hydra",), _write, _readers),)
+FORMATS = (Format("hydra", _recognises, _read_head, ("hydra",), _write_head, _readers),)

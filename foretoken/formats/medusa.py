@@ -30,6 +30,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     count,
     finished,
     has_different_blocks,
@@ -44,7 +45,7 @@ from foretoken.formats.conversion import (
     template_pattern,
     warn_of_counts,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +180,7 @@ def _recognises_v2(files: HeadFiles) -> bool:
     return bool(blocks) and not lm_heads
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads; those without LM heads share the target's, whose vocabulary they need."""
     weights, config, name = files.weights, files.config, str(files.path)
     prefix = next(prefix for prefix in _PREFIXES if _NAMES.prefixed(prefix).recognises(weights))
@@ -197,7 +196,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, *without_added_biases(config, sizes, tensors), target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes heads alone, each with an LM head."""
     if not options.as_safetensors and has_different_blocks(checkpoint.weights):
         raise ConfigError(
@@ -304,6 +303,6 @@ def _read_gorgon(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 FORMATS = (
     Format("gorgon", lambda files: _GORGON.recognises(_compiled_or_not(files)), _read_gorgon),
-    Format("medusa_v2", _recognises_v2, _read, ("medusa",), _write_v2, _readers_v2),
-    Format("medusa", _recognises, _read, ("medusa",), _write, _readers),
+    Format("medusa_v2", _recognises_v2, _read_head, ("medusa",), _write_v2, _readers_v2),
+    Format("medusa", _recognises, _read_head, ("medusa",), _write_head, _readers),
 )

@@ -18,6 +18,7 @@ from foretoken.formats.conversion import (
     Format,
     Place,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     make_config,
@@ -29,7 +30,7 @@ from foretoken.formats.conversion import (
     scatter,
     target_name,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
 
 _PREFIX = "speculator."
 _KEY = re.compile(r"(speculator\.)?(emb|proj|head|ln)\.(?P<stage>\d{1,4})\.(weight|bias)")
@@ -51,7 +50,7 @@ def _recognises(files: HeadFiles) -> bool:
     return {"emb", "proj"} <= found
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     weights, config, name = files.weights, files.config, str(files.path)
     prefix = _PREFIX if any(key.startswith(_PREFIX) for key in weights.shapes) else ""
     sizes = _sizes(name, weights, config, prefix)
@@ -59,7 +58,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a speculator with every key that some reader needs."""
     sizes = cast("MlpSpeculatorConfig", checkpoint.config)
     epsilon = MlpSpeculatorConfig.model_fields["rms_norm_eps"].default
@@ -149,4 +148,4 @@ def _sizes(name: str, weights: Weights, config: Mapping[str, Any], prefix: str) 
         raise ModelError(f"the config.json of '{name}' does not fit its tensors: {err!r}.") from err
 
 
-FORMATS = (Format("mlp_speculator", _recognises, _read, ("mlp_speculator",), _write, _readers),)
+FORMATS = (Format("mlp_speculator", _recognises, _read_head, ("mlp_speculator",), _write_head, _readers),)

@@ -31,7 +31,7 @@ def recognises(config: Mapping[str, Any]) -> bool:
     return KEY in config
 
 
-def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
+def read_checkpoint(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
     """Reads a head; raises `ModelError` for an invalid configuration, damaged files and wrong keys."""
     path = directory / WEIGHTS
     what = f"the configuration of head '{directory}'"
@@ -52,7 +52,7 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
     return HeadCheckpoint(config=sizes, weights=weights, **dict(extras))
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False) -> None:
+def write_checkpoint(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False) -> None:
     """Writes a head, all of its files or none; raises `ConfigError` if that fails. replaces: see `whole_files`."""
     with whole_files(directory, replaces=replaces) as new:
         write_files(checkpoint, new)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
 from foretoken.formats import native
-from foretoken.formats.checkpoint import TargetInfo, with_dtype
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights, with_dtype
 from foretoken.formats.conversion import Format, Reader, WriteOptions, check_values
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_files
 from foretoken.formats.speculators import KINDS
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetWeights
 
 # Names of vllm-project/speculators.
 _SPECULATORS = {"peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "multi-token prediction"}
@@ -126,7 +125,7 @@ def read_head(
     if name is None:
         raise ModelError(f"'{directory}' holds no draft head of a known format. {expected}")
     if name == NATIVE:
-        checkpoint = native.read(directory if directory.is_dir() else directory.parent, files.config)
+        checkpoint = native.read_checkpoint(directory if directory.is_dir() else directory.parent, files.config)
         check_values(str(directory), checkpoint.weights)
         return name, checkpoint
     try:
@@ -171,7 +170,7 @@ def write_head(
     if dtype is not None:
         checkpoint = with_dtype(checkpoint, dtype)
     if form is None or form.write is None:
-        native.write(checkpoint, directory, replaces=replaces)
+        native.write_checkpoint(checkpoint, directory, replaces=replaces)
         return
     if method not in form.methods:
         expected = " or ".join(form.methods)

@@ -20,6 +20,7 @@ from foretoken.formats.conversion import (
     VLLM_EAGLE,
     Format,
     Reader,
+    WriteOptions,
     dtype_name,
     finished,
     own_entries,
@@ -34,7 +35,7 @@ from foretoken.formats.eagle3 import (
     read_eagle3,
     with_plain_vocabulary,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, Weights, save
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, TargetWeights
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles, Weights
     from foretoken.heads.eagle3 import Eagle3Config
 
 KINDS = ("eagle3", "eagle")
@@ -59,7 +58,7 @@ def _recognises(files: HeadFiles) -> bool:
     return kind in KINDS if isinstance(kind, str) else "fusion_fc.weight" in files.weights.shapes
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     config, name = files.config, str(files.path)
     stated = config.get(_LAYER_CONFIG)
     if not isinstance(stated, dict):
@@ -88,7 +87,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(named, eagle3_sizes, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a head with all entries for speculators and vLLM; adds a shared embedding if available."""
     checkpoint = with_plain_vocabulary(checkpoint)
     sizes = cast("Eagle3Config", checkpoint.config)
@@ -145,7 +144,7 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     elif sizes.width != sizes.hidden_size:
         reason = "it takes the target to be as wide as the head, and tensors do not fit"
     own = Reader.unless(reason, SPECULATORS, "SpeculatorModel.from_pretrained of this directory, to train it on")
-    depth = "" if options.target.config is not None else "; pass --target, so that it drafts as far as the target goes"
+    depth = "" if options.target.config is not None else "; pass --target, for the length of its context"
     fits = len(sizes.boundaries) == 3 and not sizes.layer.attention_bias
     how = f"vllm serve of this directory, a chain of the best token{depth}"
     vllm = Reader.unless(None if fits else "it expects three taps, and no bias", VLLM_EAGLE, how)
@@ -208,4 +207,4 @@ def _without_output_bias(weights: Weights, stated: Mapping[str, Any]) -> Weights
     return weights.renamed(lambda key: None if key == _OUTPUT_BIAS else key)
 
 
-FORMATS = (Format("speculators", _recognises, _read, ("eagle3",), _write, _readers),)
+FORMATS = (Format("speculators", _recognises, _read_head, ("eagle3",), _write_head, _readers),)

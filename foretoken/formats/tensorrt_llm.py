@@ -21,12 +21,14 @@ from torch.nn.functional import pad
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.formats import hydra, medusa
-from foretoken.formats.checkpoint import check_keys
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, check_keys
 from foretoken.formats.conversion import (
     TRT_HYDRA,
     TRT_MEDUSA,
     Format,
+    Place,
     Reader,
+    WriteOptions,
     assemble,
     dtype_name,
     finished,
@@ -45,11 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import Place, WriteOptions
     from foretoken.heads.base import HeadConfig
 
-_MOST_RANKS = 4096
+_MOST_RANKS = 4096  # a choice: bounds the files that are opened
 _ROW_PARALLEL = re.compile(r".*\.(o_proj|down_proj)\.weight")
 _REPLICATED = re.compile(r".*(layernorm|\.norm)\.weight")
 
@@ -141,7 +141,7 @@ _HYDRA_KEY = re.compile(r"hydra_heads\.\d+\..*")
 _TARGET_KEY = re.compile(r"transformer\..*|lm_head\..*")
 _MAX_DRAFT_LEN = 63  # nodes of the published trees, without the root
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_PADDING = 64
+_MOST_PADDING = 64  # rows; a choice: the builder pads the vocabulary to a multiple of the ranks or of 64
 
 # Names of transformers' entries by the format's.
 _BASE_KEYS = {
@@ -161,7 +161,7 @@ def _recognises(files: HeadFiles) -> bool:
     return _MEDUSA.recognises(files.weights) or bool(files.weights.matches(_HYDRA_KEY))
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads from all ranks; the target gives sizes that the configuration leaves out."""
     config, name = files.config, str(files.path)
     algorithm = (config.get("quantization") or {}).get("quant_algo")
@@ -187,7 +187,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, sizes, cut, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes heads, split over the ranks."""
     what = "format 'tensorrt_llm'"
     config, tp_size = checkpoint.config, options.tp_size
@@ -304,4 +304,4 @@ def _cut(key: str, tensor: Tensor, vocab_size: int) -> Tensor:
     return tensor[:vocab_size].contiguous() if key.startswith("lm_heads.") else tensor
 
 
-FORMATS = (Format("tensorrt_llm", _recognises, _read, ("medusa", "hydra"), _write, _readers),)
+FORMATS = (Format("tensorrt_llm", _recognises, _read_head, ("medusa", "hydra"), _write_head, _readers),)

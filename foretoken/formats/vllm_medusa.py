@@ -18,6 +18,7 @@ from foretoken.formats.conversion import (
     VLLM,
     Format,
     Reader,
+    WriteOptions,
     check_token_map,
     dtype_name,
     finished,
@@ -28,7 +29,7 @@ from foretoken.formats.conversion import (
     scatter,
     warn_of_counts,
 )
-from foretoken.formats.files import save
+from foretoken.formats.files import HeadFiles, save
 from foretoken.formats.medusa import MedusaNames
 from foretoken.heads.medusa import MedusaConfig
 
@@ -39,13 +40,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.conversion import WriteOptions
-    from foretoken.formats.files import HeadFiles
 
 _NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
 _PREFIX = "medusa_heads."
 _SHARED = "lm_head.weight"
-_DEFAULT_VOCAB_SIZE = 32001
+_DEFAULT_VOCAB_SIZE = 32001  # vLLM's default, without a vocab_size in the file
 
 
 def _recognises(files: HeadFiles) -> bool:
@@ -56,7 +55,7 @@ def _recognises(files: HeadFiles) -> bool:
     return is_shared and files.weights.shapes.keys() == {_SHARED}
 
 
-def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads; the target's LM head, if available, tells whether a shared LM head is the target's."""
     weights, config, name = files.weights, files.config, str(files.path)
     if config.get("logit_scale") not in (None, 1):
@@ -93,7 +92,7 @@ def _read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(files, full, tensors, target)
 
 
-def _write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes heads; an LM head that is shared with the target is written once."""
     what = "format 'vllm_medusa'"
     sizes = cast("MedusaConfig", checkpoint.config)
@@ -218,4 +217,4 @@ def _warn(name: str, config: Mapping[str, Any], found: MedusaConfig, *, has_map:
         logging.getLogger(__name__).warning("%s: it has biases, which vLLM drops: medusa_fc_bias is not set", name)
 
 
-FORMATS = (Format("vllm_medusa", _recognises, _read, ("medusa",), _write, _readers),)
+FORMATS = (Format("vllm_medusa", _recognises, _read_head, ("medusa",), _write_head, _readers),)

@@ -23,7 +23,7 @@ def serve() -> None:
     setup = json.loads(sys.stdin.buffer.readline())
     tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos_ids"])
     limits = LLParserLimits(**setup["limits"], verbose_errors=False)
-    _write(READY)
+    _write_line(READY)
     for line in sys.stdin.buffer:
         asked = json.loads(line)
         faulthandler.dump_traceback_later(asked["longest_s"], exit=True)  # by a thread that needs no lock
@@ -34,7 +34,7 @@ def serve() -> None:
         except BaseException as err:  # noqa: BLE001 - among them the panics of Rust
             answer = {"error": str(err)}
         faulthandler.cancel_dump_traceback_later()
-        _write(json.dumps(answer).encode() + b"\n")
+        _write_line(json.dumps(answer).encode() + b"\n")
 
 
 def _converted(kind: Any, text: str, options: Any, before: str) -> str:
@@ -51,7 +51,7 @@ def _converted(kind: Any, text: str, options: Any, before: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": before}, {**form, "name": "form"}]})
 
 
-def _write(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from foretoken.core.token_tree import MAX_NODES, PROBE
+from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.trees.merge import Graft, grafted, prune
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.core.token_tree import TokenTree, TreeRow
     from foretoken.sampling.grammar import GrammarState
 
-FORCED = "grammar"  # proposer of forced tokens in records
-_MOST_FORCED = 16  # nodes per tree
+FORCED = "grammar"  # drafter of forced tokens in records
+_MOST_FORCED = 16  # nodes a tree; a choice: further ones wait for the next pass
 
 
 class GrammarBounds(NamedTuple):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from foretoken.decoder.native_linear import fast_linear, optimize_for_inference
+from foretoken.decoder.native_linear import Quantization, fast_linear, optimize_for_inference
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, unrolled_attention
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.native_head import AutoregressiveSteps, HeadSteps
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 
@@ -241,7 +240,7 @@ class AutoregressiveHead(Head):
     config: AutoregressiveConfig
     layer: DecoderLayer
 
-    def begin(self, features: Tensor) -> Tensor:
+    def initial_state(self, features: Tensor) -> Tensor:
         """Returns (..., W), the state of positions with features (..., F E)."""
         return features
 
@@ -296,7 +295,7 @@ class AutoregressiveHead(Head):
                 EAGLE-3's training-time test.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        state = self.begin(features)
+        state = self.initial_state(features)
         first: Heads | None = None
         later: list[Heads] = []
         for index in range(self.config.num_steps):

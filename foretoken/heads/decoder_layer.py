@@ -11,7 +11,7 @@ Letters: B sequences, T positions, E width of the inputs, H heads, Hk key and va
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -24,7 +24,6 @@ from foretoken.models.parts import scaled_frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Self
 
 
 class LayerConfig(BaseModel):
@@ -54,7 +53,7 @@ class LayerConfig(BaseModel):
     rope_scaling: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         if heads % groups:
             raise ValueError(f"{heads} query heads cannot share {groups} key heads. Expected a divisor")

@@ -10,7 +10,7 @@ Letters as in `autoregressive`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,8 +23,6 @@ from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, Block
 from foretoken.heads.decoder_layer import DecoderLayer
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from foretoken.core.passes import Tap
     from foretoken.models.parts import TargetParts
 
@@ -55,7 +53,7 @@ class Eagle3Config(AutoregressiveConfig):
     feeds_normed: bool = False
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         if (self.draft_vocab_size or 0) > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}. Expected at most {self.vocab_size}")
         if self.width != self.hidden_size and not self.own_embedding:
@@ -141,7 +139,7 @@ class Eagle3Head(AutoregressiveHead):
         self.layer.initialize()
 
     @override
-    def begin(self, features: Tensor) -> Tensor:
+    def initial_state(self, features: Tensor) -> Tensor:
         config = self.config
         if self.feature_norm is not None:
             features = self.layer.normed(features, self.feature_norm)

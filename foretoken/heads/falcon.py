@@ -15,7 +15,7 @@ Letters as in `base`, but K is the size of a block; W width of the block, here E
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,19 +23,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from typing_extensions import override
 
-from foretoken.decoder.native_linear import linear_layer, optimize_for_inference
+from foretoken.decoder.native_linear import Quantization, linear_layer, optimize_for_inference
 from foretoken.heads.base import AutoregressiveConfig, Head
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, unrolled_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Self
 
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 LstmMode = Literal["recurrent", "per_position"]
-NUM_LAYERS = 2
+NUM_LAYERS = 2  # of the LSTM, as in the published model
 
 
 class PairLstm(nn.Module):
@@ -91,7 +89,7 @@ class PairLstm(nn.Module):
             result: Tensor = self.weights(pairs.to(dtype))[0]
         return result
 
-    def run(self, pairs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def feed_pairs(self, pairs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Continues over some positions from a state, without dropout.
 
         Args:
@@ -174,7 +172,7 @@ class FalconConfig(AutoregressiveConfig):
     dropout: float = Field(default=0.1, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.num_steps % self.block:
             raise ValueError(f"num_steps is {self.num_steps}. Expected a multiple of the block's {self.block} tokens")
         return self
@@ -228,7 +226,7 @@ class FalconHead(Head):
         block = self.config.block
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         rows = parts.embed(tokens).to(features.dtype)
-        x, states = self.lstm.run(paired(features, rows.roll(-1, dims=1)))
+        x, states = self.lstm.feed_pairs(paired(features, rows.roll(-1, dims=1)))
         text, drafted, outputs = self.layer.projected(x, positions), list[Heads](), list[Tensor]()
         for slot in range(block):
             own = (positions[0] + (slot + 1 - block)).clamp_min(0)
@@ -237,7 +235,7 @@ class FalconHead(Head):
             yield outputs[-1]
         for begin in range(1, self.config.steps - block, block):  # offset of a block from the draft's position
             pairs = [paired(of_slot, rows.roll(-(begin + 1 + o), dims=1)) for o, of_slot in enumerate(outputs)]
-            x, after = self.lstm.run(torch.stack(pairs, dim=2), states)
+            x, after = self.lstm.feed_pairs(torch.stack(pairs, dim=2), states)
             states = after[:, :, -1]
             new = [self.layer.projected(x[:, :, slot], positions + begin + slot) for slot in range(block)]
             drafted += new

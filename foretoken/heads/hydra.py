@@ -20,13 +20,12 @@ from torch.nn.functional import dropout, linear, silu
 from typing_extensions import override
 
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
-from foretoken.decoder.native_linear import fast_linear, linear_layer, optimize_for_inference
+from foretoken.decoder.native_linear import Quantization, fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.base import StepHead, StepHeadConfig
 from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig
 
 if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 

@@ -6,7 +6,7 @@ Letters as in `base`; L blocks of a head, Vd drafted vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -15,13 +15,10 @@ from torch.nn.functional import silu
 from typing_extensions import override
 
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
-from foretoken.decoder.native_linear import fast_linear, linear_layer
+from foretoken.decoder.native_linear import Quantization, fast_linear, linear_layer
 from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 
@@ -73,7 +70,7 @@ class MedusaConfig(StepHeadConfig):
     draft_vocab_size: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         if (self.draft_vocab_size or 0) > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}. Expected at most {self.vocab_size}")
         if self.draft_vocab_size is not None and not self.own_lm_head:

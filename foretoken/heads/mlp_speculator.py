@@ -10,7 +10,7 @@ Letters as in `base`; D inner width.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -22,8 +22,6 @@ from foretoken.decoder.native_head import BiasedNorm, HeadStep, HeadSteps, LmHea
 from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from foretoken.models.parts import TargetParts
 
 
@@ -51,7 +49,7 @@ class MlpSpeculatorConfig(StepHeadConfig):
     rms_norm_eps: float = Field(default=1e-6, gt=0)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.top_k is not None and len(self.top_k) != self.num_heads:
             raise ValueError(f"top_k has {len(self.top_k)} entries. Expected one a head, {self.num_heads}")
         return self
@@ -113,14 +111,14 @@ class MlpSpeculatorHead(StepHead):
     @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
         """Takes the token into the state; `logits` also reads the state."""
-        projected = _of(self.projections, index)(state)
-        token = _of(self.embeddings, index)(tokens)
-        state = gelu(_of(self.norms, index)(projected + self.config.alpha * token))
+        projected = _stage_module(self.projections, index)(state)
+        token = _stage_module(self.embeddings, index)(tokens)
+        state = gelu(_stage_module(self.norms, index)(projected + self.config.alpha * token))
         return state, state
 
     @override
     def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        logits: Tensor = _of(self.lm_heads, index)(hidden)
+        logits: Tensor = _stage_module(self.lm_heads, index)(hidden)
         return logits
 
     @override
@@ -128,13 +126,13 @@ class MlpSpeculatorHead(StepHead):
         config = self.config
 
         def step(index: int) -> HeadStep:
-            norm, embedding = _of(self.norms, index), _of(self.embeddings, index)
+            norm, embedding = _stage_module(self.norms, index), _stage_module(self.embeddings, index)
             assert isinstance(norm, RmsNormWithBias), "the constructor made it"
             return HeadStep(
-                first=_of(self.projections, index),
+                first=_stage_module(self.projections, index),
                 norm=BiasedNorm(norm.weight, norm.bias, norm.epsilon),
                 embedding=ScaledEmbedding(embedding.get_parameter("weight"), config.alpha),
-                head=LmHead(_of(self.lm_heads, index)),
+                head=LmHead(_stage_module(self.lm_heads, index)),
             )
 
         return HeadSteps(
@@ -169,7 +167,7 @@ def rms_scaled(x: Tensor, epsilon: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
 
-def _of(modules: nn.ModuleList, index: int) -> nn.Module:
+def _stage_module(modules: nn.ModuleList, index: int) -> nn.Module:
     """Returns a stage's module; with tied weights the last one serves all further stages."""
     return modules[min(index, len(modules) - 1)]
 

@@ -8,36 +8,31 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, ModelError, RequestError, foreign_errors_as
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.results import GenerationMetrics, StreamChunk
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.entrypoints.llm import LLM
 from foretoken.hf.generate_request import Unserved, read_request, set_argument, set_field
-from foretoken.models.loading import wrap_model
+from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.model_changes import foreign_call, model_structure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
-
-    from torch import nn
     from transformers import GenerationConfig
 
-    from foretoken.core.results import StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter, TargetHandle
     from foretoken.entrypoints.requests import Request
-    from foretoken.models.loading import LoadedModel
 
 
 _log = logging.getLogger(__name__)
@@ -244,7 +239,7 @@ class AcceleratedGenerate:
         try:
             changes = self._changes(given, more)
         except Unserved as reason:
-            self._tell(str(reason))
+            self._warn_once(str(reason))
             return self.original(*args, **kwargs)
         return self.original(**{**given, **more, **changes, "custom_generate": self._decoder(given.get("streamer"))})
 
@@ -293,7 +288,7 @@ class AcceleratedGenerate:
                 request = read_request(input_ids, mask, stopping_criteria, generation_config, target)
                 chunks = self._asked(partial(self.engine.stream, *request))
             except Unserved as reason:
-                self._tell(str(reason))
+                self._warn_once(str(reason))
                 return type(model)._sample(
                     model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                     generation_config=generation_config, streamer=streamer, **model_kwargs,
@@ -311,7 +306,7 @@ class AcceleratedGenerate:
         except (RequestError, ModelError, ConfigError) as err:
             raise Unserved(str(err)) from err
 
-    def _tell(self, reason: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         """Logs once for each reason why transformers serves a call."""
         if reason not in self._told:
             self._told.add(reason)
@@ -358,7 +353,7 @@ def replay(
     while bool(unfinished.any()):
         is_open = unfinished.tolist() if pads_what_is_over else [True] * num_rows
         while any(wanted and not tokens for wanted, tokens in zip(is_open, waiting, strict=True)):
-            _take(chunks, waiting)
+            _take_chunk(chunks, waiting)
         column = [tokens.popleft() if wanted else pad for wanted, tokens in zip(is_open, waiting, strict=True)]
         tokens = torch.tensor(column, dtype=input_ids.dtype, device=device)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
@@ -372,7 +367,7 @@ def replay(
     return GenerateDecoderOnlyOutput(sequences=input_ids)  # type: ignore[arg-type]  # their name for int64 tensors
 
 
-def _take(chunks: Iterator[StreamChunk], waiting: list[deque[int]]) -> None:
+def _take_chunk(chunks: Iterator[StreamChunk], waiting: list[deque[int]]) -> None:
     """Adds the next tokens of the engine to the waiting ones."""
     chunk = next(chunks, None)
     if chunk is None or chunk.finish_reason in ("error", "abort"):

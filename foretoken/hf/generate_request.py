@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
-from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList
 
 from foretoken.core.errors import RequestError
 from foretoken.core.sampling_params import SamplingParams
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
-    from transformers.generation.stopping_criteria import StoppingCriteriaList
 
     from foretoken.runner.runner import Runner
 

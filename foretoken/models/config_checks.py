@@ -29,7 +29,7 @@ SIZES = (
     "max_position_embeddings",
     "sliding_window",
 )
-LARGEST_SIZE = 1 << 28  # the largest published sizes are vocabularies and contexts of some ten millions
+LARGEST_SIZE = 1 << 28  # a choice: the largest published sizes are vocabularies and contexts of some ten millions
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 TWIN_KEY = "cost_twin"
 
@@ -146,7 +146,7 @@ _INDEX = "model.safetensors.index.json"
 # Files that libraries read to their end; a device has no end.
 _READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 _TEMPLATES = "additional_chat_templates"  # the only directory that tokenizers read besides
-_MOST_TEXT_BYTES = 256 * MIB  # tokenizers of 260,000 tokens have 40 MiB
+_MOST_TEXT_BYTES = 256 * MIB  # a choice: tokenizers of 260,000 tokens have 40 MiB
 
 
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:

@@ -60,7 +60,7 @@ def generate_plain(model: Any, prompt: Sequence[int], max_tokens: int) -> list[i
     return result
 
 
-_PROBE = torch.tensor([[1, 2, 3]])
+_PROBE = torch.tensor([[1, 2, 3]])  # three different tokens, so that a block that mixes up positions is noticed
 
 
 class Taps:
@@ -200,7 +200,7 @@ class EarlyExit:
         """
         wanted = forward_pass.num_layers
         if wanted is None or wanted > self._model.num_layers:
-            raise PassError(f"the pass goes through {wanted} blocks, of which there are {self._model.num_layers}.")
+            raise PassError(f"the pass goes through {wanted} blocks, the target has {self._model.num_layers}.")
         try:
             self._model.backbone(**arguments)
         except _ExitError as end:

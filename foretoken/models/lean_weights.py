@@ -13,13 +13,23 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, LeanWeights, Matrix, Norm, Rotary
+from foretoken.decoder.blocks import (
+    Activation,
+    Block,
+    Blocks,
+    BlockSpec,
+    Experts,
+    FeedForward,
+    LeanWeights,
+    Matrix,
+    Norm,
+    Rotary,
+)
 from foretoken.models.model_changes import foreign_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from foretoken.decoder.blocks import Activation
     from foretoken.models.loading import LoadedModel
 
 
@@ -158,7 +168,7 @@ class _RotaryTables:
         self._positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
         self._known: dict[str | None, Rotary] = {}
 
-    def of(self, kind: str | None) -> Rotary:
+    def tables_of(self, kind: str | None) -> Rotary:
         """Returns (P, R / 2) float32 each; kind: of layer, None for all. Both halves turn by the same angles."""
         if kind not in self._known:
             kinds = () if kind is None else (kind,)
@@ -216,7 +226,7 @@ def _rotary(attention: Any, config: Any, index: int, tables: _RotaryTables) -> R
     if not getattr(attention, "use_rope", True):
         return None
     by_kind = any(isinstance(part, dict) for part in (config.rope_parameters or {}).values())
-    return tables.of(config.layer_types[index] if by_kind else None)
+    return tables.tables_of(config.layer_types[index] if by_kind else None)
 
 
 def _mlp(module: Any) -> FeedForward | Experts:

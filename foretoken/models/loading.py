@@ -21,6 +21,7 @@ from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_lin
 from foretoken.models.config_checks import (
     ATTENTION_LAYERS,
     TWIN_KEY,
+    TwinRecord,
     check_model_files,
     check_quantization,
     check_readable,
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
-
-    from foretoken.models.config_checks import TwinRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,11 +97,11 @@ class WeightWrites:
         self._versions = self._now()
 
     def are_new(self) -> bool:
-        """Whether anything was written since `take`, or since this was made."""
+        """Whether anything was written since `mark_known`, or since this was made."""
         self._seen = self._now()
         return self._seen != self._versions
 
-    def take(self) -> None:
+    def mark_known(self) -> None:
         """Marks the writes that `are_new` saw as known; later writes are still new."""
         self._versions = self._seen
 

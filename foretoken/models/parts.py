@@ -11,12 +11,11 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foretoken.decoder.native_head import LmHead, ScaledEmbedding
-from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
+from foretoken.decoder.native_linear import NativeLinear, Quantization, fast_linear, linear_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from foretoken.decoder.native_linear import Quantization
     from foretoken.models.loading import LoadedModel
 
 
@@ -51,7 +50,7 @@ class TargetParts:
     def follow_weights(self) -> None:
         """Renews an int8 copy of the LM head after writes to the target's weight."""
         if self.native is not None and isinstance(self.native.head.layer, NativeLinear):
-            self.native.head.layer.follow(self.lm_head_weight)
+            self.native.head.layer.requantize(self.lm_head_weight)
 
 
 def target_parts(
@@ -80,10 +79,14 @@ def target_parts(
     native = None
     if is_inference:
         fast = fast_linear(head, quantization=quantization, compacts=False)
-        embed, lm_head = _casting(embedding, fast, head.weight.dtype, dtype or model.dtype)
+        own, wanted = head.weight.dtype, dtype or model.dtype
+        takes_any = own == wanted or isinstance(fast, NativeLinear)
+        embed, lm_head = lambda tokens: embedding(tokens).to(wanted), fast if takes_any else lambda x: fast(x.to(own))
         native = _native(embedding, LmHead(fast, factor, cap or 0.0))
-    elif dtype == model.dtype:
-        embed, lm_head = _frozen(embedding, head)
+    elif dtype == model.dtype:  # without gradients of weights, which would double the cost of the LM head
+        is_plain = type(head) is nn.Linear  # other classes may compute anything from their weight
+        frozen = linear_layer(head.weight, head.bias) if is_plain else head
+        embed, lm_head = lambda tokens: embedding(tokens).detach(), frozen
     elif dtype is not None:
         embed, lm_head = _converted(embedding, head, dtype)
     else:
@@ -104,19 +107,6 @@ def _native(embedding: Any, head: LmHead) -> NativeParts | None:
         return None
     rows = embedding.weight
     return NativeParts(ScaledEmbedding(rows, 1.0 if scale is None else float(scale.to(rows.dtype))), head)
-
-
-def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Returns the modules for a caller of another dtype; our native linear layers take any."""
-    takes_any = own == dtype or isinstance(head, NativeLinear)
-    return lambda tokens: embedding(tokens).to(dtype), head if takes_any else lambda x: head(x.to(own))
-
-
-def _frozen(embedding: Any, head: Any) -> tuple[Any, Any]:
-    """Returns the modules without weight gradients; for an LM head they would double the cost."""
-    is_plain = type(head) is nn.Linear  # others may compute anything from their weight
-    frozen = linear_layer(head.weight, head.bias) if is_plain else head
-    return lambda tokens: embedding(tokens).detach(), frozen
 
 
 def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:

@@ -23,7 +23,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-_LONGEST_REASON = 100  # characters
+_LONGEST_REASON = 100  # characters; a choice: longer messages of torch list all device types
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
@@ -72,7 +72,7 @@ def _usable_devices(accelerator: torch.device | None) -> str:
 
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")  # the part of a weight's name up to its block's number
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
 def gather_weights(module: nn.Module) -> None:

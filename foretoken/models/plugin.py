@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -20,8 +20,6 @@ from foretoken.core.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import nn
 
     from foretoken.attention.layout import AttentionLayout
     from foretoken.decoder.slot_cache import SlotCache

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _WIDE_DTYPES = {"F64", "F32", "F16", "BF16"}
-_SLACK = 2  # files may leave out tied weights
+_SLACK = 2  # a choice: files may leave out tied weights, at most half of the model
 _BLOCK = re.compile(r"(.*?)\.(\d+)\.")
 _LISTS = ("layers", "h", "blocks", "layer", "block")  # names of the list of blocks in transformers and converters
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # heads behind the blocks

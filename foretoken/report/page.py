@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 _DARK = "-dark"
-_MOST_PICTURE_BYTES = 16 * MIB
+_MOST_PICTURE_BYTES = 16 * MIB  # a choice: the page holds its pictures, and browsers load it whole
 # Columns of a table of a sweep's points: heading, keys in a line's `result`, and format.
 _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("point", ("name",), ""),
@@ -141,13 +141,13 @@ def _sweep(path: Path, name: str) -> SweepView:
             raise ConfigError(f"line {number} of '{path}' is no JSON. Expected results of `foretoken sweep`.") from err
         if isinstance(value, dict) and isinstance(value.get("result"), dict):
             points.append(value["result"])
-    points.sort(key=lambda point: -_number(_at(point, ("tokens_per_s", "median"))))
-    used = [column for column in _COLUMNS if any(_at(point, column[1]) is not None for point in points)]
-    rows = [[_cell(_at(point, keys), form) for _, keys, form in used] for point in points]
+    points.sort(key=lambda point: -_number(_value_at(point, ("tokens_per_s", "median"))))
+    used = [column for column in _COLUMNS if any(_value_at(point, column[1]) is not None for point in points)]
+    rows = [[_cell(_value_at(point, keys), form) for _, keys, form in used] for point in points]
     return SweepView(name=visible(name), headings=[heading for heading, _, _ in used], rows=rows)
 
 
-def _at(value: Any, keys: tuple[str, ...]) -> Any:
+def _value_at(value: Any, keys: tuple[str, ...]) -> Any:
     """Returns a value of nested mappings, or None."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None

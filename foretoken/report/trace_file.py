@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from foretoken.core.errors import ConfigError
-from foretoken.core.records import TreeTrace
+from foretoken.core.records import SequenceStep, StepRecord, TreeTrace
 from foretoken.core.results import GenerationMetrics
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import MIB, read_named
-from foretoken.text.codec import TokenSpans
+from foretoken.text.codec import Codec, TokenSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from foretoken.core.records import SequenceStep, StepRecord
-    from foretoken.text.codec import Codec
 
 FORMAT, VERSION = "foretoken trace", 1
-MOST_TRACE_BYTES = 512 * MIB
+MOST_TRACE_BYTES = 512 * MIB  # a choice: some hundred thousand iterations; the page holds all of them
 _ADVICE = "Expected a place for a file that may be written to. Name another, or make room."
 
 
@@ -48,7 +46,6 @@ class Header(_Line):
         version: Version of the format.
         conditions: Model, drafter, machine, versions and sampling parameters, by name.
         prompt: The prompt as text.
-        prompt_token_ids: The prompt as tokens.
     """
 
     format: str
@@ -162,7 +159,7 @@ class TraceRecorder:
         self._spans = TokenSpans(codec, prompt)
         self.metrics = GenerationMetrics()
 
-    def add(self, record: StepRecord) -> None:
+    def add_step(self, record: StepRecord) -> None:
         """Adds an iteration of one sequence."""
         step, seconds = record.sequences[0], record.decode_seconds
         self.metrics.add_step(step, record)
@@ -186,7 +183,7 @@ class TraceRecorder:
             })
         )  # fmt: skip
 
-    def write(
+    def write_file(
         self, path: Path, *, conditions: dict[str, Any], prompt: str, text: str | None, finish_reason: str | None
     ) -> None:
         """Writes the file, whole or not at all; replaces an existing file.
@@ -232,14 +229,14 @@ def read_trace(path: Path) -> Trace:
     lines = [line for line in lines if line.strip()]
     if len(lines) < 2:
         raise ConfigError(f"'{path}' has {len(lines)} lines. Expected a trace of `foretoken generate --trace`.")
-    header = _read(Header, lines[0], path, 1)
+    header = _parse_line(Header, lines[0], path, 1)
     if (header.format, header.version) != (FORMAT, VERSION):
         raise ConfigError(
             f"'{path}' is a '{header.format}' of version {header.version}. Expected a '{FORMAT}' of version {VERSION}. "
             "Write it again with this version of foretoken."
         )
-    iterations = [_read(Iteration, line, path, number) for number, line in enumerate(lines[1:-1], start=2)]
-    end = _read(End, lines[-1], path, len(lines))
+    iterations = [_parse_line(Iteration, line, path, number) for number, line in enumerate(lines[1:-1], start=2)]
+    end = _parse_line(End, lines[-1], path, len(lines))
     if len(end.parts) != sum(len(iteration.tokens) for iteration in iterations):
         raise ConfigError(f"'{path}' has {len(end.parts)} parts of text, not one a token. Write the trace again.")
     return Trace(header=header, iterations=iterations, end=end)
@@ -253,7 +250,7 @@ def tree_of(line: TreeLine) -> TreeTrace:
     return TreeTrace(**values)
 
 
-def _read(model: type[_LineT], line: bytes, path: Path, number: int) -> _LineT:
+def _parse_line(model: type[_LineT], line: bytes, path: Path, number: int) -> _LineT:
     try:
         return model.model_validate_json(line)
     except ValidationError as err:

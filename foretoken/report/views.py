@@ -11,15 +11,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.records import NodeOutcome
+from foretoken.core.records import NodeOutcome, TreeTrace
 from foretoken.grammars.drafts import FORCED
-from foretoken.report.trace_file import tree_of
+from foretoken.report.trace_file import Iteration, Trace, tree_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from foretoken.core.records import TreeTrace
-    from foretoken.report.trace_file import Iteration, Trace
 
 _KEPT = "\u200c\u200d"  # joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp", "Co"}
@@ -85,7 +83,7 @@ def _probability(value: float | None) -> str:
     return f"p = {value:.2g}" if value < 0.1 else f"p = {value:.2f}"
 
 
-NUM_COLOURS = 8
+NUM_COLOURS = 8  # of the page's style sheet; further drafters use them again
 _OUTCOMES = list(NodeOutcome)
 
 

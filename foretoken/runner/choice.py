@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
 
-_TIE = 1.05  # costs within this ratio differ by noise alone
-_TREE_TOKENS = 2  # of a verification: published acceptance lengths are 2 to 4, but not every tree is drafted
+_TIE = 1.05  # costs within this ratio differ by noise alone; a choice, as repeated bursts scatter by a few percent
+_TREE_TOKENS = 2  # of a verification; a choice: published acceptance lengths are 2 to 4, but not every tree is drafted
 
 
 class PassWidths(NamedTuple):

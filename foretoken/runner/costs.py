@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from foretoken.decoder.base import Decoder
     from foretoken.models.loading import LoadedModel
 
-LIMIT_S = 1.5
+LIMIT_S = 1.5  # to measure all curves of a decoder; a choice: a longer load against widths that are estimated
+# Of one width; a choice: the fastest pass counts, so a longer burst hides more interruptions and loads slower.
 _BURST_S = 0.005
-_LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
-_LARGEST_RATIO = 2.0  # cap on a pass relative to its known cost: interrupted passes say little
-_DRIFT_RATE = 0.05  # weight of one pass in the cost of other widths: machines speed up and slow down as a whole
+# Weight of one pass in the cost of its width; a choice: slower is steadier, faster follows other load.
+_LEARNING_RATE = 0.1
+_LARGEST_RATIO = 2.0  # cap on a pass relative to its known cost: interrupted passes say little; a choice
+_DRIFT_RATE = 0.05  # weight of one pass in the cost of other widths, since the whole machine slows down; a choice
 
 
 class CostCurve:
@@ -136,7 +138,7 @@ def _fastest(run: Callable[[int], None], width: int) -> float:
 
 _KEPT = KeptEntries(file="foretoken-costs.json", mark="foretoken_costs", holder="curves", what="measured costs")
 FILE = _KEPT.file
-_LIKELY_S = (1e-7, 3600.0)  # bounds of a plausible pass
+_LIKELY_S = (1e-7, 3600.0)  # bounds of a plausible pass; kept files with other values are damaged
 
 
 def read_points(key: str, widths: Mapping[str, Sequence[int]]) -> dict[str, list[tuple[int, float]]] | None:
@@ -176,13 +178,14 @@ def _is_likely(curve: Any, allowed: Sequence[int]) -> bool:
     return bool(10 * min(seconds) >= seconds[0])  # a faster wide pass is noise, but not by a factor of ten
 
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)  # nodes of a tree
-_PROMPT_WIDTHS = (1, 32, 128, 512)  # tokens of a prompt chunk
-_STEP_WIDTHS = (1, 4)  # sequences
+# Nodes of a tree; a choice: dense where a node more is decided, sparse where time bounds the measurement.
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+_PROMPT_WIDTHS = (1, 32, 128, 512)  # tokens of a prompt chunk; a choice, costs between them are interpolated
+_STEP_WIDTHS = (1, 4)  # sequences; a choice, costs between them are interpolated
 _CURVES = {"tree": WIDTHS, "step": _STEP_WIDTHS, "prompt": _PROMPT_WIDTHS}
-_PREFIX = 128  # committed rows while trees and steps are timed
-_LONGEST_PROMPT_S = 0.5  # no wider chunk is timed after a longer one
-_FORMAT = 4
+_PREFIX = 128  # committed rows while trees and steps are timed; a choice: a short conversation
+_LONGEST_PROMPT_S = 0.5  # no wider chunk is timed after a longer one; a choice, part of `LIMIT_S`
+_FORMAT = 4  # of the kept file; older files are measured again
 _log = logging.getLogger(__name__)
 
 

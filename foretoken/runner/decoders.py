@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loading import LoadedModel
 
-_PROMPT_LENS = (2, 5)
-_PARENTS = ((-1, 0, 0, 1, 2, 2), (-1, 0, 1, 1))  # two branches, one of which forks; one branch that forks late
+_PROMPT_LENS = (2, 5)  # of two slots; different, so that a decoder that mixes up slots or lengths fails
+_PARENTS = ((-1, 0, 0, 1, 2, 2), (-1, 0, 1, 1))  # two branches, the first one forks; one branch that forks late
 _PATHS = (((0, 1, 3), (0, 2, 4), (0, 2, 5)), ((0, 1, 2), (0, 1, 3)))  # from the root to every leaf, all three long
-_PATH_LEN = 3
+_PATH_LEN = 3  # levels of both trees
 NUM_ROWS = max(_PROMPT_LENS) + max(map(len, _PARENTS))  # cache rows of the self-test
 
 

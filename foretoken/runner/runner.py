@@ -163,7 +163,7 @@ class Runner:
             self.quantize(self._quantization)
         elif self.name != "generic":  # `generic` keeps no copies
             self._use(DECODERS[self.name](self.model, self.cache, self._taps))
-        self._writes.take()
+        self._writes.mark_known()
         return True
 
     @property

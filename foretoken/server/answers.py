@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foretoken.server.message_parts import MessageReader, joined, whole_message
+from foretoken.server.message_parts import MessageForm, MessageReader, joined, whole_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, RequestOutput, StreamChunk
     from foretoken.entrypoints.llm import LLM
     from foretoken.server.json_body import ApiError
-    from foretoken.server.message_parts import MessageForm
     from foretoken.server.request_fields import ServedRequest
 
 
@@ -25,7 +24,6 @@ class EchoedPrompt:
     """A prompt that its completions begin with.
 
     Attributes:
-        text: The text of the prompt.
         first_token: The first token as text, for which there is no log-probability.
         entries: Tokens and log-probabilities, in the lists of `completion_entries`; None if unknown or not asked for.
     """
@@ -35,7 +33,7 @@ class EchoedPrompt:
     entries: dict[str, Any] | None = None
 
     @classmethod
-    def read(cls, llm: LLM, text: str | None, token_ids: list[int]) -> EchoedPrompt:
+    def of_prompt(cls, llm: LLM, text: str | None, token_ids: list[int]) -> EchoedPrompt:
         """Returns a prompt without log-probabilities; text: None for a prompt of token ids.
 
         Raises:
@@ -68,7 +66,7 @@ def without_tokens(part: _Part, **more: Any) -> _Part:
     return replace(part, text="", token_ids=[], finish_reason=reason, stop_reason=None, **more)
 
 
-_LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+_LOWEST = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI and vLLM write the same number
 
 
 def seconds_since_1970() -> int:
@@ -81,7 +79,6 @@ class Envelope:
     """Builds the bodies of an answer to completions or a chat.
 
     Attributes:
-        request: The request.
         model: The name under which the model is served.
         has_draft_metrics: Whether the answer has draft metrics.
         name: A unique name, the end of the answer's id.

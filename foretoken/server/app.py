@@ -98,9 +98,10 @@ def _page() -> tuple[str, str]:
     return render_inlined("foretoken.server", "page")
 
 
-_LARGE_BODY = 256 * 1024  # bytes; a larger body is read in a thread, so that other requests' chunks are not delayed
+# Bytes; a choice: a larger body is read in a thread, so that chunks of other requests are not delayed.
+_LARGE_BODY = 256 * 1024
 _NO_TEMPLATE = "Start the server with --chat-template FILE, or send the text to /v1/completions."
-_LONGEST_ITERATION_S = 300.0  # after which /health fails, so that a supervisor may restart the server
+_LONGEST_ITERATION_S = 300.0  # after which /health fails, so that a supervisor may restart the server; a choice
 _log = logging.getLogger(__name__)
 
 
@@ -161,7 +162,7 @@ class _Server:
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._engine, self._config, self._created, llm = engine, config, seconds_since_1970(), engine.llm
         template = config.chat_template
-        formats = AnswerFormats.of(
+        formats = AnswerFormats.of_llm(
             llm, template, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
         )
         _log.info("parsers, by the chat template or the options: %s", formats)

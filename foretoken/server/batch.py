@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from foretoken.entrypoints.async_llm import AsyncLLM
 
-_MOST_LINE_BYTES = 8 * MIB
+_MOST_LINE_BYTES = 8 * MIB  # as `MOST_BODY_BYTES`: a line is the body of a request
 _PIECE_BYTES = MIB
 
 
@@ -77,10 +77,10 @@ class AnswerFile:
         Raises:
             ConfigError: When the file holds other data, or answers of another model.
         """
-        self._out, self._part, self._model = out, partial_file(out), model
+        self._out, self._part, self._model = out, out.with_name(f"{out.name}.part"), model
         self.answered: set[str] = set()
         with told_as(ConfigError, f"'{self._part}'", "Choose another OUT, or remove it to start again."):
-            length = self._read() if self._part.exists() else 0
+            length = self._read_answers() if self._part.exists() else 0
             self._file = self._part.open("ab", buffering=0)  # a buffer would be written again at close
             self._file.truncate(length)
 
@@ -102,7 +102,7 @@ class AnswerFile:
         """Keeps the partial file for a later run."""
         self._file.close()
 
-    def _read(self) -> int:
+    def _read_answers(self) -> int:
         """Collects the names of answered lines; returns the length in bytes of all complete lines."""
         length = 0
         with self._part.open("rb") as file:
@@ -126,11 +126,6 @@ class AnswerFile:
                 "another OUT, or remove the file to start again."
             )
         return name
-
-
-def partial_file(out: Path) -> Path:
-    """Returns the path of the partial file."""
-    return out.with_name(f"{out.name}.part")
 
 
 def name_of(answer: dict[str, Any]) -> str:
@@ -193,7 +188,7 @@ class LineAnswers:
 
     def __init__(self, engine: AsyncLLM, model: str, chat_template: str | None) -> None:
         self._engine, self._model, llm = engine, model, engine.llm
-        formats = AnswerFormats.of(llm, chat_template)
+        formats = AnswerFormats.of_llm(llm, chat_template)
         self._reader = BodyReader(llm, model=model, template=chat_template, advice=_NO_TEMPLATE, formats=formats)
 
     async def answer(self, line: Line, asked: dict[str, Any]) -> dict[str, Any]:

@@ -54,10 +54,10 @@ def _keys_of(path: Path) -> list[str]:
     return lines
 
 
-MOST_BODY_BYTES = 8 << 20
-_BODY_SECONDS = 30.0
-_MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # bounds on reading the rest of a refused body
-_MOST_HEADERS = 256
+MOST_BODY_BYTES = 8 << 20  # RESULTS, "What one client's dearest requests cost"
+_BODY_SECONDS = 30.0  # a choice: a client that sends slowly holds a connection for no longer
+_MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # choices: bounds on reading the rest of a refused body
+_MOST_HEADERS = 256  # a choice: clients and proxies send a few dozens
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", re.IGNORECASE)
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 
@@ -82,12 +82,12 @@ class Guards:
             return
         incoming = _Body(receive)
         try:
-            self._check(scope)
+            self._check_headers(scope)
             body = await incoming.whole()
         except ApiError as err:
             self._refused(err.status)
             await send_json(send, err.body, err.status, {**err.headers, "Connection": "close"}, is_end=False)
-            await incoming.drop()
+            await incoming.discard_rest()
             await send({"type": "http.response.body"})
             return
         if body is None:  # the client went away
@@ -99,7 +99,7 @@ class Guards:
 
         await self._app(scope, receive_again, send)
 
-    def _check(self, scope: MutableMapping[str, Any]) -> None:
+    def _check_headers(self, scope: MutableMapping[str, Any]) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if len(headers) > _MOST_HEADERS:
             raise ApiError(f"The request has {len(headers)} headers. Expected at most {_MOST_HEADERS}.", status=431)
@@ -152,8 +152,6 @@ def open_to(origins: Sequence[str], app: App) -> App:
 
 
 class _Body:
-    """Reads the body of a request."""
-
     def __init__(self, receive: Receive) -> None:
         self._receive, self._is_over = receive, False
 
@@ -175,7 +173,7 @@ class _Body:
             raise ApiError(f"The body did not come within {_BODY_SECONDS:.0f} seconds.", status=408) from err
         return b"".join(parts)
 
-    async def drop(self) -> None:
+    async def discard_rest(self) -> None:
         """Reads the rest of the body, within bounds: a client that still sends at the close never sees the answer."""
         size = 0
         with suppress(TimeoutError):

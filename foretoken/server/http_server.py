@@ -9,14 +9,14 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-_DRAIN_SECONDS = 30
-_KEEP_ALIVE_SECONDS = 30
-_HEADER_SECONDS = 10.0
-_MOST_HEADER_BYTES = 256 << 10
-_READ_SECONDS = 30.0  # without any progress of a client that reads an answer
-_SEND_BUFFER_BYTES = 256 << 10  # SO_SNDBUF of each connection
-_MOST_UNREAD_BYTES = 256 << 20  # unread bytes of all clients together
-_PROBE_SECONDS = 0.5
+_DRAIN_SECONDS = 30  # for running answers after a signal; a choice: supervisors kill after 30 seconds or more
+_KEEP_ALIVE_SECONDS = 30  # a choice: clients use connections again, idle ones hold a descriptor
+_HEADER_SECONDS = 10.0  # a choice: a client that sends headers slowly holds a connection for no longer
+_MOST_HEADER_BYTES = 256 << 10  # a choice, far above what proxies allow
+_READ_SECONDS = 30.0  # without any progress of a client that reads an answer; a choice
+_SEND_BUFFER_BYTES = 256 << 10  # SO_SNDBUF of each connection; a choice: larger hides that a client does not read
+_MOST_UNREAD_BYTES = 256 << 20  # unread bytes of all clients together; a choice: bounds memory
+_PROBE_SECONDS = 0.5  # between two looks at what a client has read; a choice
 _HTTPProtocol: Any = AutoHTTPProtocol  # httptools if it is installed, else h11
 
 
@@ -55,7 +55,7 @@ class GuardedProtocol(_HTTPProtocol):
         super().connection_made(transport)
         # With megabytes in the kernel's buffer a client that reads slowly looks like one that reads nothing.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        self._watch()
+        self._watch_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels the timers."""
@@ -74,7 +74,7 @@ class GuardedProtocol(_HTTPProtocol):
         elif self._num_header_bytes > _MOST_HEADER_BYTES and not self.transport.is_closing():  # httptools keeps all
             self.send_400_response(f"The headers are larger than {_MOST_HEADER_BYTES >> 10} KiB.")
         elif self._timer is None:
-            self._watch()
+            self._watch_reader()
 
     def eof_received(self) -> bool:
         """Returns True, which keeps the connection, if a complete request is being answered."""
@@ -108,7 +108,7 @@ class GuardedProtocol(_HTTPProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _watch(self) -> None:
+    def _watch_reader(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(_HEADER_SECONDS, self.transport.close)
 
     def _stop_watching(self) -> None:

@@ -70,10 +70,11 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError("The server failed. The request was not completed; other requests go on.", status=500)
 
 
-DEEPEST = 64  # nesting of containers
-# Parsing more values would delay other requests. Each kind is counted by its character in the body.
+DEEPEST = 64  # nesting of containers; a choice: Python's parser recurses
+# Parsing more values would delay other requests: RESULTS, "What one client's dearest requests cost". Each kind is
+# counted by its character in the body.
 _MOST = {"values": (b",", 1 << 21), "lists": (b"[", 1 << 17), "objects": (b"{", 1 << 17)}
-_MOST_TEXTS = 1 << 18
+_MOST_TEXTS = 1 << 18  # strings; RESULTS, "What one client's dearest requests cost"
 _SMALL = 1 << 18  # bytes; a smaller body cannot reach these counts
 
 
@@ -101,7 +102,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise ApiError("The body holds a number that is too long. Expected a JSON object.") from err
     if not isinstance(value, dict):
         raise ApiError("The body is not a JSON object. Expected {...} with the fields of the request.")
-    _check(value)
+    _check_containers(value)
     return value
 
 
@@ -140,7 +141,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _check(value: Any) -> None:
+def _check_containers(value: Any) -> None:
     """Raises `ApiError` for containers nested too deeply and for text with a lone surrogate."""
     level = [value]
     for _ in range(DEEPEST):
@@ -162,7 +163,7 @@ def _too_deep() -> ApiError:
     return ApiError(f"The body is nested too deeply. Expected at most {DEEPEST} objects or lists within each other.")
 
 
-_LONGEST_PIECE = 128  # list items encoded in one call
+_LONGEST_PIECE = 128  # list items encoded in one call; RESULTS, "What one client's dearest requests cost"
 _DEEPEST_PIECES = 6  # containers around log-probabilities in the bodies of completions, chats and responses
 
 

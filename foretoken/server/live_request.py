@@ -130,7 +130,7 @@ class BodyReader:
 
 
 _Answer = TypeVar("_Answer")
-_MOST_LOGPROBS = 1 << 18  # of one answer: some 20 MB of JSON
+_MOST_LOGPROBS = 1 << 18  # of one answer, some 20 MB of JSON; RESULTS, "What one client's dearest requests cost"
 # Compiling structured output takes long: these requests wait for each other and leave threads to other requests.
 _compiling = ThreadPoolExecutor(4, thread_name_prefix="foretoken-grammars")
 
@@ -154,7 +154,7 @@ class LiveRequest:
         """Submits every prompt, or none.
 
         Raises:
-            ForetokenError: From `AsyncLLM.submit` and `EchoedPrompt.read`; prompts submitted before are aborted.
+            ForetokenError: From `AsyncLLM.submit` and `EchoedPrompt.of_prompt`; prompts submitted before are aborted.
             ApiError: When the context has no room for the requested number of tokens.
         """
         streams: list[RequestStream] = []
@@ -175,7 +175,7 @@ class LiveRequest:
                 streams.append(await submit(partial(call, prompt, check=check)))
                 if request.is_echoed:
                     given = prompt.get("prompt"), streams[-1].prompt_token_ids
-                    echoes.append(await in_thread(EchoedPrompt.read, engine.llm, *given))
+                    echoes.append(await in_thread(EchoedPrompt.of_prompt, engine.llm, *given))
         return cls(envelope, streams, echoes, metrics)
 
     def abort(self) -> None:
@@ -212,10 +212,10 @@ class LiveRequest:
             outputs = [await stream.output() for stream in self._streams]
         finally:
             self.abort()
-        self._count(outputs)
+        self._count_outputs(outputs)
         for output in outputs:
             for completion in output.outputs:
-                _check(self.envelope.request.params, completion.finish_reason, completion.error)
+                _check_completion(self.envelope.request.params, completion.finish_reason, completion.error)
         return await in_thread(lambda: make(self._body(outputs)))
 
     def _body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -255,9 +255,9 @@ class LiveRequest:
                 yield body if echo is None or echo.entries is None else await in_thread(dumped_in_pieces, body)
             unechoed.discard(index)
             offsets[index] += sum(len(next(iter(entry.values())).decoded_token or "") for entry in chunk.logprobs or ())
-            _check(request.params, chunk.finish_reason, chunk.error)
+            _check_completion(request.params, chunk.finish_reason, chunk.error)
         outputs = [await stream.output() for stream in self._streams]
-        self._count(outputs)
+        self._count_outputs(outputs)
         for body in self.envelope.last(self._told(outputs)):
             yield body
 
@@ -293,7 +293,7 @@ class LiveRequest:
             return outputs
         return [replace(output, outputs=list(map(without_tokens, output.outputs))) for output in outputs]
 
-    def _count(self, outputs: list[RequestOutput]) -> None:
+    def _count_outputs(self, outputs: list[RequestOutput]) -> None:
         if self._metrics is not None:
             self._metrics.ended(outputs, time.monotonic() - self._begin)
 
@@ -358,7 +358,7 @@ async def _next(stream: RequestStream) -> StreamChunk | None:
         return None
 
 
-def _check(params: SamplingParams, finish_reason: str | None, error: str | None) -> None:
+def _check_completion(params: SamplingParams, finish_reason: str | None, error: str | None) -> None:
     """Raises `ApiError` if a completion failed; with status 400 if its parameters may be the cause."""
     if error == NO_TOKEN and not params.is_plain:
         raise ApiError(

@@ -7,15 +7,15 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.server.tools import FORCED, CallEnd, thinking_tags, tool_format
+from foretoken.server.tools import FORCED, Call, CallEnd, Tags, ToolFormat, ToolUse, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.entrypoints.llm import LLM
-    from foretoken.server.tools import Call, Schemas, Tags, ToolFormat, ToolUse
+    from foretoken.server.tools import Schemas
 
-_MOST_SPACES = 64  # white space that may precede the opening tag of thoughts
+_MOST_SPACES = 64  # white space that may precede the opening tag of thoughts; a choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class AnswerFormats:
     decode: Callable[[Sequence[int]], str] = lambda _: ""
 
     @classmethod
-    def of(
+    def of_llm(
         cls, llm: LLM, template: str | None, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> AnswerFormats:
         """Returns the formats of a model, for a chat template in Jinja, or None for the tokenizer's own.
@@ -145,7 +145,7 @@ class MessageReader:
         self._thoughts, self._content = _Spaced(is_begun=False), _Spaced(is_begun=True)
         self._held: list[str] = []
         self.num_calls = 0
-        self._step = self._enter if form.tags is not None else self._behind_thoughts()
+        self._step = self._find_thoughts if form.tags is not None else self._after_thoughts()
         self._markers = () if form.calls is None else form.calls.markers
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
 
@@ -160,11 +160,11 @@ class MessageReader:
     def finish(self) -> MessageParts:
         """Ends the text and returns the parts that were held back."""
         parts = MessageParts()
-        if self._step == self._enter:
-            self._step = self._think if self._form.is_certain else self._behind_thoughts()
-        if self._step == self._think:
+        if self._step == self._find_thoughts:
+            self._step = self._read_thoughts if self._form.is_certain else self._after_thoughts()
+        if self._step == self._read_thoughts:
             parts.reasoning += self._thoughts.add(self._rest)
-        elif self._step == self._hold:
+        elif self._step == self._read_call:
             self._end_call(parts, is_closed=bool(self._form.calls and self._form.calls.close))
             parts.content += self._content.add(self._rest)
         else:
@@ -175,23 +175,23 @@ class MessageReader:
             parts.content += self._content.flush()
         return parts
 
-    def _behind_thoughts(self) -> Any:
-        return self._edge if self._form.forced is None else self._argue
+    def _after_thoughts(self) -> Any:
+        return self._read_edge if self._form.forced is None else self._read_arguments
 
-    def _enter(self, _: MessageParts) -> bool:
+    def _find_thoughts(self, _: MessageParts) -> bool:
         """Decides whether the text begins with thoughts."""
         assert self._form.tags is not None, "there are thoughts"
         begin, text = self._form.tags.begin, self._rest.lstrip()
         is_far = len(self._rest) - len(text) > _MOST_SPACES
         if not is_far and text.startswith(begin):
-            self._rest, self._step = text[len(begin) :], self._think
+            self._rest, self._step = text[len(begin) :], self._read_thoughts
         elif not is_far and begin.startswith(text):
             return False
         else:
-            self._step = self._think if self._form.is_certain else self._behind_thoughts()
+            self._step = self._read_thoughts if self._form.is_certain else self._after_thoughts()
         return True
 
-    def _think(self, parts: MessageParts) -> bool:
+    def _read_thoughts(self, parts: MessageParts) -> bool:
         assert self._form.tags is not None, "there are thoughts"
         thoughts, end, rest = self._rest.partition(self._form.tags.end)
         if not end:
@@ -199,10 +199,10 @@ class MessageReader:
         parts.reasoning += self._thoughts.add(thoughts)
         self._rest = rest
         if end:
-            self._step, self._content = self._behind_thoughts(), _Spaced(is_begun=False)
+            self._step, self._content = self._after_thoughts(), _Spaced(is_begun=False)
         return bool(end)
 
-    def _edge(self, parts: MessageParts) -> bool:
+    def _read_edge(self, parts: MessageParts) -> bool:
         """Reads separators, and the bracket of a call without a marker."""
         form = self._form.calls
         if form is not None and form.bare:
@@ -214,10 +214,10 @@ class MessageReader:
             if text[0] in form.bare:
                 self._begin_call("")
                 return True
-        self._step = self._write
+        self._step = self._read_content
         return True
 
-    def _write(self, parts: MessageParts) -> bool:
+    def _read_content(self, parts: MessageParts) -> bool:
         found = self._marker.search(self._rest)
         if found is None:
             text, self._rest = _cut(self._rest, self._markers)
@@ -229,14 +229,14 @@ class MessageReader:
         if found[0] in self._form.calls.opens:
             self._begin_call(found[0])
         elif self._form.calls.bare:
-            self._step = self._edge
+            self._step = self._read_edge
         return True
 
     def _begin_call(self, mark: str) -> None:
         assert self._form.calls is not None, "there are calls"
-        self._mark, self._held, self._end, self._step = mark, [], CallEnd(self._form.calls), self._hold
+        self._mark, self._held, self._end, self._step = mark, [], CallEnd(self._form.calls), self._read_call
 
-    def _hold(self, parts: MessageParts) -> bool:
+    def _read_call(self, parts: MessageParts) -> bool:
         end = self._end.feed(self._rest)
         self._held.append(self._rest[:end])
         self._rest = "" if end is None else self._rest[end:]
@@ -251,31 +251,31 @@ class MessageReader:
         if calls:
             self._content.drop()
             for call in calls:
-                self._add(parts, call.name, call.arguments)
+                self._add_call(parts, call.name, call.arguments)
         else:
             parts.content += self._content.add(self._mark + text)
-        self._step = self._edge if calls else self._write
+        self._step = self._read_edge if calls else self._read_content
 
     def _calls(self, text: str) -> Sequence[Call]:
         form = self._form.calls
         assert form is not None, "there are calls"
         try:
-            calls = form.read(text.removesuffix(form.close) if form.close else text, self._form.schemas)
+            calls = form.parse(text.removesuffix(form.close) if form.close else text, self._form.schemas)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return []
         is_known = bool(self._mark) or all(call.name in self._form.schemas for call in calls)
         return calls if is_known else []
 
-    def _argue(self, parts: MessageParts) -> bool:
+    def _read_arguments(self, parts: MessageParts) -> bool:
         """Reads the arguments of the tool that the request names."""
         text, self._rest = self._rest, ""
         if self.num_calls and text:
             parts.calls.append({"index": 0, "function": {"arguments": text}})
         elif text.lstrip():
-            self._add(parts, self._form.forced or "", text.lstrip())
+            self._add_call(parts, self._form.forced or "", text.lstrip())
         return False
 
-    def _add(self, parts: MessageParts, name: str, arguments: str) -> None:
+    def _add_call(self, parts: MessageParts, name: str, arguments: str) -> None:
         if self.num_calls and not self._form.is_parallel:
             return
         made = (self._form.calls or FORCED).new_id()

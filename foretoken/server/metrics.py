@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import RequestOutput
     from foretoken.entrypoints.async_llm import AsyncLLM
 
+# Upper bounds of the buckets of histograms. Choices: spans that servers have, two or three buckets a decade.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000)
@@ -142,7 +143,7 @@ class _EngineFigures:
         for figure in self._engine.llm.get_metrics():
             origin, name = figure.name.split(":", 1)
             for prefix in self._prefixes if origin == "vllm" else ("foretoken:",):
-                self._add(families, prefix + name, figure)
+                self._add_figure(families, prefix + name, figure)
         waiting = self._engine.num_waiting  # the server's queue replaces the engine's, which is empty here
         for prefix in self._prefixes:
             families[f"{prefix}num_requests_waiting"] = GaugeMetricFamily(
@@ -151,7 +152,7 @@ class _EngineFigures:
             families[f"{prefix}num_requests_waiting"].add_metric(list(self._labels.values()), waiting)
         yield from families.values()
 
-    def _add(self, families: _Families, name: str, figure: engine_metrics.Metric) -> None:
+    def _add_figure(self, families: _Families, name: str, figure: engine_metrics.Metric) -> None:
         more = {key: value for key, value in figure.labels.items() if key not in self._labels}
         text = _HELP.get(name.split(":", 1)[1], name)
         if isinstance(figure, engine_metrics.Vector):

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ForetokenError
-from foretoken.server.batch import BatchCounts, Line, LineAnswers, OpenLines, refused_line
+from foretoken.server.batch import AnswerFile, BatchCounts, Line, LineAnswers, OpenLines, refused_line
 from foretoken.server.json_body import ApiError, parse_object
 
 if TYPE_CHECKING:
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.server.batch import AnswerFile
 
-_OBJECT_STORE_BYTES = 100 << 20  # for a cluster of this machine alone
-_MOST_RETRIES = (
-    4  # of a line, or of loading, after a worker ended; a line that crashes every worker must not run for ever
-)
+_OBJECT_STORE_BYTES = 100 << 20  # for a cluster of this machine alone; a choice: lines are small
+# Of a line, or of loading, after a worker ended. A choice: a line that crashes every worker must not run for ever.
+_MOST_RETRIES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +106,7 @@ def _has_gpus(ray: Any, workers: RayWorkers) -> bool:
 
 
 def _answered(ray: Any, workers: RayWorkers, actors: list[Any], lines: Iterator[Line]) -> Iterator[dict[str, Any]]:
-    """Yields answers as they come; `actors` are the workers, some of which may still load.
+    """Yields answers as they come; `actors` are the workers; some may still load.
 
     Ends all workers at the end. Raises `ForetokenError` when a worker cannot start or fails.
     """

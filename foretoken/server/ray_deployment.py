@@ -15,10 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from foretoken.core.errors import ConfigError, ModelError
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_ROUTING = {"num_fallback_replicas": 1 << 16}  # any replica with room, if the replica of the prefix has none
-_ONGOING = (
-    2  # times the sequences that a replica decodes at once; further requests of its prefixes go to other replicas
-)
+# Any replica with room, if the replica of the prefix has none; more than a cluster has.
+_ROUTING = {"num_fallback_replicas": 1 << 16}
+# Times the sequences that a replica decodes at once; further requests of its prefixes go to other replicas. A choice:
+# more keep a prefix on one replica, fewer wait less.
+_ONGOING = 2
 
 _OF_THE_ENGINE = {  # fields that are arguments of `LLM`
     "dtype", "device", "max_num_seqs", "max_model_len", "runner", "max_num_batched_tokens", "enable_prefix_caching",

@@ -117,8 +117,8 @@ def merged_pages(pages: Iterable[str]) -> str:
 
 
 _log = logging.getLogger(__name__)
-_MOST_ATTEMPTS = 4  # so that a request that crashes replicas cannot crash all of them
-_METRICS_SECONDS = 10.0
+_MOST_ATTEMPTS = 4  # a choice: a request that crashes replicas cannot crash all of them
+_METRICS_SECONDS = 10.0  # for the figures of all replicas; the default timeout of Prometheus
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.WorkerCrashedError)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -16,15 +16,13 @@ from foretoken.server.json_body import ApiError
 from foretoken.server.tools import tool_use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from foretoken.server.message_parts import AnswerFormats, MessageForm
 
 _log = logging.getLogger(__name__)
 
-MOST_CHOICES = 128  # completions of one request, over all its prompts
-_MOST_LOGPROBS = 20
-_MOST_ITEMS = {
+MOST_CHOICES = 128  # completions of one request, over all its prompts; OpenAI's limit of n
+_MOST_LOGPROBS = 20  # OpenAI's limit of top_logprobs
+_MOST_ITEMS = {  # choices, checked by RESULTS, "What one client's dearest requests cost"
     "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096, "bad_words": 256, "allowed_token_ids": 262_144,
     "messages": 4096, "tokens": 262_144,
 }  # fmt: skip
@@ -143,7 +141,7 @@ class UnknownFields:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def note(self, names: Iterable[str]) -> None:
+    def log_names(self, names: Iterable[str]) -> None:
         """Logs each new name, cut to 80 characters; remembers at most 1,000 names."""
         for name in names:
             if len(self._seen) >= 1000:
@@ -272,7 +270,7 @@ def _known(body: Mapping[str, Any], unknown: UnknownFields, own: set[str]) -> di
     """Returns the known fields that are not null; raises `ApiError` for unsupported ones."""
     given = supported(body, {name: told for name, told in _REFUSED.items() if name not in own})
     known = _SAMPLING | _SHARED | own
-    unknown.note(given.keys() - known - _IGNORED)
+    unknown.log_names(given.keys() - known - _IGNORED)
     return {name: value for name, value in given.items() if name in known}
 
 

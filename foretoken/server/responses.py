@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
-from foretoken.server.answers import Envelope, token_entries, usage
+from foretoken.server.answers import EchoedPrompt, Envelope, token_entries, usage
 from foretoken.server.json_body import ApiError, dumped
 from foretoken.server.message_parts import MessageParts, MessageReader
 from foretoken.server.request_fields import checked_integer, structured_outputs, supported
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.results import CompletionOutput, Logprob, RequestOutput, StreamChunk
-    from foretoken.server.answers import EchoedPrompt
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -323,7 +320,7 @@ class ResponseEnvelope(Envelope):
             reader = MessageReader(form)
             self.items.add_parts(reader.push(completion.text), logprobs)
             self.items.add_parts(reader.finish(), [])  # a call that was cut off is content
-        self._end(outputs)
+        self._close_items(outputs)
         return self._ended(outputs)
 
     def first(self) -> list[dict[str, Any]]:
@@ -348,7 +345,7 @@ class ResponseEnvelope(Envelope):
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Returns the events that end the last item and the response; outputs: the request's results."""
-        events, ended = self._end(outputs), self._ended(outputs)
+        events, ended = self._close_items(outputs), self._ended(outputs)
         return [*events, {"type": f"response.{ended['status']}", "response": ended}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -356,7 +353,7 @@ class ResponseEnvelope(Envelope):
         told = {"code": "server_error", "message": error.message}
         return {"type": "response.failed", "response": {**self._response("failed", []), "error": told}}
 
-    def _end(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    def _close_items(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Closes the last item and returns the events; a response without text gets an empty message."""
         begun = self.items.add("message", "") if self.items.is_empty else []
         return [*begun, *self.items.close(_status(outputs))]

@@ -8,7 +8,7 @@ import re
 import secrets
 import string
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,12 +17,10 @@ from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.server.json_body import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     Schemas = Mapping[str, Mapping[str, Any]]  # the parameters of every tool, by its name
 
-_MOST_CHARACTERS = 512 * 1024  # of all tools as JSON
-_MOST_TOOLS = 128
+_MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar
+_MOST_TOOLS = 128  # OpenAI's limit
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " ?"  # white space in JSON; without a bound a model may write spaces until max_tokens
 _CHOICES = ("none", "auto", "required")
@@ -138,7 +136,7 @@ def _moved(schema: Any, place: str) -> Any:
     }  # fmt: skip
 
 
-_DEEPEST_CALL = 64  # nested brackets; bounds the work of the JSON and Python parsers
+_DEEPEST_CALL = 64  # nested brackets; a choice: bounds the work of the JSON and Python parsers
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
 _ESCAPES = "\n\\'\"abfnrtv0123xNuU"  # characters that Python accepts after a backslash without a warning
 
@@ -157,7 +155,7 @@ class ToolFormat:
     Attributes:
         names: vLLM's names of the parser.
         clues: Texts that identify the family's chat templates; one of them suffices.
-        read: Parses the text between the markers, given the tools' schemas. Raises `ValueError`, `SyntaxError`,
+        parse: Parses the text between the markers, given the tools' schemas. Raises `ValueError`, `SyntaxError`,
             `TypeError`, `RecursionError` or `MemoryError` for a text that is not a call.
         opens: Markers that begin a call.
         close: The marker that ends a call; "" if its last bracket ends it.
@@ -170,7 +168,7 @@ class ToolFormat:
 
     names: tuple[str, ...]
     clues: tuple[str, ...]
-    read: Callable[[str, Schemas], list[Call]]
+    parse: Callable[[str, Schemas], list[Call]]
     opens: tuple[str, ...] = ()
     close: str = ""
     bare: str = ""
@@ -370,33 +368,33 @@ def _short_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-FORCED = ToolFormat(names=(), clues=(), read=_json_calls, bare="{", between="[],")
+FORCED = ToolFormat(names=(), clues=(), parse=_json_calls, bare="{", between="[],")
 """The list of objects that `ToolUse.forced_form` demands."""
 
 TOOL_FORMATS = (
     ToolFormat(
-        names=("qwen3_coder", "qwen3_xml"), clues=("<function=",), read=_xml_calls, opens=("<tool_call>",),
+        names=("qwen3_coder", "qwen3_xml"), clues=("<function=",), parse=_xml_calls, opens=("<tool_call>",),
         close="</tool_call>", quotes="",
     ),
     ToolFormat(
-        names=("hermes",), clues=("<tool_call>",), read=_json_calls, opens=("<tool_call>",), close="</tool_call>",
+        names=("hermes",), clues=("<tool_call>",), parse=_json_calls, opens=("<tool_call>",), close="</tool_call>",
     ),
     ToolFormat(
-        names=("mistral",), clues=("[TOOL_CALLS]",), read=_mistral_calls, opens=("[TOOL_CALLS]",),
+        names=("mistral",), clues=("[TOOL_CALLS]",), parse=_mistral_calls, opens=("[TOOL_CALLS]",),
         silent=("[ARGS]", "[CALL_ID]"), new_id=_short_id,
     ),
     ToolFormat(
-        names=("deepseek_v3", "deepseek_v31"), clues=(_marker("tool calls begin"),), read=_deepseek_calls,
+        names=("deepseek_v3", "deepseek_v31"), clues=(_marker("tool calls begin"),), parse=_deepseek_calls,
         opens=(_marker("tool call begin"),), close=_marker("tool call end"), quotes="",
         silent=(_marker("tool calls begin"), _marker("tool calls end")),
     ),
     ToolFormat(
-        names=("pythonic", "llama4_pythonic"), clues=("func_name1(", "<|python_start|>"), read=_python_calls, bare="[",
+        names=("pythonic", "llama4_pythonic"), clues=("func_name1(", "<|python_start|>"), parse=_python_calls, bare="[",
         quotes="'\"", silent=("<|python_start|>", "<|python_end|>"),
     ),
     ToolFormat(
         names=("llama3_json", "llama4_json"), clues=("<|python_tag|>", '"parameters": dictionary of argument name'),
-        read=_json_calls, opens=("<|python_tag|>",), bare="{", between=";",
+        parse=_json_calls, opens=("<|python_tag|>",), bare="{", between=";",
     ),
 )  # fmt: skip
 TAGS = (

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
 from foretoken.core.token_ids import byte_alphabet
 from foretoken.files.processes import ForkLock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
 # Upper bounds of how much normalizers shorten a text, in bytes. NFC: the longest text that becomes one character has at
 # most 3.5 times the character's bytes.
@@ -91,7 +87,7 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
         yield from _steps(each, inner)
 
 
-_SHORT_TOKEN = 16  # characters for each token; shorter text is not checked
+_SHORT_TOKEN = 16  # characters for each token; a choice: shorter text is not checked, its encoding is fast
 REPLACEMENT = "\ufffd"  # decoding gives it for bytes that make no character
 
 
@@ -190,7 +186,7 @@ def _telling(what: str, expected: str) -> AbstractContextManager[None]:
     )
 
 
-_TOGETHER = 32  # tokens that are decoded at once
+_TOGETHER = 32  # tokens that are decoded at once; a choice: fewer calls against tokens decoded again
 
 
 class Detokenizer:

@@ -90,8 +90,8 @@ _KEYS = ("prompt", "prompt_token_ids")
 _MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs", "prompt_embeds")
 _MORE_KEYS = ("prediction", "cache_salt", "speculative")
 _SPECULATIVE_KEYS = ("enabled", "max_nodes")
-_KEYS_SHOWN = 4
-_LONGEST_SALT = 1024  # characters
+_KEYS_SHOWN = 4  # of a refused prompt in a message; a choice
+_LONGEST_SALT = 1024  # characters; a choice: salts are keys of tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class PromptReader:
     def __init__(self, codec: Codec | None, vocab_size: int, context_len: int) -> None:
         self._codec, self._vocab_size, self._context_len = codec, vocab_size, context_len
 
-    def read(self, prompt: Any) -> ReadPrompt:
+    def read_prompt(self, prompt: Any) -> ReadPrompt:
         """Returns a prompt as token ids, with its other keys.
 
         Raises:

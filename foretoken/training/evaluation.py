@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.bench.workload import TokenProgress, no_progress
+from foretoken.bench.workload import TokenProgress, Workload, no_progress
 from foretoken.core.errors import ConfigError
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.objective_base import Examples, first_candidates
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape, best_nodes
@@ -21,13 +21,11 @@ from foretoken.trees.choices import TreeShape, best_nodes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from foretoken.bench.workload import Workload
     from foretoken.models.loading import LoadedModel
-    from foretoken.models.parts import TargetParts
     from foretoken.training.data.packed import PackedTokens
 
-_NUM_RANKS = 10
-_AT_ONCE = 4
+_NUM_RANKS = 10  # ranks that are counted; the published trees of Medusa and EAGLE use no candidate past the tenth
+_AT_ONCE = 4  # sequences decoded together; a choice
 
 
 def measured_acceptance(
@@ -81,7 +79,7 @@ def _head_guesses(head: Head, target: LoadedModel) -> Callable[[Tensor, int], It
     width = head.config.hidden_size * len(head.config.taps)
 
     def guess(tokens: Tensor, num_prompt: int) -> Iterator[tuple[Tensor, Tensor]]:
-        features = teacher.read(tokens)[..., :width].float()
+        features = teacher.read_features(tokens)[..., :width].float()
         for index, hidden in enumerate(head.teacher_forced(features, tokens, parts)):
             # The first draft is made when the last prompt token is the root: head i then guesses position
             # num_prompt + i from the feature of position num_prompt - 2.
@@ -98,7 +96,7 @@ def _model_guesses(model: LoadedModel, vocab_size: int) -> Callable[[Tensor, int
     missing = vocab_size - model.vocab_size
 
     def guess(tokens: Tensor, num_prompt: int) -> Iterator[tuple[Tensor, Tensor]]:
-        features = teacher.read(tokens.clamp_max(model.vocab_size - 1))[0, num_prompt - 1 : -1].float()
+        features = teacher.read_features(tokens.clamp_max(model.vocab_size - 1))[0, num_prompt - 1 : -1].float()
         logits = parts.lm_head(features)
         yield torch.nn.functional.pad(logits, (0, missing), value=float("-inf")), tokens[0, num_prompt:]
 
@@ -110,7 +108,6 @@ class TunedTree:
     """The best static tree of an acceptance table.
 
     Attributes:
-        shape: The tree.
         tokens_by_nodes: Expected tokens of a target pass, its own included, for the best trees of some sizes, root
             included. A size with too few candidates in the table stands for all of them.
     """
@@ -139,7 +136,7 @@ def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: 
     return TunedTree(shape=TreeShape.from_choices(choices), tokens_by_nodes=tokens)
 
 
-_WINDOWS = 8
+_WINDOWS = 8  # of held-out tokens for each point of the curve; a choice: less noise against more time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +154,7 @@ class EvaluationConfig:
     supervised: Tensor
 
     @classmethod
-    def of(cls, held_out: PackedTokens, *, every: int, length: int) -> EvaluationConfig:
+    def of_held_out(cls, held_out: PackedTokens, *, every: int, length: int) -> EvaluationConfig:
         """Takes a few windows of packed tokens, always the same ones; length: most tokens of a window."""
         length = min(length, len(held_out.tokens))
         count = min(_WINDOWS, held_out.num_windows(max(length, 1)))
@@ -202,7 +199,7 @@ class EvaluationConfig:
             head.eval()
             counts: list[int] = []
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == torch.bfloat16):
-                examples = Examples.of(tokens, supervised, teacher.read(tokens).float(), head.config)
+                examples = Examples.of_batch(tokens, supervised, teacher.read_features(tokens).float(), head.config)
                 choices = first_candidates(parts.lm_head, examples.final.flatten(0, 1), vocab_size).view(tokens.shape)
                 is_right = torch.ones_like(row, dtype=torch.bool)
                 for index, hidden in enumerate(head.teacher_forced(examples.features, tokens, parts)):

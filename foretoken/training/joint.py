@@ -22,15 +22,13 @@ from torch import Tensor, nn
 from foretoken.core.errors import ConfigError
 from foretoken.models.parts import target_parts
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
-from foretoken.training.objective_base import Examples, HeadSums, accumulate
-from foretoken.training.trainer import Trainer, parameter_groups
+from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate
+from foretoken.training.trainer import Batches, Processes, Trainer, parameter_groups
 
 if TYPE_CHECKING:
     from foretoken.heads.base import Head
     from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
-    from foretoken.training.objective_base import Objective
-    from foretoken.training.trainer import Batches, Processes
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -99,7 +97,7 @@ class JointTrainer(Trainer):
         weight = self._joint.weight(step, self._config.schedule.num_steps)
         return [*(weight * part for part in super()._weights(step)), 1.0]
 
-    def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
+    def _backward(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
         """See `Trainer`; ignores `features`, since the backbone's own have a gradient."""
         del features
         backbone = self._target.backbone

@@ -18,7 +18,8 @@ from foretoken.core.backend import runs_cpu_kernels
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_BLOCK_VALUES = 1 << 18  # logits that a thread of a CPU handles at once: 1 MiB in float32
+# Logits that a thread handles at once, 1 MiB in float32; NOTES, "Other blocks of rows for the losses".
+_BLOCK_VALUES = 1 << 18
 _LEAST_LOG_PROB = -1e4  # in place of -inf, which times a probability of 0 would be NaN
 
 
@@ -175,7 +176,6 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _exact(logits: Tensor) -> torch.dtype:
-    """Returns the dtype of the computation."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 

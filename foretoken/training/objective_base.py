@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -22,13 +22,12 @@ from foretoken.training.losses import LossWeights, TargetRows, distances, target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Self
 
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.parts import TargetParts
 
 
-_PORTION_VALUES = 1 << 24  # logits of one portion
+_PORTION_VALUES = 1 << 24  # logits of one portion; NOTES, "Portions of 170 to 680 positions instead of 2730"
 
 
 class Fed(NamedTuple):
@@ -74,7 +73,7 @@ class Objective(BaseModel):
     noise: float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_options(self) -> Self:
         if not (self.ce_weight or self.kl_weight or self.tv_weight or self.feature_weight):
             raise ValueError("With all weights 0 there is nothing to learn. Expected one above 0")
         return self
@@ -122,7 +121,7 @@ class Examples:
     progress: float = 0.0
 
     @classmethod
-    def of(
+    def of_batch(
         cls, tokens: Tensor, supervised: Tensor, read: Tensor, config: HeadConfig, *, progress: float = 0.0
     ) -> Examples:
         """Makes a micro-batch from the result of `foretoken.training.teacher.Teacher.read` for the taps of a head."""
@@ -188,7 +187,7 @@ def accumulate(
         rows = sequence[begin : begin + size], place[begin : begin + size]
         portion = _portion(objective, examples, rows, parts, head.token_map)
         for of_step in losses:
-            of_step.add(begin, portion, parts)
+            of_step.add_portion(begin, portion, parts)
     learned = [(of_step.read, of_step.grad) for of_step in losses if of_step.grad is not None]
     if learned:
         torch.autograd.backward([read for read, _ in learned], [grad for _, grad in learned])
@@ -277,7 +276,7 @@ class _StepLoss:
         self._loss = torch.zeros((), dtype=torch.float64, device=read.device)
         self._matches = torch.zeros_like(self._loss)
 
-    def add(self, begin: int, portion: _Portion, parts: TargetParts) -> None:
+    def add_portion(self, begin: int, portion: _Portion, parts: TargetParts) -> None:
         """Computes the backward pass through the LM head to `read`; begin: first row of the portion among all."""
         end = begin + len(portion.labels)
         rows, known = slice(begin, end), self._known

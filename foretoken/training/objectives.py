@@ -29,24 +29,21 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from foretoken.heads.base import AutoregressiveHead
+from foretoken.heads.base import AutoregressiveHead, Head, HeadConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.heads.falcon import FalconConfig, FalconHead
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.models.parts import STATIC_KINDS, target_scaling
-from foretoken.training.objective_base import Fed, Objective, first_candidates
+from foretoken.models.parts import STATIC_KINDS, TargetParts, target_scaling
+from foretoken.training.objective_base import Examples, Fed, Objective, first_candidates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loading import LoadedModel
-    from foretoken.models.parts import TargetParts
     from foretoken.training.losses import LossWeights
-    from foretoken.training.objective_base import Examples
 
 _NOISE_WINDOW = 512  # window length of the published noise
 
@@ -277,7 +274,6 @@ class TrainedMethod(NamedTuple):
 
     Attributes:
         config: Sizes of its head.
-        objective: Its objective.
         default_sizes: Returns sizes of a new head for a target, besides vocabulary and hidden size.
     """
 

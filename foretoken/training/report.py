@@ -20,8 +20,8 @@ from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
 from foretoken.formats.files import safetensors_errors
-from foretoken.heads.base import AutoregressiveConfig
-from foretoken.models.loading import load_config
+from foretoken.heads.base import AutoregressiveConfig, HeadConfig
+from foretoken.models.loading import LoadedModel, load_config
 from foretoken.models.placement import DTYPES
 from foretoken.runner.costs import pass_costs
 from foretoken.training.evaluation import measured_acceptance
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.heads.base import HeadConfig
-    from foretoken.models.loading import LoadedModel
 
-_NUM_POINTS = 10
+_NUM_POINTS = 10  # of a curve in the report; a choice
 _PAPERS = {
     "medusa": "Medusa heads (arXiv 2401.10774)",
     "hydra": "Hydra heads (arXiv 2402.05109)",
@@ -178,9 +176,9 @@ def _thinned(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return points
 
 
-_MAX_TOKENS = 128
-_TEMPERATURES = (0.0, 0.8)
-_AT_ONCE = 4
+_MAX_TOKENS = 128  # of a prompt; a choice: minutes for a report
+_TEMPERATURES = (0.0, 0.8)  # greedy decoding, and a usual temperature of sampling; a choice
+_AT_ONCE = 4  # sequences decoded together; a choice
 _ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
 _QUOTED_TREE = "mc_sim_7b_63"  # the tree of published figures, so that figures compare across machines
 _QUOTED_NODES = 64  # nodes of `_QUOTED_TREE`, root included

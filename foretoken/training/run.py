@@ -20,13 +20,13 @@ from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.files.processes import STOP_SIGNALS, run_lock, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.heads.base import build_head
-from foretoken.models.loading import wrap_model
+from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.joint import JointTrainer
 from foretoken.training.run_state import MetricsLog
 from foretoken.training.teacher import FeatureCache, Teacher
-from foretoken.training.trainer import StepReport, Trainer, training_processes
+from foretoken.training.trainer import Batches, Processes, StepReport, Trainer, training_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.heads.base import Head, HeadConfig
-    from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.evaluation import EvaluationConfig
     from foretoken.training.objective_base import Objective
-    from foretoken.training.trainer import Batches, Processes
 
 _SETTINGS = "settings.json"
 
@@ -50,7 +47,6 @@ class RunSettings:
 
     Attributes:
         head: Sizes of the head.
-        objective: The objective.
         train: Batches and optimiser.
         data: Identifies the training tokens, such as a hash of them.
         directory: Directory of checkpoints, settings and curves.
@@ -133,8 +129,8 @@ def train_head(
         evaluate = None
         if settings.evaluation is not None:
             evaluate = settings.evaluation.evaluator(target, head, parts, precision=settings.train.compute_dtype)
-        notes = _run(trainer, settings, fingerprint, processes, on_step, evaluate)
-    return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
+        notes = _train_to_the_end(trainer, settings, fingerprint, processes, on_step, evaluate)
+    return HeadCheckpoint.of_head(head, target=fingerprint, notes=notes)
 
 
 def train_jointly(
@@ -154,9 +150,9 @@ def train_jointly(
         trainer = JointTrainer(
             head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
         )
-        notes = _run(trainer, settings, fingerprint, processes, on_step)
+        notes = _train_to_the_end(trainer, settings, fingerprint, processes, on_step)
     changed = wrap_model(trainer.merged_target(), name=f"{target.name} trained with {settings.head.method} heads")
-    return HeadCheckpoint.of(head, target=TargetFingerprint.of(changed), notes=notes), changed
+    return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(changed), notes=notes), changed
 
 
 def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoint | None) -> tuple[Head, TargetParts]:
@@ -171,7 +167,7 @@ def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoin
     return head, parts
 
 
-def _run(
+def _train_to_the_end(
     trainer: Trainer,
     settings: RunSettings,
     fingerprint: TargetFingerprint,
@@ -290,7 +286,7 @@ def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int)
 
     def compute(tokens: Tensor) -> Tensor:
         size = train.micro_batch_size or len(tokens)
-        return torch.cat([teacher.read(part) for part in tokens.split(max(size, 1))])
+        return torch.cat([teacher.read_features(part) for part in tokens.split(max(size, 1))])
 
     if settings.cache is None:
         return lambda _, tokens: compute(tokens).float()

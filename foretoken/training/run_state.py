@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-_KEPT = 2
+_KEPT = 2  # states: the last one, and the one before if the last one is damaged
 _STATE, _PROGRESS = "state.safetensors", "progress.json"
 
 
@@ -59,7 +59,9 @@ def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, p
     names = _parameter_names(module, optimizer)
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{names[index]}.{key}": torch.as_tensor(value) for key, value in state.items()}
-    tensors |= {f"random.{key}": value for key, value in _random_state().items()}
+    tensors["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     advice = "Expected room for it. Make some; the same command goes on from the checkpoint before."
     with told_as(ModelError, f"the training checkpoint '{final}'", advice), new_directory(final) as new:
@@ -110,13 +112,6 @@ def _restore(tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.opt
     torch.set_rng_state(groups["random"]["cpu"])
     if torch.cuda.is_available() and "cuda" in groups["random"]:
         torch.cuda.set_rng_state(groups["random"]["cuda"])
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.models.loading import LoadedModel
 
-_SAMPLED = 4096  # values of each weight in the hash of a target
+_SAMPLED = 4096  # values of each weight in the hash of a target; a choice: finds other weights, reads little
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +39,7 @@ class Teacher:
         if tuple(taps) != ("final",):
             Taps(model.module, model.num_layers, taps)
 
-    def read(self, tokens: Tensor) -> Tensor:
+    def read_features(self, tokens: Tensor) -> Tensor:
         """Returns the features that a head reads and learns from, for (B, S) int64 tokens.
 
         Returns:

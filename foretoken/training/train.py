@@ -354,7 +354,7 @@ def _evaluation(
         return None
     packed = PackedTokens.open(place)
     _check_data(packed, tokenizer, vocab_size, data=str(place), model=model)
-    return EvaluationConfig.of(packed, every=every, length=length)
+    return EvaluationConfig.of_held_out(packed, every=every, length=length)
 
 
 def _drafted_tokens(path: Path, packed: PackedTokens, vocab_size: int) -> tuple[int, ...]:

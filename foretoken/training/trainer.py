@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.sampling.noise import derive_seed
-from foretoken.training.objective_base import Examples, HeadSums, accumulate, label_counts, mean_by_head
+from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts, mean_by_head
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
 if TYPE_CHECKING:
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from foretoken.heads.base import Head
     from foretoken.models.parts import TargetParts
     from foretoken.training.config import TrainConfig
-    from foretoken.training.objective_base import Objective
 
 
-_BAD_STEPS_IN_A_ROW = 5
-_RECENT_STEPS = 20
+_BAD_STEPS_IN_A_ROW = 5  # a choice: one step may overflow by chance, and the run ends after so many
+_RECENT_STEPS = 20  # steps of the rate in progress lines; a choice
 
 
 class Processes:
@@ -138,7 +137,8 @@ class Trainer:
     ) -> None:
         """Prepares a run at step 0 of a head with initial weights.
 
-        `features` returns the target's features, as `Teacher.read`, for a step and this process's (B, S) tokens.
+        `features` returns the target's features, as `Teacher.read_features`, for a step and (B, S) tokens of this
+        process.
         """
         self.head, self._parts, self._objective, self._config = head, parts, objective, config
         self._batches, self._features = batches, features
@@ -178,14 +178,14 @@ class Trainer:
             ModelError: After several steps in a row without a finite loss or gradient; these steps change no weights.
         """
         while self.progress.step < self._config.schedule.num_steps:
-            yield self._step()
+            yield self._train_step()
         if self.progress.skipped >= self.progress.step:
             raise ModelError(
                 "no step changed anything: no loss was finite, or no batch had a label. Expected training. Check data "
                 "and target with `foretoken doctor`."
             )
 
-    def _step(self) -> StepReport:
+    def _train_step(self) -> StepReport:
         begin = time.perf_counter()
         config, step = self._config, self.progress.step
         world = self._processes.num_processes
@@ -250,10 +250,10 @@ class Trainer:
         del step
         return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
 
-    def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
-        """Adds the gradient of one micro-batch to the parameters; features: see `Teacher.read`."""
+    def _backward(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
+        """Adds the gradient of one micro-batch to the parameters; features: see `Teacher.read_features`."""
         progress = step / self._config.schedule.num_steps
-        examples = Examples.of(tokens, supervised, features, self.head.config, progress=progress)
+        examples = Examples.of_batch(tokens, supervised, features, self.head.config, progress=progress)
         return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
 
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:
@@ -269,7 +269,7 @@ class Trainer:
         for begin in range(0, len(own_tokens), size):
             part = slice(begin, begin + size)
             with torch.autocast(device.type, torch.bfloat16, enabled=self._config.compute_dtype == torch.bfloat16):
-                sums = self._learn(step, own_tokens[part], own_supervised[part], features[part], counts)
+                sums = self._backward(step, own_tokens[part], own_supervised[part], features[part], counts)
             total = sums if total is None else total + sums
         if total is None:  # more processes than windows
             zeros = torch.zeros_like(counts, device=device)

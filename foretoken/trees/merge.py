@@ -61,7 +61,7 @@ def merge_trees(
 
     Returns:
         A tree whose `source` holds bit i if drafter i proposed the node, and `PROBE` if all of them meant a probe. The
-        root has every bit. `scores` are the greatest of all proposers, 0 without any.
+        root has every bit. `scores` are the greatest of all drafters, 0 without any.
 
     Raises:
         TreeError: When a tree has more than `max_nodes` nodes or another number of sequences.

@@ -167,7 +167,7 @@ def with_drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small(model.with_name("small-draft"), seed=1, hidden_size=16, num_hidden_layers=2, head_dim=8)
     target = TargetFingerprint.of(load_model(model, device="cpu"))
     for name in ("medusa-small", "hydra++", "mlp_speculator", "eagle", "eagle3", "falcon"):
-        native.write(random_head(HEADS[name], target=target), model.with_name(f"small-{name.split('-')[0]}"))
+        native.write_checkpoint(random_head(HEADS[name], target=target), model.with_name(f"small-{name.split('-')[0]}"))
     return model
 
 
@@ -201,7 +201,7 @@ def test_what_differs_is_found(parts: list[TwinPart]) -> None:
     for method, key in spoiled:
         head = read_head(of[method].path)[1]
         head.weights[key][0, 0] += 8.0
-        native.write(head, of[method].path)
+        native.write_checkpoint(head, of[method].path)
     checks = check_twin(parts, TEXT, max_tokens=8)
     different_drafts = [check.what for check in checks if not check.is_same]
     assert different_drafts == ["drafts of small-eagle3", "drafts of small-hydra++"]
@@ -304,7 +304,7 @@ def test_models_that_cannot_be_padded_are_refused(
 
 def test_a_head_of_another_target_is_refused(with_drafters: Path, tmp_path: Path) -> None:
     head = random_head(HEADS["medusa"], target=TargetFingerprint(name="o", hidden_size=E, vocab_size=9))
-    native.write(head, tmp_path / "head")
+    native.write_checkpoint(head, tmp_path / "head")
     assert "was trained for 'o'" in refused(with_drafters, tmp_path / "twin", heads=[tmp_path / "head"])
     twice = [with_drafters.with_name("small-medusa")] * 2
     assert "two drafters would be written" in refused(with_drafters, tmp_path / "twin", heads=twice)
@@ -318,7 +318,7 @@ def test_only_twins_are_replaced(with_drafters: Path, tmp_path: Path) -> None:
     (out / "notes.md").write_text("mine")
     assert "no cost twin that could be replaced: it holds 'notes.md'" in refused(with_drafters, out)
     (out / "notes.md").unlink()
-    native.write(random_head(HEADS["medusa"]), out.with_name("twin-medusa"), replaces=True)
+    native.write_checkpoint(random_head(HEADS["medusa"]), out.with_name("twin-medusa"), replaces=True)
     assert "twin-medusa' is not empty, and no cost twin" in refused(with_drafters, out)
     assert "is not empty, and no cost twin" in refused(with_drafters, with_drafters)
     (tmp_path / "file").touch()
@@ -342,7 +342,7 @@ def test_a_twin_in_memory_is_the_one_of_files(tmp_path: Path, architecture: str,
     model = small(tmp_path / "small", architecture)
     small(tmp_path / "small-draft", architecture)
     head = random_head(HEADS["medusa-shared"], target=TargetFingerprint.of(load_model(model, device="cpu")))
-    native.write(head, tmp_path / "small-medusa")
+    native.write_checkpoint(head, tmp_path / "small-medusa")
     of_files = {part.role: part.path for part in made(model, tmp_path / "files", fill=fill)}
     plan = TwinPlan(model=model, out=tmp_path / "memory", num_layers=4, hidden_size=E * FACTOR, fill=fill)
     twin, written = make_twin_in_memory(plan), load_model(of_files["target"], device="cpu")

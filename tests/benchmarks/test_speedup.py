@@ -54,7 +54,7 @@ def write_head(place: Path, seed: int) -> None:
     weights = {key: torch.randn(shape, generator=generator) for key, shape in head_shapes(config).items()}
     target = TargetFingerprint.of(load_model(place, device="cpu"))
     head = HeadCheckpoint(config=config, weights=weights, target=target)
-    native.write(head, place.with_name("small-medusa"), replaces=True)
+    native.write_checkpoint(head, place.with_name("small-medusa"), replaces=True)
 
 
 def test_methods_are_what_lies_beside_the_model(small: Path) -> None:

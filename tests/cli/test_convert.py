@@ -45,7 +45,7 @@ def written(path: Path, config: HeadConfig, **more: object) -> HeadCheckpoint:
     weights = {key: torch.randn(shape, generator=generator) for key, shape in head_shapes(config).items()}
     target = TargetFingerprint(name="some/target", hidden_size=config.hidden_size, vocab_size=config.vocab_size)
     checkpoint = HeadCheckpoint(config=config, weights=weights, target=target, **more)  # type: ignore[arg-type]
-    native.write(checkpoint, path)
+    native.write_checkpoint(checkpoint, path)
     return checkpoint
 
 
@@ -217,12 +217,12 @@ def test_inspect_verify(tmp_path: Path) -> None:
     assert "no findings" in text
     assert "lm_head  [4, 13, 8]  float32" in text
     head.weights["weight"].zero_()
-    native.write(head, tmp_path / "head")
+    native.write_checkpoint(head, tmp_path / "head")
     result = run("inspect", str(tmp_path / "head"), "--verify", "--json")
     assert result.returncode == 1
     assert json.loads(result.stdout)["findings"] == ["weight is zero everywhere"]
     head.weights["weight"][0] = float("nan")
-    native.write(head, tmp_path / "head")
+    native.write_checkpoint(head, tmp_path / "head")
     assert_refused(run("inspect", str(tmp_path / "head"), "--verify"), "not finite: weight")
 
 
@@ -313,7 +313,7 @@ def test_eagle_through_every_format(tmp_path: Path) -> None:
         Eagle3Config(hidden_size=8, vocab_size=13, boundaries=(2, 6, 9), draft_vocab_size=5, layer=layer),
     )
     head = replace(head, weights={**head.weights, "token_map": torch.tensor([1, 2, 5, 9, 12])})
-    native.write(head, tmp_path / "native")
+    native.write_checkpoint(head, tmp_path / "native")
     facts = json.loads(succeeded("inspect", str(tmp_path / "native"), "--json"))
     before = "native"
     for to in ("eagle3", "speculators", "eagle3", "native"):

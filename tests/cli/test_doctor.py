@@ -21,8 +21,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a head that was trained for it and for its texts, one that was not, and the prompts."""
     directory = tmp_path_factory.mktemp("doctor")
     write_target(directory / "target")
-    native.write(trained(), directory / "head")
-    native.write(trained(late=1), directory / "late")
+    native.write_checkpoint(trained(), directory / "head")
+    native.write_checkpoint(trained(late=1), directory / "late")
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
     (directory / "prompts.jsonl").write_text(lines)
     return directory

@@ -94,7 +94,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = MedusaConfig(hidden_size=32, vocab_size=loaded.vocab_size, num_heads=2)
     weights = {key: torch.full(shape, 0.01) for key, shape in head_shapes(config).items()}
     checkpoint = HeadCheckpoint(config=config, weights=weights, target=TargetFingerprint.of(loaded))
-    native.write(checkpoint, place / "small-medusa")
+    native.write_checkpoint(checkpoint, place / "small-medusa")
     return place
 
 

@@ -99,11 +99,11 @@ def test_characters_of_several_tokens_and_text_that_is_held_back(capsys: pytest.
     tokens = tokens_of("a€b")
     assert len(tokens) == 5  # the middle one has three bytes
     shown = ShownTokens(codec, tokens_of("x"), colour=True, raw=False)
-    shown.add(record(tokens[:3], [("one",), ("one",)]))
-    shown.write("a")
-    shown.add(record(tokens[3:], [("two",)]))
-    shown.write("€")
-    shown.write("b")
+    shown.add_step(record(tokens[:3], [("one",), ("one",)]))
+    shown.write_text("a")
+    shown.add_step(record(tokens[3:], [("two",)]))
+    shown.write_text("€")
+    shown.write_text("b")
     shown.note_summary()
     out, err = capsys.readouterr()
     assert out == "\x1b[32ma\x1b[0m\x1b[36m€\x1b[0mb"

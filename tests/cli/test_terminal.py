@@ -20,7 +20,7 @@ from command_line import MODEL, ROOT, Terminal, run, run_main, run_process
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.cli.terminal import fact, note, percent_by_depth, print_table, progress, step_progress, visible
+from foretoken.cli.terminal import fact, percent_by_depth, print_note, print_table, progress, step_progress, visible
 from foretoken.training.trainer import StepReport
 
 HEAD = "models/tinycode-hydra"
@@ -158,7 +158,7 @@ def test_what_is_longer_than_a_line_is_broken_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "\n[asked in 12 passes: " + "words " * 20 + "`a command that is whole`]"
-    note(line)
+    print_note(line)
     fact("a_name", "words " * 20, 10)
     piped = capsys.readouterr()
     assert piped.err == f"{line}\n"
@@ -166,7 +166,7 @@ def test_what_is_longer_than_a_line_is_broken_between_words(
     monkeypatch.setenv("COLUMNS", "40")
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
-    note(line)
+    print_note(line)
     fact("a_name", "words " * 20, 10)
     shown = capsys.readouterr()
     assert shown.err.split() == line.split()

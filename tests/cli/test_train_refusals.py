@@ -239,7 +239,7 @@ def a_head(directory: Path, model: str, method: str = "medusa") -> str:
     target = load_model(model)
     head = build_head(head_config(method, target, {"num_heads": 2}), dtype=torch.float32)
     head.initialize(target_parts(target))
-    native.write(HeadCheckpoint.of(head, target=TargetFingerprint.of(target)), directory)
+    native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target)), directory)
     return str(directory)
 
 

@@ -33,7 +33,7 @@ def small(tmp_path: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     weights = {key: torch.randn(shape, generator=generator) for key, shape in head_shapes(config).items()}
     target = TargetFingerprint.of(load_model(model, device="cpu"))
-    native.write(HeadCheckpoint(config=config, weights=weights, target=target), tmp_path / "small-medusa")
+    native.write_checkpoint(HeadCheckpoint(config=config, weights=weights, target=target), tmp_path / "small-medusa")
     return model
 
 

@@ -164,8 +164,8 @@ def test_head_files_are_not_read_after_loading(how: str, tmp_path: Path) -> None
     config = HydraConfig(hidden_size=32, vocab_size=67, num_heads=2, num_layers=2)
     torch.manual_seed(0)
     weights = {name: torch.randn(part.shape) for name, part in build_head(config).state_dict().items()}
-    native.write(HeadCheckpoint(config=config, weights=weights), tmp_path / "head")
-    read = native.read(tmp_path / "head", json.loads((tmp_path / "head" / "config.json").read_text()))
+    native.write_checkpoint(HeadCheckpoint(config=config, weights=weights), tmp_path / "head")
+    read = native.read_checkpoint(tmp_path / "head", json.loads((tmp_path / "head" / "config.json").read_text()))
     module = read.module(dtype=torch.float32)
     ruin(tmp_path / "head" / "model.safetensors", how)
     assert all(torch.equal(part, weights[name]) for name, part in module.state_dict().items())

@@ -42,16 +42,16 @@ class Store:
         for at in range(len(self.held[slot]), count):
             self.written += 1
             self.held[slot].append((slot, self.written))
-            self.rows[self.pool.start(slot) + at] = self.held[slot][at]
+            self.rows[self.pool.first_row(slot) + at] = self.held[slot][at]
         return True
 
     def check(self) -> None:
         """Whether every slot has its rows, and no other slot's."""
-        spans = sorted((self.pool.start(s), self.pool.start(s) + self.pool.size(s)) for s in range(SLOTS))
+        spans = sorted((self.pool.first_row(s), self.pool.first_row(s) + self.pool.size(s)) for s in range(SLOTS))
         spans = [span for span in spans if span[0] < span[1]]
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
         for slot in range(SLOTS):
-            start, size = self.pool.start(slot), self.pool.size(slot)
+            start, size = self.pool.first_row(slot), self.pool.size(slot)
             assert start % GRANULE == 0
             assert size % GRANULE == 0
             assert self.asked[slot] <= size
@@ -104,7 +104,7 @@ def test_packing_finds_scattered_rows() -> None:
     pool.trim(0, 0)
     pool.trim(2, 0)
     assert pool.reserve(3, 16) == [Move(8, 0, 8), Move(24, 12, 8)]
-    assert (pool.start(1), pool.size(1), pool.start(3), pool.size(3)) == (0, 12, 12, 20)
+    assert (pool.first_row(1), pool.size(1), pool.first_row(3), pool.size(3)) == (0, 12, 12, 20)
     assert pool.reserve(1, 20) is None
     assert pool.reserve(1, 16) == [Move(12, 16, 16)]
 

@@ -62,7 +62,7 @@ def directory(kind: str, seed: int = 0) -> Path:
         if head.token_map is not None:
             head.token_map = torch.randperm(target().vocab_size)[: len(head.token_map)].sort()[0]
     place = Path(tempfile.mkdtemp(prefix="foretoken-autoregressive-"))
-    native.write(HeadCheckpoint.of(head, target=TargetFingerprint.of(target())), place)
+    native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target())), place)
     return place
 
 
@@ -98,7 +98,7 @@ class Texts:
 
     def features(self, text: Sequence[int]) -> Tensor:
         """(S, F, E)."""
-        features: Tensor = self._teacher.read(torch.tensor([list(text)]))[0]
+        features: Tensor = self._teacher.read_features(torch.tensor([list(text)]))[0]
         return features[:, : self._num_taps * E].unflatten(1, (self._num_taps, E))
 
     def commit(self, made: Sequence[AutoregressiveDrafter], slots: Sequence[int], *, most: int = 10_000) -> None:
@@ -125,7 +125,7 @@ class Texts:
     def rows(self, slot: int) -> tuple[Tensor, Tensor]:
         """(S - 1, Hk, Dh) keys and values of all committed pairs, by the head's own pass over the whole text."""
         text, head = self.texts[slot], self.head
-        states = head.begin(self.features(text[:-1]).flatten(1).unsqueeze(0))
+        states = head.initial_state(self.features(text[:-1]).flatten(1).unsqueeze(0))
         inputs, side = head.paired(states, head.embed(torch.tensor([text[1:]]), self.parts))
         heads = head.layer.projected(inputs, torch.arange(len(text) - 1).unsqueeze(0), side)
         return heads.key[0], heads.value[0]

@@ -67,7 +67,7 @@ def test_transformers_models_end_early(architecture: str) -> None:
 
 @pytest.mark.parametrize("decoder", ON_CPUS)
 def test_more_blocks_than_there_are(decoder: str) -> None:
-    with pytest.raises(PassError, match="goes through 4 blocks, of which there are 3"):
+    with pytest.raises(PassError, match="goes through 4 blocks, the target has 3"):
         logits(tiny_model("llama"), decoder, 4)
     with pytest.raises(ValueError, match="Expected one at least"):
         replace(Pass.of_chains(TEXTS, slots=[0, 1], prefix_lens=[0, 0]), num_layers=0)

@@ -52,7 +52,7 @@ def saved(
         torch.nn.init.normal_(parameter, std=0.2)
         if fits_bfloat16:
             parameter.data = parameter.data.to(torch.bfloat16).float()
-    native.write(HeadCheckpoint.of(head, target=TargetFingerprint.of(target), **more), directory)
+    native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target), **more), directory)
     return directory
 
 

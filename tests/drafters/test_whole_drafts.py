@@ -53,7 +53,7 @@ def drafter(directory: Path, method: str, **options: Any) -> Any:
         for parameter in head.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-        native.write(HeadCheckpoint.of(head, target=TargetFingerprint.of(target)), directory)
+        native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target)), directory)
     keys = drafter_options({"method": method, "model": str(directory), "quantization": "none", **options})
     return attached(create_drafter(keys, target), model=target, vocab_size=target.vocab_size)
 

@@ -79,7 +79,7 @@ def head_directory(method: str) -> Path:
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=SPREAD[method], generator=generator)
     directory = Path(tempfile.mkdtemp(prefix=f"foretoken-{method}-"))
-    native.write(HeadCheckpoint.of(made, target=TargetFingerprint.of(target)), directory)
+    native.write_checkpoint(HeadCheckpoint.of_head(made, target=TargetFingerprint.of(target)), directory)
     return directory
 
 

@@ -88,9 +88,10 @@ def _train(name: str, architecture: str, steps: int, texts: tuple[_Text, ...], d
         longest = max(map(len, texts))
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
         supervised = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])
-        examples = Examples.of(tokens, supervised, Teacher(target, made.config.taps).read(tokens), made.config)
+        features = Teacher(target, made.config.taps).read_features(tokens)
+        examples = Examples.of_batch(tokens, supervised, features, made.config)
         for _ in range(steps):
             accumulate(objective, made, examples, parts, counts=label_counts(supervised, objective.steps(made.config)))
             optimizer.step()
             optimizer.zero_grad()
-    native.write(HeadCheckpoint.of(made, target=TargetFingerprint.of(target)), directory)
+    native.write_checkpoint(HeadCheckpoint.of_head(made, target=TargetFingerprint.of(target)), directory)

@@ -75,7 +75,7 @@ def beside(tmp_path: Path) -> Path:
     target().module.save_pretrained(place)
     target().module.save_pretrained(f"{place}-draft")
     for kind, name in (("eagle", "eagle"), ("eagle3", "eagle3"), ("eagle", "hass")):
-        native.write(read_head(directory(kind))[1], tmp_path / f"small-{name}")
+        native.write_checkpoint(read_head(directory(kind))[1], tmp_path / f"small-{name}")
     return place
 
 

@@ -37,7 +37,7 @@ CONFIGS: list[Any] = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
 @pytest.mark.parametrize("more", [{}, {"acceptance": [[0.5, 0.25]], "choices": [[0], [0, 0]], "notes": {"a": 1}}])
 def test_facts_without_torch_are_the_same(config: Any, more: dict[str, Any], tmp_path: Path) -> None:
-    native.write(random_head(config, dtype=torch.bfloat16, **more), tmp_path)
+    native.write_checkpoint(random_head(config, dtype=torch.bfloat16, **more), tmp_path)
     assert native_facts(tmp_path) == json.loads(json.dumps(describe_head(*read_head(tmp_path))))
 
 
@@ -55,14 +55,14 @@ def test_what_is_no_head_of_ours_is_left_to_others(text: str, tmp_path: Path) ->
     "change", [{"foretoken_head": "dflash"}, {"config": 7}, {"target": [1]}, {"acceptance": 3}, {"choices": 3}], ids=str
 )
 def test_nonsense_is_left_to_the_full_reading(change: dict[str, Any], tmp_path: Path) -> None:
-    native.write(random_head(CONFIGS[0]), tmp_path)
+    native.write_checkpoint(random_head(CONFIGS[0]), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     assert native_facts(tmp_path) is None
 
 
 def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
-    native.write(random_head(CONFIGS[0]), tmp_path)
+    native.write_checkpoint(random_head(CONFIGS[0]), tmp_path)
     weights = tmp_path / native.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-5])
     with pytest.raises(ModelError, match=r"model\.safetensors is missing or damaged"):

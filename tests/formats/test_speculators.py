@@ -262,7 +262,7 @@ def test_a_shared_embedding_is_written_and_stays_shared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("architecture", "is_plain"), [("llama", True), ("gemma3", False)])
 def test_scaled_embeddings_are_noticed(architecture: str, is_plain: bool) -> None:
-    weights = TargetWeights.of(wrap_model(tiny_model(architecture), name=architecture))
+    weights = TargetWeights.of_model(wrap_model(tiny_model(architecture), name=architecture))
     assert weights.is_embedding_plain == is_plain
 
 

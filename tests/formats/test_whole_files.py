@@ -50,8 +50,8 @@ print(json.dumps(said))
 
 def test_full_disk(tmp_path: Path) -> None:
     big = random_head(HEAD.model_copy(update={"hidden_size": 32, "vocab_size": 64}), target=None)  # some 30 kB
-    native.write(big, tmp_path / "big")
-    native.write(random_head(HEAD.model_copy(update={"hidden_size": 2}), target=None), tmp_path / "small")
+    native.write_checkpoint(big, tmp_path / "big")
+    native.write_checkpoint(random_head(HEAD.model_copy(update={"hidden_size": 2}), target=None), tmp_path / "small")
     write_head("medusa", random_head(HEAD), tmp_path / "old")
     before = everything(tmp_path)
     attempts = [
@@ -100,7 +100,7 @@ def test_what_else_lies_there(tmp_path: Path, replaces: bool) -> None:
     out.mkdir()
     (out / "README.md").write_text("a card")
     (out / "config.json").write_text("old")
-    native.write(random_head(HEAD), out, replaces=replaces)
+    native.write_checkpoint(random_head(HEAD), out, replaces=replaces)
     others = [] if replaces else ["README.md"]
     assert sorted(path.name for path in out.iterdir()) == [*others, "config.json", "model.safetensors"]
     assert read_head(out)[1].config == HEAD

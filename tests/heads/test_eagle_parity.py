@@ -79,7 +79,7 @@ def test_only_differences_of_positions_count(name: str) -> None:
     """Other programs count a draft's positions from one."""
     head, features = head_of(CONFIGS[name]), features_of(CONFIGS[name])
     embedded = shared_parts().embed(tokens(2, S))
-    inputs, side = head.paired(head.begin(features), embedded)
+    inputs, side = head.paired(head.initial_state(features), embedded)
     positions = torch.arange(S).unsqueeze(0)
     ours, shifted = (head.layer(inputs, positions + shift, side) for shift in (0, 5))
     torch.testing.assert_close(ours, shifted, rtol=1e-9, atol=1e-9)

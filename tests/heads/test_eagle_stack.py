@@ -68,7 +68,7 @@ def test_pieces_are_the_whole(kind: str, width: int, dtype: torch.dtype) -> None
     """Pieces of several sequences, then a tree that goes on from one of them."""
     head = head_of(kind, width)
     parts, size = shared_parts(width), head.config.hidden_size * len(head.config.taps)
-    states = [head.begin(numbers(15, size, seed=seed)) for seed in (1, 2)]
+    states = [head.initial_state(numbers(15, size, seed=seed)) for seed in (1, 2)]
     embeddings = [head.embed(tokens(15, seed=seed), parts) for seed in (3, 4)]
     expected = [whole(head, *pair) for pair in zip(states, embeddings, strict=True)]
     fed = deepcopy(head).to(dtype)

@@ -133,13 +133,13 @@ def test_lstm_piece_by_piece(mode: str, has_bias: bool) -> None:
     """Whole, from a state carried over, and split into linear layers; per position is each pair from zero state."""
     pairs, lstm = numbers(2, 7, 2 * E, seed=4), falcon(lstm_mode=mode, has_bias=has_bias).lstm
     whole = lstm(pairs)
-    first, states = lstm.run(pairs[:, :3])
-    rest, _ = lstm.run(pairs[:, 3:], states[:, -1])
+    first, states = lstm.feed_pairs(pairs[:, :3])
+    rest, _ = lstm.feed_pairs(pairs[:, 3:], states[:, -1])
     torch.testing.assert_close(torch.cat([first, rest], dim=1), whole, **SAME)
-    alone = lstm.run(pairs.flatten(0, 1).unsqueeze(1))[0].view_as(whole)
+    alone = lstm.feed_pairs(pairs.flatten(0, 1).unsqueeze(1))[0].view_as(whole)
     assert torch.allclose(alone, whole, **SAME) == (mode == "per_position")
     lstm.split()
-    torch.testing.assert_close(lstm.run(pairs)[0], whole, **SAME)
+    torch.testing.assert_close(lstm.feed_pairs(pairs)[0], whole, **SAME)
     assert not [name for name, _ in lstm.named_parameters() if "weights" in name]
 
 

@@ -106,7 +106,7 @@ class Drafting:
         """(M, W), of features."""
         size = self.head.config.hidden_size * len(self.head.config.taps)
         features = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
-        return self.head.begin(features).float()
+        return self.head.initial_state(features).float()
 
     def in_one_call(self, work: Pass, states: Tensor, expansion: TreeExpansion) -> TreeExpansion:
         assert self.kernels.can_draft(expansion)
@@ -214,7 +214,7 @@ def test_a_greedy_chain_is_what_training_unrolls(name: str) -> None:
     features = torch.randn(1, length - 1, size, generator=torch.Generator().manual_seed(1)).double()
     work = pairs([length - 1], [0], [1])
     expansion = expansion_of(TreeShape.chain(depth), [GREEDY], roots_of(work))
-    made.kernels.draft(work, made.head.begin(features[0].float()).float(), expansion)
+    made.kernels.draft(work, made.head.initial_state(features[0].float()).float(), expansion)
     drafted = expansion.tokens[0, 1:]
     # Position t of the text has the token before work.tokens[t].
     tokens = torch.cat([torch.tensor([0]), work.tokens, drafted]).unsqueeze(0)

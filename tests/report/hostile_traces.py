@@ -69,6 +69,6 @@ def write_hostile_trace(path: Path, num_iterations: int = 12, **sizes: Any) -> N
     """A whole file; sizes: see `step_record`."""
     recorder = TraceRecorder(Codec(Tokenizer(), len(TEXTS)), [0])
     for number in range(num_iterations):
-        recorder.add(step_record(number, **sizes))
+        recorder.add_step(step_record(number, **sizes))
     conditions = {"model": TEXTS[0], TEXTS[1]: TEXTS[4]}
-    recorder.write(path, conditions=conditions, prompt=TEXTS[0], text=None, finish_reason="length")
+    recorder.write_file(path, conditions=conditions, prompt=TEXTS[0], text=None, finish_reason="length")

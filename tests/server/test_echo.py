@@ -145,7 +145,7 @@ def test_a_first_token_that_is_no_part_of_the_text_takes_no_characters(plain: Li
     ids = [0, *llm.encode(text)]
     (output,) = llm.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=1))
     assert output.prompt_logprobs is not None
-    echo = EchoedPrompt.read(llm, text, ids).scored(output.prompt_logprobs, 1)
+    echo = EchoedPrompt.of_prompt(llm, text, ids).scored(output.prompt_logprobs, 1)
     assert echo.entries is not None
     assert echo.entries["tokens"] == ["<|endoftext|>", "class", " Node", ":"]
     assert echo.entries["text_offset"] == [0, 0, 5, 10]

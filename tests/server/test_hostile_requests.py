@@ -344,7 +344,7 @@ def test_of_unknown_fields_eighty_characters_are_kept() -> None:
     tracemalloc.start()
     try:
         for number in range(64):
-            unknown.note({f"{number:04d}" + "x" * (1 << 20): None})
+            unknown.log_names({f"{number:04d}" + "x" * (1 << 20): None})
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

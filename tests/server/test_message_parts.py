@@ -263,7 +263,7 @@ def test_a_format_is_recognised_by_its_template(form: ToolFormat) -> None:
 
 def test_what_a_prompt_ends_with_decides_about_thoughts() -> None:
     template = "{{ '<think>' }} {{ '</think>' }} <tool_call>"
-    formats = AnswerFormats.of(LLM("models/tinycode"), template)
+    formats = AnswerFormats.of_llm(LLM("models/tinycode"), template)
     assert formats.tags is TAGS[0]
     for prompt, is_thinking in (("<assistant><think>\n", True), ("<assistant>", False)):
         form = formats.form(prompt, None)

@@ -25,7 +25,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {"hydra": {}, "eagle3": {"stride": 2}}
 
 
 def evaluation(every: int = 2) -> EvaluationConfig:
-    return EvaluationConfig.of(batches(400, is_partial=False), every=every, length=20)
+    return EvaluationConfig.of_held_out(batches(400, is_partial=False), every=every, length=20)
 
 
 def run_settings(directory: Path, method: str, **more: Any) -> Any:
@@ -76,11 +76,11 @@ def test_an_interrupted_run_has_the_same_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_drafts_counted_one_by_one(tmp_path: Path, method: str, is_partial: bool) -> None:
     head = train_head(target(), batches(), run_settings(tmp_path / "run", method)).module()
-    config = EvaluationConfig.of(batches(400, is_partial=is_partial), every=1, length=20)
+    config = EvaluationConfig.of_held_out(batches(400, is_partial=is_partial), every=1, length=20)
     parts = target_parts(target())
     found = config.evaluator(target(), head, parts, precision=torch.float32)()
     tokens, steps = config.tokens, head.config.steps
-    read = Teacher(target(), head.config.taps).read(tokens)
+    read = Teacher(target(), head.config.taps).read_features(tokens)
     width = head.config.hidden_size * len(head.config.taps)
     choices = parts.lm_head(read[..., -head.config.hidden_size :]).argmax(-1)
     said = [
@@ -101,7 +101,7 @@ def test_drafts_counted_one_by_one(tmp_path: Path, method: str, is_partial: bool
 
 
 def test_windows(tmp_path: Path) -> None:
-    short = EvaluationConfig.of(batches(12, is_partial=False), every=1, length=20)
+    short = EvaluationConfig.of_held_out(batches(12, is_partial=False), every=1, length=20)
     assert short.tokens.shape == (1, 12)
     assert short.starts(3)[0].tolist() == [True] * 8 + [False] * 4
     with pytest.raises(ConfigError, match="has 11 labels in a row"):

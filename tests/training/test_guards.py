@@ -54,7 +54,7 @@ def faults(checks: list[Check]) -> dict[str, str]:
 
 def examined(checkpoint: HeadCheckpoint, directory: Path, **more: Any) -> list[Check]:
     """All checks, with the texts that the target wrote for the first of these tests."""
-    native.write(checkpoint, directory)
+    native.write_checkpoint(checkpoint, directory)
     case = Examination(head=directory, prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic", **more)
     with mock.patch("foretoken.training.doctor.examine.greedy_texts", autospec=True, return_value=texts()):
         return examine(target(), tokenizer(), case)
@@ -69,7 +69,7 @@ def with_weights(change: Callable[[dict[str, Tensor]], object]) -> HeadCheckpoin
 
 @pytest.mark.parametrize("method", sorted(SIZES))
 def test_a_trained_head_passes_all(method: str, tmp_path: Path) -> None:
-    native.write(good(method), tmp_path)
+    native.write_checkpoint(good(method), tmp_path)
     case = Examination(head=tmp_path, prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
     checks = examine(target(), tokenizer(), case)  # with texts that the target writes now, as every user's
     assert faults(checks) == {}
@@ -232,7 +232,7 @@ def test_a_random_head(tmp_path: Path) -> None:
 def test_an_untrained_head(method: str, tmp_path: Path) -> None:
     parts = target_parts(target(), dtype=torch.float32)
     head = fresh_head(head_config(method, target(), SIZES[method]), parts, seed=0)
-    checkpoint = HeadCheckpoint.of(head, target=TargetFingerprint.of(target()))
+    checkpoint = HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target()))
     found = faults(examined(checkpoint, tmp_path))
     assert found.keys() == {"head trained"}
     assert "the head still has the weights that training starts from: it was never trained" in found["head trained"]
@@ -244,7 +244,7 @@ def test_nearly_untrained_heads_say_the_next_token(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(1e-6)
-    checkpoint = HeadCheckpoint.of(head, target=TargetFingerprint.of(target()))
+    checkpoint = HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target()))
     found = faults(examined(checkpoint, tmp_path))
     assert found.keys() == {"knowledge"}
     assert "the target's own next token, which fresh heads predict, is still predicted more often" in found["knowledge"]
@@ -284,7 +284,7 @@ def test_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor(tmp_path: Path) -> None:
-    native.write(good(), tmp_path)
+    native.write_checkpoint(good(), tmp_path)
     tensors = load_file(tmp_path / native.WEIGHTS)
     del tensors["bias"]
     save_file(tensors, tmp_path / native.WEIGHTS)

@@ -123,7 +123,7 @@ def test_a_run_gives_a_target_and_its_head(tmp_path: Path) -> None:
     again, same = train_jointly(target(), Repeated(), broken)
     assert all(torch.equal(value, again.weights[key]) for key, value in whole.weights.items())
     assert all(torch.equal(a, b) for a, b in zip(model.module.parameters(), same.module.parameters(), strict=True))
-    native.write(whole, tmp_path / "head")
+    native.write_checkpoint(whole, tmp_path / "head")
     params = SamplingParams(temperature=0.0, max_tokens=12)
     config = {"method": "medusa", "model": str(tmp_path / "head"), "tree": "chain", "num_speculative_tokens": 2}
     plain = LLM(model).generate([[5, 6, 7, 8]], params)[0]

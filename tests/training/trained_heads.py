@@ -110,7 +110,7 @@ def trained(
     batch = _Windows(tokens.roll(-late, dims=1)[:, : shortest - 3])
     for _ in Trainer(head, parts, objective, config, batch, lambda *_: features[:, : shortest - 3]).steps():
         pass
-    return HeadCheckpoint.of(head, target=TargetFingerprint.of(loaded))
+    return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(loaded))
 
 
 def write_target(directory: Path, seed: int = 0) -> Path:

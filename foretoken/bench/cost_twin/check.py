@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from foretoken.bench.cost_twin.make import TARGET
+from foretoken.bench.cost_twin.make import TARGET, TwinPart
 from foretoken.bench.workload import no_progress
 from foretoken.core.passes import Pass
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.entrypoints.llm import LLM
 from foretoken.formats.describe import native_facts
-from foretoken.models.loading import load_model
+from foretoken.models.loading import LoadedModel, load_model
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.bench.cost_twin.make import TwinPart
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
-    from foretoken.models.loading import LoadedModel
 
-_WIDEST_FLOAT32 = 1_000_000_000  # parameters; a larger twin in float32 would not fit into memory beside the rest
+# Parameters; a choice: a larger twin in float32 would not fit into memory beside the rest.
+_WIDEST_FLOAT32 = 1_000_000_000
 _WIDTHS = [3, 2, 1]  # of every drafter's tree: further candidates must be the same too
-_SAME_WITHIN = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}  # of the largest logit, if sums have another order
+# Of the largest logit, where sums have another order; the bounds of `NEAR_TIE` in `bench/verify.py`.
+_SAME_WITHIN = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 
 
 class TwinCheck(NamedTuple):

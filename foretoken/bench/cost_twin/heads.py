@@ -6,18 +6,16 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.cost_twin.model import Rule
+from foretoken.bench.cost_twin.model import Padding, Rule
 from foretoken.core.errors import ConfigError
 from foretoken.heads.falcon import NUM_LAYERS
-from foretoken.models.config_checks import TWIN_KEY
+from foretoken.models.config_checks import TWIN_KEY, TwinRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from foretoken.bench.cost_twin.model import Padding
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.heads.decoder_layer import LayerConfig
-    from foretoken.models.config_checks import TwinRecord
 
     Rules = Mapping[str, Rule]
 
@@ -43,7 +41,10 @@ def padded_head(
     config: Any = checkpoint.config
     rules_of, sizes_of = _METHODS[config.method]
     rules = rules_of(config)
-    weights = {key: padding(tensor, _rule(rules, key)).cpu() for key, tensor in checkpoint.weights.items()}
+    weights = {}
+    for key, tensor in checkpoint.weights.items():
+        rule = rules[key] if key in rules else rules[re.sub(r"\.\d+\.", ".", key)]  # one rule for all numbers
+        weights[key] = padding(tensor, rule).cpu()
     sizes = {"hidden_size": config.hidden_size * padding.factor, **sizes_of(config, padding.factor)}
     return replace(
         checkpoint,
@@ -52,11 +53,6 @@ def padded_head(
         target=target,
         notes={**checkpoint.notes, TWIN_KEY: record.model_dump(mode="json")},
     )
-
-
-def _rule(rules: Rules, key: str) -> Rule:
-    """Returns the rule of a tensor, whose name has its number left out."""
-    return rules[re.sub(r"\.\d+\.", ".", key)] if key not in rules else rules[key]
 
 
 def _medusa(config: Any) -> Rules:
@@ -80,12 +76,6 @@ def _hydra(config: Any) -> Rules:
         block = Rule(axes=_BOTH, is_written=True, parts=head + 2)
         rules |= {f"first.{head}.{part}.weight": block for part in ("linear", "residual")}
     return rules
-
-
-def _hydra_sizes(config: Any, factor: int) -> dict[str, Any]:
-    if config.prefix is None:
-        return {}
-    return {"prefix": _decoder_block_sizes(config.prefix, factor)}
 
 
 def _decoder_block(name: str, read_parts: int = 1) -> Rules:
@@ -175,15 +165,14 @@ def _mlp_speculator(config: Any) -> Rules:
     return rules | {"projections.0.weight": first}
 
 
-def _mlp_speculator_sizes(config: Any, factor: int) -> dict[str, Any]:
-    return {"inner_dim": config.inner_dim * factor, "rms_norm_eps": config.rms_norm_eps / factor}
-
-
 _METHODS: dict[str, tuple[Callable[[Any], Rules], Callable[[Any, int], dict[str, Any]]]] = {
     "eagle": (_eagle, _eagle_sizes),
     "eagle3": (_eagle3, _eagle3_sizes),
     "falcon": (_falcon, _eagle_sizes),
     "medusa": (_medusa, lambda *_: {}),  # no size but the hidden size
-    "hydra": (_hydra, _hydra_sizes),
-    "mlp_speculator": (_mlp_speculator, _mlp_speculator_sizes),
+    "hydra": (_hydra, lambda c, factor: {"prefix": _decoder_block_sizes(c.prefix, factor)} if c.prefix else {}),
+    "mlp_speculator": (
+        _mlp_speculator,
+        lambda c, factor: {"inner_dim": c.inner_dim * factor, "rms_norm_eps": c.rms_norm_eps / factor},
+    ),
 }

@@ -18,6 +18,7 @@ import torch
 
 from foretoken.bench.cost_twin.heads import check_method, padded_head
 from foretoken.bench.cost_twin.model import (
+    Fill,
     Padding,
     SmallModel,
     exactly,
@@ -32,19 +33,16 @@ from foretoken.bench.workload import no_progress
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats import native
-from foretoken.formats.checkpoint import TargetFingerprint, TargetInfo
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo
 from foretoken.formats.files import open_files, whole_files
 from foretoken.formats.registry import holds_head, read_head
 from foretoken.models.config_checks import TWIN_KEY, TwinRecord
-from foretoken.models.loading import fill_model
+from foretoken.models.loading import LoadedModel, fill_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from foretoken.bench.cost_twin.model import Fill
-    from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.models.loading import LoadedModel
 
 _SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}  # of files in twins
 
@@ -78,7 +76,7 @@ def _is_twin(path: Path) -> bool:
 
 
 TARGET, DRAFT_MODEL = "target", "draft_model"
-_EXAMPLES = 4  # sizes that a message names
+_EXAMPLES = 4  # sizes that a message names; a choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +234,7 @@ def write_heads(
     target = planned.models[0]
     padding = Padding(target.factor, plan.fill, generator)
     for head in planned.heads:
-        native.write(padded_head(head.checkpoint, padding, target.record, of_twin), head.path, replaces=True)
+        native.write_checkpoint(padded_head(head.checkpoint, padding, target.record, of_twin), head.path, replaces=True)
         for _ in head.checkpoint.weights:
             on_tensor()
 

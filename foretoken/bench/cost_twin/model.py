@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Fill = Literal["zeros", "random"]
-_DEVIATION = 0.02  # of random weights, as models are initialised
+_DEVIATION = 0.02  # of random weights, as transformers initialises models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Rule:
             with any filling.
         is_scaled_down: Whether its numbers are divided by the root of the factor: for weights of norms over growing
             axes, and weights that undo the former scale of such a norm.
-        parts: Number of vectors of the hidden size side by side in the last axis, each of which grows.
+        parts: Number of vectors of the hidden size side by side in the last axis; each of them grows.
         row_parts: The same in the axis before, such as the gates of an LSTM.
     """
 
@@ -234,7 +234,7 @@ def open_model(path: Path) -> SmallModel:
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 _WEIGHTS = "model.safetensors"
-_SHARD_SIZE = 1 << 30  # numbers in a file
+_SHARD_SIZE = 1 << 30  # numbers in a file, 2 GiB in bfloat16; a choice: bounds the memory of writing
 _TEXTS = {".json", ".txt", ".model", ".jinja"}  # tokenizer, generation configuration
 
 

@@ -57,7 +57,7 @@ class VectorDots {
   // The number of queries that the buffers hold for this many queries.
   static int64_t padded(int64_t queries) { return (queries + kQueries - 1) / kQueries * kQueries; }
 
-  // With the first `count` of some keys. Writes kKeys values a query, of which the rest is undefined; `stride` elements
+  // With the first `count` of some keys. Writes kKeys values a query; the rest of them is undefined; `stride` elements
   // from one query to the next.
   void run(const T* keys, int64_t count, float* out, int64_t stride) const {
     const T* rows[kKeys];

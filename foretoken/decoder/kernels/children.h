@@ -20,7 +20,8 @@
 
 namespace {
 
-constexpr int64_t kMostParts = 16, kLeastPart = 512;  // parts of a row of logits, and elements of one
+// Parts of a row of logits, and elements of one. A choice: enough parts for many threads, few partial results to join.
+constexpr int64_t kMostParts = 16, kLeastPart = 512;
 
 inline int64_t part_size(int64_t width) {  // whole registers
   return (std::max((width + kMostParts - 1) / kMostParts, kLeastPart) + kLanes - 1) / kLanes * kLanes;

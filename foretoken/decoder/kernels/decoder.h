@@ -69,7 +69,7 @@ class Decoder {
   }
 
  private:
-  static constexpr int64_t kAhead = 32;  // tokens whose sums with the residual stream come next
+  static constexpr int64_t kAhead = 32;  // tokens whose sums with the residual stream come next; a choice
 
   void embed() {
     share(rows_, [&](int64_t m) {

@@ -135,6 +135,7 @@ inline void put_anywhere(const X& inputs, int64_t m, int64_t k, Lanes values) {
   for (int i = 0; i < kLanes; ++i) inputs.put(m, k + i, values[i]);
 }
 
+// Measured: benchmarks/NOTES.md, "Other block sizes" and "Other parts and panels for rows of 3072".
 constexpr int kRows = 6;            // rows of weights in registers together: 24 sums of 32 registers, or 12 of 16
 constexpr int kNear = 24 * 1024;    // bytes of weights that stay in the first cache beside data that passes by
 constexpr int kPart = 32;           // steps of longer rows that are multiplied with all tokens before the next steps

@@ -42,7 +42,7 @@ class Barrier {
   }
 
  private:
-  static constexpr int kLooks = 2000;  // some 20 to 100 microseconds
+  static constexpr int kLooks = 2000;  // some 20 to 100 microseconds; a choice, see NOTES, "Waiting threads"
 
   static void pause() {
 #if defined(__x86_64__)
@@ -61,7 +61,7 @@ class Barrier {
   alignas(64) std::atomic<uint32_t> phase_{0};
 };
 
-constexpr int kPortion = 512;  // elements of a row for one thread's activation
+constexpr int kPortion = 512;  // elements of a row for one thread's activation; a choice: a barrier costs more than fewer elements
 
 // Calls work(i) for this thread's share of 0..count - 1.
 template <class Work>

@@ -24,8 +24,9 @@ namespace {
 FORETOKEN_INLINE void fence() { __asm__ volatile("" : : : "memory"); }
 
 constexpr int kTileRows = 16;
-constexpr int64_t kStored = 8 * kTileStep;  // elements of K between two stores of a tile, see `tile_sums`
-constexpr int64_t kPanelBytes = 3 << 19;    // bytes of inputs that all rows of a thread use before the next inputs: they stay in the second cache
+constexpr int64_t kStored = 8 * kTileStep;  // elements of K between two stores of a tile, see `tile_sums`; NOTES, "A store of a tile is slow"
+// Bytes of inputs that all rows of a thread use before the next inputs. A choice: they stay in a second cache of 2 MiB.
+constexpr int64_t kPanelBytes = 3 << 19;
 
 // The shape of each tile register of this thread; the destructor releases the registers.
 class TileRegisters {

@@ -155,7 +155,7 @@ def build_corpus(
                 clock.wrote(record, writers[HELD_OUT].add(document))
         skipped = sum((maker.skipped for maker in used), Counter[str]())
         for part, writer in writers.items():
-            _finish(writer, part, plan, {**(meta or {}), "skipped": dict(skipped)})
+            _finish_part(writer, part, plan, {**(meta or {}), "skipped": dict(skipped)})
     return Corpus(
         parts={part: PackedTokens.open(directory / part) for part in parts},
         skipped=skipped,
@@ -168,11 +168,11 @@ def _limited(
     maker: DocumentMaker, sources: Sequence[Source], limit: int | None, clock: _Clock
 ) -> Iterator[tuple[Record, Document]]:
     documents = maker.documents(record for source in sources for record in source.records())
-    clock.use(maker)
+    clock.use_maker(maker)
     return islice(documents, limit)
 
 
-def _finish(writer: PackedWriter, part: str, plan: CorpusPlan, meta: dict[str, Any]) -> None:
+def _finish_part(writer: PackedWriter, part: str, plan: CorpusPlan, meta: dict[str, Any]) -> None:
     """Completes one part, or raises an error that says what is missing."""
     sources = plan.held_out_sources if part == HELD_OUT and plan.held_out_sources else plan.sources
     try:
@@ -206,7 +206,7 @@ class _Clock:
     _size: int = 0  # size of its records so far
     _is_main: bool = False
 
-    def use(self, maker: DocumentMaker) -> None:
+    def use_maker(self, maker: DocumentMaker) -> None:
         """Starts a pass over some sources; the first pass is over the main ones, with known size."""
         self._is_main = self._maker is None
         self._maker, self._made, self._size = maker, 0, 0

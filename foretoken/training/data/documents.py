@@ -21,14 +21,13 @@ from foretoken.core.errors import ConfigError, ModelError, RequestError, one_lin
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.files.bounded_reads import check_regular
-from foretoken.training.data.records import Document
+from foretoken.training.data.records import Document, Message, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from foretoken.entrypoints.llm import LLM
-    from foretoken.training.data.records import Message, Record
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NO_ASSISTANT = "conversations without an assistant turn"
@@ -158,8 +157,8 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     return min(len(left), len(right))
 
 
-_BATCH_RECORDS = 256
-_BATCH_CHARACTERS = 4_000_000
+_BATCH_RECORDS = 256  # records for one call of the tokenizer; a choice: enough for its threads, little memory
+_BATCH_CHARACTERS = 4_000_000  # a choice: bounds the memory of a batch of long records
 NO_COMPLETION = "prompts without a completion"
 NO_TOKENS = "records without a token"
 
@@ -240,8 +239,8 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-_BATCHES_A_CALL = 4  # prompts a call, in multiples of max_num_seqs: slots stay busy while long responses end
-_PROMPTS_A_READ = 64
+_BATCHES_A_CALL = 4  # prompts a call, in multiples of max_num_seqs; a choice: slots stay busy while long responses end
+_PROMPTS_A_READ = 64  # a choice: bounds the prompts in memory
 _FORMAT, _VERSION = "foretoken-self-distillation", 1
 
 
@@ -340,7 +339,6 @@ class SelfDistiller:
             index += len(batch)
 
     def _prompts(self, records: Iterable[Record]) -> Iterator[tuple[Record, list[int]]]:
-        """Yields a prompt for each record that has one."""
         waiting = iter(records)
         while batch := list(islice(waiting, _PROMPTS_A_READ)):
             texts = [record.text if record.prompt is None else record.prompt for record in batch]

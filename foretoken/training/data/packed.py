@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -25,18 +25,17 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.sampling.noise import derive_seed, mix
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from foretoken.training.data.records import Document
 
 FORMAT, VERSION = "foretoken-packed-tokens", 1
 META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20  # of a file that is written; a choice: few system calls for little memory
 PACKED_TOKENS = OutputDirectory(
     "packed tokens", lambda place: any((place / part / META).is_file() for part in ("", "train"))
 )
-_ROUNDS = 8  # of the shuffle
-_COUNTED_AT_ONCE = 1 << 22
+# Of the Feistel network; a choice: four suffice in theory if the round function is random, more cost little.
+_ROUNDS = 8
+_COUNTED_AT_ONCE = 1 << 22  # labels; a choice: bounds the memory of a count
 _ADVICE = "Make it with `foretoken data vocab`."
 
 
@@ -277,7 +276,7 @@ class DraftVocabulary(BaseModel):
     tokens_sha256: str
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_ids(self) -> Self:
         if any(one >= other for one, other in zip(self.token_ids, self.token_ids[1:], strict=False)):
             raise ValueError("token_ids are not ascending. Expected each id once, the lowest first")
         return self
@@ -305,7 +304,6 @@ class CountedVocabulary:
 
     Attributes:
         vocabulary: The tokens.
-        num_labels: Labels that were counted.
         num_filled: Tokens that are not labels, which fill the vocabulary to its size.
     """
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,6 @@ from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import ConfigError, RequestError, foreign_errors_as, nearest_name_hint, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     _Row = tuple[Any, str, int]  # a row, its place for messages, and its size
 
 Message = dict[str, str]

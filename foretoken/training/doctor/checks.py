@@ -15,9 +15,9 @@ from torch import Tensor
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.heads.base import StepHeadConfig, build_head
+from foretoken.heads.base import Head, HeadConfig, StepHeadConfig, build_head
 from foretoken.models.generic import run_plain
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.runner.runner import Runner
 from foretoken.training.doctor.readings import (
     BLOCK_AFTER,
@@ -28,6 +28,8 @@ from foretoken.training.doctor.readings import (
     MOVED_BLOCKS,
     NORMED_TWICE,
     PRE_NORM,
+    Agreement,
+    DraftingFigures,
 )
 from foretoken.training.teacher import Teacher
 
@@ -35,14 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from foretoken.core.passes import Tap
-    from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loading import LoadedModel
-    from foretoken.models.parts import TargetParts
-    from foretoken.training.doctor.readings import Agreement, DraftingFigures
 
 Verdict = Literal["ok", "warning", "fault", "skipped"]
-_LARGEST = 1e4
-_PROBE_LEN = 64
+_LARGEST = 1e4  # of a weight or logit; a choice, far above trained ones: damaged ones reach the limits of their dtype
+_PROBE_LEN = 64  # tokens; a choice: long enough for every position shift that is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,6 @@ class Check:
     """The result of one check.
 
     Attributes:
-        name: Name of the check.
         verdict: "ok", "fault" for a certain loss of acceptance, "warning" for a possible one, or "skipped".
         value: The measured share or error, or names; None if there is nothing to show.
         expected: The expected value, in words.
@@ -75,7 +73,7 @@ def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
     with torch.no_grad():
         ours = target_parts(target).lm_head(features).float()
     error = _relative_error(ours, run_plain(target.module, tokens).logits.float())
-    return _close(
+    return _check_rounding(
         "target logits", error, target,
         "The LM head makes the target's own logits of the training feature.",
         "the LM head on the feature that heads are trained on does not give the target's logits: the feature is not "
@@ -101,7 +99,7 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
     error = _relative_error(served[:, 0].float(), Teacher(target).features(tokens[:, : len(ids)])[0].float())
     return [
         Check("tree logits", "ok", serving.name, proof, f"The self-test of runner {serving.name} passed."),
-        _close(
+        _check_rounding(
             "target served", error, target,
             "Serving reads the feature that training reads.",
             f"runner {serving.name} reads another feature than training does: heads are trained on one thing and "
@@ -118,7 +116,7 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
     name = "taps served"
     ids = tokens[0, :_PROBE_LEN].tolist()
     try:
-        read = Teacher(target, taps).read(tokens[:, : len(ids)])[0].float()
+        read = Teacher(target, taps).read_features(tokens[:, : len(ids)])[0].float()
         serving = Runner(target, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=taps, runner=runner)
     except ModelError as err:
         return Check(name, "fault", None, "the same features in training and serving", str(err))
@@ -127,7 +125,7 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
     pairs = zip(served.unbind(1), read.split(served.shape[-1], dim=1), strict=False)  # `final` comes after the taps
     errors = [_relative_error(ours.float(), theirs) for ours, theirs in pairs]
     worst = max(range(len(errors)), key=errors.__getitem__)
-    return _close(
+    return _check_rounding(
         name, errors[worst], target,
         f"Serving reads the taps that training reads, {', '.join(map(str, taps))}.",
         f"runner {serving.name} reads tap {taps[worst]} from another place than training does: heads are trained on "
@@ -212,7 +210,7 @@ def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int, token_map: 
 
 
 def _num_heads(config: HeadConfig) -> int:
-    """Returns the number of parallel heads, each of which may be damaged or untrained; 0 for one recurrent network."""
+    """Returns the number of parallel heads; each may be damaged or untrained. 0 for one recurrent network."""
     return config.num_heads if isinstance(config, StepHeadConfig) else 0
 
 
@@ -246,7 +244,7 @@ def _relative_error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs)[is_real].norm() / theirs[is_real].norm().clamp_min(1e-9))
 
 
-def _close(name: str, error: float, target: LoadedModel, fine: str, wrong: str) -> Check:
+def _check_rounding(name: str, error: float, target: LoadedModel, fine: str, wrong: str) -> Check:
     """Returns the check that an error is within rounding, by the bounds of the runner's self-test."""
     bound = 2e-4 if target.dtype in (torch.float32, torch.float64) else 5e-2
     is_close = error <= bound  # False for NaN

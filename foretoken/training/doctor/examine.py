@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ForetokenError, ModelError
-from foretoken.formats.checkpoint import TargetFingerprint, TargetWeights
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetWeights
 from foretoken.formats.registry import read_head
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import (
     Check,
@@ -44,20 +44,17 @@ from foretoken.training.doctor.readings import (
     target_choices,
 )
 from foretoken.training.teacher import Teacher
-from foretoken.training.trainer import Trainer
+from foretoken.training.trainer import Batches, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loading import LoadedModel
-    from foretoken.models.parts import TargetParts
-    from foretoken.training.trainer import Batches
 
 
-_STEPS, _WINDOWS, _LENGTH = 100, 2, 16
+_STEPS, _WINDOWS, _LENGTH = 100, 2, 16  # a choice: a method that works learns two windows by heart in so many steps
 
 
 def examine_training(
@@ -107,7 +104,7 @@ def _check_learning(
     """Checks that 100 steps on one small batch lower the loss."""
     tokens, supervised = _training_batch(texts, data)
     head = fresh(0)
-    features = Teacher(target, head.config.taps).read(tokens).float()
+    features = Teacher(target, head.config.taps).read_features(tokens).float()
     settings = train_config({
         "schedule": {"num_steps": _STEPS, "warmup_steps": 10}, "batch_size": len(tokens),
         "length": tokens.shape[1],
@@ -217,7 +214,7 @@ def _examine_head(
     fingerprint, whole = TargetFingerprint.of(target), "every tensor of its sizes, and no other"
     try:
         _, checkpoint = read_head(
-            head, target=fingerprint, base_config=target.config, weights=lambda: TargetWeights.of(target)
+            head, target=fingerprint, base_config=target.config, weights=lambda: TargetWeights.of_model(target)
         )
     except ForetokenError as err:
         load = Check("head loads", "fault", None, whole, str(err))
