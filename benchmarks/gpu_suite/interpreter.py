@@ -8,11 +8,15 @@ from typing import Any
 
 @cache
 def mend_interpreter() -> None:
-    """Repairs three things that the interpreter of Triton 3.6 cannot do, and the compiler can; once a process.
+    """Repairs the interpreter of Triton 3.6, once a process: three things that the compiler can do, and its speed.
 
     A loop's bound that was read from memory is an array of one number to it, of which NumPy makes no integer from 2.4
     on. It keeps bfloat16 as its bits, and multiplies those in `tl.dot`. And NumPy warns of overflow, which a GPU passes
     over in silence: tokens that pad a pass are computed with whatever stands in their rows.
+
+    At each launch and at each call of a device function, the interpreter replaces all functions of Triton's language.
+    This takes longer than most kernels of a test. Here the functions stay replaced: no kernel can be compiled in this
+    process afterwards, as in any process with TRITON_INTERPRET=1.
     """
     try:
         import numpy
@@ -32,5 +36,18 @@ def mend_interpreter() -> None:
         a, b = (self.cast_impl(x, language.float32) if x.dtype.scalar == language.bfloat16 else x for x in (a, b))
         return multiply(self, a, b, *rest)
 
+    patch_language, patched = module._patch_lang, set[Any]()
+
+    @cache
+    def patch_once(function: Any) -> Any:
+        """Replaces what the function's modules see; returns an empty scope, which restores nothing."""
+        seen = {each for each in function.__globals__.values() if each is language or each is language.core}
+        if not seen <= patched:
+            empty_scope.append(type(patch_language(function))())
+            patched.update(seen)
+        return empty_scope[0]
+
+    empty_scope: list[Any] = []
+    module._patch_lang = patch_once
     module._patch_lang_tensor = patch_and_mend
     module.InterpreterBuilder.create_dot = multiply_bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import signal
 import subprocess
@@ -11,7 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
+import typer.main
+
 from foretoken.cli.main import main
+
+# Typer builds all commands at every call, 60 ms each time. They hold no state, so one build serves all calls.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 ROOT = Path(__file__).parents[2]
 MODEL = "models/tinycode"

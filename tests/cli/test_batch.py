@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, ROOT, run
+from command_line import MODEL, run
+from forked import ForkedCommand
 from limits import full_disk
 
 from foretoken import LLM
@@ -98,15 +96,14 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     names = [f"request {number}" for number in range(40)]
     source = write(tmp_path / "in.jsonl", [request(name, prompt=f"def f_{name[8:]}(", max_tokens=64) for name in names])
     out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
-    command = [sys.executable, "-m", "foretoken", "batch", str(source), str(out), "--model", MODEL]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
-    end = time.monotonic() + 120
-    while not part.exists() or part.read_bytes().count(b"\n") < 3:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with ForkedCommand("batch", str(source), str(out), "--model", MODEL) as process:
+        end = time.monotonic() + 120
+        while not part.exists() or part.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
     assert not out.exists()
     whole = part.read_bytes()[: part.read_bytes().rfind(b"\n") + 1]
     kept = whole.splitlines()

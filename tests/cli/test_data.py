@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import MODEL, ROOT, run
+from forked import ForkedCommand
 
 from foretoken.models.loading import load_tokenizer
 from foretoken.training.data.packed import PackedTokens
@@ -120,14 +119,13 @@ def test_a_run_that_is_ended_continues(texts: Path, tmp_path: Path, ending: sign
     out = tmp_path / "cut"
     file = tmp_path / "cut.generated.jsonl"
     short = ("--max-new-tokens", "4")
-    command = [sys.executable, "-m", "foretoken", "data", MODEL, *distil(out, texts, *short)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    with ForkedCommand("data", MODEL, *distil(out, texts, *short)) as process:
         deadline = time.monotonic() + 120
         while (not file.exists() or file.read_bytes().count(b"\n") < 2) and time.monotonic() < deadline:
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
         process.send_signal(ending)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
     assert process.returncode == (-ending if ending == signal.SIGKILL else 128 + ending), errors
     assert "Traceback" not in errors
     stored = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]

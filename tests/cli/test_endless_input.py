@@ -12,6 +12,7 @@ from command_line import MODEL, ROOT, Finished, run, run_process
 from foretoken.files import bounded_reads
 
 HEAD = "models/tinycode-hydra"
+SHORT = ("--num-prompts", "1", "--max-tokens", "1")  # of the texts that are decoded before a drafter is loaded
 
 
 def assert_refused(result: Finished, *parts: str) -> None:
@@ -75,7 +76,7 @@ def test_files_of_a_model_or_head(original: str, name: str, device: str, tmp_pat
         # Weights are looked at among doctor's checks, and are a fault there.
         commands += [("doctor", MODEL, odd)] if name == "config.json" else []
     else:
-        commands += [("generate", odd, "-p", "x"), ("verify", MODEL, "-s", f"draft_model:model={odd}")]
+        commands += [("generate", odd, "-p", "x"), ("verify", MODEL, "-s", f"draft_model:model={odd}", *SHORT)]
     for arguments in commands:
         assert_refused(run(*arguments), sentence)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from command_line import MODEL, ROOT, Finished, run
+from forked import ForkedCommand
 
 from foretoken import LLM
 from foretoken.bench.workload import load_prompts
@@ -192,9 +191,9 @@ def test_ids_outside_the_vocabulary() -> None:
 
 
 def test_no_traceback_from_a_real_process() -> None:
-    command = [sys.executable, "-m", "foretoken", "generate", "models/none", "-p", "x"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
-    assert_refused(Finished(result.returncode, result.stdout, result.stderr), "error: there is no model directory")
+    with ForkedCommand("generate", "models/none", "-p", "x") as process:
+        finished = Finished(process.wait(), *process.communicate())
+    assert_refused(finished, "error: there is no model directory")
 
 
 def test_draft_model_with_another_vocabulary(tmp_path: Path) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, ROOT, run, run_process
+from command_line import MODEL, run, run_process
 from end_to_end.tiny_llms import target, tokenizer
+from forked import ForkedCommand
 
 HEAD = "models/tinycode-medusa"
 # Arguments by command, {out} and {in} being places; what is made, and how many files are brought to disk at least.
@@ -39,37 +34,24 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
 }  # fmt: skip
 
 
-class Commands:
-    """Commands in processes of their own, forked from one that has imported everything."""
-
-    def __init__(self) -> None:
-        path = os.pathsep.join([str(ROOT / "tests" / "cli"), str(ROOT / "tests"), *sys.path])
-        self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-    def run(self, arguments: list[str], killed_at: int) -> tuple[int, str]:
-        """Exit code, negative for a signal, and standard error; killed_at: the how manieth file on its way to disk."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        print(json.dumps([arguments, killed_at]), file=self._server.stdin, flush=True)
-        code, errors = json.loads(self._server.stdout.readline())
-        return code, errors
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.close()
-        self._server.stdout.close()
-        assert self._server.wait(60) == 0
+# Kills the process at a call of `fsync`, before it.
+KILL = """
+import os, signal
+fsync, calls = os.fsync, [0]
+def counted(descriptor):
+    calls[0] += 1
+    if calls[0] == {number}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(descriptor)
+os.fsync = counted
+"""
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    server = Commands()
-    yield server
-    server.close()
+def run_killed(arguments: list[str], number: int) -> tuple[int, str]:
+    """Exit code, negative for a signal, and standard error; number: the how manieth file on its way to disk, from 1."""
+    with ForkedCommand(*arguments, setup=KILL.format(number=number)) as process:
+        _, errors = process.communicate()
+        return process.wait(), errors
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +92,14 @@ def places(out: Path, suffixes: tuple[str, ...]) -> list[dict[str, bytes] | byte
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed_at_every_file(name: str, commands: Commands, given: Path, tmp_path: Path) -> None:
+def test_killed_at_every_file(name: str, given: Path, tmp_path: Path) -> None:
     wanted, suffixes, least = COMMANDS[name]
     out = tmp_path / "killed" / "out"
     out.parent.mkdir()
     arguments = [each.format(**{"out": out, "in": given}) for each in wanted]
     killed, states = 0, []
     while True:
-        code, errors = commands.run(arguments, killed + 1)
+        code, errors = run_killed(arguments, killed + 1)
         states.append(places(out, suffixes))
         if code != -signal.SIGKILL:
             break
@@ -129,7 +111,7 @@ def test_killed_at_every_file(name: str, commands: Commands, given: Path, tmp_pa
     assert killed >= least
     undisturbed = tmp_path / "left alone" / "out"
     undisturbed.parent.mkdir()
-    code, errors = commands.run([each.format(**{"out": undisturbed, "in": given}) for each in wanted], 0)
+    code, errors = run_killed([each.format(**{"out": undisturbed, "in": given}) for each in wanted], 0)
     assert code == 0, errors
     whole = places(undisturbed, suffixes)
     for state in states[:-1]:
@@ -187,48 +169,3 @@ def test_paths_outside_ascii(given: Path, tmp_path: Path) -> None:
     ):  # fmt: skip
         result = run(*map(str, arguments))
         assert result.returncode == 0, result.stderr
-
-
-def serve() -> None:
-    """Runs a command in a forked child for every line of standard input."""
-    import torch
-
-    from foretoken import LLM
-    from foretoken.cli import commands as _
-    from foretoken.training import run as _run
-
-    del LLM, _, _run
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        arguments, killed_at = json.loads(line)
-        reading, writing = os.pipe()
-        process = os.fork()
-        if process == 0:
-            _kill_at(killed_at)
-            result = run(*arguments)
-            os.write(writing, result.stderr.encode()[-4000:])
-            os._exit(result.returncode)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            errors = pipe.read()
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        sys.stdout.write(json.dumps([code, errors]) + "\n")
-        sys.stdout.flush()
-
-
-def _kill_at(number: int) -> None:
-    """Has this process killed at a call of `fsync`, before it; 0 for never."""
-    fsync, calls = os.fsync, [0]
-
-    def counted(descriptor: int) -> None:
-        calls[0] += 1
-        if calls[0] == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fsync(descriptor)
-
-    os.fsync = counted
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(io.UnsupportedOperation):
-        serve()

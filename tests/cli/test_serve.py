@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +15,10 @@ import httpx
 import openai
 import pytest
 from cli.command_line import MODEL, run
+from forked import ForkedCommand
 
 from foretoken import LLM
 from foretoken.core.errors import ConfigError
-
-SERVE = [sys.executable, "-m", "foretoken", "serve", MODEL]
 
 
 def wait_for(url: str) -> None:
@@ -38,36 +35,31 @@ def wait_for(url: str) -> None:
 
 
 @contextmanager
-def serving(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(port: int = 0) -> Iterator[tuple[ForkedCommand, str]]:
     """A process that serves, and its address."""
-    command = [*SERVE, "-s", "ngram", "--port", str(port), "--threads", "1", "--served-model-name", "tiny"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        assert process.stderr is not None
-        try:
-            # A machine compiles the kernels and times passes once, and says so first.
-            line = next(line for line in process.stderr if line.startswith("serving ") or process.poll() is not None)
-            assert line.startswith("serving tiny with ngram on http://127.0.0.1:"), line
-            url = line.split()[-1]
-            wait_for(url)
-            yield process, url
-        finally:
-            process.kill()
+    arguments = ("-s", "ngram", "--port", str(port), "--threads", "1", "--served-model-name", "tiny")
+    with ForkedCommand("serve", MODEL, *arguments) as process:
+        # A machine compiles the kernels and times passes once, and says so first.
+        line = next(line for line in process.stderr if line.startswith("serving ") or process.poll() is not None)
+        assert line.startswith("serving tiny with ngram on http://127.0.0.1:"), line
+        url = line.split()[-1]
+        wait_for(url)
+        yield process, url
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server() -> Iterator[tuple[ForkedCommand, str]]:
     """One of them."""
     with serving() as one:
         yield one
 
 
-def test_the_log_tells_how_the_model_writes(server: tuple[subprocess.Popen[str], str]) -> None:
-    assert server[0].stderr is not None
+def test_the_log_tells_how_the_model_writes(server: tuple[ForkedCommand, str]) -> None:
     told = server[0].stderr.readline()
     assert told == "parsers, by the chat template or the options: tool calls none, thoughts none\n"
 
 
-def test_sigterm_lets_running_requests_end(server: tuple[subprocess.Popen[str], str]) -> None:
+def test_sigterm_lets_running_requests_end(server: tuple[ForkedCommand, str]) -> None:
     process, url = server
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(
@@ -103,33 +95,27 @@ def test_a_killed_server_starts_again_on_its_port() -> None:
 
 def test_a_failed_engine_ends_the_process() -> None:
     """Its thread fails at the first request; whatever watches over the process sees that by the exit code."""
-    code = (
-        "import sys\n"
+    setup = (
         "from foretoken.engine.loop import Engine\n"
-        "from foretoken.cli.main import main\n"
         "def fail(self): raise KeyboardInterrupt('as a thread may meet it')\n"
         "Engine.step = fail\n"
-        "sys.argv = ['foretoken', 'serve', 'models/tinycode', '--port', '0', '--threads', '1']\n"
-        "main()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            url = process.stderr.readline().split()[-1]
-            wait_for(url)
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def main():"}, timeout=60)
-            assert answer.status_code == 500
-            assert process.wait(60) == 1
-            assert "error: the engine failed and serves no requests any more" in process.stderr.read()
-        finally:
-            process.kill()
+    with ForkedCommand("serve", MODEL, "--port", "0", "--threads", "1", setup=setup) as process:
+        url = process.stderr.readline().split()[-1]
+        wait_for(url)
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def main():"}, timeout=60)
+        assert answer.status_code == 500
+        assert process.wait(60) == 1
+        assert "error: the engine failed and serves no requests any more" in process.stderr.read()
 
 
-def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert subprocess.run([*SERVE, "--port", str(port)], check=False).returncode == 2
-    assert f"error: cannot listen on 127.0.0.1, port {port}: Address already in use" in capfd.readouterr().err
+        with ForkedCommand("serve", MODEL, "--port", str(port)) as process:
+            _, errors = process.communicate()
+    assert process.returncode == 2
+    assert f"error: cannot listen on 127.0.0.1, port {port}: Address already in use" in errors
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ROOT, Finished, run
+from command_line import Finished, run
 from end_to_end.tiny_llms import target, tokenizer
+from forked import ForkedCommand
 
 from foretoken.bench import plots
 from foretoken.bench.sweep import RESULTS, SweepResults
@@ -55,15 +53,12 @@ def shown(result: Finished) -> dict[str, Any]:
 def test_a_killed_sweep_goes_on_where_it_was(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     results = out / RESULTS
-    child = subprocess.Popen(
-        [sys.executable, "-m", "foretoken", *command(small, out)], cwd=ROOT, stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    while not results.is_file() or results.read_bytes().count(b"\n") < 2:  # the conditions and one point
-        assert child.poll() is None, "it ended before it could be killed"
-        time.sleep(0.001)
-    child.kill()
-    assert child.wait(30) == -signal.SIGKILL
+    with ForkedCommand(*command(small, out)) as child:
+        while not results.is_file() or results.read_bytes().count(b"\n") < 2:  # the conditions and one point
+            assert child.poll() is None, "it ended before it could be killed"
+            time.sleep(0.001)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait(30) == -signal.SIGKILL
     before = results.read_bytes()
     whole = before[: before.rfind(b"\n") + 1]
     measured = whole.count(b"\n") - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any, TextIO
 
 import pytest
 from command_line import MODEL, ROOT, Terminal, run, run_main, run_process
+from forked import ForkedCommand
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -295,19 +295,11 @@ def test_an_encoding_without_the_characters() -> None:
 
 
 def test_ctrl_c_keeps_the_text_so_far() -> None:
-    command = [*COMMAND, "generate", MODEL, "-p", "import os\n", "--max-tokens", "1000", "--ignore-eos"]
-    with subprocess.Popen(
-        [*command, "--runner", "generic"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - background jobs ignore it
-    ) as process:
-        assert process.stdout is not None
+    command = ("generate", MODEL, "-p", "import os\n", "--max-tokens", "1000", "--ignore-eos", "--runner", "generic")
+    with ForkedCommand(*command) as process:
         start = process.stdout.readline() + process.stdout.read(30)
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "interrupted]" in errors
@@ -358,9 +350,10 @@ def test_a_full_disk_while_packing(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("value = 1\n" * 200)
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-
-    result = finished("data", MODEL, "--text", str(text), "--out", str(tmp_path / "out"), preexec_fn=limit)
-    assert_sentence(result, 2, "File too large")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
+    with ForkedCommand("data", MODEL, "--text", str(text), "--out", str(tmp_path / "out"), setup=limit) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 2, errors
+    assert "Traceback" not in errors
+    assert "File too large" in errors
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

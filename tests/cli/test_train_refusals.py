@@ -7,8 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import ROOT, Finished, run
+from command_line import Finished, run
 from filelock import FileLock
+from forked import ForkedCommand
 from packed_data import write_packed
 from tiny_models import VOCAB_SIZE, tiny_model
 from tokenizers import Tokenizer, models
@@ -328,16 +327,15 @@ def test_loss_that_is_no_number(refuse: Callable[..., str], tmp_path: Path) -> N
 def test_told_to_stop(shared: Path, tmp_path: Path) -> None:
     """The exit code says which signal; the state is there, the head is not."""
     out = tmp_path / "head"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "foretoken", "train", "medusa", str(shared / "target"), "--data", str(shared / "data"),
-         "--out", str(out), "--steps", "1000000", "--batch-size", "2", "--length", "16", "--threads", "1"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
     curves, end = tmp_path / "head-run" / "metrics.jsonl", time.monotonic() + 90
-    while time.monotonic() < end and process.poll() is None and not (curves.is_file() and curves.stat().st_size):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    stderr = process.communicate(timeout=60)[1]
+    with ForkedCommand(
+        "train", "medusa", str(shared / "target"), "--data", str(shared / "data"), "--out", str(out),
+        "--steps", "1000000", "--batch-size", "2", "--length", "16", "--threads", "1",
+    ) as process:  # fmt: skip
+        while time.monotonic() < end and process.poll() is None and not (curves.is_file() and curves.stat().st_size):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        stderr = process.communicate()[1]
     assert process.returncode == 143, stderr
     assert "Traceback" not in stderr
     assert "the same command continues" in stderr

@@ -1,8 +1,4 @@
-"""Tiny targets, texts and runs for tests of training; also what their child processes run.
-
-As a program it warms up once and then forks a child for every line of standard input, a JSON object of arguments of
-`child`: each child is a process of its own that starts at once.
-"""
+"""Tiny targets, texts and runs for tests of training; also what their child processes run."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from foretoken.formats.checkpoint import HeadCheckpoint
@@ -24,10 +21,6 @@ from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.run import Interrupted, RunSettings, train_head
-from foretoken.training.teacher import Teacher
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import VOCAB_SIZE, tiny_model
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
 SIZES: dict[str, dict[str, Any]] = {
@@ -83,8 +76,10 @@ def same_weights(one: Any, two: Any, *, atol: float = 0.0) -> None:
         torch.testing.assert_close(value, two[key], rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def child(directory: str, weights: str, method: str, pause_s: float, **changes: Any) -> int:
-    """Runs or goes on with a run and writes the head's weights into a file; gives what the command line exits with."""
+def child(directory: str, weights: str, method: str, pause_s: float, **changes: Any) -> None:
+    """Runs or goes on with a run and writes the head's weights into a file; exits as the command line does."""
+    torch.set_num_threads(1)
+    os.environ.pop("WORLD_SIZE", None)
 
     def pause(report: object) -> None:
         time.sleep(pause_s)
@@ -92,31 +87,11 @@ def child(directory: str, weights: str, method: str, pause_s: float, **changes: 
     try:
         head = train_head(target(), batches(), settings(Path(directory), method, **changes), on_step=pause)
     except Interrupted as err:
-        return 128 + err.number
+        sys.exit(128 + err.number)
     save_file({key: value.clone() for key, value in head.weights.items()}, weights)
-    return 0
-
-
-def _serve() -> None:
-    """Forks a child for every line of standard input; says its process id, and how it ended."""
-    torch.set_num_threads(1)
-    Teacher(target()).features(torch.tensor([[1, 2, 3]]))
-    for line in sys.stdin:
-        arguments = json.loads(line)
-        process = os.fork()
-        if process == 0:
-            os._exit(child(**arguments))
-        sys.stdout.write(f"{process}\n")
-        sys.stdout.flush()
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])}\n")
-        sys.stdout.flush()
 
 
 def no_grad_features(tokens: Tensor, width: int = 16, seed: int = 0) -> Tensor:
     """Features that depend on the tokens alone, for tests that need no target."""
     table = torch.randn(VOCAB_SIZE, width, generator=torch.Generator().manual_seed(seed))
     return table[tokens].cumsum(1) / torch.arange(1, tokens.shape[1] + 1).sqrt().unsqueeze(1)
-
-
-if __name__ == "__main__":
-    _serve()
