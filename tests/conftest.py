@@ -29,6 +29,12 @@ os.environ["SSL_CERT_DIR"] = str(folder)
 gc.disable()
 
 
+def pytest_runtest_teardown() -> None:
+    """Takes back what a command with `--threads 2` left: all later tests of the process would run on two threads."""
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
 def pytest_collection_finish() -> None:
     """Collects garbage from here on, of objects that tests make."""
     gc.freeze()

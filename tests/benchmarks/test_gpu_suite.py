@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_suite import lossless, twin
-from benchmarks.gpu_suite.__main__ import chosen_sections, limits
+from benchmarks.gpu_suite.__main__ import chosen_sections, limits, main
 from benchmarks.gpu_suite.attention_inputs import (
     LEVELS,
     REHEARSAL_LEVELS,
@@ -104,13 +104,11 @@ def pairs_of_json(case: dict[str, Any]) -> list[tuple[tuple[str, Any], ...]]:
     return list(combinations(case.items(), 2))
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(tmp_path / "gpu")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 2
-    assert "no GPU" in done.stderr
+    assert main(["--out", str(tmp_path / "gpu")]) == 2
+    assert "no GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

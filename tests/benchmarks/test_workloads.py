@@ -37,7 +37,8 @@ def test_the_union_weighs_workloads_by_their_time() -> None:
 
 
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["-s", "ngram", "--num-prompts", "1", "--max-tokens", "4", "--out", str(tmp_path / "run")])
+    sizes = ["--num-prompts", "1", "--max-tokens", "4", "--threads", "1", "--dtype", "float32"]
+    main(["-s", "ngram", *sizes, "--out", str(tmp_path / "run")])
     record = json.loads((tmp_path / "run.json").read_text())
     assert [row["workload"] for row in record["rows"]] == [
         "completion", "completion", "edits", "edits", "prose", "prose", UNION, UNION,

@@ -1,18 +1,16 @@
 """Writing that fails leaves nothing behind and nothing changed, whatever the format.
 
-A limit on file sizes stands for a full disk, in a process of its own.
+A limit on file sizes stands for a full disk.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from disks import everything
+from limits import full_disk
 from tiny_heads import E, V, random_head
 
 from foretoken.core.errors import ConfigError
@@ -29,23 +27,6 @@ FORMATS = [
     ("vllm_medusa", {}),
     ("tensorrt_llm", {"tp_size": 2}),
 ]
-# Writes heads while files may have 4096 bytes, as on a disk with that much room, and prints what became of each.
-FULL_DISK = """
-import json, resource, sys
-from pathlib import Path
-from foretoken.core.errors import ConfigError
-from foretoken.formats.registry import read_head, write_head
-attempts = json.loads(sys.argv[1])
-heads = [read_head(Path(source))[1] for source, _, _, _ in attempts]
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-said = []
-for head, (_, out, name, options) in zip(heads, attempts):
-    try:
-        said.append(write_head(name, head, Path(out), **options))
-    except ConfigError as err:
-        said.append(str(err))
-print(json.dumps(said))
-"""
 
 
 def test_full_disk(tmp_path: Path) -> None:
@@ -54,23 +35,17 @@ def test_full_disk(tmp_path: Path) -> None:
     native.write_checkpoint(random_head(HEAD.model_copy(update={"hidden_size": 2}), target=None), tmp_path / "small")
     write_head("medusa", random_head(HEAD), tmp_path / "old")
     before = everything(tmp_path)
-    attempts = [
-        (str(tmp_path / "big"), str(tmp_path / place), name, {**options, "replaces": replaces})
-        for name, options in FORMATS
-        for place in ("new", "new/and/deeper", "old")
-        for replaces in (True, False)
-    ]
-    small = (str(tmp_path / "small"), str(tmp_path / "fits"), "native", {})
-    result = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, json.dumps([*attempts, small])],
-        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    *said, nothing = json.loads(result.stdout)
-    for (_, out, name, _), sentence in zip(attempts, said, strict=True):
-        assert sentence.startswith(f"'{out}' cannot be written: "), name
-        assert "File too large" in sentence
-        assert "Nothing was changed there. Expected a directory with enough room" in sentence
-    assert nothing is None, "what fits is written: it was the room that was missing"
+    head = read_head(tmp_path / "big")[1]
+    for name, options in FORMATS:
+        for place in ("new", "new/and/deeper", "old"):
+            for replaces in (True, False):
+                with full_disk(4096), pytest.raises(ConfigError) as caught:
+                    write_head(name, head, tmp_path / place, **options, replaces=replaces)
+                assert str(caught.value).startswith(f"'{tmp_path / place}' cannot be written: "), name
+                assert "File too large" in str(caught.value)
+                assert "Nothing was changed there. Expected a directory with enough room" in str(caught.value)
+    with full_disk(4096):  # what fits is written: it was the room that was missing
+        write_head("native", read_head(tmp_path / "small")[1], tmp_path / "fits")
     assert read_head(tmp_path / "fits")[0] == "native"
     after = everything(tmp_path)
     assert {path: after[path] for path in after if path.relative_to(tmp_path).parts[0] != "fits"} == before
