@@ -110,9 +110,11 @@ def serve(head: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "foretoken", "serve", TARGET, *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            line = process.stderr.readline().strip()
-            print(line)  # "serving ... on http://127.0.0.1:PORT", or why not
-            yield line[line.index("http://") :]
+            for line in process.stderr:
+                if "http://" in line:  # not "timing passes ...", as on the first start
+                    break
+            print(line.strip())  # "serving ... on http://127.0.0.1:PORT", or why not
+            yield line[line.index("http://") :].strip()
         finally:
             process.terminate()
 

@@ -72,18 +72,18 @@ class FusedLinear(nn.Module):
         if self._is_packed:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return result
-        return self.product(x, x.dtype)
+        return self.gemm(x, x.dtype)
 
-    def product(self, x: Tensor, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
+    def gemm(self, x: Tensor, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
         """Turns (M, in_features) into (M, out_features) of a dtype; few rows by the GEMM of `triton_kernels`.
 
         in_parts: Whether the caller can sum over (P, M, out_features) float32.
         """
         if self._is_streamed and x.dim() == 2 and x.is_contiguous():
-            from foretoken.decoder.triton_kernels import MOST_ROWS, small_product
+            from foretoken.decoder.triton_kernels import MOST_ROWS, small_batch_gemm
 
             if len(x) <= MOST_ROWS:
-                return small_product(x, self._weight, dtype, in_parts=in_parts)
+                return small_batch_gemm(x, self._weight, dtype, in_parts=in_parts)
         return functional.linear(x, self._weight, self._bias).to(dtype)
 
 
@@ -103,9 +103,9 @@ def _is_streamed(weight: Tensor, bias: Tensor | None) -> bool:
     """Decides whether our small-batch GEMM for GPUs takes a weight."""
     if not has_triton_kernels(weight.device):
         return False
-    from foretoken.decoder.triton_kernels import fits_product
+    from foretoken.decoder.triton_kernels import fits_gemm
 
-    return fits_product(weight, bias)
+    return fits_gemm(weight, bias)
 
 
 def fuse(*parts: Matrix, moves_weights: bool = False) -> FusedLinear:
@@ -275,7 +275,7 @@ class _TorchFeedForward:
 
 def _projected(layer: FusedLinear, x: Tensor, *, in_parts: bool) -> Tensor:
     """Returns (M, E), or (P, M, E) float32 whose sum over P is the result, if the caller can sum."""
-    output: Tensor = layer.product(x, x.dtype, in_parts=True) if in_parts else layer(x)
+    output: Tensor = layer.gemm(x, x.dtype, in_parts=True) if in_parts else layer(x)
     return output
 
 
@@ -351,6 +351,6 @@ def _head(weights: LeanWeights) -> Callable[[Tensor], Tensor]:
     if type(head) is not nn.Linear:
         return head
     if _is_streamed(head.weight, head.bias):
-        return partial(fuse(Matrix(weight=head.weight, bias=head.bias)).product, dtype=torch.float32)
+        return partial(fuse(Matrix(weight=head.weight, bias=head.bias)).gemm, dtype=torch.float32)
     is_tied = head.weight.data_ptr() == weights.embedding.data_ptr()
     return fuse(Matrix(weight=head.weight, bias=head.bias)) if is_packable(head.weight) and not is_tied else head

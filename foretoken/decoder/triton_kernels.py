@@ -310,7 +310,7 @@ def _rotate_kernel(
         tl.store(target + half, (y * c + x * s).to(a.dtype), mask=is_written)
 
 
-class ProductTiling(NamedTuple):
+class GemmTiling(NamedTuple):
     """The shape of a program's work in a small-batch GEMM.
 
     Attributes:
@@ -330,20 +330,20 @@ class ProductTiling(NamedTuple):
     parts: int = 1
 
 
-def product_tiling(num_tokens: int, num_outputs: int) -> ProductTiling:
+def gemm_tiling(num_tokens: int, num_outputs: int) -> GemmTiling:
     """Returns the tiling of a GEMM with few rows for a Hopper GPU.
 
     Set on an H100 with the matrices of an 8B-shaped Llama, see "Small-batch GEMM on a GPU" in benchmarks/NOTES.md.
     """
     if num_outputs < 64 * 96:  # fewer tiles than multiprocessors
-        return ProductTiling(64, 128, 4, 6, 3, parts=2)
+        return GemmTiling(64, 128, 4, 6, 3, parts=2)
     if num_tokens > 16 and num_outputs >= 128 * 132:
-        return ProductTiling(128, 128, 8, 4, 3)
-    return ProductTiling(64, 128, 4, 6 if num_tokens <= 16 else 5, 3)
+        return GemmTiling(128, 128, 8, 4, 3)
+    return GemmTiling(64, 128, 4, 6 if num_tokens <= 16 else 5, 3)
 
 
-def fits_product(weight: Tensor, bias: Tensor | None) -> bool:
-    """Decides whether `small_product` takes a linear layer: float16 or bfloat16, no bias, on Hopper or newer."""
+def fits_gemm(weight: Tensor, bias: Tensor | None) -> bool:
+    """Decides whether `small_batch_gemm` takes a linear layer: float16 or bfloat16, no bias, on Hopper or newer."""
     num_outputs, num_inputs = weight.shape
     return (
         overlaps(weight.device) and bias is None and weight.dtype in (torch.bfloat16, torch.float16)
@@ -351,28 +351,28 @@ def fits_product(weight: Tensor, bias: Tensor | None) -> bool:
     )  # fmt: skip
 
 
-def small_product(
+def small_batch_gemm(
     x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, *, in_parts: bool = False
 ) -> Tensor:  # fmt: skip
     """Returns x @ weight.T of few rows; sums are float32 in an order that does not depend on the number of rows.
 
     Args:
         x: (M, K) in the dtype of `weight`, contiguous, at most `MOST_ROWS` rows.
-        weight: (N, K) bfloat16 or float16, see `fits_product`.
+        weight: (N, K) bfloat16 or float16, see `fits_gemm`.
         dtype: Dtype of the result; None for that of `weight`.
-        in_parts: Whether the caller sums over the parts of `ProductTiling`.
+        in_parts: Whether the caller sums over the parts of `GemmTiling`.
 
     Returns:
         (M, N), or (P, M, N) float32 in parts.
     """
     tokens, outputs = len(x), len(weight)
-    tiling = product_tiling(tokens, outputs)
+    tiling = gemm_tiling(tokens, outputs)
     num_parts = tiling.parts if in_parts and weight.shape[1] % (tiling.parts * tiling.inputs) == 0 else 1
     if num_parts > 1:
         out = x.new_empty(num_parts, tokens, outputs, dtype=torch.float32)
     else:
         out = x.new_empty(tokens, outputs, dtype=dtype)
-    _product_kernel[(outputs // tiling.outputs, num_parts)](
+    _gemm_kernel[(outputs // tiling.outputs, num_parts)](
         x, weight, out, tokens, outputs, weight.shape[1], weight.shape[1] // num_parts,
         BLOCK_M=max(triton.next_power_of_2(tokens), 16), BLOCK_N=tiling.outputs, BLOCK_K=tiling.inputs,
         FETCHED=min(tiling.fetched, weight.shape[1] // num_parts // tiling.inputs), num_warps=tiling.warps,
@@ -382,7 +382,7 @@ def small_product(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _product_kernel(
+def _gemm_kernel(
     x, weight, out, num_tokens, num_outputs, num_inputs, part_inputs,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FETCHED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip

@@ -159,3 +159,13 @@ def test_a_step_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sequences_agree_in_number(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         replace(verification(TREES), **changes)
+
+
+def test_a_pass_moves_as_a_whole() -> None:
+    work = verification(TokenTree.from_rows([TreeRow([1, 2, 3], [-1, 0, 0]), TreeRow([4], [-1])]))
+    assert work.to(torch.device("cpu")) is work
+    moved = work.to(torch.device("meta"))
+    for name in ("tokens", "positions", "parents", "logit_rows"):
+        part = getattr(moved, name)
+        assert (part.device.type, part.dtype, part.shape) == ("meta", torch.int64, getattr(work, name).shape)
+    assert (moved.slots, moved.prefix_lens, moved.offsets) == (work.slots, work.prefix_lens, work.offsets)

@@ -37,7 +37,7 @@ KERNELS = {
         "_norm_kernel",
         "_gate_kernel",
         "_rotate_kernel",
-        "_product_kernel",
+        "_gemm_kernel",
     ],
 }
 
@@ -75,7 +75,7 @@ class ForHopper:
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
         has_products = "wgmma.mma_async" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"]
-        assert has_products or compiled.metadata.name not in ("_attend_kernel", "_masked_kernel", "_product_kernel")
+        assert has_products or compiled.metadata.name not in ("_attend_kernel", "_masked_kernel", "_gemm_kernel")
         sys.stdout.write(compiled.metadata.name + "\n")
 
 
@@ -141,8 +141,8 @@ def compile_all() -> None:
     for tokens in (1, 16, 64):
         x = torch.zeros(tokens, 4096, dtype=BF16)
         for outputs in (4096, 6144, 28_672):
-            triton_kernels.small_product(x, torch.zeros(1, dtype=BF16).expand(outputs, 4096))
-        triton_kernels.small_product(x, torch.zeros(1, dtype=BF16).expand(6144, 4096), torch.float32)
+            triton_kernels.small_batch_gemm(x, torch.zeros(1, dtype=BF16).expand(outputs, 4096))
+        triton_kernels.small_batch_gemm(x, torch.zeros(1, dtype=BF16).expand(6144, 4096), torch.float32)
 
 
 if __name__ == "__main__":

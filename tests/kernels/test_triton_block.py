@@ -10,11 +10,11 @@ from torch.nn.functional import rms_norm, silu
 
 pytest.importorskip("triton")
 
-from kernel_device import DEVICE
+from kernel_device import DEVICE, GuardedMemory
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.decoder.triton_kernels import add_and_norm, gated_silu, rotate_and_write
+from foretoken.decoder.triton_kernels import add_and_norm, gated_silu, rotate_and_write, small_batch_gemm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPSILON = 1e-5
@@ -112,3 +112,43 @@ def test_rotate_and_write(heads, kv_heads, size, dtype, *, has_norms) -> None:
     assert_rounded(query, rotated(exact), 4)
     assert_rounded(keys, expected_keys, 4)
     assert torch.equal(values.double(), expected_values)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (128, 256), (192, 384)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_batch_gemm(tokens, outputs, inputs, dtype, monkeypatch) -> None:
+    """Against float64; in two parts where the inputs can be halved."""
+    generator = torch.Generator().manual_seed(tokens + outputs)
+    x, weight = (
+        torch.randn(rows, inputs, generator=generator).to(DEVICE, dtype).contiguous() for rows in (tokens, outputs)
+    )
+    wanted = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    memory = GuardedMemory(monkeypatch)
+    for result_dtype in (None, torch.float32):
+        whole = small_batch_gemm(x, weight, result_dtype)
+        assert whole.dtype == (result_dtype or dtype)
+        rounding = torch.finfo(whole.dtype).eps  # the interpreter cuts bfloat16 where the compiler rounds
+        assert ((whole.double() - wanted).abs() <= size * 2.0**-20 + wanted.abs() * rounding + 1e-7).all()
+    parts = small_batch_gemm(x, weight, in_parts=True)
+    memory.check()
+    if inputs == 256:
+        assert (parts.shape, parts.dtype) == ((2, tokens, outputs), torch.float32)
+        parts = parts.sum(0)
+        assert ((parts.double() - wanted).abs() <= size * 2.0**-20).all()
+    else:
+        assert torch.equal(parts, small_batch_gemm(x, weight))
+    row = tokens // 2
+    alone = small_batch_gemm(x[row : row + 1].contiguous(), weight)
+    assert torch.equal(alone[0], small_batch_gemm(x, weight)[row]), "a token's result depends on the token alone"
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def test_add_and_norm_sums_parts(num_parts) -> None:
+    generator = torch.Generator().manual_seed(num_parts)
+    x, weight = (torch.randn(*size, generator=generator).to(DEVICE, torch.bfloat16) for size in ((5, 96), (96,)))
+    parts = torch.randn(num_parts, 5, 96, generator=generator).to(DEVICE)
+    total, normed = add_and_norm(x, parts, weight, 1e-5)
+    assert_rounded(total, x.double() + parts.double().sum(0), 1)
+    assert torch.equal(normed, add_and_norm(total, None, weight, 1e-5)[1])
