@@ -118,8 +118,7 @@ def sample(
         drafter = {"speculative_config": config}
     if drafters:
         drafter = {"speculative_config": {"drafters": list(drafters)}}
-    runner, slots = "lean-native" if is_native else "auto", 64 if drafters else 256
-    llm = LLM(target, **drafter, max_num_seqs=slots, max_model_len=16, runner=runner)
+    llm = LLM(target, **drafter, max_num_seqs=64, max_model_len=16, runner="lean-native" if is_native else "auto")
     params = [
         SamplingParams(**options(setting), n=COPIES, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(num_samples // COPIES)
