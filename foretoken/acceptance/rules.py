@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
+class ChosenPath(NamedTuple):
+    """Accepted nodes of one sequence in order, and the token after the root and each of them, on the host."""
+
+    nodes: list[int]
+    tokens: list[int]
+
+
 class HostPath(NamedTuple):
     """Accepted nodes of one sequence in order, and the token after them, on the host."""
 
@@ -74,14 +81,27 @@ def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance
     return _walk_on_device(tree, choose)
 
 
-def walk_chosen(tree: TokenTree, chosen: Sequence[Sequence[int]]) -> list[HostPath]:
+def walk_chosen(tree: TokenTree, chosen: Sequence[int], starts: Sequence[int]) -> list[ChosenPath]:
     """Does `walk` on the host, if the host knows the token after every node and reads tensors freely.
 
-    chosen: Of B sequences, the token after each node, without padding.
+    Args:
+        tree: (B, N) candidates.
+        chosen: The token after each node; those of sequence b begin at `starts[b]`.
+        starts: At least B.
     """
     if tree.max_depth == 0:  # plain decoding needs nothing below
-        return [HostPath([], row[0]) for row in chosen]
-    return _walk_on_host(tree, lambda nodes, _: [row[node] for row, node in zip(chosen, nodes, strict=True)])
+        return [ChosenPath([], [chosen[start]]) for start in starts[: tree.tokens.shape[0]]]
+    paths: list[ChosenPath] = []
+    for ids, parents, start in zip(tree.tokens.tolist(), tree.parents.tolist(), starts, strict=False):
+        node, token = 0, chosen[start]
+        path = ChosenPath([], [token])
+        for child in range(1, len(ids)):  # parents come before their children
+            if parents[child] == node and ids[child] == token:
+                node, token = child, chosen[start + child]
+                path.nodes.append(node)
+                path.tokens.append(token)
+        paths.append(path)
+    return paths
 
 
 def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
@@ -155,7 +175,9 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
             **walked._asdict(), lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device)
         )
     if reads_are_free(chosen.device):
-        return _as_tensors(tree, walk_chosen(tree, chosen.tolist()))
+        starts = range(0, chosen.numel(), chosen.shape[1])
+        paths = walk_chosen(tree, chosen.flatten().tolist(), starts)
+        return _as_tensors(tree, [HostPath(path.nodes, path.tokens[-1]) for path in paths])
     return _walk_on_device(tree, lambda nodes, _: chosen.gather(1, nodes.unsqueeze(1))[:, 0])
 
 

@@ -55,17 +55,17 @@ def integers_on(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.devi
 
     Does not wait for a GPU: the copy is made from pinned memory.
     """
-    return _on(torch.from_numpy(np.array(values, dtype=np.int64)), device)  # takes half the time of `torch.tensor`
+    host = torch.from_numpy(np.array(values, dtype=np.int64))  # takes half the time of `torch.tensor`
+    return host if device.type == "cpu" else _copied(host, device)
 
 
 def floats_on(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Returns numbers of the host as a float32 tensor on a device, like `integers_on`."""
-    return _on(torch.from_numpy(np.array(values, dtype=np.float32)), device)
+    host = torch.from_numpy(np.array(values, dtype=np.float32))
+    return host if device.type == "cpu" else _copied(host, device)
 
 
-def _on(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if reads_are_free(device):
-        return host
+def _copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if has_cuda_runtime(device) else host.to(device)
 
 
@@ -195,18 +195,22 @@ class StageClock:
         self._max_events = max_events if has_cuda_runtime(device) else 0
         # `Event.record` looks the stream up by itself too, at 60 us each time.
         self._stream = torch.cuda.current_stream(device) if self._max_events != 0 else None
-        self._marks: list[float] = []
+        self._marks = [time.perf_counter()]
         self._events: list[torch.cuda.Event] = []
         self._paused_for = 0.0
-        self.mark()
+        if self._max_events != 0:
+            self._record_event()
 
     def mark(self) -> None:
         """Ends a stage; in an iteration: draft, verify, accept (which waits for the device), then commit."""
         self._marks.append(time.perf_counter() - self._paused_for)
         if self._max_events is None or len(self._events) < self._max_events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self._stream)
-            self._events.append(event)
+            self._record_event()
+
+    def _record_event(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        self._events.append(event)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -128,7 +128,15 @@ class Pass:
         return self.logit_rows is not None and len(self.logit_rows) == self.num_tokens
 
     @classmethod
-    def of_tree(cls, tree: TokenTree, *, slots: Sequence[int], prefix_lens: Sequence[int], last_position: int) -> Pass:
+    def of_tree(
+        cls,
+        tree: TokenTree,
+        *,
+        slots: Sequence[int],
+        prefix_lens: Sequence[int],
+        last_position: int,
+        has_features: bool = True,
+    ) -> Pass:
         """Returns the verification of a batch of token trees, roots included, without padding, with all logits.
 
         Args:
@@ -136,6 +144,7 @@ class Pass:
             slots: See `Pass`.
             prefix_lens: See `Pass`; also the positions of the roots.
             last_position: Greatest position of the model. Nodes past it get this position and are never accepted.
+            has_features: See `Pass`.
         """
         device, width, facts = tree.tokens.device, tree.width, tree.host_facts
         counts = [1] * len(slots) if width == 1 else tree.node_counts()
@@ -167,6 +176,7 @@ class Pass:
             offsets=offsets,
             logit_rows=logit_rows,
             is_causal=width == 1,
+            has_features=has_features,
         )
 
     @classmethod
@@ -188,20 +198,21 @@ class Pass:
             device: Device of the tensors.
             has_last_logits: Whether the last token of each sequence needs logits; the others never do.
         """
-        lengths = [len(ids) for ids in tokens]
-        offsets = [0, *accumulate(lengths)]
-        each = list(zip(prefix_lens, lengths, strict=True))
-        packed = [
-            [token for ids in tokens for token in ids],
-            [position for prefix, length in each for position in range(prefix, prefix + length)],
-            [parent for length in lengths for parent in range(-1, length - 1)],
-        ]
+        ids: list[int] = []
+        positions: list[int] = []
+        parents: list[int] = []
+        offsets, last = [0], []
+        for own, prefix in zip(tokens, prefix_lens, strict=True):
+            ids += own
+            positions += range(prefix, prefix + len(own))
+            parents += range(-1, len(own) - 1)
+            offsets.append(len(ids))
+            last.append(len(ids) - 1)
         device = torch.device(device)
-        ids, positions, parents = integers_on(packed, device).unbind()
+        columns = integers_on([ids, positions, parents], device).unbind()
         return cls(
-            tokens=ids, positions=positions, parents=parents, slots=slots, prefix_lens=prefix_lens, offsets=offsets,
-            logit_rows=integers_on([end - 1 for end in offsets[1:]], device) if has_last_logits else None,
-            is_causal=True,
+            tokens=columns[0], positions=columns[1], parents=columns[2], slots=slots, prefix_lens=prefix_lens,
+            offsets=offsets, logit_rows=integers_on(last, device) if has_last_logits else None, is_causal=True,
         )  # fmt: skip
 
     def to(self, device: torch.device) -> Pass:
@@ -240,5 +251,5 @@ class Pass:
             logit_rows=logit_rows,
             is_causal=self.is_causal and chains.is_causal,
             choice=self.choice,
-            has_features=self.has_features,
+            has_features=self.has_features or chains.has_features,
         )

@@ -85,17 +85,17 @@ class DrafterShares(dict[str, DrafterShare]):
         seconds: defaultdict[str, float] = defaultdict(float)
         for asked in record.asked:
             seconds[asked.name] += asked.seconds
-        return cls({
-            name: DrafterShare(
-                num_asked=1, num_drafted=step.drafted_by.get(name, 0), num_accepted=step.accepted_by.get(name, 0),
-                seconds=each,
-            )
-            for name, each in seconds.items()
-        })  # fmt: skip
+        shares = cls()
+        for name, each in seconds.items():
+            drafted, accepted = step.drafted_by.get(name, 0), step.accepted_by.get(name, 0)
+            shares[name] = DrafterShare(num_asked=1, num_drafted=drafted, num_accepted=accepted, seconds=each)
+        return shares
 
     def __add__(self, other: DrafterShares) -> DrafterShares:
-        names = [*self, *(name for name in other if name not in self)]
-        return DrafterShares({name: self.get(name, DrafterShare()) + other.get(name, DrafterShare()) for name in names})
+        total = DrafterShares(self)
+        for name, share in other.items():
+            total[name] = total[name] + share if name in total else share
+        return total
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,7 +190,8 @@ class GenerationMetrics:
             return
         self.seconds += record.decode_seconds
         self.lossy_tv += record.lossy_tv
-        self.by_drafter += DrafterShares.of_step(step, record)
+        if record.asked:
+            self.by_drafter += DrafterShares.of_step(step, record)
         self.draft_errors += record.draft_error is not None
         self.num_declined += record.declined is not None
         if record.plain_seconds is not None and not record.num_prompt_tokens:

@@ -147,6 +147,9 @@ class TokenTree:
         """
         width = max(len(row.tokens) for row in rows)
         tokens, parents, depths = [], [], []
+        roots: list[int] = []
+        counts: list[int] = []
+        padded: list[list[float]] = []
         for index, row in enumerate(rows):
             _check_row(index, row)
             row_depths = [0] * len(row.parents)
@@ -157,19 +160,18 @@ class TokenTree:
             tokens.append([*row.tokens, *([0] * padding)])
             parents.append([*row.parents, *([-1] * padding)])
             depths.append([*row_depths, *([0] * padding)])
-        if scores is not None:
-            scores = [[*own, *[0.0] * (width - len(own))] for own in scores]
+            roots.append(row.tokens[0])
+            counts.append(len(row.tokens))
+            if scores is not None:
+                padded.append([*scores[index], *[0.0] * (width - len(scores[index]))])
         device = torch.device(device)
-        counts, deepest = [len(row.tokens) for row in rows], list(map(max, depths))
-        nodes, facts = np.array([tokens, parents, depths], dtype=np.int64), None
+        nodes, deepest, facts = np.array([tokens, parents, depths], dtype=np.int64), list(map(max, depths)), None
         if min(map(min, tokens)) >= 0:
-            facts = HostFacts(
-                roots=[row.tokens[0] for row in rows], depths=deepest, num_nodes=counts,
-                num_tokens=max(map(max, tokens)) + 1, nodes=nodes,
-            )  # fmt: skip
+            num_tokens = max(map(max, tokens)) + 1
+            facts = HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=num_tokens, nodes=nodes)
         return cls._of_nodes(
             nodes, counts, device, max_depth=max(deepest),
-            scores=None if scores is None else floats_on(scores, device), host_facts=facts,
+            scores=None if scores is None else floats_on(padded, device), host_facts=facts,
         )  # fmt: skip
 
     @classmethod

@@ -272,7 +272,7 @@ class PassArguments(Structure):
         *((name, c_int64) for name in ("num_threads", "num_sequences", "num_logits")),
         *((name, c_void_p) for name in (
             "tokens", "inputs", "sides", "positions", "parents", "slots", "prefix", "starts", "node_starts",
-            "logit_rows", "logits", "inverse_temperature", "seeds", "impossible", "chosen", "taps",
+            "logit_rows", "logits", "inverse_temperature", "seeds", "impossible_ids", "chosen", "taps",
         )),
         ("num_impossible", c_int64),
         ("num_taps", c_int64),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from foretoken.trees.dynamic import ShapedExpansion
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_Wanted = tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]  # name, tensor, expected dtype and shape
 _TREE_TENSORS = (
     "parents", "ranks", "tokens", "scores", "kinds", "row_of", "rows", "node_parents", "node_numbers", "candidates",
     "path_scores", "candidate_parents",
@@ -99,41 +100,6 @@ class _Workspace(NamedTuple):
     threads: int
 
 
-class NativeDecoder:
-    """See `Decoder`."""
-
-    name = "lean-native"
-    is_exact = True
-
-    def __init__(
-        self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization | None = None
-    ) -> None:
-        """Compiles the kernels if needed. Quantization of a draft model's matrices: see `NativeModel`.
-
-        Raises:
-            UnsuitableError: If the weights are not float32 or bfloat16 on a CPU, a tap does not exist, the kernels
-                cannot be compiled, or the model cannot be quantised.
-        """
-        if not self.runs(weights.device, weights.dtype):
-            raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {weights.dtype} on {weights.device}.")
-        self._blocks = NativeBlocks(
-            weights.layers, cache, tap_indices(taps, weights.num_layers), ends=weights, quantization=quantization
-        )
-
-    @staticmethod
-    def runs(device: torch.device, dtype: torch.dtype) -> bool:
-        """Decides whether the kernels support a device and a dtype."""
-        return runs_cpu_kernels(device) and dtype in _DTYPES
-
-    def run(self, work: Pass) -> PassOutput:
-        """See `Decoder`."""
-        return self._blocks.run(work)
-
-    def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
-        """See `TreeDrafting`."""
-        return self._blocks.draft_trees(work, expansion, vocab_size=vocab_size, last_position=last_position)
-
-
 class NativeBlocks:
     """Blocks on a slot cache, with embedding and LM head if they are a model's."""
 
@@ -184,15 +150,16 @@ class NativeBlocks:
                 computed.
         """
         described, arguments, held = self._prepared(work, inputs, sides)
+        structure = described.structure
         features = logits = chosen = None
         if not work.has_features or work.num_layers is not None:
             arguments.num_taps = 0
         elif self._taps:
-            shape = (work.num_tokens, len(self._taps), self._described.structure.hidden)
+            shape = (work.offsets[-1], len(self._taps), structure.hidden)
             features = torch.empty(shape, dtype=self._dtype, device="cpu")
             arguments.features = features.data_ptr()
         if work.logit_rows is not None:
-            wanted = (len(work.logit_rows), self._described.structure.head.rows)
+            wanted = (len(work.logit_rows), structure.head.rows)
             logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
             arguments.logits = logits.data_ptr()  # null without rows
             chosen = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
@@ -215,7 +182,8 @@ class NativeBlocks:
         described, arguments, held = self._prepared(work, None)
         draft, library = NativeDraft(expansion, vocab_size), self._library
         nodes, threads = c_int64(work.node_offsets[-1]), c_int64(arguments.num_threads)
-        places = byref(_cut(described.structure, work)), byref(arguments), byref(draft.arguments)
+        model = described.structure if work.num_layers is None else _cut(described.structure, work.num_layers)
+        places = byref(model), byref(arguments), byref(draft.arguments)
         size = library.foretoken_draft_bytes(places[0], places[2], nodes, threads)
         with self._draft_memory(size, draft) as arguments.workspace:
             status = library.foretoken_draft(*places, c_int64(last_position))
@@ -233,7 +201,7 @@ class NativeBlocks:
         behind those of the pass. The caller keeps the tensors of the head.
         """
         described, arguments, held = self._prepared(work, None)
-        states = _fitting("states", states, torch.float32, (work.num_tokens, self._described.structure.hidden))
+        (states,) = _fitting(("states", states, torch.float32, (work.num_tokens, described.structure.hidden)))
         draft, library = NativeDraft(expansion, head.vocab), self._library
         nodes, threads = c_int64(work.node_offsets[-1]), c_int64(arguments.num_threads)
         places = byref(described.structure), byref(head), byref(arguments), byref(draft.arguments)
@@ -264,32 +232,18 @@ class NativeBlocks:
     def _prepared(
         self, work: Pass, inputs: Tensor | None, sides: Tensor | None = None
     ) -> tuple[NativeModel, PassArguments, list[Any]]:
-        """Returns the model, the arguments of a pass, and the tensors that must outlive the call."""
+        """Returns the model, the arguments of a pass, and the tensors that must outlive the call.
+
+        The kernels check the values of the tensors.
+        """
         self._described = described = self._described.current()  # kept until the end: another thread may replace it
-        return described, *self._prepare(work, inputs, sides)
-
-    def _call_kernels(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
-        workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
-        arguments.workspace = workspace.memory.data_ptr()
-        status = self._library.foretoken_decode(byref(_cut(described.structure, work)), byref(arguments))
-        self._idle.append(workspace)
-        if status:
-            raise PassError(self._complaint(Status(status), work))
-
-    def _prepare(self, work: Pass, inputs: Tensor | None, sides: Tensor | None) -> tuple[PassArguments, list[Any]]:
-        """Returns the arguments of a pass and the tensors that must outlive it; the kernels check their values."""
-        num, node_offsets = work.num_sequences, work.node_offsets
+        num, num_tokens, node_offsets = len(work.slots), work.offsets[-1], work.node_offsets
         lists = [(c_int64 * num)(*work.slots), (c_int64 * num)(*work.prefix_lens)]
         lists += [(c_int64 * (num + 1))(*work.offsets), (c_int64 * (num + 1))(*node_offsets)]
-        nodes = (node_offsets[-1],)
-        positions = _fitting("positions", work.positions, torch.int64, nodes)
-        parents = _fitting("parents", work.parents, torch.int64, nodes)
         slots, prefix, starts, node_starts = map(addressof, lists)
         arguments = PassArguments(
             num_threads=kernel_threads(),
             num_sequences=num,
-            positions=positions.data_ptr(),
-            parents=parents.data_ptr(),
             slots=slots,
             prefix=prefix,
             starts=starts,
@@ -298,33 +252,34 @@ class NativeBlocks:
             num_taps=len(self._taps),
             features_are_bfloat16=self._dtype == torch.bfloat16,
         )
-        held: list[Any] = [*lists, positions, parents]
-        if inputs is not None:
-            held.append(_fitting("inputs", inputs, torch.float32, (work.num_tokens, self._described.structure.hidden)))
-            arguments.inputs = held[-1].data_ptr()
-        else:
-            held.append(_fitting("tokens", work.tokens, torch.int64, (work.num_tokens,)))
-            arguments.tokens = held[-1].data_ptr()
+        nodes, hidden = (node_offsets[-1],), (num_tokens, described.structure.hidden)
+        wanted: list[_Wanted] = [
+            ("positions", work.positions, torch.int64, nodes),
+            ("parents", work.parents, torch.int64, nodes),
+            ("tokens", work.tokens, torch.int64, (num_tokens,))
+            if inputs is None
+            else ("inputs", inputs, torch.float32, hidden),
+        ]
         if sides is not None:
-            held.append(_fitting("sides", sides, torch.float32, (work.num_tokens, self._described.structure.hidden)))
-            arguments.sides = held[-1].data_ptr()
+            wanted.append(("sides", sides, torch.float32, hidden))
         if work.logit_rows is not None:
-            held.append(_fitting("logit_rows", work.logit_rows, torch.int64, (len(work.logit_rows),)))
-            arguments.logit_rows, arguments.num_logits = held[-1].data_ptr(), len(work.logit_rows)
+            arguments.num_logits = len(work.logit_rows)
+            wanted.append(("logit_rows", work.logit_rows, torch.int64, (arguments.num_logits,)))
             if work.choice is not None:
-                held += self._prepare_choice(arguments, work.choice, len(work.logit_rows))
-        return arguments, held
+                wanted += _of_choice(work.choice, arguments)
+        tensors = _fitting(*wanted)
+        for (name, *_), tensor in zip(wanted, tensors, strict=True):
+            setattr(arguments, name, tensor.data_ptr())
+        return described, arguments, [*lists, *tensors]
 
-    @staticmethod
-    def _prepare_choice(arguments: PassArguments, choice: TokenChoice, num_rows: int) -> list[Tensor]:
-        scales = _fitting("inverse_temperature", choice.inverse_temperature, torch.float32, (num_rows,))
-        seeds = _fitting("seeds", choice.seeds, torch.int64, (num_rows,))
-        arguments.inverse_temperature, arguments.seeds = scales.data_ptr(), seeds.data_ptr()
-        if choice.impossible_ids is None:
-            return [scales, seeds]
-        ids = _fitting("impossible_ids", choice.impossible_ids, torch.int64, (choice.impossible_ids.numel(),))
-        arguments.impossible, arguments.num_impossible = ids.data_ptr(), len(ids)
-        return [scales, seeds, ids]
+    def _call_kernels(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
+        workspace = self._take_workspace(len(work.parents), arguments.num_threads)
+        arguments.workspace = workspace.memory.data_ptr()
+        model = described.structure if work.num_layers is None else _cut(described.structure, work.num_layers)
+        status = self._library.foretoken_decode(byref(model), byref(arguments))
+        self._idle.append(workspace)
+        if status:
+            raise PassError(self._complaint(Status(status), work))
 
     def _take_workspace(self, num_nodes: int, threads: int) -> _Workspace:
         """Returns an idle workspace that is large enough, or a new one; two Python threads never share one."""
@@ -378,15 +333,53 @@ class NativeBlocks:
         return text
 
 
-def _cut(model: Model, work: Pass) -> Model:
-    """Returns the model with the blocks of the pass alone."""
-    if work.num_layers is None:
-        return model
-    if work.num_layers > model.num_layers:
-        raise PassError(f"the pass goes through {work.num_layers} blocks, the target has {model.num_layers}.")
+class NativeDecoder(NativeBlocks):
+    """See `Decoder`."""
+
+    name = "lean-native"
+    is_exact = True
+
+    def __init__(
+        self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization | None = None
+    ) -> None:
+        """Compiles the kernels if needed. Quantization of a draft model's matrices: see `NativeModel`.
+
+        Raises:
+            UnsuitableError: If the weights are not float32 or bfloat16 on a CPU, a tap does not exist, the kernels
+                cannot be compiled, or the model cannot be quantised.
+        """
+        if not self.runs(weights.device, weights.dtype):
+            raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {weights.dtype} on {weights.device}.")
+        super().__init__(
+            weights.layers, cache, tap_indices(taps, weights.num_layers), ends=weights, quantization=quantization
+        )
+
+    @staticmethod
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Decides whether the kernels support a device and a dtype."""
+        return runs_cpu_kernels(device) and dtype in _DTYPES
+
+
+def _cut(model: Model, num_layers: int) -> Model:
+    """Returns the model with its first blocks alone."""
+    if num_layers > model.num_layers:
+        raise PassError(f"the pass goes through {num_layers} blocks, the target has {model.num_layers}.")
     cut = Model.from_buffer_copy(model)
-    cut.num_layers = work.num_layers
+    cut.num_layers = num_layers
     return cut
+
+
+def _of_choice(choice: TokenChoice, arguments: PassArguments) -> list[_Wanted]:
+    """Returns the tensors of a choice by the names of their arguments; sets the number of impossible tokens."""
+    rows = (arguments.num_logits,)
+    wanted: list[_Wanted] = [
+        ("inverse_temperature", choice.inverse_temperature, torch.float32, rows),
+        ("seeds", choice.seeds, torch.int64, rows),
+    ]
+    if choice.impossible_ids is not None:
+        arguments.num_impossible = choice.impossible_ids.numel()
+        wanted.append(("impossible_ids", choice.impossible_ids, torch.int64, (arguments.num_impossible,)))
+    return wanted
 
 
 def _allocated(size: int, what: str) -> Tensor:
@@ -402,11 +395,14 @@ def _lengths(offsets: Sequence[int]) -> list[int]:
     return [end - start for start, end in pairwise(offsets)]
 
 
-def _fitting(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Returns the tensor made contiguous; raises `PassError` for another dtype, shape or device."""
-    if tensor is None or tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
-        raise PassError(f"{name} is {_described(tensor)}. Expected {shape} {dtype} on a CPU.")
-    return tensor.contiguous()
+def _fitting(*wanted: _Wanted) -> list[Tensor]:
+    """Returns tensors made contiguous; raises `PassError` for one of another dtype, shape or device than expected."""
+    found = []
+    for name, tensor, dtype, shape in wanted:
+        if tensor is None or tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
+            raise PassError(f"{name} is {_described(tensor)}. Expected {shape} {dtype} on a CPU.")
+        found.append(tensor.contiguous())
+    return found
 
 
 def _described(tensor: Tensor | None) -> str:

@@ -177,6 +177,7 @@ class SlotCache:
     Attributes:
         num_slots: Sequences held at once.
         capacity: Most rows of a slot, with scratch rows.
+        is_shared: Whether slots share rows, and must reserve them.
         keys: Of each layer, (places, heads, capacity, width). `places` gives the place of a slot.
         values: As `keys`.
     """
@@ -202,8 +203,10 @@ class SlotCache:
             num_rows: Rows of all slots, a multiple of `GRANULE`, at least `capacity`; None for `capacity` each.
         """
         self.num_slots, self.capacity = num_slots, capacity
-        is_shared = num_rows is not None and num_rows < num_slots * capacity
-        self._pool = RowPool(num_slots, num_rows, granule=GRANULE, most=capacity) if is_shared and num_rows else None
+        self._pool: RowPool | None = None
+        if num_rows and num_rows < num_slots * capacity:
+            self._pool = RowPool(num_slots, num_rows, granule=GRANULE, most=capacity)
+        self.is_shared = self._pool is not None
         sizes = [(s.num_heads, width) for s in shapes for width in (s.key_width, s.value_width)]
         self._stores = {
             size: self._allocated(count, *size, dtype=dtype, device=device) for size, count in Counter(sizes).items()
@@ -229,11 +232,6 @@ class SlotCache:
             (num_layers, rows // GRANULE, num_heads, self.capacity, width),
             (num_heads * rows * width, GRANULE * width, rows * width, width, 1),
         )
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether slots share rows, and must reserve them."""
-        return self._pool is not None
 
     @property
     def num_rows(self) -> int:
@@ -303,8 +301,10 @@ class SlotCache:
             prefix: The row of each root.
             paths: Accepted nodes of each in order. Those of a chain are in place already, and cost nothing.
         """
-        each = zip(slots, prefix, paths, strict=True)
-        moved = [(slot, root, path) for slot, root, path in each if list(path) != list(range(1, len(path) + 1))]
+        moved: list[tuple[int, int, Sequence[int]]] = []
+        for slot, root, path in zip(slots, prefix, paths, strict=True):
+            if path and list(path) != list(range(1, len(path) + 1)):
+                moved.append((slot, root, path))
         if not moved:
             return  # a chain's accepted rows are in place already
         device = self.keys[0].device

@@ -136,7 +136,6 @@ class DraftModelDrafter:
 
     def _take_shape(self, shape: AnyShape) -> None:
         """Sets the shape of later drafts, cut off at the allowed depth."""
-        self._shape = shape
         self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
@@ -155,17 +154,24 @@ class DraftModelDrafter:
         tokens = context.tokens
         if self._mapping is not None:
             tokens = [self._texts[slot].of(ids) for slot, ids in zip(context.slots, context.tokens, strict=True)]
-        room = [
-            min(depth, self._runner.context_len - len(ids))
-            for depth, ids in zip(context.max_depth, tokens, strict=True)
-        ]
-        active = [row for row, depth in enumerate(room) if depth > 0]
+        all_roots: list[int] = []
+        room: list[int] = []
+        active: list[int] = []
+        slots: list[int] = []
+        texts: list[Sequence[int]] = []
+        for row, ids in enumerate(tokens):
+            all_roots.append(context.tokens[row][-1])
+            room.append(min(context.max_depth[row], self._runner.context_len - len(ids)))
+            if room[row] > 0:
+                active.append(row)
+                slots.append(context.slots[row])
+                texts.append(ids)
         if not active:
-            return TokenTree.roots(context.roots, device=self._target.device)
+            return TokenTree.roots(all_roots, device=self._target.device)
         roots, draws = self._draws.of(context, active, self._runner.device)
-        expansion = begin_expansion(self._shapes[min(max(room), self._shape.depth)], roots, draws)
-        self._levels.fill([context.slots[row] for row in active], [tokens[row] for row in active], expansion)
-        return expansion.finish(active, room, context.roots)
+        expansion = begin_expansion(self._shapes[min(max(room), len(self._shapes) - 1)], roots, draws)
+        self._levels.fill(slots, texts, expansion)
+        return expansion.finish(active, room, all_roots)
 
     def commit(self, committed: Committed) -> None:
         """Learns nothing: the next proposal reads the accepted path from the committed tokens."""

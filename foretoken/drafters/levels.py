@@ -55,10 +55,17 @@ class _Drafted:
         rows: list[list[list[int]]] = torch.stack([self._tokens, self._parents.expand_as(self._tokens)], dim=1).tolist()
         return rows
 
-    def child(self, row: int, node: int, token: int) -> int | None:
-        """Returns the first child of a node, -1 for the root, that was fed with a token."""
-        tokens, parents = self.rows[row]
-        return next((i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token), None)
+    def path(self, row: int, text: Sequence[int]) -> list[int]:
+        """Returns the longest path of fed nodes below the root that a text begins with."""
+        path: list[int] = []
+        above = -1
+        for node, (token, parent) in enumerate(zip(*self.rows[row], strict=True)):
+            if len(path) == len(text):
+                break
+            if parent == above and token == text[len(path)]:  # parents come before their children
+                path.append(node)
+                above = node
+        return path
 
 
 @dataclass(slots=True)
@@ -98,10 +105,11 @@ class DraftLevels:
             source: A slot whose text has the same prefix, possibly the same slot; None for an empty cache.
             tokens: The draft model's ids of the prompt, compared with those of that text.
         """
-        known = self._slots[source].tokens if source is not None and source in self._slots else []
-        length = common_prefix_len(known, tokens)
-        if length and source is not None and source != slot:
-            self._runner.copy_prefix(source, slot, length)
+        length = 0
+        if source is not None and source in self._slots:
+            length = common_prefix_len(self._slots[source].tokens, tokens)
+            if length and source != slot:
+                self._runner.copy_prefix(source, slot, length)
         self._slots[slot] = _SlotState(list(tokens[:length]))
 
     def crop(self, slot: int, length: int) -> None:
@@ -138,36 +146,29 @@ class DraftLevels:
 
     def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Pass:
         """Feeds all but the last new tokens; returns the pass over the rest, with logits of the roots."""
-        states = [self._keep_accepted(slot, ids) for slot, ids in zip(slots, tokens, strict=True)]
-        for slot, state, ids in zip(slots, states, tokens, strict=True):
+        prefix_lens: list[int] = []
+        new: list[Sequence[int]] = []
+        for slot, ids in zip(slots, tokens, strict=True):
+            state = self._keep_accepted(slot, ids)
             while len(ids) - len(state.tokens) > self._longest_catch_up:
                 start = len(state.tokens)
                 chunk = ids[start : min(start + self._runner.prefill_chunk, len(ids) - 1)]
                 self._runner.prefill(slot, self._embeddable(chunk), start)
                 state.tokens.extend(chunk)
-        prefix_lens = [len(state.tokens) for state in states]
+            prefix_lens.append(len(state.tokens))
+            new.append(self._embeddable(ids[prefix_lens[-1] :]))
         return Pass.of_chains(
-            [self._embeddable(ids[known:]) for ids, known in zip(tokens, prefix_lens, strict=True)],
-            slots=slots,
-            prefix_lens=prefix_lens,
-            device=self._runner.device,
-            has_last_logits=True,
+            new, slots=slots, prefix_lens=prefix_lens, device=self._runner.device, has_last_logits=True
         )
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
         """Moves the rows of accepted drafted nodes into place; forgets the others."""
         state = self._slots[slot]
         del state.tokens[len(tokens) - 1 :]  # the last proposal was discarded: its root is fed again for its logits
-        path: list[int] = []
-        if state.drafted is not None:
-            drafted, row = state.drafted
-            for token in tokens[len(state.tokens) : -1]:
-                child = drafted.child(row, path[-1] if path else -1, token)
-                if child is None:
-                    break
-                path.append(child)
         start = len(state.tokens)
-        if path:
+        if state.drafted is not None and start < len(tokens) - 1:
+            drafted, row = state.drafted
+            path = drafted.path(row, tokens[start:-1])
             self._runner.cache.move_rows(slot, [start + node for node in path], start)
             state.tokens.extend(tokens[start : start + len(path)])
         state.drafted = None
@@ -182,10 +183,10 @@ class DraftLevels:
         missing = self._vocab_size - logits.shape[-1]  # one vocabulary differs at most in unused padding ids
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
-    def _embeddable(self, tokens: Sequence[int]) -> list[int]:
+    def _embeddable(self, tokens: Sequence[int]) -> Sequence[int]:
         """Replaces ids that only the target has by an id that the draft model can embed."""
         last = self._runner.vocab_size - 1
-        return [min(token, last) for token in tokens]
+        return tokens if last >= self._vocab_size - 1 else [min(token, last) for token in tokens]
 
 
 QuantizationOption = Literal["auto", "int8", "none"]
@@ -234,10 +235,15 @@ class KeptDraws:
         Returns:
             (B,) int64 root tokens, and the draws of these sequences.
         """
-        texts = [context.tokens[row] for row in rows]
-        last = [[tokens[-1] for tokens in texts], [len(tokens) - 1 for tokens in texts]]
-        roots, positions = integers_on(last, device).unbind()
-        sampling, are_coupled = context.sampling, [context.is_coupled[row] for row in rows]
+        last: list[int] = []
+        lengths: list[int] = []
+        are_coupled: list[bool] = []
+        for row in rows:
+            last.append(context.tokens[row][-1])
+            lengths.append(len(context.tokens[row]) - 1)
+            are_coupled.append(context.is_coupled[row])
+        roots, positions = integers_on([last, lengths], device).unbind()
+        sampling = context.sampling
         if len(rows) < len(context.slots):
             sampling = sampling.select(torch.tensor(rows, device=device))
         draws = self._draws

@@ -132,7 +132,7 @@ class NgramDrafter:
     reads = TargetReads(is_last_enough=True)
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        self._options, self._longest = options, options.chain_len
         self._is_chain = options.tree == "chain"
         self.nodes_by_depth: Sequence[int] = range(1, options.chain_len + 2)
         if not self._is_chain:
@@ -150,12 +150,16 @@ class NgramDrafter:
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Returns the continuation of the best match, or of several matches in one tree."""
-        each = zip(context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True)
-        drafts = [
-            self._draft(slot, tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
-            for slot, tokens, depth, nodes in each
-        ]
-        rows, scores = zip(*drafts, strict=True)
+        draft = self._chain if self._is_chain else self._tree
+        rows: list[TreeRow] = []
+        scores: list[list[float]] = []
+        for row, (slot, tokens) in enumerate(zip(context.slots, context.tokens, strict=True)):
+            index = self._indices[slot]
+            index.extend(tokens)
+            depth, nodes = min(context.max_depth[row], self._longest), context.max_nodes[row]
+            of_row, of_nodes = draft(index, tokens, max(depth, 0), min(nodes, self.nodes_by_depth[-1]))
+            rows.append(of_row)
+            scores.append(of_nodes)
         return TokenTree.from_rows(rows, scores=scores, device=self._device)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
@@ -174,19 +178,28 @@ class NgramDrafter:
         """Forgets the index."""
         self._indices.pop(slot, None)
 
-    def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
-        """Returns one sequence's tree and the scores of its nodes."""
-        index = self._indices[slot]
-        index.extend(tokens)
+    @staticmethod
+    def _chain(index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
+        """Returns the chain of the best match, and the scores of its nodes."""
+        end = next(index.matches(), None) if depth else None
+        if end is None:
+            return TreeRow([tokens[-1]], [-1]), [0.0]
+        following = _repeated(tokens[end : end + depth], min(depth, max_nodes - 1))
+        scores = _path_scores(_agreement(tokens, end), len(following))
+        return TreeRow([tokens[-1], *following], range(-1, len(following))), [0.0, *scores]
+
+    @staticmethod
+    def _tree(index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
+        """Returns the tree of several matches, and the scores of its nodes."""
         trie, scores = Trie(tokens[-1]), [0.0]
-        if depth > 0:
+        if depth:
             for end in index.matches():
                 nodes = trie.add_path(_repeated(tokens[end : end + depth], depth), max_nodes)
                 path_scores = _path_scores(_agreement(tokens, end), len(nodes))
                 scores += [-math.inf] * (len(trie.tokens) - len(scores))
                 for node, score in zip(nodes, path_scores, strict=True):
                     scores[node] = max(scores[node], score)
-                if self._is_chain or len(trie.tokens) >= max_nodes:
+                if len(trie.tokens) >= max_nodes:
                     break
         return trie.row(), scores
 
@@ -194,7 +207,10 @@ class NgramDrafter:
 def _agreement(tokens: Sequence[int], end: int) -> int:
     """Returns how many tokens before the end of a match equal the text's last tokens, at most 32."""
     most, size = min(end, _LONGEST_AGREEMENT), len(tokens)
-    return next((back for back in range(most) if tokens[end - 1 - back] != tokens[size - 1 - back]), most)
+    for back in range(most):
+        if tokens[end - 1 - back] != tokens[size - 1 - back]:
+            return back
+    return most
 
 
 def _path_scores(agreement: int, depth: int) -> list[float]:

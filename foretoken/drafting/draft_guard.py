@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import replace
 from operator import le
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, Token
 from foretoken.drafters.base import Committed, Lookup, PrefixKeeper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from foretoken.drafters.base import DraftContext, Drafter, DraftRequest
 
@@ -58,28 +56,33 @@ def find_misfit(tree: object, batch: int, max_nodes: int, device: torch.device |
     """
     if not isinstance(tree, TokenTree):
         return f"propose returned {shown(tree)}; expected a TokenTree"
-    return next(_misfits(tree, batch, max_nodes, device), None)
-
-
-def _misfits(tree: TokenTree, batch: int, max_nodes: int, device: torch.device | None) -> Iterator[str]:
-    place = "" if device is None else f" on {device}"
-    parts = {name: getattr(tree, name) for name in ("tokens", "parents", "depths", "num_nodes")}
-    for name, part in parts.items():
-        if type(part) is not Tensor:
-            yield f"{name} {shown(part)}; expected a tensor"
-        if part.dtype != torch.int64 or (device is not None and part.device.type != device.type):
-            yield f"{name} of type {part.dtype} on {part.device}; expected int64{place}"
-        if part.layout != torch.strided:
-            yield f"{name} of layout {part.layout}; expected a dense tensor"
+    parts = (("tokens", tree.tokens), ("parents", tree.parents), ("depths", tree.depths), ("num_nodes", tree.num_nodes))
+    misfit = _find_wrong_tensor(parts, device)
+    if misfit is not None:
+        return misfit
     width = tree.tokens.shape[-1] if tree.tokens.dim() else 0
     if tree.tokens.shape != (batch, width) or not 0 < width <= max_nodes:
-        yield f"tree of shape {tuple(tree.tokens.shape)}; expected ({batch}, at most {max_nodes})"
-    for name, part in parts.items():
+        return f"tree of shape {tuple(tree.tokens.shape)}; expected ({batch}, at most {max_nodes})"
+    for name, part in parts:
         shape = (batch,) if name == "num_nodes" else (batch, width)
         if part.shape != shape:
-            yield f"{name} of shape {tuple(part.shape)}; expected {shape}"
+            return f"{name} of shape {tuple(part.shape)}; expected {shape}"
     if type(tree.max_depth) is not int or not 0 <= tree.max_depth < width:
-        yield f"max_depth {shown(tree.max_depth)}; expected an int, at least 0 and below the width, {width}"
+        return f"max_depth {shown(tree.max_depth)}; expected an int, at least 0 and below the width, {width}"
+    return None
+
+
+def _find_wrong_tensor(parts: Sequence[tuple[str, object]], device: torch.device | None) -> str | None:
+    """Returns what is wrong with the type of a named part of a tree; None if nothing is."""
+    for name, part in parts:
+        if type(part) is not Tensor:
+            return f"{name} {shown(part)}; expected a tensor"
+        if part.dtype != torch.int64 or (device is not None and part.device.type != device.type):
+            place = "" if device is None else f" on {device}"
+            return f"{name} of type {part.dtype} on {part.device}; expected int64{place}"
+        if part.layout != torch.strided:
+            return f"{name} of layout {part.layout}; expected a dense tensor"
+    return None
 
 
 def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: torch.device | None = None) -> Finding:
@@ -245,15 +248,7 @@ class SafeDraft(NamedTuple):
     num_proposed: Sequence[int] | None
 
 
-@dataclass(slots=True)
-class _Call:
-    """One call of a drafter.
-
-    Attributes:
-        error: Reason why its result is unusable; None if it is usable.
-    """
-
-    error: str | None = None
+_Result = TypeVar("_Result")
 
 
 class DraftGuard:
@@ -261,26 +256,22 @@ class DraftGuard:
 
     Attributes:
         name: The drafter's name; stays after the drafter is switched off.
+        is_active: Whether the drafter has not been switched off.
     """
 
     def __init__(self, drafter: Drafter, *, vocab_size: int, max_nodes: int, device: torch.device) -> None:
         self._drafter: Drafter | None = drafter
+        self.is_active = True
         self._vocab_size, self._max_nodes, self._device = vocab_size, max_nodes, device
         self.name, self._has_features = drafter.name, bool(drafter.reads.taps)
         self._failures: Counter[str] = Counter()  # in a row, by call
         self._logged: set[tuple[str, str]] = set()  # calls and kinds of failure that were logged
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the drafter has not been switched off."""
-        return self._drafter is not None
-
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Tells the drafter that a sequence begins."""
         if self._drafter is None:
             return
-        with self._guarded("begin"):
-            self._drafter.begin(slot, request)
+        self._guarded("begin", self._drafter.begin, slot, request)
         if request.prefix is not None and not isinstance(self._drafter, PrefixKeeper):
             tokens = request.prompt[: request.prefix.length]
             self.commit(Committed(slots=[slot], starts=[0], tokens=[tokens], features=None))
@@ -292,10 +283,8 @@ class DraftGuard:
             return length
         if not isinstance(drafter, PrefixKeeper):
             return 0 if self._has_features else length
-        found = 0
-        with self._guarded("reusable"):
-            found = drafter.reusable(slot, length)
-        return min(max(found, 0), length)
+        found = self._guarded("reusable", drafter.reusable, slot, length)
+        return 0 if found is None else min(max(found, 0), length)
 
     def propose(self, context: DraftContext) -> SafeDraft:
         """Returns the drafter's tree without invalid nodes, or the roots alone.
@@ -303,20 +292,22 @@ class DraftGuard:
         Args:
             context: Passed to the drafter; `max_depth` is enforced.
         """
-        roots, error = context.roots, None
-        tree: TokenTree | None = None
-        num_proposed: Sequence[int] | None = [0] * len(roots)
+        roots = [tokens[-1] for tokens in context.tokens]
+        fault: str | None = None
         if self._drafter is not None:
-            with self._guarded("propose") as call:
+            try:
                 draft = self._drafter.propose(context)
-                finding = find_fault(draft, roots, self._max_nodes, self._device)
-                call.error = finding.fault
-                if call.error is None:
+                kind, (fault, num_proposed) = "tree", find_fault(draft, roots, self._max_nodes, self._device)
+                if fault is None:
                     tree = cut_invalid_nodes(draft, self._vocab_size, context.max_depth)
-                    num_proposed = finding.num_proposed
-            error = call.error
-        tree = TokenTree.roots(roots, device=self._device) if tree is None else tree
-        return SafeDraft(tree, error, num_proposed)
+                    self._failures["propose"] = 0
+                    return SafeDraft(tree, None, num_proposed)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as err:  # noqa: BLE001 - as in `_guarded`
+                kind, fault = type(err).__name__, described(err)
+            self._count_failure("propose", kind, fault)
+        return SafeDraft(TokenTree.roots(roots, device=self._device), fault, [0] * len(roots))
 
     @property
     def can_continue(self) -> bool:
@@ -328,44 +319,40 @@ class DraftGuard:
         drafter = self._drafter
         if not isinstance(drafter, Lookup):
             return []
-        found: list[int] = []
-        with self._guarded("continue_from"):
-            found = drafter.continue_from(slot, tokens, path, depth)
-        return list(takewhile(lambda token: 0 <= token < self._vocab_size, found[:depth]))
+        found = self._guarded("continue_from", drafter.continue_from, slot, tokens, path, depth)
+        valid: list[int] = []
+        for token in (found or [])[:depth]:
+            if not 0 <= token < self._vocab_size:
+                break
+            valid.append(token)
+        return valid
 
     def commit(self, committed: Committed) -> None:
         """Tells the drafter what was committed."""
         if self._drafter is None:
             return
-        with self._guarded("commit"):
-            self._drafter.commit(committed)
+        self._guarded("commit", self._drafter.commit, committed)
 
     def release(self, slot: int) -> None:
         """Tells the drafter that a slot is free."""
         if self._drafter is None:
             return
-        with self._guarded("release"):
-            self._drafter.release(slot)
+        self._guarded("release", self._drafter.release, slot)
 
-    @contextmanager
-    def _guarded(self, method: str) -> Iterator[_Call]:
-        """Runs a call of the drafter, catches its exceptions and counts the outcome.
-
-        Yields a `_Call`: the block notes an unusable result there, and a raised exception is noted after the block.
-        """
-        call, kind = _Call(), "tree"
+    def _guarded(self, method: str, call: Callable[..., _Result], *arguments: Any) -> _Result | None:
+        """Returns the result of a method of the drafter; counts and logs an exception, and returns None."""
         try:
-            yield call
+            result = call(*arguments)
         except KeyboardInterrupt:
             raise
-        except BaseException as err:  # noqa: BLE001 - see above; SystemExit and the panics of Rust are no `Exception`
-            call.error, kind = described(err), type(err).__name__
-        self._count(method, kind, call.error)
+        except BaseException as err:  # noqa: BLE001 - SystemExit and the panics of Rust are no `Exception`
+            self._count_failure(method, type(err).__name__, described(err))
+            return None
+        self._failures[method] = 0
+        return result
 
-    def _count(self, call: str, kind: str, error: str | None) -> None:
-        self._failures[call] = 0 if error is None else self._failures[call] + 1
-        if error is None:
-            return
+    def _count_failure(self, call: str, kind: str, error: str) -> None:
+        self._failures[call] += 1
         is_new = (call, kind) not in self._logged
         self._logged.add((call, kind))
         _log.log(
@@ -377,4 +364,4 @@ class DraftGuard:
                 "drafter '%s' failed %d times in a row in %s and is switched off; decoding goes on without it: %s",
                 self.name, self._failures[call], call, error,
             )  # fmt: skip
-            self._drafter = None
+            self._drafter, self.is_active = None, False

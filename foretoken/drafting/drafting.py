@@ -16,7 +16,7 @@ from foretoken.drafting.base import Ask, Fixed
 from foretoken.drafting.best_nodes import BestNodes
 from foretoken.drafting.calibration import KeptAcceptance, pair_key
 from foretoken.drafting.draft_costs import BesidePrompts
-from foretoken.drafting.draft_guard import DraftGuard, SafeDraft, within_node_limits
+from foretoken.drafting.draft_guard import DraftGuard, within_node_limits
 from foretoken.drafting.draft_timing import time_drafts
 from foretoken.drafting.measured_gain import MeasuredGain
 from foretoken.drafting.several_drafters import SeveralDrafters
@@ -254,9 +254,6 @@ class Drafting:
         """Whether the last draft may hold nodes of several drafters."""
         return len(self._team.guards) > 1
 
-    def _is_active(self) -> bool:
-        return self._team.controller is not None and any(guard.is_active for guard in self._team.guards)
-
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Tells the drafters that a sequence begins in a slot."""
         for guard in self._usual.guards:
@@ -287,14 +284,15 @@ class Drafting:
             num_prompt_tokens: Prompt tokens of other sequences that a pass without drafts would read.
         """
         self._team = self._predicting if self._predicted.intersection(context.slots) else self._usual
-        guards, controller, _ = self._team
-        if controller is None or not self._is_active():
+        guards, controller, lookups = self._team
+        if controller is None or not any(guard.is_active for guard in guards):
             return self._no_draft(context, is_committed=False)
         beside, have_missed = self._beside_prompts, self._have_missed
         self._have_missed = False
         if beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens):
             return self._no_draft(context)
-        allotment = self._take_held(controller, len(context.slots)) or controller.allot(len(context.slots))
+        held = None if self._held is None else self._take_held(controller, len(context.slots))
+        allotment = held or controller.allot(len(context.slots))
         if allotment.is_empty:
             self._have_missed = allotment.declined is not None and self.reads.is_last_enough
             return self._no_draft(context, allotment.declined, is_committed=not self._have_missed, is_learned=True)
@@ -304,25 +302,31 @@ class Drafting:
         limits, context = context.max_nodes, _within(context, allotment)
         if max(context.max_depth) <= 0:
             return self._no_draft(context)
-        drafts: dict[int, SafeDraft] = {}
+        trees: dict[int, TokenTree] = {}
+        errors: dict[int, str] = {}
+        asked: list[tuple[int, int]] = []
+        counts: list[Sequence[int] | None] = []
         clock = StageClock(self._device, max_events=None)
         ask: Ask | None = allotment.first or Ask(range(len(guards)))
         while ask is not None:
             bounded = _no_deeper(context, ask.depth)
             for index in ask.drafters:
-                drafts[index] = guards[index].propose(self._noise.of(bounded, index))
+                trees[index], error, num_proposed = guards[index].propose(self._noise.of(bounded, index))
                 clock.mark()
-            ask = controller.further({index: draft.tree for index, draft in drafts.items()})
-        trees = {index: draft.tree for index, draft in drafts.items()}
-        tree = controller.select(trees, self._continuation(context) if self._team.lookups else None)
-        tree = within_node_limits(tree, [self._limit(most) for most in limits])
+                asked.append((index, trees[index].max_depth))
+                counts.append(num_proposed)
+                if error is not None:
+                    errors[index] = error
+            ask = controller.further(dict(trees))
+        tree = controller.select(trees, self._continuation(context) if lookups else None)
+        if min(limits) < self._max_nodes:
+            tree = within_node_limits(tree, [self._limit(most) for most in limits])
         if len(guards) == 1 and tree.source is not None:
             # With one drafter, `source` only marks probe nodes.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
-        errors = (drafts[index].error for index in sorted(drafts) if drafts[index].error is not None)
-        asked = [(index, draft.tree.max_depth) for index, draft in drafts.items()]
-        num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
-        return Draft(tree, num_proposed, next(errors, None), is_learned=True, asked=asked, clock=clock)
+        proposed = _num_proposed(counts, context.max_depth)
+        error = errors[min(errors)] if errors else None
+        return Draft(tree, proposed, error, is_learned=True, asked=asked, clock=clock)
 
     def _take_held(self, controller: Controller, batch_size: int) -> Allotment | None:
         held, self._held = self._held, None
@@ -368,7 +372,9 @@ class Drafting:
 
     def asked(self, draft: Draft) -> list[AskedDrafter]:
         """Returns the drafters that were asked, with seconds. Call it after the host has waited for the draft."""
-        seconds = [] if draft.clock is None else draft.clock.laps()
+        if draft.clock is None:
+            return []
+        seconds = draft.clock.laps()
         return [
             AskedDrafter(index=index, name=self.names[index], depth=depth, seconds=each)
             for (index, depth), each in zip(draft.asked, seconds, strict=True)
@@ -382,7 +388,7 @@ class Drafting:
         is_committed: bool = True,
         is_learned: bool = False,
     ) -> Draft:
-        tree = TokenTree.roots(context.roots, device=self._device)
+        tree = TokenTree.roots([tokens[-1] for tokens in context.tokens], device=self._device)
         num_proposed = [None] * len(context.slots)
         return Draft(tree, num_proposed, declined=declined, is_committed=is_committed, is_learned=is_learned)
 
@@ -422,12 +428,21 @@ class Drafting:
         return known
 
 
-def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list[int | None]:
-    """Returns the proposed nodes of each sequence over all drafters; None if not asked for or unknown."""
-    counts = [draft.num_proposed for draft in drafts if draft.num_proposed is not None]
-    if len(counts) < len(drafts):
-        return [None] * len(max_depth)
-    return [sum(each) if depth > 0 else None for depth, *each in zip(max_depth, *counts, strict=True)]
+def _num_proposed(counts: Sequence[Sequence[int] | None], max_depth: Sequence[int]) -> list[int | None]:
+    """Returns the proposed nodes of each sequence over all drafters; None if not asked for or unknown.
+
+    Args:
+        counts: The nodes of each drafter's trees; None if unknown.
+        max_depth: Of each sequence.
+    """
+    proposed: list[int | None] = [0 if depth > 0 else None for depth in max_depth]
+    for each in counts:
+        if each is None:
+            return [None] * len(max_depth)
+        for row, count in enumerate(each):
+            if (known := proposed[row]) is not None:
+                proposed[row] = known + count
+    return proposed
 
 
 def _no_deeper(context: DraftContext, depth: int) -> DraftContext:
@@ -437,8 +452,9 @@ def _no_deeper(context: DraftContext, depth: int) -> DraftContext:
 
 
 def _within(context: DraftContext, allotment: Allotment) -> DraftContext:
-    each = zip(context.max_depth, context.max_nodes, allotment.allowances, strict=True)
-    bounds = [(min(depth, allowance.depth), min(nodes, allowance.nodes)) for depth, nodes, allowance in each]
-    return replace(
-        context, max_depth=[depth for depth, _ in bounds], max_nodes=[max(nodes, 1) for _, nodes in bounds]
-    )  # fmt: skip
+    max_depth: list[int] = []
+    max_nodes: list[int] = []
+    for depth, nodes, allowance in zip(context.max_depth, context.max_nodes, allotment.allowances, strict=True):
+        max_depth.append(min(depth, allowance.depth))
+        max_nodes.append(max(min(nodes, allowance.nodes), 1))
+    return replace(context, max_depth=max_depth, max_nodes=max_nodes)

@@ -208,18 +208,17 @@ class HostMerge:
     def tree(self) -> HostTree:
         """Returns the union as one batch of trees."""
         width = max(len(row.tokens) for row in self._rows)
-        short = [width - len(row.tokens) for row in self._rows]
-        integers = [
-            [
+        integers: list[list[list[int]]] = []
+        floats: list[list[float]] = []
+        for row in self._rows:
+            less = width - len(row.tokens)
+            integers.append([
                 [*row.tokens, *[0] * less], [*row.parents, *[-1] * less],
                 [*row.depths, *[0] * less], [*row.sources, *[0] * less],
-            ]
-            for row, less in zip(self._rows, short, strict=True)
-        ]  # fmt: skip
+            ])  # fmt: skip
+            floats.append([*row.scores, *[0.0] * less])
         tokens, parents, depths, sources = np.array(integers).swapaxes(0, 1)
-        scores = np.array(
-            [[*row.scores, *[0.0] * less] for row, less in zip(self._rows, short, strict=True)], dtype=np.float32
-        )
+        scores = np.array(floats, dtype=np.float32)
         is_drafted = (parents >= 0) & (sources & PROBE == 0)
         return HostTree(tokens, parents, depths, scores, is_drafted, sources)
 

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.core.passes import Pass
-    from foretoken.core.records import StageSeconds, TreeTrace
+    from foretoken.core.records import SequenceStep, StageSeconds, TreeTrace
     from foretoken.core.results import Metric
     from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Drafting
@@ -70,7 +69,6 @@ class Engine:
 
     Attributes:
         target: The runner.
-        policy: How sampled requests are verified.
         counts: Counts of all iterations so far.
     """
 
@@ -104,6 +102,16 @@ class Engine:
         self._sampling = SamplingState(slots.num_slots, target.vocab_size, target.device)
         self.counts, self._memory = EngineCounts(), MemoryPressure(target.device)
         self._scheduler = Scheduler(target, drafting, self._sampling.table, slots, self.counts)
+
+    @property
+    def policy(self) -> AcceptancePolicy:
+        """How sampled requests are verified."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: AcceptancePolicy) -> None:
+        self._policy, self._is_lossy = policy, policy.is_lossy
+        self._are_coupled = {is_seeded: policy.is_coupled(is_seeded=is_seeded) for is_seeded in (False, True)}
 
     @property
     def has_work(self) -> bool:
@@ -152,13 +160,13 @@ class Engine:
         if not self.follow_weights():
             return
         self._scheduler.schedule()
-        running, is_read = self._scheduler.running, self._prefill.is_over
-        unread = self._scheduler.fewest_first([s for s in running if s.finish_reason is None and not is_read(s)])
-        scored = [s for s in unread if s.wants_prompt_scores]
+        decoding, joining = self._prefill.divided(self._scheduler.running)
+        scored = [s for s in joining if s.wants_prompt_scores] if joining else []
         if scored:  # one chunk an iteration, because other requests wait for the pass
-            self._feed_scored(scored[0], sum(s.finish_reason is None and is_read(s) for s in running))
-        decoding = [s for s in running if s.finish_reason is None and is_read(s)]
-        joining = [s for s in unread if s.finish_reason is None and not is_read(s) and not s.wants_prompt_scores]
+            self._feed_scored(self._scheduler.fewest_first(scored)[0], len(decoding))
+            decoding, joining = self._prefill.divided(self._scheduler.running)
+            joining = [s for s in joining if not s.wants_prompt_scores]
+        joining = self._scheduler.fewest_first(joining) if joining else []
         if decoding or joining:
             self._iterate(decoding, joining)
         self._scheduler.remove_finished()
@@ -226,13 +234,11 @@ class Engine:
             return
         self._commit(verified, clock)
 
-    def _call_back(self, record: StepRecord) -> None:
+    def _call_back(self, on_step: Callable[[StepRecord], None], record: StepRecord) -> None:
         """Calls `on_step`. A callback that raises is not called again."""
-        if self._on_step is None:
-            return
         try:
             with restored_torch_state():
-                self._on_step(record)
+                on_step(record)
         except Exception as err:  # noqa: BLE001 - the caller's code must not end requests
             self._on_step = None
             _log.warning("on_step raised %s. It is not called any more.", described(err))
@@ -244,8 +250,9 @@ class Engine:
         most = most_nodes if self._memory.allows_drafts else 1
         widest = min(most or self.target.max_nodes, self.target.max_nodes)
         context = self._draft_context(sequences, self._sampling.batch(sequences), widest)
-        draft = self._drafting.propose(context, self._prefill.num_next_tokens(joining, len(sequences)))
-        if any(s.grammar is not None for s in sequences):
+        num_prompt = self._prefill.num_next_tokens(joining, len(sequences)) if joining else 0
+        draft = self._drafting.propose(context, num_prompt)
+        if self._sampling.has_grammars:
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
         return draft
 
@@ -255,40 +262,43 @@ class Engine:
         """Verifies, accepts, and moves accepted KV rows into place. Leaves the sequences unchanged."""
         clock.mark()
         asked, work = verification(self.target, self._prefill, decoding, joining, draft)
-        choice = token_choice(asked.sequences, asked.offsets, self._impossible_ids, self.target.device)
-        output = self._run(replace(work, choice=choice, has_features=draft.is_committed or bool(asked.chunks)))
+        batch = self._sampling.batch(asked.sequences) if asked.sequences else None
+        if batch is not None and not (batch.is_all_greedy and self._impossible_ids is None):
+            choice = token_choice(asked.sequences, asked.offsets, self._impossible_ids, self.target.device)
+            work = replace(work, choice=choice)
+        output = self.target.run(work)
+        if self._impossible_ids is not None and output.logits is not None and output.chosen is None:
+            with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
+                output.logits[..., self._impossible_ids] = float("-inf")
         clock.mark()
         outcomes: list[Outcome] = []
-        traces: list[TreeTrace | None] = []
+        traces: list[TreeTrace | None] = [None] * len(asked.sequences)
         lossy_tv = 0.0
-        if asked.sequences:
-            batch = self._sampling.masked_batch(asked.sequences)
+        if batch is not None:
+            batch = self._sampling.masked(batch)
             outcomes, lossy_tv = self._accept(asked, batch, output)
-            traces = self._traces(asked, batch, output, outcomes, clock)
+            if self._has_traces:
+                traces = self._traces(asked, batch, output, outcomes, clock)
         clock.mark()
         if asked.trees is not None:
             paths = [outcome.path for outcome in outcomes[: len(decoding)]]
             self.target.commit(asked.trees.slots, asked.trees.prefix_lens, paths)
         return VerifiedBatch(asked, draft, output, outcomes, lossy_tv, traces)
 
-    def _run(self, work: Pass) -> PassOutput:
-        output = self.target.run(work)
-        if self._impossible_ids is not None and output.logits is not None and output.chosen is None:
-            with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
-                output.logits[..., self._impossible_ids] = float("-inf")
-        return output
-
     def _accept(self, asked: Verification, batch: SamplingBatch, output: PassOutput) -> tuple[list[Outcome], float]:
         """Returns the outcome of each tree, and `StepRecord.lossy_tv`."""
         tree, logits = asked.tree.without_probes(), logits_of(output)
-        rules = self._rules(asked.sequences, tree, output)
+        if batch.is_all_greedy and not self._is_lossy:
+            rules = ["greedy"] * len(asked.sequences)
+        else:
+            rules = self._rules(asked.sequences, tree, output)
         if not batch.processors and reads_are_free(tree.tokens.device) and {"greedy", "drawn"}.issuperset(rules):
             chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
             return outcomes_of_choices(tree, chosen, asked.offsets), 0.0
         scores, roots = self._node_scores(asked, tree, batch, output)
-        acceptance = accept(scores, rules, self.policy, roots)
+        acceptance = accept(scores, rules, self._policy, roots)
         lossy_tv = 0.0
-        if self.policy.is_lossy and asked.trees is not None:  # trees only: roots of prompts that end are never lossy
+        if self._is_lossy and asked.trees is not None:  # trees only: roots of prompts that end are never lossy
             lossy_tv = float(acceptance.lossy_tv[: asked.trees.num_sequences].mean())
         return outcomes_on_host(scores, acceptance), lossy_tv
 
@@ -296,7 +306,7 @@ class Engine:
         has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
         are_merged = self._drafting.are_merged
         return [
-            self.policy.rule_for(
+            self._policy.rule_for(
                 tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
                 is_plain=s.params.is_plain and has_kernels, is_mixed=are_merged or s.grammar is not None,
             )
@@ -323,10 +333,7 @@ class Engine:
     def _traces(
         self, asked: Verification, batch: SamplingBatch, output: PassOutput, outcomes: list[Outcome], clock: StageClock
     ) -> list[TreeTrace | None]:
-        """Returns the trace of every tree, or None for each if tracing is off or fails; a failure is logged."""
-        nothing: list[TreeTrace | None] = [None] * len(asked.sequences)
-        if not self._has_traces:
-            return nothing
+        """Returns the trace of every tree, or None for each if tracing fails, which is logged."""
         try:
             with torch.no_grad(), clock.paused():
                 scores, roots = self._node_scores(asked, asked.tree, batch, output)
@@ -336,20 +343,29 @@ class Engine:
         except Exception as err:  # noqa: BLE001 - as in `_call_back`
             _log.warning("an iteration could not be traced: %s", described(err))
             _log.debug("where the trace failed", exc_info=err)
-            return nothing
+            return [None] * len(asked.sequences)
 
     def _commit(self, verified: VerifiedBatch, clock: StageClock) -> None:
         """Appends tokens to the sequences; tells drafters, controller and caller about the iteration."""
         asked, draft, features = verified.asked, verified.draft, verified.output.features
         sequences, num_decoding = asked.sequences, draft.tree.batch_size
-        lengths, roots = [len(s.tokens) for s in sequences], [s.tokens[-1] for s in sequences[:num_decoding]]
+        roots: list[int] = []
+        generated: list[list[int]] = []
         for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
+            before = len(sequence.tokens)
+            roots.append(sequence.tokens[-1])
             logits = verified.logits_of(row) if sequence.params.logprobs is not None else None
-            contained(sequence, self._emit, outcome, logits)
-        generated = [sequence.tokens[before:] for sequence, before in zip(sequences, lengths, strict=True)]
+            try:
+                self._emit(sequence, outcome, logits)
+            except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
+                fail(sequence, err)
+            generated.append(sequence.tokens[before:])
         if asked.trees is not None and draft.is_committed:
-            outcomes, ids = verified.outcomes[:num_decoding], self._top_ids(verified)
-            self._drafting.commit(newly_committed(roots, asked.trees, draft.tree, outcomes, features, ids))
+            outcomes = verified.outcomes[:num_decoding]
+            ids = self._top_ids(verified) if self._drafting.reads.top_k else None
+            self._drafting.commit(
+                newly_committed(roots[:num_decoding], asked.trees, draft.tree, outcomes, features, ids)
+            )
         clock.mark()
         seconds = clock.seconds()
         features = None if features is None else features[asked.num_decoding :]
@@ -362,13 +378,16 @@ class Engine:
         num_decoding = draft.tree.batch_size
         num_ending = len(asked.sequences) - num_decoding
         num_proposed = [*draft.num_proposed, *([None] * num_ending)]
-        each = zip(asked.sequences, verified.outcomes, generated, num_proposed, verified.traces, strict=True)
+        steps: list[SequenceStep] = []
+        for row, sequence in enumerate(asked.sequences):
+            steps.append(sequence_step(
+                self._drafting, sequence, verified.outcomes[row], generated[row], num_proposed[row],
+                verified.traces[row], ends_prompt=row >= num_decoding,
+            ))  # fmt: skip
         record = StepRecord(
-            sequences=[
-                sequence_step(self._drafting, *one, ends_prompt=row >= num_decoding) for row, one in enumerate(each)
-            ],
+            sequences=steps,
             num_tokens=asked.offsets[-1],
-            num_prompt_tokens=sum(chunk.num_prompt for chunk in asked.chunks),
+            num_prompt_tokens=sum(chunk.num_prompt for chunk in asked.chunks) if asked.chunks else 0,
             seconds=seconds,
             asked=self._drafting.asked(draft),
             draft_error=draft.error,
@@ -376,30 +395,33 @@ class Engine:
             lossy_tv=verified.lossy_tv,
             plain_seconds=self._drafting.plain_seconds(num_decoding),
         )
-        for sequence, step in zip(asked.sequences, record.sequences, strict=True):
+        for sequence, step in zip(asked.sequences, steps, strict=True):
             sequence.metrics.add_step(step, record)
             sequence.credit(step)
         self.counts.add(record)
-        decoded = record if not num_ending else replace(record, sequences=record.sequences[:num_decoding])
+        decoded = record if not num_ending else replace(record, sequences=steps[:num_decoding])
         self._drafting.learn_step(draft, decoded)
-        self._call_back(record)
+        if self._on_step is not None:
+            self._call_back(self._on_step, record)
 
     def _top_ids(self, verified: VerifiedBatch) -> Tensor | None:
-        """Returns (R, k), the most probable tokens after every node of a draft; None if no drafter reads them."""
+        """Returns (R, k), the most probable tokens after every node of a draft, for drafters that read them."""
         count, logits = self._drafting.reads.top_k, verified.output.logits
-        if not count or logits is None:
+        if logits is None:
             return None
         logits = logits[: verified.asked.num_decoding]
         return logits.topk(min(count, logits.shape[1]), dim=1).indices
 
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch, widest: int) -> DraftContext:
+        slots, tokens, max_depth, max_nodes, is_coupled = [], [], [], [], []
+        for sequence in sequences:
+            slots.append(slot_of(sequence))
+            tokens.append(sequence.tokens)
+            max_depth.append(min(_most_depth(sequence), widest - 1))
+            max_nodes.append(min(sequence.max_nodes or widest, widest))
+            is_coupled.append(self._are_coupled[sequence.is_seeded])
         return DraftContext(
-            slots=[slot_of(s) for s in sequences],
-            tokens=[s.tokens for s in sequences],
-            max_depth=[min(_most_depth(s), widest - 1) for s in sequences],
-            max_nodes=[min(s.max_nodes or widest, widest) for s in sequences],
-            sampling=batch,
-            is_coupled=[self.policy.is_coupled(is_seeded=s.is_seeded) for s in sequences],
+            slots=slots, tokens=tokens, max_depth=max_depth, max_nodes=max_nodes, sampling=batch, is_coupled=is_coupled
         )
 
     def _grammar_bounds(self, sequence: Sequence, most_nodes: int | None) -> GrammarBounds | None:
@@ -429,4 +451,5 @@ class Engine:
 
 def _most_depth(sequence: Sequence) -> int:
     """Returns the greatest useful depth; one of the remaining tokens is the target's own."""
-    return min(sequence.remaining, sequence.max_nodes or sequence.remaining) - 1
+    remaining = sequence.remaining
+    return min(remaining, sequence.max_nodes or remaining) - 1

@@ -104,6 +104,16 @@ class Prefill:
         """Whether the cache has all tokens of a sequence but the root."""
         return sequence.num_cached == len(sequence.tokens) - 1
 
+    @staticmethod
+    def divided(sequences: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Returns the sequences that decode, and those whose prompts must still be read; leaves out finished ones."""
+        decoding: list[Sequence] = []
+        unread: list[Sequence] = []
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                (decoding if sequence.num_cached == len(sequence.tokens) - 1 else unread).append(sequence)
+        return decoding, unread
+
     def next_chunks(self, sequences: Seq[Sequence], num_decoding: int, most: int | None = None) -> list[Chunk]:
         """Returns the prompt chunks of the next pass, first come first served.
 
@@ -112,10 +122,10 @@ class Prefill:
             num_decoding: Tokens of the pass that belong to decoding sequences.
             most: Cap on the prompt tokens of the pass; None for the target's limit.
         """
-        chunks, left = (
-            [],
-            self.budget.tokens(num_decoding, min(most or self._target.prefill_chunk, self._target.prefill_chunk)),
-        )
+        if not sequences:
+            return []
+        most = min(most or self._target.prefill_chunk, self._target.prefill_chunk)
+        chunks, left = list[Chunk](), self.budget.tokens(num_decoding, most)
         for sequence in sequences:
             if self.is_over(sequence) or sequence.slot is None or left == 0:
                 continue
@@ -128,6 +138,8 @@ class Prefill:
 
     def num_next_tokens(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         """Returns the number of tokens that `next_chunks` would return for the same arguments."""
+        if not sequences:
+            return 0
         unread = sum(_num_unread(one) for one in sequences if one.slot is not None and not self.is_over(one))
         return min(unread, self.budget.tokens(num_decoding, self._target.prefill_chunk))
 
@@ -152,7 +164,7 @@ class Prefill:
             seconds: Duration of the whole pass.
             num_decoding: Tokens of the pass that belong to decoding sequences.
         """
-        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks) if chunks else 0
         self.budget.learn_seconds(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
         if not chunks:
             return

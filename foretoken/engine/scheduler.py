@@ -53,8 +53,9 @@ class EngineCounts:
 
     def add(self, record: StepRecord) -> None:
         """Counter an iteration."""
-        self._counts["foretoken:target_passes"] += not all(step.ends_prompt for step in record.sequences)
+        is_decoding = False
         for step in record.sequences:
+            is_decoding |= not step.ends_prompt
             self._counts["vllm:generation_tokens"] += step.num_emitted
             self._counts["vllm:spec_decode_num_drafts"] += step.num_drafted > 0
             self._counts["vllm:spec_decode_num_draft_tokens"] += step.num_drafted
@@ -62,6 +63,7 @@ class EngineCounts:
             self._accepted_at += [0] * (step.tree_depth - len(self._accepted_at))
             for position in range(step.num_accepted):
                 self._accepted_at[position] += 1
+        self._counts["foretoken:target_passes"] += is_decoding
 
     def preempt(self) -> None:
         """Counter a preempted sequence."""
@@ -138,6 +140,11 @@ class SlotPool:
     def free(self) -> list[int]:
         """The free slots, in the order in which they are taken."""
         return [held.slot for held in self._free]
+
+    @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
 
     def take_oldest(self) -> int:
         """Takes an empty slot, else the slot that has been free for longest; at least one slot must be free."""
@@ -236,7 +243,7 @@ class Scheduler:
     @property
     def num_free_slots(self) -> int:
         """Number of slots that no sequence has."""
-        return len(self._slots.free)
+        return self._slots.num_free
 
     @property
     def kv_usage(self) -> float:
@@ -256,14 +263,16 @@ class Scheduler:
         """Gives slots to waiting sequences, and KV rows for a pass over the widest tree to all running ones."""
         while len(self.running) > 1 and not self._fits(self.running):
             self._preempt(self.running[-1])
-        for sequence in self.running:
+        for sequence in self.running if self._target.cache.is_shared else ():
             if sequence.slot is not None:
                 self._reserve(sequence.slot, self._rows_of(sequence))
-        if self._waiting and not self._slots.free:
+        if not self._waiting:
+            return
+        if not self._slots.num_free:
             self._make_way()
         held_back: list[Sequence] = []  # these stay in the queue
-        for sequence in self._in_turn() if self._slots.free else ():
-            if len(self._slots.free) == len(held_back) or not self._fits([*self.running, *held_back, sequence]):
+        for sequence in self._in_turn() if self._slots.num_free else ():
+            if self._slots.num_free == len(held_back) or not self._fits([*self.running, *held_back, sequence]):
                 break
             if self._is_being_read(sequence):
                 held_back.append(sequence)
@@ -285,13 +294,16 @@ class Scheduler:
 
     def remove_finished(self) -> None:
         """Frees the slots of finished sequences."""
-        for sequence in self.running:
-            if sequence.finish_reason is not None:
-                # The rows of a failed sequence may be the cause: nobody reuses them.
-                self._free_slot(sequence, 0 if sequence.finish_reason == "error" else sequence.num_cached)
-                self._counts.end(sequence)
-                sequence.slot = None
-        self.running = [s for s in self.running if s.finish_reason is None]
+        finished = [s for s in self.running if s.finish_reason is not None]
+        for sequence in finished:
+            # The rows of a failed sequence may be the cause: nobody reuses them.
+            self._free_slot(sequence, 0 if sequence.finish_reason == "error" else sequence.num_cached)
+            self._counts.end(sequence)
+            sequence.slot = None
+        if finished:
+            self.running = [s for s in self.running if s.finish_reason is None]
+        if not self._waiting:
+            return
         for sequence in self._waiting:
             if sequence.finish_reason is not None and sequence.has_begun:
                 self._counts.end(sequence)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.core.records import SequenceStep
-    from foretoken.core.sampling_params import SamplingParams
     from foretoken.sampling.batch import SamplingRequest
     from foretoken.sampling.grammar import GrammarState
     from foretoken.text.codec import Codec
@@ -54,6 +53,7 @@ class Sequence:
         request_id: Id of the request.
         index: Index among the request's n completions.
         sampling: Parameters resolved against the tokenizer.
+        params: Those of the request, from `sampling`.
         is_seeded: Whether the request gave a seed.
         tokens: Prompt and output; the last token is the root.
         num_prompt: Prompt length.
@@ -91,7 +91,7 @@ class Sequence:
         max_nodes: int | None = None,
     ) -> None:
         """Begins a sequence that may grow to `max_len` tokens, prompt included."""
-        params = sampling.params
+        self.params = params = sampling.params
         self.prediction, self.cache_salt = prediction, cache_salt
         self.grammar, self.max_nodes = grammar, max_nodes
         self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
@@ -117,11 +117,6 @@ class Sequence:
         self._stops = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
         self._shown = 0
         self._unread: list[int] = []  # tokens without text yet
-
-    @property
-    def params(self) -> SamplingParams:
-        """Sampling parameters of the request."""
-        return self.sampling.params
 
     @property
     def output_ids(self) -> list[int]:
@@ -153,7 +148,12 @@ class Sequence:
         """Appends accepted tokens and the correction or bonus token until one ends the sequence; returns how many."""
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            self._check_stop(token)
+            if token in self._stop_ids or self.grammar is not None or not self._stops.is_empty:
+                self._check_stop(token)
+            elif self._detokenizer is not None:
+                self._unread.append(token)
+            if self.finish_reason is None and len(self.tokens) >= self._max_len:
+                self._finish("length", None)
             if self.finish_reason is not None:
                 return count
         return len(tokens)
@@ -266,7 +266,7 @@ class Sequence:
         return None if self._codec is None else self._codec.alone(token, skip_special_tokens=False)
 
     def _check_stop(self, token: int) -> None:
-        """Ends the sequence if the last appended token ends it."""
+        """Ends the sequence if the last appended token is a stop token, or ends a stop string or the grammar."""
         is_stop_id = token in self._stop_ids
         is_hidden = is_stop_id and not self.params.include_stop_str_in_output
         new_text = ""
@@ -282,8 +282,6 @@ class Sequence:
             return
         if self.grammar is not None:
             self._follow_grammar(self.grammar, token)
-        if self.finish_reason is None and self.remaining <= 0:
-            self._finish("length", None)
 
     def _follow_grammar(self, grammar: GrammarState, token: int) -> None:
         following = self.grammar = grammar.after(token)
@@ -399,26 +397,29 @@ class SamplingState:
 
     Attributes:
         table: Tokens of each slot's sequence that processors read.
+        has_grammars: Whether a sequence of the last `batch` has a grammar.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.table = HistoryTable(num_slots, vocab_size, device)
         self._vocab_size, self._device = vocab_size, device
-        self._batch: tuple[list[Sequence], SamplingBatch] | None = None
+        self._sequences: list[Sequence] = []  # those of `_batch`
+        self._batch: SamplingBatch | None = None
+        self.has_grammars = False
 
     def batch(self, sequences: list[Sequence]) -> SamplingBatch:
         """Returns the parameters as tensors; rebuilds them only when the batch changes."""
-        if self._batch is None or self._batch[0] != sequences:
-            requests = [s.sampling for s in sequences]
-            self._batch = (list(sequences), SamplingBatch.build(requests, self._vocab_size, self._device))
-        return self._batch[1]
+        if self._batch is None or self._sequences != sequences:
+            self._batch = None  # in case `build` raises
+            self._batch = SamplingBatch.build([s.sampling for s in sequences], self._vocab_size, self._device)
+            self._sequences, self.has_grammars = list(sequences), any(s.grammar is not None for s in sequences)
+        return self._batch
 
-    def masked_batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """Returns `batch` with the masks of the sequences' grammars."""
-        batch = self.batch(sequences)
-        if all(s.grammar is None for s in sequences):
+    def masked(self, batch: SamplingBatch) -> SamplingBatch:
+        """Returns the last `batch` with the present masks of its sequences' grammars."""
+        if not self.has_grammars:
             return batch
-        mask = GrammarMask([s.grammar for s in sequences])
+        mask = GrammarMask([s.grammar for s in self._sequences])
         return replace(batch, processors=(mask, *batch.processors))
 
     def histories(self, sequences: list[Sequence], batch: SamplingBatch) -> History | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -102,11 +101,10 @@ def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -
         choices: The token after each node, without padding; -1 if logits are not finite.
         offsets: B + 1, the first node of each tree.
     """
-    paths = walk_chosen(tree, [choices[start:end] for start, end in pairwise(offsets)])
     facts = _facts_of_drafts(tree)
     rows = _drafted_of_rows(tree) if facts is None else []
     outcomes = []
-    for row, (nodes, next_token) in enumerate(paths):
+    for row, (nodes, tokens) in enumerate(walk_chosen(tree, choices, offsets)):
         if facts is None:
             sources, num_drafted, tree_depth, drafted = rows[row]
         else:
@@ -115,8 +113,8 @@ def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -
         outcomes.append(
             Outcome(
                 path=nodes,
-                tokens=[*(choices[offsets[row] + node] for node in [0, *nodes][: len(nodes)]), next_token],
-                num_valid=len(nodes) + (next_token >= 0),
+                tokens=tokens,
+                num_valid=len(nodes) + (tokens[-1] >= 0),
                 num_drafted=num_drafted,
                 tree_depth=tree_depth,
                 sources=[1] * len(nodes) if sources is None else [sources[node] for node in nodes],
@@ -152,9 +150,15 @@ def _drafted_of_rows(tree: TokenTree) -> list[_Drafted]:
     sources = [None] * tree.batch_size if tree.source is None else tree.source.tolist()
     rows = []
     for parents, depths, of_nodes in zip(tree.parents.tolist(), tree.depths.tolist(), sources, strict=True):
-        nodes = [node for node, parent in enumerate(parents) if parent >= 0]
-        drafted = [1] * len(nodes) if of_nodes is None else [of_nodes[node] for node in nodes if of_nodes[node]]
-        rows.append(_Drafted(of_nodes, len(nodes), max((depths[node] for node in nodes), default=0), drafted))
+        num_nodes, deepest = 0, 0
+        drafted: list[int] = []
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                num_nodes, deepest = num_nodes + 1, max(deepest, depths[node])
+                source = 1 if of_nodes is None else of_nodes[node]
+                if source:
+                    drafted.append(source)
+        rows.append(_Drafted(of_nodes, num_nodes, deepest, drafted))
     return rows
 
 
@@ -213,7 +217,11 @@ def newly_committed(
         top_ids: See `foretoken.drafters.base.Verified`.
     """
     starts = trees.offsets[:-1]
-    paths = [outcome.path for outcome in outcomes]
+    paths: list[list[int]] = []
+    tokens: list[list[int]] = []
+    for root, outcome in zip(roots, outcomes, strict=True):
+        paths.append(outcome.path)
+        tokens.append([root, *outcome.tokens[: len(outcome.path)]])
     if features is not None:
         nodes = [start + node for start, path in zip(starts, paths, strict=True) for node in (0, *path)]
         if nodes == list(range(len(nodes))):
@@ -224,7 +232,7 @@ def newly_committed(
     return Committed(
         slots=trees.slots,
         starts=trees.prefix_lens,
-        tokens=[[root, *outcome.tokens[: len(outcome.path)]] for root, outcome in zip(roots, outcomes, strict=True)],
+        tokens=tokens,
         features=features,
         verified=Verified(tree=tree, paths=paths, offsets=trees.offsets, top_ids=top_ids),
     )
@@ -252,13 +260,20 @@ def sequence_step(
         ends_prompt: See `SequenceStep`.
     """
     accepted = min(len(outcome.path), len(generated))
-    accepted_from = [drafting.credit(source) for source in outcome.sources[:accepted]]
     if trace is not None and len(generated) <= len(outcome.path):
         trace = replace(trace, path=outcome.path[:accepted], next_token=None)
+    names: dict[int, tuple[str, ...]] = {}
     drafted: dict[str, int] = {}
     for source, count in Counter(outcome.drafted).items():
-        for name in drafting.credit(source):
+        names[source] = drafting.credit(source)
+        for name in names[source]:
             drafted[name] = drafted.get(name, 0) + count
+    accepted_from: list[tuple[str, ...]] = []
+    accepted_by: dict[str, int] = {}
+    for source in outcome.sources[:accepted]:
+        accepted_from.append(names[source])
+        for name in names[source]:
+            accepted_by[name] = accepted_by.get(name, 0) + 1
     return SequenceStep(
         request_id=sequence.request_id,
         num_drafted=outcome.num_drafted,
@@ -266,7 +281,7 @@ def sequence_step(
         num_accepted=accepted,
         num_emitted=len(generated),
         tokens=generated,
-        accepted_by=dict(Counter(name for names in accepted_from for name in names)),
+        accepted_by=accepted_by,
         drafted_by=drafted,
         num_proposed=num_proposed,
         accepted_from=accepted_from,
@@ -283,6 +298,7 @@ class Verification(NamedTuple):
         tree: Their trees, probes included; the root alone where a prompt ends.
         offsets: B + 1; node i of tree b has row `offsets[b] + i` of the logits.
         trees: The part of the pass with the trees of decoding sequences; None without any.
+        num_decoding: Tokens of that part.
         chunks: Chunks of prompts, the rest of the pass.
     """
 
@@ -290,12 +306,8 @@ class Verification(NamedTuple):
     tree: TokenTree
     offsets: Seq[int]
     trees: Pass | None
+    num_decoding: int
     chunks: list[Chunk]
-
-    @property
-    def num_decoding(self) -> int:
-        """Tokens of the pass that belong to decoding sequences."""
-        return 0 if self.trees is None else self.trees.num_tokens
 
 
 class VerifiedBatch(NamedTuple):
@@ -326,24 +338,30 @@ def verification(
     target: Runner, prefill: Prefill, decoding: list[Sequence], joining: list[Sequence], draft: Draft
 ) -> tuple[Verification, Pass]:
     """Returns the work of an iteration and its pass; `draft` is for `decoding`, `joining` still read prompts."""
-    passes, trees, num_nodes = list[Pass](), None, 0
+    trees, num_nodes = None, 0
     if decoding:
-        slots, lengths = [slot_of(s) for s in decoding], [len(s.tokens) - 1 for s in decoding]
-        trees = target.verification(slots, lengths, draft.tree)
-        num_nodes = trees.num_tokens
-        passes.append(trees)
-    chunks = prefill.next_chunks(joining, num_nodes)
-    if chunks:
-        passes.append(prefill.as_pass(chunks))
+        slots, lengths = [], []
+        for sequence in decoding:
+            slots.append(slot_of(sequence))
+            lengths.append(len(sequence.tokens) - 1)
+        trees = target.verification(slots, lengths, draft.tree, has_features=draft.is_committed)
+        num_nodes = trees.offsets[-1]
+    chunks = prefill.next_chunks(joining, num_nodes) if joining else []
+    if not chunks:
+        if trees is None:
+            raise RuntimeError("an iteration decodes sequences or reads prompts")
+        return Verification(decoding, draft.tree, trees.offsets, trees, num_nodes, chunks), trees
     ending = [chunk.sequence for chunk in chunks if chunk.is_last]
     asked = Verification(
         sequences=[*decoding, *ending],
         tree=draft.tree.with_roots([s.tokens[-1] for s in ending]),
         offsets=[*([0] if trees is None else trees.offsets), *range(num_nodes + 1, num_nodes + 1 + len(ending))],
         trees=trees,
+        num_decoding=num_nodes,
         chunks=chunks,
     )
-    return asked, passes[0] if len(passes) == 1 else passes[0].with_chains(passes[1])
+    prompts = prefill.as_pass(chunks)
+    return asked, prompts if trees is None else trees.with_chains(prompts)
 
 
 def token_choice(

@@ -252,7 +252,8 @@ class RequestReader:
             [*params.logit_bias, *params.stop_token_ids], vocab_size, "logit_bias or stop_token_ids"
         )
         eos_ids = list(self._target.model.eos_ids)
-        bad_words, grammar = self._bad_words(params), self._grammars.state_of(params)
+        bad_words = self._bad_words(params)
+        grammar = None if params.structured_outputs is None else self._grammars.state_of(params)
         checked_token_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         sequences = [

@@ -20,9 +20,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from foretoken.core.backend import own_torch_state
-from foretoken.core.errors import EngineStopped, QueueFull, RequestError, described
+from foretoken.core.errors import EngineStopped, ForetokenError, QueueFull, RequestError, described
 from foretoken.entrypoints.requests import QueuedRequest
-from foretoken.files.processes import FairLock, ForkLock
+from foretoken.files.processes import ForkLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -52,6 +52,69 @@ _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 _threads: weakref.WeakSet[ServingThread] = weakref.WeakSet()
 
 
+class FairLock:
+    """A lock for the thread that has waited longest, as a context manager.
+
+    A `threading.Lock` usually goes back to the thread that just released it. A thread that steps the engine in a loop
+    would then keep other threads from adding their requests.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._next_ticket = self._serving = 0
+        self._abandoned: set[int] = set()
+        self._owner: int | None = None
+
+    def check_not_mine(self) -> None:
+        """Raises `ForetokenError` if the calling thread holds the lock."""
+        if self._owner == threading.get_ident():
+            raise ForetokenError(
+                "an LLM was called from within one of its own callbacks. Expected calls from outside an iteration. "
+                "Collect what the callback sees, and call after it has returned."
+            )
+
+    def __enter__(self) -> None:
+        self.check_not_mine()
+        me = threading.get_ident()
+        with self._condition:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            try:
+                while self._serving != ticket:
+                    self._condition.wait()
+                self._owner = me
+            finally:
+                if self._owner != me:  # interrupted while waiting: skip this ticket
+                    self._abandoned.add(ticket)
+                    self._skip_abandoned()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Passes the lock to the thread that has waited longest."""
+        with self._condition:
+            self._owner = None
+            self._serving += 1
+            self._skip_abandoned()
+
+    def try_acquire(self) -> bool:
+        """Takes the lock if nobody holds it or waits for it; `release` gives it back."""
+        with self._condition:
+            if self._serving != self._next_ticket:
+                return False
+            self._next_ticket += 1
+            self._owner = threading.get_ident()
+            return True
+
+    def _skip_abandoned(self) -> None:
+        """Skips tickets of threads that stopped waiting, and wakes the others."""
+        while self._serving in self._abandoned:
+            self._abandoned.remove(self._serving)
+            self._serving += 1
+        self._condition.notify_all()
+
+
 class SharedEngine:
     """An engine that threads use in turn.
 
@@ -74,7 +137,8 @@ class SharedEngine:
             if self._is_inherited:
                 self._is_inherited = False
                 self.engine.abort()
-            self._abort_pending()
+            if self._to_abort:
+                self._abort_pending()
             yield
 
     def check_outside(self) -> None:

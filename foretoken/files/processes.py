@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from foretoken.core.errors import ConfigError, ForetokenError
+from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,74 +84,6 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-class FairLock:
-    """A lock for the thread that has waited longest, as a context manager.
-
-    A `threading.Lock` usually goes back to the thread that just released it. A thread that steps the engine in a loop
-    would then keep other threads from adding their requests.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._next_ticket = self._serving = 0
-        self._abandoned: set[int] = set()
-        self._owner: int | None = None
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread holds the lock."""
-        return self._owner == threading.get_ident()
-
-    def check_not_mine(self) -> None:
-        """Raises `ForetokenError` if the calling thread holds the lock."""
-        if self.is_mine:
-            raise ForetokenError(
-                "an LLM was called from within one of its own callbacks. Expected calls from outside an iteration. "
-                "Collect what the callback sees, and call after it has returned."
-            )
-
-    def __enter__(self) -> None:
-        self.check_not_mine()
-        with self._condition:
-            ticket = self._next_ticket
-            self._next_ticket += 1
-            try:
-                self._condition.wait_for(lambda: self._serving == ticket)
-                self._owner = threading.get_ident()
-            finally:
-                if not self.is_mine:  # interrupted while waiting: skip this ticket
-                    self._abandoned.add(ticket)
-                    self._skip_abandoned()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Passes the lock to the thread that has waited longest."""
-        with self._condition:
-            self._owner = None
-            self._serving += 1
-            self._skip_abandoned()
-
-    def try_acquire(self) -> bool:
-        """Takes the lock if nobody holds it or waits for it; `release` gives it back."""
-        with self._condition:
-            if self._serving != self._next_ticket:
-                return False
-            self._next_ticket += 1
-            self._owner = threading.get_ident()
-            return True
-
-    def _skip_abandoned(self) -> None:
-        """Skips tickets of threads that stopped waiting, and wakes the others."""
-        while self._serving in self._abandoned:
-            self._abandoned.remove(self._serving)
-            self._serving += 1
-        self._condition.notify_all()
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from operator import add
 from typing import TYPE_CHECKING
 
 from foretoken.core.errors import ModelError, PassError, RequestError
@@ -28,7 +26,6 @@ from foretoken.runner.decoders import DECODERS, NUM_ROWS, probe_layer_shapes, qu
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
     from foretoken.core.passes import Tap
@@ -48,8 +45,11 @@ class Runner:
 
     Attributes:
         model: The loaded model.
+        device: The device of inputs and outputs.
+        vocab_size: V, the width of the logits.
         cache: KV rows by slot.
         context_len: Most tokens a sequence may reach.
+        last_position: The largest position of a pass.
         max_nodes: Nodes of the widest tree, root included.
         prefill_chunk: Prompt tokens of a pass.
         choice: The chosen decoder and the reason, as a sentence.
@@ -92,7 +92,7 @@ class Runner:
             ModelError: If the model ignores the attention plug-in, a tap cannot be read, memory is too small, or the
                 requested decoder does not fit.
         """
-        self.model = model
+        self.model, self.device, self.vocab_size = model, model.device, model.vocab_size
         self.max_nodes = min(max_nodes, MAX_NODES)
         self.prefill_chunk = prefill_chunk
         shapes = probe_layer_shapes(model.module)
@@ -122,6 +122,7 @@ class Runner:
             device=model.device,
             num_rows=longest if shares_rows else None,
         )
+        self.last_position = min(model.context_len, self.cache.capacity) - 1
         self._taps = tuple(taps)
         self._quantization: Quantization | None = None
         self._writes = WeightWrites(model.module)
@@ -176,21 +177,6 @@ class Runner:
         """Whether a token's logits have the same bits at any width, batch and number of threads; see `Decoder`."""
         return self._decoder.is_exact
 
-    @property
-    def device(self) -> torch.device:
-        """The device of inputs and outputs."""
-        return self.model.device
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the width of the logits."""
-        return self.model.vocab_size
-
-    @property
-    def last_position(self) -> int:
-        """The largest position of a pass."""
-        return min(self.model.context_len, self.cache.capacity) - 1
-
     def run(self, work: Pass) -> PassOutput:
         """Computes one pass over new tokens of several sequences; writes the cache rows of their nodes.
 
@@ -229,15 +215,20 @@ class Runner:
             raise RequestError(f"{end} tokens do not fit. Expected at most {self.context_len}. Shorten the prompt.")
         return self.run(Pass.of_chains([tokens], slots=[slot], prefix_lens=[start], device=self.device)).features
 
-    def verification(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> Pass:
+    def verification(
+        self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree, *, has_features: bool = True
+    ) -> Pass:
         """Returns the pass that computes target logits at every node of the trees. Committed rows stay unchanged.
 
         Args:
             slots: B slots.
             lengths: Committed KV rows of each: the root goes to position `lengths[b]`.
             tree: (B, N) candidates.
+            has_features: See `Pass`.
         """
-        return Pass.of_tree(tree, slots=slots, prefix_lens=lengths, last_position=self.last_position)
+        return Pass.of_tree(
+            tree, slots=slots, prefix_lens=lengths, last_position=self.last_position, has_features=has_features
+        )
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> PassOutput:
         """Runs `verification` as a pass of its own."""
@@ -263,10 +254,11 @@ class Runner:
 
     def _placed(self, work: Pass, num_drafted: int = 0) -> Pass:
         """Returns the pass over the rows of its slots; num_drafted: nodes drafted behind it."""
-        cache = self.cache
-        nodes = [end - start for start, end in pairwise(work.node_offsets)]
-        for slot, rows in zip(work.slots, map(add, work.prefix_lens, nodes), strict=True):
-            needed = rows + num_drafted if cache.is_shared else rows
-            if needed > cache.rows(slot):
+        cache, ends = self.cache, work.node_offsets
+        for row, (slot, prefix) in enumerate(zip(work.slots, work.prefix_lens, strict=True)):
+            needed = prefix + ends[row + 1] - ends[row]
+            if cache.is_shared:
+                needed += num_drafted
+            if needed > cache.capacity or (cache.is_shared and needed > cache.rows(slot)):
                 raise PassError(f"the pass needs {needed} rows of a slot, which has {cache.rows(slot)}. Feed fewer.")
         return replace(work, slots=cache.places(work.slots)) if cache.is_shared else work

@@ -124,7 +124,7 @@ class TreeShape:
     @property
     def depth(self) -> int:
         """Greatest depth."""
-        return max((len(choice) for choice in self.choices), default=0)
+        return max(map(len, self.choices), default=0)
 
     @property
     def parents(self) -> list[int]:

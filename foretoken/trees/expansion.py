@@ -151,15 +151,17 @@ class TreeExpansion:
         tokens: (B, N) int64; levels above the one that was expanded last are final.
         shape: Of the tree.
         draws: How tokens are chosen.
+        depth: Greatest depth.
     """
 
     def __init__(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
         self.shape, self.draws = shape, draws
         self._relations = relations_of(shape, roots.device)
-        batch = roots.shape[0]
-        self.tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int64, device=roots.device)
+        self.depth = self._relations.depths[-1]
+        batch, num_nodes = roots.shape[0], len(self._relations.depths)
+        self.tokens = torch.zeros(batch, num_nodes, dtype=torch.int64, device=roots.device)
         self.tokens.select(1, 0).copy_(roots)
-        self._scores = torch.zeros(batch, shape.num_nodes, dtype=torch.float32, device=roots.device)
+        self._scores = torch.zeros(batch, num_nodes, dtype=torch.float32, device=roots.device)
         self._rows: list[Tensor] = []  # (B, rows of one level, V), of sampled drafts
         if draws.has_sampled:
             self._kinds = torch.zeros_like(self.tokens)
@@ -167,7 +169,7 @@ class TreeExpansion:
         self._num_tokens = 0
         self._pruning = draws.pruning
         if draws.pruning is not None:
-            is_root = torch.arange(shape.num_nodes, device=roots.device) == 0
+            is_root = torch.arange(num_nodes, device=roots.device) == 0
             self._is_kept, self._goes_on = is_root.repeat(batch, 1), is_root.repeat(batch, 1)
             self._paths = torch.zeros_like(self._scores)  # sums of `DraftDraws.likelihoods`
             self._narrowed: list[tuple[Tensor, Level]] = []  # by depth: indices of expanded nodes, their level
@@ -176,11 +178,6 @@ class TreeExpansion:
     def roots(self) -> Tensor:
         """(B,) int64."""
         return self.tokens[:, 0]
-
-    @property
-    def depth(self) -> int:
-        """Greatest depth."""
-        return self._relations.depths[-1]
 
     @property
     def num_candidates(self) -> int:
@@ -207,7 +204,7 @@ class TreeExpansion:
     @property
     def num_fed(self) -> int:
         """Most nodes below the root that a kernel feeds if it drafts the whole tree: all that may keep KV rows."""
-        return self.shape.num_nodes - 1
+        return len(self._relations.depths) - 1
 
     def fed_nodes(self) -> tuple[Tensor, Tensor]:
         """Returns the W nodes below the roots that were fed if every level but the last was fed.
@@ -292,14 +289,14 @@ class TreeExpansion:
     def _unpruned(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         """Returns the trees with all nodes within the room, pruned nodes included."""
         total, device, places = len(room), self.tokens.device, self._relations.places
-        deepest = [min(max(depth, 0), self.depth) for depth in room]
+        deepest: list[int] = []
+        num_nodes: list[int] = []
+        for depth in room:
+            deepest.append(min(max(depth, 0), self.depth))
+            num_nodes.append(bisect_right(self._relations.depths, deepest[-1]))
         # The shape is a tree, and whole levels are cut off.
-        facts = HostFacts(
-            roots=roots,
-            depths=deepest,
-            num_nodes=[bisect_right(self._relations.depths, depth) for depth in deepest],
-            num_tokens=max(self._num_tokens, max(roots) + 1),
-        )
+        num_tokens = max(self._num_tokens, max(roots) + 1)
+        facts = HostFacts(roots=roots, depths=deepest, num_nodes=num_nodes, num_tokens=num_tokens)
         whole = self._whole(facts)
         if len(rows) == total and min(deepest) == self.depth:
             return whole

@@ -62,7 +62,7 @@ def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str], monk
     records: list[Any] = []
     engine._engine._on_step = records.append
     engine.generate([[5], [6]], params)
-    for free_on_cpu in ("_walk_on_host", "accept_chosen", "argmax_everywhere", "build", "_on_host"):
+    for free_on_cpu in ("walk_chosen", "accept_chosen", "argmax_everywhere", "build", "_on_host"):
         callers.pop(free_on_cpu, None)
     assert callers.pop("outcomes_on_host") == len(records)
     # What a draft model drafted before, when it drafts again: nothing is under way that would have to be waited for.

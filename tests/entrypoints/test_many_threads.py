@@ -20,7 +20,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ForetokenError
 from foretoken.core.records import StepRecord
 from foretoken.engine.loop import Engine
-from foretoken.files.processes import FairLock
+from foretoken.entrypoints.shared_engine import FairLock
 
 THREADS = 16
 PATIENCE_S = 60
