@@ -1,0 +1,484 @@
+"""Plays a controller against a made world, without a clock: what it gains, and what it loses against plain decoding.
+
+A world says how long passes and drafts take, how often drafts are right, and what the controller is told of both. Every
+policy meets the same text: a draft that begins at a position is right for a number of levels that the position decides.
+So policies differ by their decisions alone.
+
+One second is a pass over one token. Letters: B sequences, D levels.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import exp, log
+from typing import TYPE_CHECKING, NamedTuple
+
+from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafting.goodput import Goodput
+from foretoken.runner.costs import WIDTHS, CostCurve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from foretoken.drafting.base import Controller
+
+_LENGTH = 1 << 14  # positions of a text; then it begins again
+_APART = 1009  # positions between the beginnings of two sequences
+Curve = tuple[tuple[int, ...], tuple[float, ...]]  # widths, and seconds of a pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedDrafter:
+    """A drafter of a world.
+
+    Attributes:
+        rates: P(a drafted token is right | the tokens before it are), one for each kind of text, which take turns.
+        fades: Each level is right this many times as often as the level above.
+        stretch: Tokens of one kind of text.
+        hits: Share of positions at which it proposes anything.
+        level_s: Seconds of a level.
+        fixed_s: Seconds of a draft of any depth.
+        told: What it is told to take, divided by what it takes.
+        siblings: Tokens proposed at each level; the next level follows the first one.
+        spread: How much its probabilities tell: standard deviation of their log-odds. 0 for no probabilities.
+        deepest: Most levels.
+    """
+
+    rates: tuple[float, ...]
+    fades: float = 0.97
+    stretch: int = 400
+    hits: float = 1.0
+    level_s: float = 0.05
+    fixed_s: float = 0.0
+    told: float = 1.0
+    siblings: int = 1
+    spread: float = 0.0
+    deepest: int = 8
+
+    @property
+    def nodes_by_depth(self) -> list[int]:
+        """See `foretoken.drafters.base.Drafter`."""
+        return [1 + depth * self.siblings for depth in range(self.deepest + 1)]
+
+    @property
+    def timed(self) -> list[tuple[int, float]]:
+        """Depth and seconds of the drafts that were timed at load."""
+        depths = (1, min(4, self.deepest)) * 2
+        return [(depth, self.told * self.seconds(depth)) for depth in depths]
+
+    def seconds(self, depth: int) -> float:
+        """Returns what a draft takes."""
+        return self.fixed_s + self.level_s * depth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A target, its drafters and its requests.
+
+    Attributes:
+        name: What is special about the world.
+        drafters: At least one.
+        curve: Seconds of passes by tokens.
+        told: The same as measured at load; None for `curve`.
+        host: Seconds of the host for an iteration, and for each emitted token.
+        noise: Standard deviation of the logarithm of all measured seconds.
+        slow: Share of iterations that take five times as long.
+        busy: Every second stretch of this many iterations takes three times as long; 0 for none.
+        batches: Numbers of sequences, which change every 150 tokens of a sequence.
+        arrivals: Mean number of sequences whose requests arrive by chance; 0 for `batches`.
+    """
+
+    name: str
+    drafters: Sequence[SimulatedDrafter]
+    curve: Curve
+    told: Curve | None = None
+    host: tuple[float, float] = (0.05, 0.01)
+    noise: float = 0.02
+    slow: float = 0.0
+    busy: int = 0
+    batches: Sequence[int] = (1,)
+    arrivals: float = 0.0
+
+    def cost(self) -> CostCurve:
+        """Returns what a controller is told of passes."""
+        return CostCurve(WIDTHS, CostCurve(*(self.told or self.curve)).seconds(WIDTHS))
+
+    def sizes(self, seed: int) -> Iterator[int]:
+        """Yields the number of sequences for each 150 tokens, without end."""
+        chance = random.Random(seed + 77)
+        while True:
+            if not self.arrivals:
+                yield from self.batches
+                continue
+            passed, count = chance.expovariate(self.arrivals), 0
+            while passed < 1.0:
+                passed, count = passed + chance.expovariate(self.arrivals), count + 1
+            yield max(count, 1)
+
+
+class _Text(NamedTuple):
+    """One drafter's drafts, by the position at which they begin.
+
+    Attributes:
+        right: Levels that are right; -1 where it proposes nothing.
+        ranks: Which sibling is right at the first level that is wrong; 0 for none.
+        scores: Log-probability of the path down to each level; None without probabilities.
+    """
+
+    right: Sequence[int]
+    ranks: Sequence[int]
+    scores: Sequence[Sequence[float]] | None
+
+
+@lru_cache(maxsize=256)
+def _text(drafter: _Key, seed: int) -> _Text:
+    chance = random.Random(seed * 1000 + drafter.place)
+    model = drafter.made
+    right, ranks, scores = [], [], []
+    for place in range(_LENGTH):
+        rate = model.rates[place // model.stretch % len(model.rates)]
+        has_hit = chance.random() < model.hits
+        is_right, count, path, sure = has_hit, 0, 0.0, []
+        for level in range(model.deepest):
+            p = min(max(rate * model.fades**level, 1e-3), 0.999)
+            if model.spread:
+                p = 1 / (1 + exp(-log(p / (1 - p)) - chance.gauss(0.0, model.spread)))
+                path += log(1 / (1 + exp(-1.6 * log(p / (1 - p)) - 0.4)))  # it is too sure of itself
+                sure.append(path)
+            is_right = is_right and chance.random() < p
+            count += is_right
+        right.append(count if has_hit else -1)
+        ranks.append(1 + int(chance.expovariate(0.7)) if model.siblings > 1 else 0)
+        scores.append(sure)
+    return _Text(right, ranks, scores if model.spread else None)
+
+
+class _Key(NamedTuple):
+    made: SimulatedDrafter
+    place: int
+
+
+@dataclass(slots=True)
+class Played:
+    """What a policy did in a world.
+
+    Attributes:
+        tokens: Emitted per sequence, summed over iterations.
+        seconds: Of all iterations.
+        early: Seconds until 64 tokens of a sequence were there.
+        least_share: Least speed beside plain decoding, from the beginning up to any iteration after the 200th.
+        asked: Share of iterations in which anybody was asked.
+        by_size: Tokens and seconds by number of sequences.
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    early: float = 0.0
+    least_share: float = 9.9
+    asked: float = 0.0
+    by_size: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Tokens of the batch a second."""
+        tokens = sum(size * pair[0] for size, pair in self.by_size.items())
+        return tokens / self.seconds
+
+
+class _Fixed:
+    """Asks some drafters for fixed depths, always."""
+
+    def __init__(self, depths: Mapping[int, int]) -> None:
+        self.depths = depths
+
+
+class Simulator:
+    """A world with one text, in which policies are played."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        """Draws the text."""
+        self.world, self.seed = world, seed
+        self._texts = [_text(_Key(each, index), seed) for index, each in enumerate(world.drafters)]
+        self._curve = CostCurve(*world.curve)
+
+    def fixed(self, depths: Mapping[int, int], length: int) -> Played:
+        """Plays drafts of fixed depths by drafter; none for plain decoding."""
+        return self._play(_Fixed(depths), length)
+
+    def play(self, controller: Controller, length: int) -> Played:
+        """Plays a controller until each sequence has `length` tokens."""
+        return self._play(controller, length)
+
+    def _play(self, policy: Controller | _Fixed, length: int) -> Played:
+        world, played, sizes = self.world, Played(), self.world.sizes(self.seed)
+        chance = random.Random(self.seed + 5)
+        places = [row * _APART % _LENGTH for row in range(256)]
+        batch, until, count, plain_s = next(sizes), 150.0, 0, 0.0
+        while played.tokens < length:
+            if played.tokens >= until:
+                batch, until = next(sizes), until + 150.0
+            slowness = exp(chance.gauss(0.0, world.noise)) if world.noise else 1.0
+            slowness *= 5.0 if world.slow and chance.random() < world.slow else 1.0
+            slowness *= 3.0 if world.busy and count // world.busy % 2 else 1.0
+            accepted, seconds, is_asked = self._iterate(policy, batch, places, slowness)
+            tokens = 1.0 + sum(accepted) / batch
+            for row, right in enumerate(accepted):
+                places[row] = (places[row] + right + 1) % _LENGTH
+            count += 1
+            played.asked += is_asked
+            if played.tokens < 64:
+                played.early += seconds * min(1.0, (64 - played.tokens) / tokens)
+            played.tokens += tokens
+            played.seconds += seconds
+            pair = played.by_size.setdefault(batch, [0.0, 0.0])
+            pair[0], pair[1] = pair[0] + tokens, pair[1] + seconds
+            plain_s += tokens * slowness * (self._curve(batch) + world.host[0] + batch * world.host[1])
+            if count > 200:
+                played.least_share = min(played.least_share, plain_s / played.seconds)
+        played.asked /= count
+        return played
+
+    def _iterate(
+        self, policy: Controller | _Fixed, batch: int, places: list[int], slowness: float
+    ) -> tuple[list[int], float, bool]:
+        """Returns the accepted tokens of each sequence, the seconds, and whether anybody was asked."""
+        asked: dict[int, int] = {}
+        if isinstance(policy, _Fixed):
+            asked.update(policy.depths)
+            accepted, width = self._whole(asked, batch, places)
+            draft_s = sum(slowness * self.world.drafters[i].seconds(depth) for i, depth in asked.items())
+            return accepted, draft_s + slowness * self._rest(width, batch + sum(accepted)), bool(asked)
+        allotment, trees, steps = policy.allot(batch), dict[int, TokenTree](), list[AskedDrafter]()
+        most = max(allowance.depth for allowance in allotment.allowances)
+        ask = allotment.first
+        indices: Sequence[int] = range(len(self._texts)) if ask is None else ask.drafters
+        deepest = most if ask is None else min(most, ask.depth)
+        while most and indices:
+            for i in indices:
+                asked[i] = min(deepest, self.world.drafters[i].deepest)
+                trees[i] = self._tree(i, asked[i], places[:batch])
+                took = slowness * self.world.drafters[i].seconds(asked[i])
+                steps.append(AskedDrafter(index=i, name=str(i), depth=trees[i].max_depth, seconds=took))
+            further = policy.further(trees)
+            indices, deepest = (further.drafters, min(most, further.depth)) if further is not None else ((), 0)
+        if trees:
+            tree = policy.select(trees)
+            if len(trees) == 1 and tree is next(iter(trees.values())):
+                accepted, width = self._whole(asked, batch, places)
+                depths: Sequence[int] = tree.host_facts.depths if tree.host_facts is not None else [0]
+            else:
+                rows = tree.rows()
+                accepted, width = [_followed(row) for row in rows], sum(len(row.tokens) for row in rows)
+                depths = _depths(rows)
+        else:
+            accepted, width, depths = [0] * batch, batch, [0] * batch
+        draft_s, rest = sum(step.seconds for step in steps), slowness * self._rest(width, batch + sum(accepted))
+        host = slowness * (self.world.host[0] + self.world.host[1] * (batch + sum(accepted)))
+        sequences = [
+            SequenceStep(
+                request_id="", num_drafted=width, tree_depth=depths[b], num_accepted=n, num_emitted=n + 1,
+                tokens=range(1, n + 2), accepted_by={}, num_proposed=width - batch,
+            )
+            for b, n in enumerate(accepted)
+        ]  # fmt: skip
+        policy.learn_step(
+            StepRecord(
+                sequences=sequences,
+                num_tokens=width,
+                asked=steps,
+                declined=allotment.declined,
+                seconds=StageSeconds(draft=draft_s, verify=rest - host, commit=host),
+            )
+        )
+        return accepted, draft_s + rest, bool(asked)
+
+    def _rest(self, width: int, tokens: int) -> float:
+        return self._curve(width) + self.world.host[0] + self.world.host[1] * tokens
+
+    def _whole(self, asked: Mapping[int, int], batch: int, places: list[int]) -> tuple[list[int], int]:
+        """Returns what is accepted of whole drafts, and the tokens of the pass; drafts share no nodes."""
+        accepted, width = [0] * batch, batch
+        for i, depth in asked.items():
+            text, siblings = self._texts[i], self.world.drafters[i].siblings
+            for b in range(batch):
+                right = text.right[places[b]]
+                if right < 0:
+                    continue
+                width += depth * siblings
+                found = min(right, depth)
+                found += found < depth and 0 < text.ranks[places[b]] < siblings
+                accepted[b] = max(accepted[b], found)
+        return accepted, width
+
+    def _tree(self, i: int, depth: int, places: Sequence[int]) -> TokenTree:
+        text, siblings = self._texts[i], self.world.drafters[i].siblings
+        if text.scores is not None:
+            return _tree_of(i, depth, tuple((text.right[p], text.ranks[p]) for p in places), siblings,
+                            tuple(tuple(text.scores[p][:depth]) for p in places))  # fmt: skip
+        return _cached_tree(i, depth, tuple((text.right[p], text.ranks[p]) for p in places), siblings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A policy beside the best fixed setting, for one seed.
+
+    Attributes:
+        share: Its speed divided by the speed of the best fixed setting.
+        early: The same for the first 64 tokens.
+        gain: Its speed divided by that of plain decoding.
+        best: Speed of the best fixed setting divided by that of plain decoding.
+        least_share: See `Played`.
+        setting: Depths of the best fixed setting, by drafter.
+        played: What it did.
+    """
+
+    share: float
+    early: float
+    gain: float
+    best: float
+    least_share: float
+    setting: Mapping[int, int]
+    played: Played
+
+
+def settings(world: World) -> list[dict[int, int]]:
+    """Returns every fixed setting: no draft, or each set of drafters to one depth."""
+    found: list[dict[int, int]] = [{}]
+    for chosen in range(1, 1 << len(world.drafters)):
+        members = [i for i in range(len(world.drafters)) if chosen >> i & 1]
+        deepest = max(world.drafters[i].deepest for i in members)
+        found += [
+            {i: min(depth, world.drafters[i].deepest) for i in members} for depth in range(1, deepest + 1)
+        ]  # fmt: skip
+    return found
+
+
+def compare(world: World, policy: Callable[[World], Controller], seed: int, length: int = 3000) -> Result:
+    """Plays a policy and every fixed setting over the same text."""
+    simulator = Simulator(world, seed)
+    played, plain, best, setting = simulator.play(policy(world), length), *_fixed_settings(world, seed, length)
+    return Result(
+        share=played.rate / best.rate,
+        early=best.early / played.early,
+        gain=played.rate / plain.rate,
+        best=best.rate / plain.rate,
+        least_share=played.least_share,
+        setting=setting,
+        played=played,
+    )
+
+
+_known: dict[tuple[str, int, int], tuple[Played, Played, Mapping[int, int]]] = {}
+
+
+def _fixed_settings(world: World, seed: int, length: int) -> tuple[Played, Played, Mapping[int, int]]:
+    """Returns plain decoding, the best fixed setting, and its depths."""
+    key = repr(world), seed, length
+    if key not in _known:
+        simulator = Simulator(world, seed)
+        every = [(simulator.fixed(depths, length), depths) for depths in settings(world)]
+        best, setting = max(every, key=lambda pair: pair[0].rate)
+        _known[key] = every[0][0], best, setting
+    return _known[key]
+
+
+def _followed(row: TreeRow) -> int:
+    """Returns the depth down to which a tree is right; right tokens are 1, 2, 3, … after the root."""
+    reached, right = [0] + [-1] * (len(row.tokens) - 1), 0
+    for node in range(1, len(row.tokens)):
+        above = reached[row.parents[node]]
+        if above >= 0 and row.tokens[node] == above + 1:
+            reached[node] = above + 1
+            right = max(right, above + 1)
+    return right
+
+
+def _depths(rows: Sequence[TreeRow]) -> list[int]:
+    result = []
+    for row in rows:
+        depths = [0] * len(row.tokens)
+        for node, parent in enumerate(row.parents):
+            depths[node] = depths[parent] + 1 if node else 0
+        result.append(max(depths))
+    return result
+
+
+@lru_cache(maxsize=1 << 14)
+def _cached_tree(i: int, depth: int, rows: tuple[tuple[int, int], ...], siblings: int) -> TokenTree:
+    return _tree_of(i, depth, rows, siblings, None)
+
+
+def _tree_of(
+    i: int, depth: int, rows: Sequence[tuple[int, int]], siblings: int, scores: Sequence[Sequence[float]] | None
+) -> TokenTree:
+    """Returns combs: at each level some siblings, and the next level below the first. Right tokens are 1, 2, …, D."""
+    made: list[TreeRow] = []
+    values: list[list[float]] = []
+    for b, (right, rank) in enumerate(rows):
+        tokens, parents, value = [0], [-1], [0.0]
+        above = 0
+        for level in range(1, depth + 1 if right >= 0 else 1):
+            sure = None if scores is None else scores[b][level - 1]
+            before = 0.0 if scores is None or level == 1 else scores[b][level - 2]
+            for sibling in range(siblings):
+                is_main = level <= right and not sibling
+                is_right = is_main or (level == right + 1 and sibling == rank > 0)
+                tokens.append(level if is_right else 1000 * (i + 1) + 10 * level + sibling)
+                parents.append(above)
+                if sure is not None:
+                    rest = (exp(before) - exp(sure)) * 0.5**sibling if sibling else exp(sure)
+                    value.append(log(max(rest, 1e-9)))
+            above = len(tokens) - siblings
+        made.append(TreeRow(tokens, parents))
+        values.append(value)
+    return TokenTree.from_rows(made, scores=None if scores is None else values)
+
+
+def goodput(world: World) -> Goodput:
+    """Returns the controller that the engine would choose."""
+    return Goodput(
+        world.cost(),
+        nodes_by_depth=[each.nodes_by_depth for each in world.drafters],
+        max_nodes=64,
+        is_read=len(world.drafters) > 1 or world.drafters[0].siblings > 1,
+        timed=[each.timed for each in world.drafters],
+    )
+
+
+FLAT: Curve = (1, 8, 16, 64, 128), (1.0, 1.05, 1.15, 1.9, 3.0)
+SLOPED: Curve = (1, 64, 128), (1.0, 1.0 + 63 * 0.12, 1.0 + 127 * 0.12)
+STEEP: Curve = (1, 64, 128), (1.0, 1.0 + 63 * 0.3, 1.0 + 127 * 0.3)
+STAIRS: Curve = (1, 4, 5, 8, 9, 16, 17, 32, 64, 128), (1.0, 1.0, 1.3, 1.3, 1.7, 1.8, 2.5, 2.8, 5.0, 10.0)
+
+_MODEL = SimulatedDrafter(rates=(0.8,))
+WORLDS: Sequence[World] = (
+    World(name="good, flat", drafters=[_MODEL], curve=FLAT),
+    World(name="good, steep", drafters=[_MODEL], curve=STEEP),
+    World(name="poor", drafters=[replace(_MODEL, rates=(0.45,))], curve=SLOPED),
+    World(name="useless", drafters=[replace(_MODEL, rates=(0.05,))], curve=SLOPED),
+    World(name="text turns good", drafters=[replace(_MODEL, rates=(0.05, 0.9), stretch=1500)], curve=SLOPED),
+    World(name="text that changes", drafters=[replace(_MODEL, rates=(0.9, 0.05), level_s=0.15)], curve=SLOPED),
+    World(name="told too flat", drafters=[_MODEL], curve=STEEP, told=FLAT),
+    World(name="told too steep", drafters=[_MODEL], curve=FLAT, told=STEEP),
+    World(name="dear drafter", drafters=[replace(_MODEL, level_s=0.5)], curve=FLAT),
+    World(name="draft told cheap", drafters=[replace(_MODEL, level_s=0.5, told=0.1)], curve=FLAT),
+    World(name="noisy clock", drafters=[_MODEL], curve=SLOPED, noise=0.2, slow=0.05),
+    World(name="busy by turns", drafters=[replace(_MODEL, level_s=0.1)], curve=SLOPED, busy=60),
+    World(name="batches change", drafters=[_MODEL], curve=STAIRS, batches=(1, 4, 16, 2, 8)),
+    World(name="requests in bursts", drafters=[_MODEL], curve=STAIRS, arrivals=4.0),
+    World(name="lookup", drafters=[SimulatedDrafter(rates=(0.85,), hits=0.4, level_s=0.0, fixed_s=0.01)], curve=SLOPED),
+    World(
+        name="scored tree", curve=SLOPED,
+        drafters=[SimulatedDrafter(rates=(0.7,), level_s=0.08, siblings=3, spread=1.5, deepest=6)],
+    ),
+    World(
+        name="lookup and model", curve=SLOPED,
+        drafters=[
+            SimulatedDrafter(rates=(0.9,), hits=0.4, level_s=0.0, fixed_s=0.01, spread=1.0),
+            replace(_MODEL, level_s=0.12, spread=1.0),
+        ],
+    ),
+)  # fmt: skip
