@@ -26,7 +26,7 @@ class Exploration:
     """
 
     def __init__(self) -> None:
-        self.amount, self.is_spent = CREDIT, False
+        self.amount, self.is_spent, self._has_gained = CREDIT, False, False
         self.count = 0
         self._tried: dict[object, tuple[int, int]] = {}  # by choice: iteration, and times in a row
 
@@ -39,11 +39,14 @@ class Exploration:
         self._tried[choice] = self.count, 0
 
     def is_due(self, choice: object, loss: float, first: int = GAP) -> bool:
-        """Decides whether to try a choice in this iteration; `loss` is expected. Two tries follow each other."""
+        """Decides whether to try a choice in this iteration, for an expected loss.
+
+        Two tries follow each other, and more while they gain. `first` is the least iterations before the first one.
+        """
         last, num = self._tried.setdefault(choice, (self.count - 1 + first - GAP, 0))
         since = self.count - last
-        if since <= 2 and num == 1:
-            self._tried[choice] = self.count, 2
+        if (since <= 2 and num == 1) or (since == 1 and num > 1 and self._has_gained):
+            self._tried[choice] = self.count, num + 1
             return True
         if since < GAP or SHARE * since < 2 * loss:
             return False
@@ -56,5 +59,6 @@ class Exploration:
 
     def charge(self, loss: float) -> None:
         """Charges an iteration: slower than plain decoding of its tokens by `loss`, below 0 if it was faster."""
+        self._has_gained = loss < 0
         self.amount = min(self.amount + SHARE - loss, _MOST)
         self.is_spent = self.amount < (_ENOUGH if self.is_spent else 0.0)
