@@ -22,7 +22,7 @@ class Exploration:
     Attributes:
         count: Iterations.
         amount: What drafts may still lose.
-        is_spent: Whether the account is empty, or was emptied and has not recovered.
+        is_spent: Whether the account is empty, or was emptied and has not been refilled.
     """
 
     def __init__(self) -> None:

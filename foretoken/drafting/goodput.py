@@ -58,9 +58,9 @@ _FIRST_LOOK = 24  # drafting iterations before plain decoding is first measured
 _LONGER = 1.25  # an iteration counts at most this times the expected seconds: it was interrupted
 _FREE = 0.03  # share of a plain iteration: a cheaper drafter is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
-_DECIDE_EVERY = 4  # iterations that share one decision, and of which one is learned from
+_DECIDE_EVERY = 4  # iterations share a decision, and the controller learns from one; NOTES, "Control"
 _REST = 8  # iterations without drafts that share one decision
-_EARLY = 64  # iterations before that, each of which decides and is learned from
+_EARLY = 64  # iterations before that: the controller decides in each and learns from each
 
 
 class _Known:
