@@ -96,7 +96,7 @@ def walk_chosen(tree: TokenTree, chosen: Sequence[int], starts: Sequence[int]) -
         node, token = 0, chosen[start]
         path = ChosenPath([], [token])
         for child in range(1, len(ids)):  # parents come before their children
-            if parents[child] == node and ids[child] == token:
+            if parents[child] == node and ids[child] == token and len(path.nodes) < tree.max_depth:
                 node, token = child, chosen[start + child]
                 path.nodes.append(node)
                 path.tokens.append(token)

@@ -35,7 +35,7 @@ class Command(TyperCommand):
             if param.metavar is None and param.name in hints:
                 param.metavar = param.name.upper() if is_argument else _value(hints[param.name])
             if is_argument:  # the argument's name stands there; newer versions of typer add a type
-                vars(param)["display_type_rich"] = lambda _: None
+                vars(param)["display_type_rich"] = _no_type
 
     def get_params(self, ctx: Any) -> list[Any]:
         """See click."""
@@ -86,6 +86,10 @@ class VllmCommand(Command):
 
         own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         return super().parse_args(ctx, without_other_options(args, own))
+
+
+def _no_type(ctx: Any) -> None:  # typer passes `ctx` by name
+    del ctx
 
 
 def without_flags(params: list[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {
         **os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(out / "home"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
     }  # fmt: skip
     # On a CPU accelerate starts several processes only under the name of its launcher for many devices.
     launch = [

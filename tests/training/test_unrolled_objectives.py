@@ -67,7 +67,7 @@ def random_head(config: AutoregressiveConfig) -> AutoregressiveHead:
 
 def drafts(head: AutoregressiveHead, given: Examples, begin: int, *, is_detached: bool) -> Iterator[Tensor]:
     """(B, W) for each step, what the logits of the draft that begins at a position are read from."""
-    states, shared = head.begin(given.features[:, : begin + 1]), parts()
+    states, shared = head.initial_state(given.features[:, : begin + 1]), parts()
     for index in range(head.config.num_steps):
         following = given.tokens[:, 1 : begin + 2 + index]
         inputs, side = head.paired(states, head.embed(following, shared))
