@@ -12,28 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from statistics import median
-from typing import TYPE_CHECKING
 
-from foretoken.bench.simulator import WORLDS, compare
-from foretoken.drafting.adaptive_depth import AdaptiveDepth
-from foretoken.drafting.best_nodes import BestNodes
-from foretoken.drafting.measured_gain import MeasuredGain
-from foretoken.drafting.several_drafters import SeveralDrafters
-
-if TYPE_CHECKING:
-    from foretoken.bench.simulator import World
-    from foretoken.drafting.base import Controller
-
-
-def controller(world: World) -> Controller:
-    """Returns the controller that the engine would choose."""
-    first, cost, nodes = world.drafters[0], world.cost(), [each.nodes_by_depth for each in world.drafters]
-    if len(nodes) > 1:
-        timed = [each.timed for each in world.drafters]
-        return MeasuredGain(SeveralDrafters(cost, nodes_by_depth=nodes, max_nodes=64, timed=timed))
-    if first.siblings > 1:
-        return MeasuredGain(BestNodes(cost, max_nodes=64, deepest=first.deepest))
-    return MeasuredGain(AdaptiveDepth(cost, nodes[0], timed=first.timed))
+from foretoken.bench.simulator import WORLDS, compare, goodput
 
 
 def main(arguments: list[str]) -> int:
@@ -48,7 +28,7 @@ def main(arguments: list[str]) -> int:
     for world in WORLDS:
         if options.only and options.only not in world.name:
             continue
-        found = [compare(world, controller, seed, options.length) for seed in range(options.seeds)]
+        found = [compare(world, goodput, seed, options.length) for seed in range(options.seeds)]
         depths = ", ".join(map(str, found[0].setting.values())) or "none"
         shares, early = [each.share for each in found], [each.early for each in found]
         gains = f"{median(each.best for each in found):.2f} | {median(each.gain for each in found):.2f}"

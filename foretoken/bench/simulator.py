@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.runner.costs import CostCurve
+from foretoken.drafting.goodput import Goodput
+from foretoken.runner.costs import WIDTHS, CostCurve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,7 +104,7 @@ class World:
 
     def cost(self) -> CostCurve:
         """Returns what a controller is told of passes."""
-        return CostCurve(*(self.told or self.curve))
+        return CostCurve(WIDTHS, CostCurve(*(self.told or self.curve)).seconds(WIDTHS))
 
     def sizes(self, seed: int) -> Iterator[int]:
         """Yields the number of sequences for each 150 tokens, without end."""
@@ -279,7 +280,7 @@ class Simulator:
         sequences = [
             SequenceStep(
                 request_id="", num_drafted=width, tree_depth=depths[b], num_accepted=n, num_emitted=n + 1,
-                tokens=range(1, n + 2), accepted_by={},
+                tokens=range(1, n + 2), accepted_by={}, num_proposed=width - batch,
             )
             for b, n in enumerate(accepted)
         ]  # fmt: skip
@@ -434,6 +435,17 @@ def _tree_of(
         made.append(TreeRow(tokens, parents))
         values.append(value)
     return TokenTree.from_rows(made, scores=None if scores is None else values)
+
+
+def goodput(world: World) -> Goodput:
+    """Returns the controller that the engine would choose."""
+    return Goodput(
+        world.cost(),
+        nodes_by_depth=[each.nodes_by_depth for each in world.drafters],
+        max_nodes=64,
+        is_read=len(world.drafters) > 1 or world.drafters[0].siblings > 1,
+        timed=[each.timed for each in world.drafters],
+    )
 
 
 FLAT: Curve = (1, 8, 16, 64, 128), (1.0, 1.05, 1.15, 1.9, 3.0)

@@ -11,15 +11,12 @@ from foretoken.core.backend import StageClock
 from foretoken.core.records import AskedDrafter
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
 from foretoken.drafters.base import MeasuredDrafter, TargetReads
-from foretoken.drafting.adaptive_depth import AdaptiveDepth
+from foretoken.drafting.acceptance import KeptAcceptance, pair_key
 from foretoken.drafting.base import Ask, Fixed
-from foretoken.drafting.best_nodes import BestNodes
-from foretoken.drafting.calibration import KeptAcceptance, pair_key
-from foretoken.drafting.draft_costs import BesidePrompts
+from foretoken.drafting.costs import BesidePrompts
 from foretoken.drafting.draft_guard import DraftGuard, within_node_limits
 from foretoken.drafting.draft_timing import time_drafts
-from foretoken.drafting.measured_gain import MeasuredGain
-from foretoken.drafting.several_drafters import SeveralDrafters
+from foretoken.drafting.goodput import Goodput
 from foretoken.grammars.drafts import FORCED, constrained_tree
 
 if TYPE_CHECKING:
@@ -110,29 +107,25 @@ def choose_controller(
         target: What the drafters are attached to. Gives seconds of passes; drafts are timed on it.
 
     Returns:
-        `Fixed` if options fix the draft size or a caller made the drafter; `SeveralDrafters` for several drafters;
-        `BestNodes` for dynamic trees and trees drafted at once; `AdaptiveDepth` for drafts made level by level. The
-        last three stand in a `MeasuredGain`.
+        `Fixed` if options fix the draft size or a caller made the drafter; else `Goodput`. It buys nodes of several
+        drafters, of dynamic trees and of trees drafted at once, and else chooses the depth of whole drafts.
     """
-    widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
-    if len(options) > 1 and all(each.is_adaptive for each in options):
-        several = _several(drafters, target, [time_drafts(drafter, target) for drafter in drafters])
+    if not options or not all(each.is_adaptive for each in options):
+        return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
+    first, timed = options[0], [time_drafts(drafter, target) for drafter in drafters]
+    is_bought = first.tree == "dynamic" or (first.can_prune_tree and first.tree == "tree")
+    if len(options) > 1:
+        several = _several(drafters, target, timed)
         key = pair_key(target.model, options)
         if key is not None:
             several.keep_learned(KeptAcceptance(several.learners, key))
-        return MeasuredGain(several)
-    if not options or not all(each.is_adaptive for each in options):
-        return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
-    is_dynamic = len(options) == 1 and options[0].tree == "dynamic"
-    if len(options) == 1 and not is_dynamic and not (options[0].can_prune_tree and options[0].tree == "tree"):
-        drafter = drafters[0]
-        depths = AdaptiveDepth(
-            target.costs, drafter.nodes_by_depth, timed=time_drafts(drafter, target),
-            expected=drafter.expected_acceptance if isinstance(drafter, MeasuredDrafter) else (),
-        )  # fmt: skip
-        return MeasuredGain(depths)
-    deepest = len(drafters[0].nodes_by_depth) - 1 if is_dynamic else None
-    return MeasuredGain(BestNodes(target.costs, max_nodes=widest, deepest=deepest))
+        return several
+    (drafter,) = drafters
+    return Goodput(
+        target.costs, nodes_by_depth=[drafter.nodes_by_depth], max_nodes=drafter.nodes_by_depth[-1],
+        is_read=is_bought, timed=timed,
+        expected=drafter.expected_acceptance if isinstance(drafter, MeasuredDrafter) else (),
+    )  # fmt: skip
 
 
 def choose_for_predictions(
@@ -145,18 +138,19 @@ def choose_for_predictions(
         drafters: Attached drafters; the drafter of predictions is last.
         target: What the drafters are attached to.
     """
-    if len(drafters) == 1:  # no costs of passes are measured for plain decoding: measured seconds alone decide
-        return MeasuredGain(Fixed(most_nodes(drafters)))
+    if len(drafters) == 1:  # no costs of passes are measured for plain decoding
+        nodes = drafters[0].nodes_by_depth
+        return Goodput(None, nodes_by_depth=[nodes], max_nodes=nodes[-1], is_read=False)
     if len(options) < len(drafters) or not all(each.is_adaptive for each in options):
         return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
-    return MeasuredGain(_several(drafters, target))
+    return _several(drafters, target)
 
 
 def _several(
     drafters: Sequence[Drafter], target: TargetHandle, timed: Sequence[Sequence[tuple[int, float]]] = ()
-) -> SeveralDrafters:
+) -> Goodput:
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
-    return SeveralDrafters(
+    return Goodput(
         target.costs,
         nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
         max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),

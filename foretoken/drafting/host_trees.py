@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from foretoken.core.token_tree import PROBE
+from foretoken.core.token_tree import PROBE, HostFacts, TokenTree
+from foretoken.drafting.acceptance import log_odds_of
 from foretoken.drafting.base import Leaf
 from foretoken.trees.merge import Graft
 
@@ -21,9 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from foretoken.core.records import SequenceStep
-    from foretoken.core.token_tree import TokenTree
+    from foretoken.drafting.acceptance import NodeAcceptance
     from foretoken.drafting.base import Continue
-    from foretoken.drafting.calibration import Calibration
 
 
 class HostTree(NamedTuple):
@@ -55,21 +55,16 @@ def on_host(tree: TokenTree) -> HostTree:
     return HostTree(tokens, parents, depths, scores, is_drafted, sources)
 
 
-def falling(values: NDArray[np.float64], host: HostTree) -> NDArray[np.float64]:
-    """(B, N) values, each at most its parent's; values of roots bound nothing."""
-    rows = np.arange(len(values))[:, None]
+def path_values(host: HostTree, acceptance: NodeAcceptance) -> NDArray[np.float64]:
+    """(B, N), the calibrated probability that each node of one drafter is accepted with its path; 1 for roots."""
+    rows = np.arange(len(host.tokens))[:, None]
     above = np.maximum(host.parents, 0)
-    result = values.copy()
-    result[:, 0] = np.inf
-    for _ in range(int(host.depths.max(initial=0)).bit_length()):  # least of 2, 4, 8, … nodes of a path
-        result, above = np.minimum(result, result[rows, above]), above[rows, above]
-    result[:, 0] = values[:, 0]
-    return result
-
-
-def values_of(host: HostTree, calibration: Calibration) -> NDArray[np.float64]:
-    """(B, N), the calibrated probability that each node of one drafter is accepted with its path."""
-    return falling(calibration.probabilities(host.depths, host.scores), host)
+    logs = np.log(acceptance.probabilities(log_odds_of(host.scores, host.parents), host.depths))
+    logs[:, 0] = 0.0
+    for _ in range(int(host.depths.max(initial=0)).bit_length()):  # sums of 2, 4, 8, … nodes of a path
+        logs, above = logs + logs[rows, above], above[rows, above]
+    values: NDArray[np.float64] = np.exp(logs)
+    return values
 
 
 def valued(host: HostTree, values: NDArray[np.float64]) -> HostTree:
@@ -85,6 +80,34 @@ def with_values(tree: TokenTree, values: NDArray[np.float64]) -> TokenTree:
 def _logarithms(values: NDArray[np.float64]) -> NDArray[np.float32]:
     """Finite even for 0."""
     return np.log(np.maximum(values, 1e-30)).astype(np.float32)
+
+
+def kept_nodes(host: HostTree, kept: NDArray[np.bool_], device: torch.device, *, has_sources: bool) -> TokenTree:
+    """Returns the roots and some nodes of trees that are wholly on the host; kept: (B, N), with every node's parent."""
+    assert host.scores is not None, "the trees are valued"
+    kept = kept | (np.arange(kept.shape[1]) == 0)
+    counts, rows = kept.sum(1), np.arange(len(kept))[:, None]
+    order = np.argsort(~kept, axis=1, kind="stable")[:, : counts.max()]
+    places = kept.cumsum(1) - 1
+    parents = np.where(host.parents >= 0, places[rows, np.maximum(host.parents, 0)], -1)
+    is_node = np.arange(order.shape[1]) < counts[:, None]
+    parts = np.stack([host.tokens, parents, host.depths, host.sources])[:, rows, order]
+    parts = np.where(is_node, parts, np.array([0, -1, 0, 0])[:, None, None])
+    tokens, new_parents, depths, sources = torch.from_numpy(parts).to(device)
+    scores = torch.from_numpy(np.where(is_node, host.scores[rows, order], np.float32(0.0))).to(device)
+    deepest, sizes = parts[2].max(1).tolist(), counts.tolist()
+    return TokenTree(
+        tokens=tokens,
+        parents=new_parents,
+        depths=depths,
+        num_nodes=torch.from_numpy(counts).to(device),
+        max_depth=max(deepest),
+        scores=scores,
+        source=sources if has_sources else None,
+        host_facts=HostFacts(
+            roots=parts[0, :, 0].tolist(), depths=deepest, num_nodes=sizes, num_tokens=int(parts[0].max()) + 1
+        ),
+    )
 
 
 def with_ancestors(nodes: NDArray[np.bool_], host: HostTree) -> NDArray[np.bool_]:
@@ -116,28 +139,25 @@ def followed(host: HostTree, row: int, tokens: Sequence[int]) -> list[bool | Non
     return follows
 
 
-def count_followed(host: HostTree, calibration: Calibration, steps: Sequence[SequenceStep]) -> list[int]:
-    """Tells a drafter's calibration which of its nodes the generated tokens followed.
+def learn_followed(host: HostTree, acceptance: NodeAcceptance, steps: Sequence[SequenceStep]) -> list[int]:
+    """Tells an acceptance model which nodes the generated tokens followed; returns the followed depth of each tree.
 
-    Returns:
-        The followed depth of each tree.
+    Only children of followed nodes have a label: of others nothing is known after their parent.
     """
-    depths: list[int] = []
-    scores: list[float] = []
-    accepted: list[bool] = []
+    labels: list[tuple[int, int, bool]] = []
     deepest = [0] * len(steps)
     for row, step in enumerate(steps):
-        for node, does in enumerate(followed(host, row, step.tokens)):
-            if does is None or not host.is_drafted[row, node]:
-                continue
-            depth = int(host.depths[row, node])
-            deepest[row] = max(deepest[row], depth if does else 0)
-            depths.append(depth)
-            accepted.append(does)
-            if host.scores is not None:
-                scores.append(float(host.scores[row, node]))
-    if depths:
-        calibration.learn_nodes(depths, scores if host.scores is not None else None, accepted)
+        follows, parents = followed(host, row, step.tokens), host.parents[row].tolist()
+        for node, does in enumerate(follows):
+            if node and does is not None and parents[node] >= 0 and follows[parents[node]]:
+                labels.append((row, node, does))
+    labels = [each for each in labels if host.is_drafted[each[:2]]]
+    if labels:
+        rows, nodes, accepted = map(np.array, zip(*labels, strict=True))
+        depths = host.depths[rows, nodes]
+        acceptance.learn(log_odds_of(host.scores, host.parents)[rows, nodes], depths, accepted)
+        np.maximum.at(right := np.zeros(len(steps), dtype=np.int64), rows, depths * accepted)
+        deepest = right.tolist()
     return deepest
 
 
@@ -241,7 +261,7 @@ class LookupChain(NamedTuple):
 
 
 def grafts_on(
-    host: HostTree, continued: Continue, calibrations: Sequence[Calibration]
+    host: HostTree, continued: Continue, acceptances: Sequence[NodeAcceptance]
 ) -> tuple[list[LookupChain], list[Graft]]:
     """Asks lookups to continue the best leaves of merged trees that they did not propose themselves.
 
@@ -269,7 +289,7 @@ def grafts_on(
         ]
         if answers:
             chains += answers
-            probabilities = [_probabilities(each, calibrations[each.drafter]) for each in answers]
+            probabilities = [_probabilities(each, acceptances[each.drafter]) for each in answers]
             best, values_of_best = max(
                 zip(answers, probabilities, strict=True), key=lambda pair: float(pair[1].sum())
             )  # fmt: skip
@@ -278,23 +298,19 @@ def grafts_on(
     return chains, grafts
 
 
-def learn_chain(calibration: Calibration, chain: LookupChain, tokens: Sequence[int]) -> None:
+def learn_chain(acceptance: NodeAcceptance, chain: LookupChain, tokens: Sequence[int]) -> None:
     """Counts which tokens of a chain were generated; tokens: generated for its sequence."""
     above = len(chain.leaf.path)
     if list(tokens[:above]) != list(chain.leaf.path) or len(tokens) <= above:
         return
-    following = list(tokens[above:])
-    agreeing = next(
-        (k for k, pair in enumerate(zip(chain.tokens, following, strict=False)) if pair[0] != pair[1]), None
-    )  # fmt: skip
-    known = min(len(following), len(chain.tokens)) if agreeing is None else len(chain.tokens)
-    accepted = [agreeing is None or k < agreeing for k in range(known)]
-    calibration.learn_nodes(list(range(1, known + 1)), None, accepted)
+    right = [mine == written for mine, written in zip(chain.tokens, tokens[above:], strict=False)]
+    depths = np.arange(1, (right.index(False) if False in right else len(right) - 1) + 2)
+    acceptance.learn(np.zeros(len(depths)), depths, np.array(right[: len(depths)]))
 
 
-def _probabilities(chain: LookupChain, calibration: Calibration) -> NDArray[np.float64]:
+def _probabilities(chain: LookupChain, acceptance: NodeAcceptance) -> NDArray[np.float64]:
     depths = np.arange(len(chain.tokens)) + 1
-    values: NDArray[np.float64] = np.minimum.accumulate(calibration.probabilities(depths, None))
+    values: NDArray[np.float64] = acceptance.probabilities(np.zeros(len(depths)), depths).cumprod()
     return values
 
 

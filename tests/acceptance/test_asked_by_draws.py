@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.acceptance.rules import accept_sequential
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafting.several_drafters import SeveralDrafters
+from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
 
 VOCAB = 3
@@ -21,7 +21,7 @@ VOCAB = 3
 
 def selected(asked: Sequence[int], trees: Sequence[TokenTree]) -> TokenTree:
     """What the controller verifies of the trees of drafters asked one after another; width costs nothing."""
-    controller = SeveralDrafters(CostCurve((1,), (1.0,)), nodes_by_depth=[(1, 3, 7)] * len(trees), max_nodes=64)
+    controller = Goodput(CostCurve((1,), (1.0,)), nodes_by_depth=[(1, 3, 7)] * len(trees), max_nodes=64)
     controller.allot(len(trees[0].tokens))
     so_far: dict[int, TokenTree] = {}
     for drafter in asked:

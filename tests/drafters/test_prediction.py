@@ -21,7 +21,8 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.ngram import Options as NgramOptions
 from foretoken.drafters.prediction import FollowedText, PredictionDrafter, create
 from foretoken.drafters.registry import drafter_options
-from foretoken.drafting import drafting
+from foretoken.drafting.exploration import Exploration
+from foretoken.drafting.goodput import Goodput
 from tests.tree_checks import check_tree
 
 
@@ -171,7 +172,8 @@ SETUPS: dict[str, Any] = {
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_prediction_drafts_whatever_the_drafters(setup: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It did so only where the method was chosen at the start. Requests without one are drafted for as before."""
-    monkeypatch.setattr(drafting, "MeasuredGain", lambda turns: turns)  # no draft depends on the clock
+    monkeypatch.setattr(Goodput, "_is_look_due", lambda *_: False)  # no draft depends on the clock
+    monkeypatch.setattr(Exploration, "charge", lambda *_: None)
     params, prompts = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), [[5, 6, 7], [8, 9]]
     plain = [output.outputs[0] for output in llm({}).generate(prompts, params)]
     engine = llm(SETUPS[setup], max_num_seqs=2)
@@ -187,7 +189,8 @@ def test_a_prediction_drafts_whatever_the_drafters(setup: str, monkeypatch: pyte
 @pytest.mark.parametrize("setup", SETUPS)
 def test_requests_without_predictions_pay_nothing(setup: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter of predictions is called for nothing, no iteration has more tokens, others are asked alike."""
-    monkeypatch.setattr(drafting, "MeasuredGain", lambda turns: turns)  # no draft depends on the clock
+    monkeypatch.setattr(Goodput, "_is_look_due", lambda *_: False)  # no draft depends on the clock
+    monkeypatch.setattr(Exploration, "charge", lambda *_: None)
     params, prompts = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), [[5, 6, 5, 6, 5], [8, 9]]
     records: list[StepRecord] = []
     engine = llm(SETUPS[setup], max_num_seqs=2, on_step=records.append)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foretoken.drafting.draft_costs import BesidePrompts
+from foretoken.drafting.costs import BesidePrompts
 from foretoken.runner.costs import CostCurve
 
 # A pass of up to 16 tokens takes 10 ms, and every further one half a millisecond.

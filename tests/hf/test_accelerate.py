@@ -31,7 +31,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import foretoken
 from foretoken.core.errors import ConfigError
-from foretoken.drafting.measured_gain import MeasuredGain
+from foretoken.drafting.goodput import Goodput
 from foretoken.hf import accelerate, release
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
@@ -436,7 +436,7 @@ def test_the_handle_tells_a_speed_up_where_plain_decoding_was_measured(
     """A controller that follows the clock makes passes without drafts, and holds the others against them."""
     plain = {1: 0.5, 3: 1.0}
     with accelerate(model, tokenizer=tokenizer()) as handle:
-        monkeypatch.setattr(MeasuredGain, "plain_seconds", lambda self, batch_size: plain.get(batch_size))
+        monkeypatch.setattr(Goodput, "plain_seconds", lambda self, batch_size: plain.get(batch_size))
         model.generate(input_ids=torch.tensor([ROWS[1]]), max_new_tokens=20, eos_token_id=None)
         last = handle.last
         assert last is not None

@@ -14,9 +14,8 @@ import pytest
 from tiny_models import tiny_model
 
 from foretoken.drafters.registry import drafter_options
-from foretoken.drafting.asking import Reach
-from foretoken.drafting.calibration import Calibration, KeptAcceptance, pair_key
-from foretoken.drafting.several_drafters import SeveralDrafters
+from foretoken.drafting.acceptance import KeptAcceptance, LevelAcceptance, NodeAcceptance, pair_key
+from foretoken.drafting.goodput import Goodput
 from foretoken.files import user_cache
 from foretoken.models.loading import wrap_model
 from foretoken.runner.costs import CostCurve
@@ -34,42 +33,45 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return place
 
 
-def learners() -> tuple[Calibration, Reach]:
-    return Calibration(), Reach(4)
+def learners() -> tuple[NodeAcceptance, LevelAcceptance]:
+    return NodeAcceptance(), LevelAcceptance(4)
 
 
-def learned(num: int = 100) -> tuple[tuple[Calibration, Reach], KeptAcceptance]:
+def learned(num: int = 100) -> tuple[tuple[NodeAcceptance, LevelAcceptance], KeptAcceptance]:
     """Learners after some iterations of a drafter that is right once in four times."""
     made = learners()
     kept = KeptAcceptance(made, KEY)
     for i in range(num):
-        made[0].learn_nodes([1, 2], [-0.05, -0.3], [i % 4 == 0, False])
-        made[1].learn_draft(before=0, right=int(i % 4 == 0), asked=4, generated=2)
+        made[0].learn(np.array([3.0]), np.array([1]), np.array([i % 4 == 0]))
+        made[1].learn([0], [int(i % 4 == 0)], [2])
         kept.learned()
     return made, kept
 
 
+def is_fresh(learner: NodeAcceptance | LevelAcceptance) -> bool:
+    return learner.state() == type(learner)(*[4] * isinstance(learner, LevelAcceptance)).state()
+
+
 def test_the_next_process_begins_with_what_was_learned() -> None:
-    (calibration, reach), kept = learned()
+    (nodes, levels), kept = learned()
     kept.keep()
     again = learners()
     KeptAcceptance(again, KEY)
-    depths, scores = np.array([1, 2]), np.array([-0.05, -0.3], dtype=np.float32)
-    found, known = again[0].probabilities(depths, scores), calibration.probabilities(depths, scores)
-    fresh = Calibration().probabilities(depths, scores)
+    at = np.array([3.0]), np.array([1])
+    found, known, fresh = (each.probabilities(*at)[0] for each in (again[0], nodes, NodeAcceptance()))
     assert found == pytest.approx(known, abs=0.15)
-    assert fresh[0] - found[0] > 0.4
-    assert again[1].probabilities()[0] == pytest.approx(reach.probabilities()[0], abs=0.1)
-    assert again[0].counts()[0].max() <= 20.0, "what was learned long ago weighs little"
+    assert fresh - found > 0.3
+    assert again[1].survival()[0] == pytest.approx(levels.survival()[0], abs=0.1)
+    assert again[1].num_seen <= 8.0, "what was learned long ago weighs little"
     other = learners()
     KeptAcceptance(other, "another pair")
-    assert not other[0].counts().any()
+    assert all(map(is_fresh, other))
 
 
 def test_little_is_not_kept_and_much_is_kept_on_the_way(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learned(20)[1].keep()
     assert not (cache / FILE).exists()
-    monkeypatch.setattr("foretoken.drafting.calibration._EVERY", 90)
+    monkeypatch.setattr("foretoken.drafting.acceptance._EVERY", 90)
     learned(89)
     assert not (cache / FILE).exists()
     learned(90)
@@ -77,11 +79,11 @@ def test_little_is_not_kept_and_much_is_kept_on_the_way(cache: Path, monkeypatch
 
 
 def test_a_controller_keeps_what_it_learned_at_its_end(cache: Path) -> None:
-    made = SeveralDrafters(CostCurve((1,), (1.0,)), nodes_by_depth=[range(1, 4)] * 2, max_nodes=8)
+    made = Goodput(CostCurve((1,), (1.0,)), nodes_by_depth=[range(1, 4)] * 2, max_nodes=8)
     kept = KeptAcceptance(made.learners, KEY)
     made.keep_learned(kept)
     for _ in range(100):
-        made.learners[0].learn_nodes([1], None, [True])  # type: ignore[attr-defined]
+        made.learners[0].learn(np.zeros(1), np.array([1]), np.array([True]))  # type: ignore[attr-defined]
         kept.learned()
     assert not (cache / FILE).exists()
     del made, kept
@@ -89,54 +91,58 @@ def test_a_controller_keeps_what_it_learned_at_its_end(cache: Path) -> None:
     assert KEY in json.loads((cache / FILE).read_text())["drafters"]
 
 
-def kept_as(cache: Path, counts: Any, **changes: Any) -> tuple[Calibration, Reach]:
+def kept_as(cache: Path, states: Any, **changes: Any) -> tuple[NodeAcceptance, LevelAcceptance]:
     """Learners that begin with an entry of the file."""
-    entry = {"measured": time.time(), "counts": counts, **changes}
+    entry = {"measured": time.time(), "states": states, **changes}
     (cache / FILE).write_text(json.dumps({"foretoken_acceptance": 1, "drafters": {KEY: entry, "other": entry}}))
     made = learners()
     KeptAcceptance(made, KEY)
     return made
 
 
-GOOD: list[Any] = [[[12, 10.0, 5]], [[0, 4, 1.0]]]
+NODES, LEVELS = learned()[0][0].state(), [8.0, 2.0, 1.0, 0.0, 4.0, 1.0, 0.0, 0.0]
+GOOD: list[Any] = [NODES, LEVELS]
+
+
+def changed(state: list[Any], at: int, value: Any) -> list[Any]:
+    return [*state[:at], value, *state[at + 1 :]]
+
+
 HOSTILE: dict[str, Any] = {
     "nothing": None,
     "no list": {"0": []},
     "one too few": GOOD[:1],
     "one too many": [*GOOD, []],
-    "no bins": [1, 2],
-    "bins that are none": [[12, 10.0, 5], GOOD[1]],
-    "two numbers": [[[12, 10.0]], GOOD[1]],
-    "text": [[["12", 10.0, 5]], GOOD[1]],
-    "a truth value": [[[True, 10.0, 5]], GOOD[1]],
-    "a negative bin": [[[-1, 10.0, 5]], GOOD[1]],
-    "no such bin": [[[10**9, 10.0, 5]], GOOD[1]],
-    "a bin between": [[[1.5, 10.0, 5]], GOOD[1]],
-    "more right than seen": [[[12, 4.0, 5]], GOOD[1]],
-    "negative": [[[12, 4.0, -5]], GOOD[1]],
-    "nothing seen": [[[12, 0, 0]], GOOD[1]],
-    "too much": [[[12, 1e9, 5]], GOOD[1]],
-    "huge": [[[12, 10**400, 5]], GOOD[1]],
-    "not a number": [[[12, float("nan"), float("nan")]], GOOD[1]],
-    "infinite": [[[12, float("inf"), 1]], GOOD[1]],
+    "no states": [1, 2],
+    "empty": [[], []],
+    "a number too few": [NODES[:-1], LEVELS[:-1]],
+    "a number too many": [[*NODES, 0.0], [*LEVELS, 0.0]],
+    "text": [changed(NODES, 0, "0.5"), changed(LEVELS, 0, "8")],
+    "a truth value": [changed(NODES, 0, True), changed(LEVELS, 0, True)],
+    "more right than seen": [changed(NODES, 0, -1.0), changed(LEVELS, 4, 9.0)],
+    "negative": [changed(NODES, 1, -1.0), changed(LEVELS, 4, -1.0)],
+    "too steep": [changed(NODES, 0, 1e3), changed(LEVELS, 0, 1e12)],
+    "no curvature": [changed(NODES, 1, 0.0), changed(LEVELS, 0, -1.0)],
+    "huge": [changed(NODES, 0, 10**400), changed(LEVELS, 0, 10**400)],
+    "not a number": [changed(NODES, 2, float("nan")), changed(LEVELS, 2, float("nan"))],
+    "infinite": [changed(NODES, 2, float("inf")), changed(LEVELS, 2, float("inf"))],
 }
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_counts_that_cannot_be_true_are_done_without(what: str, cache: Path) -> None:
-    assert kept_as(cache, GOOD)[0].counts().any()
-    for learner in kept_as(cache, HOSTILE[what]):
-        assert not learner.counts().any()
+def test_estimates_that_cannot_be_true_are_done_without(what: str, cache: Path) -> None:
+    assert not any(map(is_fresh, kept_as(cache, GOOD)))
+    assert all(map(is_fresh, kept_as(cache, HOSTILE[what])))
 
 
 def test_files_that_others_may_have_written_are_done_without(cache: Path) -> None:
     for date in (None, time.time() + 1e6, time.time() - 1e7):
-        assert not kept_as(cache, GOOD, measured=date)[0].counts().any()
-    assert kept_as(cache, GOOD)[0].counts().any()
+        assert is_fresh(kept_as(cache, GOOD, measured=date)[0])
+    assert not is_fresh(kept_as(cache, GOOD)[0])
     (cache / FILE).chmod(0o666)
     made = learners()
     KeptAcceptance(made, KEY)
-    assert not made[0].counts().any(), "others may write it"
+    assert is_fresh(made[0]), "others may write it"
     for data in (b"", b"{", b'{"foretoken_acceptance": 1', b"[" * 100_000, b"x" * (1 << 21)):
         (cache / FILE).unlink()
         (cache / FILE).write_bytes(data)
@@ -153,11 +159,11 @@ def test_two_at_once_lose_no_entry_of_the_file_and_the_oldest_go_first(cache: Pa
     (_, _), kept = learned()
     kept.keep()
     assert set(json.loads((cache / FILE).read_text())["drafters"]) == {KEY, "other"}
-    many = {str(i): {"measured": time.time() - 1000 + i, "counts": "x" * 9000} for i in range(110)}
+    many = {str(i): {"measured": time.time() - 1000 + i, "states": "x" * 9000} for i in range(110)}
     (cache / FILE).write_text(json.dumps({"foretoken_acceptance": 1, "drafters": many}))
     for _ in range(3):
         kept.keep()
-        (cache / FILE).write_text((cache / FILE).read_text().replace('"counts": []', '"counts": "' + "x" * 9000 + '"'))
+        (cache / FILE).write_text((cache / FILE).read_text().replace('"states": []', '"states": "' + "x" * 9000 + '"'))
     left = json.loads((cache / FILE).read_text())["drafters"]
     assert {KEY, "109"} <= set(left)
 

@@ -1,0 +1,64 @@
+"""The one rule by which a controller does something else than what it expects to pay."""
+
+from __future__ import annotations
+
+SHARE = 0.01  # share of the iterations that may be lost to exploration and to wrong estimates
+CREDIT = 4.0  # iterations without drafts that drafts may lose besides
+_MOST = 12.0  # the account stops growing here: what earlier drafts gained does not pay for a long loss
+_ENOUGH = 1.0  # with which drafting resumes after the account was empty
+GAP = 32  # least iterations between two explorations
+
+
+class Exploration:
+    """Decides when to do what is not expected to pay, in order to measure it; and stops drafts that lose.
+
+    The rule: a choice is tried again when its expected loss is at most `SHARE` of the iterations since it was last
+    tried. Losses are in iterations of plain decoding.
+
+    The bound: all drafts together lose at most `CREDIT`, one iteration's loss, and `SHARE` of all iterations. It holds
+    whatever acceptance was expected, since it is an account of measured seconds. (An interrupted iteration counts as at
+    most 1.25 times its expected seconds.) While the account is empty nobody is asked.
+
+    Attributes:
+        count: Iterations.
+        amount: What drafts may still lose.
+        is_spent: Whether the account is empty, or was emptied and has not been refilled.
+    """
+
+    def __init__(self) -> None:
+        self.amount, self.is_spent, self._has_gained = CREDIT, False, False
+        self.count = 0
+        self._tried: dict[object, tuple[int, int]] = {}  # by choice: iteration, and times in a row
+
+    def next(self) -> None:
+        """Begins an iteration."""
+        self.count += 1
+
+    def note(self, choice: object) -> None:
+        """Notes that a choice is made anyway."""
+        self._tried[choice] = self.count, 0
+
+    def is_due(self, choice: object, loss: float, first: int = GAP) -> bool:
+        """Decides whether to try a choice in this iteration, for an expected loss.
+
+        Two tries follow each other, and more while they gain. `first` is the least iterations before the first one.
+        """
+        last, num = self._tried.setdefault(choice, (self.count - 1 + first - GAP, 0))
+        since = self.count - last
+        if (since <= 2 and num == 1) or (since == 1 and num > 1 and self._has_gained):
+            self._tried[choice] = self.count, num + 1
+            return True
+        if since < GAP or SHARE * since < 2 * loss:
+            return False
+        self._tried[choice] = self.count, 1
+        return True
+
+    def is_beginning(self, choice: object) -> bool:
+        """Whether the choice is tried for the first time after a rest."""
+        return self._tried.get(choice) == (self.count, 1)
+
+    def charge(self, loss: float) -> None:
+        """Charges an iteration: slower than plain decoding of its tokens by `loss`, below 0 if it was faster."""
+        self._has_gained = loss < 0
+        self.amount = min(self.amount + SHARE - loss, _MOST)
+        self.is_spent = self.amount < (_ENOUGH if self.is_spent else 0.0)

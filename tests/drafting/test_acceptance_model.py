@@ -1,0 +1,136 @@
+"""The acceptance model: censored counts by depth, and the logistic regression of nodes against made drafters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foretoken.core.records import SequenceStep
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance, log_odds_of
+from foretoken.drafting.base import Leaf
+from foretoken.drafting.host_trees import LookupChain, learn_chain, learn_followed, on_host, path_values
+
+
+@pytest.mark.parametrize("asked", [1, 2, 6])
+def test_a_draft_that_is_right_to_its_end_says_nothing_of_deeper_levels(asked: int) -> None:
+    """The rate of the closed form, whatever depth was asked for: accepted over tested, not over drafted."""
+    levels, chance = LevelAcceptance(6), np.random.default_rng(1)
+    for _ in range(4000):
+        right = min(int(chance.geometric(0.3)) - 1, asked)
+        levels.learn([0], [right], [asked])
+    assert levels.rates()[:asked] == pytest.approx([0.7] * asked, abs=0.17)
+    assert levels.rates()[5] == pytest.approx(0.7, abs=0.17), "an untested depth is judged by the others"
+    assert levels.num_seen < 80, "older drafts count less"
+
+
+def test_a_change_of_text_is_followed() -> None:
+    levels = LevelAcceptance(4)
+    for _ in range(1000):
+        levels.learn([0], [0], [4])
+    levels.age()
+    for _ in range(6):
+        levels.learn([0], [4], [4])
+    assert levels.rates()[0] > 0.3
+    for _ in range(200):
+        levels.learn([0], [4], [4])
+    assert levels.rates()[0] > 0.85
+
+
+def test_levels_that_earlier_drafters_had_right_are_no_test() -> None:
+    levels = LevelAcceptance(4)
+    for _ in range(300):
+        levels.learn([2, 4], [3, 4], [4, 4])
+    assert levels._seen[:2].tolist() == [0, 0]
+    assert levels.rates()[2] > 0.9
+    assert levels.rates()[3] < 0.1
+
+
+def test_expected_rates_are_a_start_and_no_limit() -> None:
+    assert LevelAcceptance(4, [0.95, 0.5]).rates() == pytest.approx([0.95, 0.5, 0.5, 0.5])
+    assert LevelAcceptance(4, [0.9, 0.0, 0.0, 0.0]).rates()[1] == pytest.approx(0.45), "a level may be tried"
+    levels = LevelAcceptance(4, [0.95] * 4)
+    for _ in range(100):
+        levels.learn([0], [0], [4])
+    assert levels.rates()[0] < 0.15
+
+
+@pytest.mark.parametrize(("slope", "shift"), [(1.0, 0.0), (0.4, -1.0), (0.0, 1.0), (1.5, 0.5)])
+def test_nodes_are_calibrated(slope: float, shift: float) -> None:
+    """A drafter that is wrongly sure of itself is judged right within a few dozen iterations."""
+    chance, nodes = np.random.default_rng(2), NodeAcceptance()
+    for _ in range(400):
+        odds, depths = chance.normal(1.0, 1.5, 3), np.array([1, 2, 3])
+        nodes.learn(odds, depths, chance.random(3) < 1 / (1 + np.exp(-slope * odds - shift)))
+    at = np.array([-1.0, 1.0, 3.0])
+    true = 1 / (1 + np.exp(-slope * at - shift))
+    assert nodes.probabilities(at, np.array([1, 2, 3])) == pytest.approx(true, abs=0.12)
+    assert nodes.probabilities(at, np.array([9, 9, 9])) == pytest.approx(true, abs=0.12), "depths without labels"
+
+
+def test_nodes_start_from_vllms_estimator() -> None:
+    nodes = NodeAcceptance()
+    assert nodes.probabilities(np.array([2.0]), np.array([1]))[0] == pytest.approx(1 / (1 + np.exp(-0.8)))
+    for _ in range(200):
+        nodes.learn(np.array([2.0, -2.0]), np.array([1, 1]), np.array([False, True]))
+    found = nodes.probabilities(np.array([-2.0, 2.0]), np.array([1, 1]))
+    assert found[0] == pytest.approx(found[1], abs=0.01), "the slope is never negative"
+
+
+def test_scores_of_paths_become_odds_of_nodes() -> None:
+    """Also scores that are no numbers."""
+    parents = np.array([[-1, 0, 1, 0, 0, 0]])
+    scores = np.log(np.array([[1.0, 0.8, 0.4, 0.2, 1.0, 1.0]], dtype=np.float32))
+    scores[0, 4:] = float("nan"), float("inf")
+    odds = log_odds_of(scores, parents)[0]
+    assert odds[1:4] == pytest.approx(np.log([4.0, 1.0, 0.25]), abs=1e-5)
+    assert np.isfinite(odds).all()
+    assert odds[4] < -8
+    assert not log_odds_of(None, parents).any()
+
+
+def test_the_value_of_a_node_is_the_product_of_its_path() -> None:
+    tree = on_host(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]))
+    p = 1 / (1 + np.exp(0.2))
+    assert path_values(tree, NodeAcceptance())[0].tolist() == pytest.approx([1, p, p, p**2, p**3, p**2])
+
+
+def step(tokens: list[int]) -> SequenceStep:
+    return SequenceStep(
+        request_id="", num_drafted=1, tree_depth=1, num_accepted=len(tokens) - 1, num_emitted=len(tokens),
+        tokens=tokens, accepted_by={},
+    )  # fmt: skip
+
+
+class Labels(NodeAcceptance):
+    def learn(self, log_odds: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
+        self.found = list(zip(depths.tolist(), accepted.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "depth"),
+    [
+        ([1, 3, 9], [(1, True), (1, False), (2, True), (3, False)], 2),
+        ([2, 9], [(1, False), (1, True), (2, False)], 1),
+        ([9], [(1, False), (1, False)], 0),
+        ([1], [(1, True), (1, False)], 1),  # the text ended there
+    ],
+)
+def test_only_children_of_right_nodes_have_labels(tokens: list[int], labels: list[Any], depth: int) -> None:
+    """Nodes that were cut before the pass are learned from too: what is never verified would never be found to pay."""
+    nodes = Labels()
+    host = on_host(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]))
+    assert learn_followed(host, nodes, [step(tokens)]) == [depth]
+    assert nodes.found == labels
+
+
+@pytest.mark.parametrize(
+    ("written", "labels"),
+    [([1, 2, 3, 4, 9], [(1, True), (2, True), (3, False)]), ([1, 2, 3], [(1, True)]), ([1, 9], None), ([1, 2], None)],
+)
+def test_a_chain_below_a_leaf_is_judged_where_the_text_went_there(written: list[int], labels: Any) -> None:
+    nodes = Labels()
+    learn_chain(nodes, LookupChain(0, Leaf(0, [1, 2]), [3, 4, 5, 6]), written)
+    assert getattr(nodes, "found", None) == labels

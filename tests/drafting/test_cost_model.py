@@ -1,0 +1,118 @@
+"""The cost model against made machines: curves that were told wrong, interruptions, and a machine that slows down."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from foretoken.drafting.costs import CostModel, FadingLine, LearnedCurve
+from foretoken.runner.costs import WIDTHS, CostCurve
+
+
+def told(slope: float) -> CostCurve:
+    return CostCurve(WIDTHS, [1 + slope * (width - 1) for width in WIDTHS])
+
+
+def model(slope: float) -> CostModel:
+    return CostModel(told(slope), [8], [[(1, 0.1), (4, 0.4)]])
+
+
+@pytest.mark.parametrize(("believed", "true"), [(0.0, 0.3), (0.3, 0.0), (0.01, 0.1), (0.1, 0.1)])
+def test_a_few_passes_correct_a_curve_also_where_nothing_was_seen(believed: float, true: float) -> None:
+    """Passes of 1 and 3 tokens say what 8 take, to three tenths; what was told did not."""
+    costs = model(believed)
+    for _ in range(12):
+        for width in (1, 3):
+            costs.learn_pass(1, width, 1 + true * (width - 1))
+    known = costs.passes(1, 16)
+    assert known[[1, 3]] == pytest.approx([1, 1 + 2 * true], rel=0.06)
+    assert known[8] == pytest.approx(1 + 7 * true, rel=0.3)
+    assert (np.diff(known) >= 0).all()
+
+
+def test_the_stairs_that_were_told_stay() -> None:
+    """A machine that is twice as slow has the same stairs."""
+    costs = CostModel(CostCurve((1, 8, 9, 16), (1.0, 1.0, 2.0, 2.0)), [8], [[]])
+    for _ in range(40):
+        for width in (1, 4):
+            costs.learn_pass(1, width, 2.0)
+    assert costs.passes(1, 16)[[1, 8, 9]] == pytest.approx([2, 2, 4], rel=0.15)
+
+
+def test_one_interruption_says_little_and_two_in_a_row_are_believed() -> None:
+    curve = LearnedCurve([1, 2, 4], [1.0, 1.0, 1.0])
+    for _ in range(20):
+        curve.learn(1, 1.0)
+    before = float(curve.known(4)[1])
+    curve.learn(1, 500.0)
+    assert curve.known(4)[1] < 1.05 * before
+    for _ in range(150):
+        curve.learn(1, 3.0)
+    assert curve.known(4)[1] == pytest.approx(3.0, rel=0.25)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_noisy_clock_is_averaged(seed: int) -> None:
+    chance, costs = random.Random(seed), model(0.1)
+    for _ in range(150):
+        for width in (1, 5):
+            slow = 5.0 if chance.random() < 0.05 else 1.0
+            costs.learn_pass(1, width, slow * (1 + 0.1 * (width - 1)) * chance.lognormvariate(0, 0.2))
+    known = costs.passes(1, 8)
+    assert known[5] / known[1] == pytest.approx(1.4, rel=0.15)
+
+
+def test_a_busy_machine_makes_everything_dearer() -> None:
+    """Widths that were not seen since, and drafts, follow within forty passes."""
+    costs = model(0.1)
+    for _ in range(50):
+        for width in (1, 4):
+            costs.learn_pass(1, width, 1 + 0.1 * (width - 1))
+    before, draft = costs.passes(1, 8)[1], costs.draft(0)[4]
+    for _ in range(40):
+        costs.learn_pass(1, 4, 5 * 1.3)
+    assert costs.passes(1, 8)[4] == pytest.approx(6.5, rel=0.1)
+    assert costs.passes(1, 8)[1] > 2.5 * before
+    assert costs.draft(0)[4] > 2.5 * draft
+
+
+def test_other_numbers_of_sequences_start_from_the_nearest() -> None:
+    costs = model(0.0)
+    for _ in range(20):
+        costs.learn_pass(4, 4, 2.0)
+    assert costs.passes(5, 8)[5] == pytest.approx(2.0, rel=0.1)
+    assert (costs.num_passes(5), costs.num_passes(4)) == (0.0, pytest.approx(18, abs=3))
+
+
+def test_costs_that_were_not_measured_are_scaled_by_the_first_pass() -> None:
+    costs = CostModel(None, [4], [[]])
+    costs.learn_pass(1, 1, 0.003)
+    assert costs.passes(1, 8)[[1, 5]] == pytest.approx([0.003, 0.003], rel=0.1)
+
+
+def test_drafts_have_fixed_work_and_levels() -> None:
+    costs = CostModel(told(0.1), [8, 8, 8], [[(4, 0.8), (1, 0.5), (4, 0.9)], [(1, 0.2)], []])
+    assert costs.draft(0)[[1, 4, 8]] == pytest.approx([0.5, 0.8, 1.2], rel=0.01)
+    assert costs.draft(1)[[1, 8]] == pytest.approx([0.2, 1.6], rel=0.01)
+    assert costs.draft(2).tolist() == [0.0] * 9
+    costs.learn_draft(2, 2, 500.0)
+    assert not costs.draft(2).any(), "the first one also reads the prompt"
+    costs.learn_draft(2, 2, 0.2)
+    assert costs.draft(2)[4] == pytest.approx(0.4)
+
+
+def test_what_the_host_takes_is_a_line_by_tokens() -> None:
+    line = FadingLine()
+    assert line(3.0) == 0.0
+    for n in range(1, 30):
+        line.add(n % 5 + 1, 2.0 + 0.5 * (n % 5 + 1))
+    assert [line(x) for x in (1.0, 4.0)] == pytest.approx([2.5, 4.0])
+    falling = FadingLine()
+    for n in range(1, 30):
+        falling.add(n % 5 + 1, 10.0 - n % 5)
+    assert falling(1.0) == falling(5.0) > 0, "more tokens never take less"
+    nothing = FadingLine()
+    nothing.add(0, 2.0)
+    assert nothing(3.0) == 2.0
