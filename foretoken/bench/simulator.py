@@ -481,4 +481,11 @@ WORLDS: Sequence[World] = (
             replace(_MODEL, level_s=0.12, spread=1.0),
         ],
     ),
+    World(
+        name="sure model, no scores", curve=FLAT,
+        drafters=[
+            SimulatedDrafter(rates=(0.9,), hits=0.4, level_s=0.0, fixed_s=0.01),
+            SimulatedDrafter(rates=(0.95,), fades=1.0, level_s=0.06, deepest=16),
+        ],
+    ),
 )  # fmt: skip

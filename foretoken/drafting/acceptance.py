@@ -3,7 +3,7 @@
 - `LevelAcceptance` counts by depth, before a draft: P(level d is right | the level above is, other drafters are not).
 - `NodeAcceptance` judges nodes that were drafted, from the drafter's probabilities:
   `P(node | its parent) = sigmoid(w * log_odds(q) + b_depth)`, learned online. q is the drafter's probability, or what a
-  lookup says of a match of this length; 1/2 for drafters that say nothing.
+  lookup says of a match of this length. Nodes of drafters that say nothing are counted by depth.
 
 Labels are censored: a draft that is right to its end says nothing of deeper levels, and a node whose parent was not
 reached has no label. Older observations count less.
@@ -114,7 +114,8 @@ class LevelAcceptance:
 
 
 _SLOPE, _INTERCEPT = 0.5, -0.2  # as vLLM's estimator of acceptance starts
-_RIDGE = 1.0  # weight of the start, in units of the curvature: four nodes of even odds
+_START = 0.45  # sigmoid(_INTERCEPT)
+_RIDGE = 0.25  # weight of the start, in units of the curvature: one node of even odds
 _NODE_FADE = 0.5 ** (1 / 200)  # decay per iteration
 _SURE = 9.0  # greatest log-odds that count
 
@@ -127,20 +128,34 @@ class NodeAcceptance:
         self._intercepts = np.full(_DEEPEST + 1, _INTERCEPT)
         # Curvature: of the slope, of each intercept, and of both.
         self._ww, self._bb, self._wb = 0.0, np.zeros(_DEEPEST + 1), np.zeros(_DEEPEST + 1)
+        self._num, self._right = np.zeros(_DEEPEST + 1), np.zeros(_DEEPEST + 1)  # labels of each depth; true ones
 
-    def probabilities(self, log_odds: NDArray[np.float64], depths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns P(node | parent) in the shape of both arguments; a depth without labels is judged by the others."""
-        mean = (self._bb @ self._intercepts + _RIDGE * _INTERCEPT) / (self._bb.sum() + _RIDGE)
-        intercepts = (self._bb * self._intercepts + _RIDGE * mean) / (self._bb + _RIDGE)
+    def probabilities(self, log_odds: NDArray[np.float64] | None, depths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns P(node | parent) in the shape of `depths`; a depth without labels is judged by the others.
+
+        Without log-odds the labels of each depth are counted.
+        """
+        if log_odds is None:
+            rate = (self._right.sum() + _START) / (self._num.sum() + 1)
+            counted: NDArray[np.float64] = (self._right + _PRIOR * rate) / (self._num + _PRIOR)
+            return counted[np.minimum(depths, _DEEPEST)]
+        mean = (self._num @ self._intercepts + _INTERCEPT) / (self._num.sum() + 1)
+        intercepts = (self._num * self._intercepts + mean) / (self._num + 1)
         odds = self._slope * log_odds + intercepts[np.minimum(depths, _DEEPEST)]
         result: NDArray[np.float64] = 1 / (1 + np.exp(-odds))
         return result
 
-    def learn(self, log_odds: NDArray[np.float64], depths: NDArray[np.int64], accepted: NDArray[np.bool_]) -> None:
+    def learn(
+        self, log_odds: NDArray[np.float64] | None, depths: NDArray[np.int64], accepted: NDArray[np.bool_]
+    ) -> None:
         """Learns from the nodes of an iteration whose parents were accepted: a damped Newton step."""
-        depths = np.minimum(depths, _DEEPEST)
+        depths, size = np.minimum(depths, _DEEPEST), len(self._num)
+        self._num = _NODE_FADE * self._num + np.bincount(depths, minlength=size)
+        self._right = _NODE_FADE * self._right + np.bincount(depths, accepted, size)
+        if log_odds is None:
+            return
         p = 1 / (1 + np.exp(-self._slope * log_odds - self._intercepts[depths]))
-        error, weight, size = accepted - p, p * (1 - p), len(self._bb)
+        error, weight = accepted - p, p * (1 - p)
         self._ww = _NODE_FADE * self._ww + float(weight @ log_odds**2)
         self._bb = _NODE_FADE * self._bb + np.bincount(depths, weight, size)
         self._wb = _NODE_FADE * self._wb + np.bincount(depths, weight * log_odds, size)
@@ -153,31 +168,45 @@ class NodeAcceptance:
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        share = 0.25 * AGED / max(float(self._bb.max()), 0.25 * AGED)
+        share = AGED / max(float(self._num.max()), AGED)
         self._ww, self._bb, self._wb = self._ww * share, self._bb * share, self._wb * share
+        self._num, self._right = self._num * share, self._right * share
 
     def state(self) -> list[float]:
         """Returns the estimate as numbers, for `restore`."""
-        return [self._slope, self._ww, *self._intercepts.tolist(), *self._bb.tolist(), *self._wb.tolist()]
+        return [
+            self._slope,
+            self._ww,
+            *self._intercepts.tolist(),
+            *self._bb.tolist(),
+            *self._wb.tolist(),
+            *self._num.tolist(),
+            *self._right.tolist(),
+        ]
 
     def restore(self, state: Sequence[float]) -> bool:
         """Starts from the state of another model; returns whether it can be true."""
         size = _DEEPEST + 1
-        if len(state) != 2 + 3 * size:
+        if len(state) != 2 + 5 * size:
             return False
-        slope, ww, rest = state[0], state[1], np.array(state[2:]).reshape(3, size)
-        is_true = 0 <= slope <= 20 and ww >= 0 and (np.abs(rest[0]) < 40).all() and (rest[1] >= 0).all()
-        if not is_true or not (rest[2] ** 2 <= (rest[1] + 1e-3) * (ww + 1e-3)).all():
+        slope, ww, rest = state[0], state[1], np.array(state[2:]).reshape(5, size)
+        is_true = 0 <= slope <= 20 and ww >= 0 and (np.abs(rest[0]) < 40).all() and (rest[[1, 3, 4]] >= 0).all()
+        if (
+            not is_true
+            or not (rest[4] <= rest[3] + 1e-3).all()
+            or not (rest[2] ** 2 <= (rest[1] + 1e-3) * (ww + 1e-3)).all()
+        ):
             return False
-        self._slope, self._ww, (self._intercepts, self._bb, self._wb) = slope, ww, rest
+        self._slope, self._ww = slope, ww
+        self._intercepts, self._bb, self._wb, self._num, self._right = rest
         self.age()
         return True
 
 
-def log_odds_of(scores: NDArray[np.float32] | None, parents: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(B, N) log-odds of each node after its parent, from log-probabilities of paths; 0 for drafters without any."""
+def log_odds_of(scores: NDArray[np.float32] | None, parents: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    """(B, N) log-odds of each node after its parent, from log-probabilities of paths; None for drafters without any."""
     if scores is None:
-        return np.zeros(parents.shape)
+        return None
     paths = np.nan_to_num(scores.astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
     above = np.take_along_axis(paths, np.maximum(parents, 0), axis=1) * (parents > 0)
     q = np.exp(np.minimum(paths - above, 0.0))

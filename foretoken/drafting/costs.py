@@ -21,30 +21,33 @@ if TYPE_CHECKING:
 
     from foretoken.runner.costs import CostCurve
 
-_SLOWER = 1.4  # one observation counts at most this much slower, for it may have been interrupted; two in a row count
-_FAR = 3.0  # most that an observation counts above or below what is known
+_STEP = 1.4  # an observation counts at most this much above or below what is known: it may have been interrupted
+_FAR = 3.0  # the same for drafts, after three slow ones in a row: their times at load may be wrong
 _PASS_FADE = 0.5 ** (1 / 100)  # decay of earlier observations of a size with every new one
 _MACHINE_RATE = 0.1  # weight of a pass in the factor of the machine
 _FADE = 0.5 ** (1.0 / 40.0)
 _REFRESH_EVERY = 16  # observations between two tables
-_RIDGE = 0.001  # told seconds whose share of their mean varies by less than 3 % tell no slope
-_TILT_RIDGE = 0.25  # passes whose tokens vary by less than half a token tell nothing of a further token
+_RIDGE = 0.01  # observations of one size tell no slope: as one more, whose told seconds differ by a tenth
+_TILT_RIDGE = 4.0  # the same for a further token: as one more, two tokens away
 _LINE_WEIGHT = 1.0  # observations of a size that the line is worth
 
 
 class LearnedCurve:
     """Seconds by size: told at some sizes, times a factor that is learned. Sizes between are interpolated."""
 
-    def __init__(self, sizes: ArrayLike, seconds: ArrayLike, seen: Sequence[int] = ()) -> None:
+    def __init__(
+        self, sizes: ArrayLike, seconds: ArrayLike, seen: Sequence[int] = (), *, is_draft: bool = False
+    ) -> None:
         """Starts with factors of 1.
 
         Args:
             sizes: Ascending, at least 0.
             seconds: At these sizes, positive.
             seen: The sizes that were measured as others will be, which count as one observation.
+            is_draft: Whether three slow observations in a row are believed. Of passes, a busy machine makes many.
         """
         self._sizes, self._told = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-        self._listed, self._was_slow = self._sizes.tolist(), False
+        self._listed, self._num_slow, self._is_draft = self._sizes.tolist(), 0, is_draft
         self._logs, self._num = np.zeros(len(self._sizes)), np.isin(self._sizes, seen).astype(np.float64)
         self._dense = np.zeros(0)
         self._age = 0
@@ -93,11 +96,9 @@ class LearnedCurve:
     def _slope(
         x: NDArray[np.float64], y: NDArray[np.float64], num: NDArray[np.float64], ridge: float, usual: float
     ) -> float:
-        """Returns the slope of y by x, at least 0; close to `usual` where x hardly differs."""
-        total = float(num.sum())
-        from_mean = x - float(num @ x) / total
-        both = float(num @ (from_mean * y)) / total
-        return max(both + ridge * usual, 0.0) / (float(num @ from_mean**2) / total + ridge)
+        """Returns the slope of y by x, at least 0; close to `usual` where x hardly differs, or few were seen."""
+        from_mean = x - float(num @ x) / float(num.sum())
+        return max(float(num @ (from_mean * y)) + ridge * usual, 0.0) / (float(num @ from_mean**2) + ridge)
 
     def learn(self, size: int, seconds: float) -> float:
         """Learns from one observation.
@@ -107,8 +108,8 @@ class LearnedCurve:
         """
         known, sizes = float(self.known(size)[size]), self._sizes
         found = log(max(seconds, 1e-9) / known)
-        surprise = min(max(found, -log(_FAR)), log(_FAR if self._was_slow else _SLOWER))
-        self._was_slow = found > log(_SLOWER)
+        self._num_slow = self._num_slow + 1 if found > log(_STEP) else 0
+        surprise = min(max(found, -log(_STEP)), log(_FAR if self._is_draft and self._num_slow > 2 else _STEP))
         after = min(max(bisect_right(self._listed, size), 1), len(sizes) - 1)
         share = min((size - self._listed[after - 1]) / (self._listed[after] - self._listed[after - 1]), 1.0)
         told = (1 - share) * float(self._told[after - 1]) + share * float(self._told[after])
@@ -199,7 +200,7 @@ class _DraftSeconds:
 
     def _start(self, fixed: float, level: float, seen: Sequence[int]) -> None:
         depths = np.arange(self._deepest + 1.0)
-        self._curve = LearnedCurve(depths, np.maximum(fixed + level * depths, 1e-6), seen)
+        self._curve = LearnedCurve(depths, np.maximum(fixed + level * depths, 1e-6), seen, is_draft=True)
 
     def known(self) -> NDArray[np.float64]:
         if self._curve is None:

@@ -155,7 +155,8 @@ def learn_followed(host: HostTree, acceptance: NodeAcceptance, steps: Sequence[S
     if labels:
         rows, nodes, accepted = map(np.array, zip(*labels, strict=True))
         depths = host.depths[rows, nodes]
-        acceptance.learn(log_odds_of(host.scores, host.parents)[rows, nodes], depths, accepted)
+        odds = log_odds_of(host.scores, host.parents)
+        acceptance.learn(None if odds is None else odds[rows, nodes], depths, accepted)
         np.maximum.at(right := np.zeros(len(steps), dtype=np.int64), rows, depths * accepted)
         deepest = right.tolist()
     return deepest
@@ -305,12 +306,12 @@ def learn_chain(acceptance: NodeAcceptance, chain: LookupChain, tokens: Sequence
         return
     right = [mine == written for mine, written in zip(chain.tokens, tokens[above:], strict=False)]
     depths = np.arange(1, (right.index(False) if False in right else len(right) - 1) + 2)
-    acceptance.learn(np.zeros(len(depths)), depths, np.array(right[: len(depths)]))
+    acceptance.learn(None, depths, np.array(right[: len(depths)]))
 
 
 def _probabilities(chain: LookupChain, acceptance: NodeAcceptance) -> NDArray[np.float64]:
     depths = np.arange(len(chain.tokens)) + 1
-    values: NDArray[np.float64] = acceptance.probabilities(np.zeros(len(depths)), depths).cumprod()
+    values: NDArray[np.float64] = acceptance.probabilities(None, depths).cumprod()
     return values
 
 

@@ -85,6 +85,7 @@ LEAST = {
     "text turns good": 1.04,
     "text that changes": 1.0,
     "busy by turns": 0.8,
+    "sure model, no scores": 0.85,
     "lookup and model": 0.97,
     "scored tree": 1.0,
 }

@@ -41,16 +41,16 @@ def test_the_stairs_that_were_told_stay() -> None:
     assert costs.passes(1, 16)[[1, 8, 9]] == pytest.approx([2, 2, 4], rel=0.15)
 
 
-def test_one_interruption_says_little_and_two_in_a_row_are_believed() -> None:
+def test_one_interruption_says_little_and_many_are_followed() -> None:
     curve = LearnedCurve([1, 2, 4], [1.0, 1.0, 1.0])
     for _ in range(20):
         curve.learn(1, 1.0)
     before = float(curve.known(4)[1])
     curve.learn(1, 500.0)
     assert curve.known(4)[1] < 1.05 * before
-    for _ in range(150):
+    for _ in range(400):
         curve.learn(1, 3.0)
-    assert curve.known(4)[1] == pytest.approx(3.0, rel=0.25)
+    assert curve.known(4)[1] == pytest.approx(3.0, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -73,7 +73,7 @@ def test_a_busy_machine_makes_everything_dearer() -> None:
     before, draft = costs.passes(1, 8)[1], costs.draft(0)[4]
     for _ in range(40):
         costs.learn_pass(1, 4, 5 * 1.3)
-    assert costs.passes(1, 8)[4] == pytest.approx(6.5, rel=0.1)
+    assert costs.passes(1, 8)[4] == pytest.approx(6.5, rel=0.2)
     assert costs.passes(1, 8)[1] > 2.5 * before
     assert costs.draft(0)[4] > 2.5 * draft
 
