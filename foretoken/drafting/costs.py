@@ -224,7 +224,9 @@ class FadingLine:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """Adds an observation."""
+        """Adds an observation; a long one counts as little longer than is known, for it may have been interrupted."""
+        if self._count > 2:
+            y = min(y, _STEP * float(self(x)) + 1e-6)
         self._count = self._count * _FADE + 1
         self._x = self._x * _FADE + x
         self._y = self._y * _FADE + y

@@ -113,6 +113,9 @@ def test_what_the_host_takes_is_a_line_by_tokens() -> None:
     for n in range(1, 30):
         falling.add(n % 5 + 1, 10.0 - n % 5)
     assert falling(1.0) == falling(5.0) > 0, "more tokens never take less"
+    before = falling(3.0)
+    falling.add(5, 1000.0)
+    assert falling(3.0) < 1.1 * before, "an interruption says little"
     nothing = FadingLine()
     nothing.add(0, 2.0)
     assert nothing(3.0) == 2.0
