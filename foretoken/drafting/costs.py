@@ -147,7 +147,7 @@ class CostModel:
         widths = [1, 8, 64] if cost is None else [width for width, _ in cost.points]
         widths += [widths[-1] << doubled for doubled in range(1, 5)]
         self._told = LearnedCurve(widths, np.ones(len(widths)) if cost is None else cost.seconds(widths))
-        self._is_scaled = cost is not None
+        self._is_scaled = False  # what was told may be weeks old, or from a busy minute: the first pass scales it
         self._passes: dict[int, LearnedCurve] = {}
         self._machine = 0.0  # logarithm
         self.host, self.merging = FadingLine(), FadingLine()
@@ -168,7 +168,8 @@ class CostModel:
     def learn_pass(self, batch: int, width: int, seconds: float) -> None:
         """Learns from a pass."""
         if not self._is_scaled:
-            self._machine, self._is_scaled = log(max(seconds, 1e-9)), True
+            known = float(self._curve(batch).known(width)[width])
+            self._machine, self._is_scaled = log(max(seconds, 1e-9) / known), True
         rest = self._curve(batch).learn(width, seconds / exp(self._machine))
         self._machine += _MACHINE_RATE * rest
 

@@ -87,7 +87,7 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float
             target.run(root)
             passes.append(_now(target.device) - end)
         guard.release(_SLOT)
-    slower = max(min(passes, default=0.0) / target.costs(1), 1.0)  # slowdown since passes were timed
+    slower = min(passes) / target.costs(1) if passes else 1.0  # than when passes were timed
     return [(depth, seconds / slower) for depth, seconds in timed]
 
 
