@@ -1,9 +1,12 @@
 """The cost model: seconds of a pass, of a draft and of the host; measured at load, corrected while running.
 
-A pass of B sequences over T tokens takes `told(T) * factor(B, T) * machine` seconds. `told` is the staircase that was
-measured at load. `factor` is learned for each width, so that a curve that was told too flat or too steep does not last.
-`machine` is learned from all passes, and says how busy the machine is. A draft takes `told(depth) * factor(depth) *
-machine` seconds.
+    pass(B, T) = machine * told(T) * exp(r_B(T))      B sequences, T tokens
+    draft(D)   = machine * factor * (fixed + level * D)      D levels
+    host(n)    = start + slope * n      n emitted tokens
+
+`told` is the staircase that was measured at load. r_B is learned at the widths of past passes and interpolated between
+them, so that a staircase that was measured wrong does not last. `fixed` and `level` come from drafts timed at load.
+`machine` is learned from every pass: how busy the machine is now.
 """
 
 from __future__ import annotations
@@ -17,107 +20,84 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
     from foretoken.runner.costs import CostCurve
 
-_STEP = 1.4  # an observation counts at most this much above or below what is known: it may have been interrupted
-_FAR = 3.0  # the same for drafts, after three slow ones in a row: their times at load may be wrong
-_PASS_FADE = 0.5 ** (1 / 100)  # decay of earlier observations of a size with every new one
-_MACHINE_RATE = 0.1  # weight of a pass in the factor of the machine
-_FADE = 0.5 ** (1.0 / 40.0)
-_REFRESH_EVERY = 16  # observations between two tables
-_RIDGE = 0.01  # observations of one size tell no slope: as one more, whose told seconds differ by a tenth
-_TILT_RIDGE = 4.0  # the same for a further token: as one more, two tokens away
-_LINE_WEIGHT = 1.0  # observations of a size that the line is worth
+_STEP = log(1.4)  # an observation counts at most so far from what is known, unless the one before it was as far
+_RATE = 0.03  # least weight of an observation in the seconds of its width, or in the factor of a drafter
+_MACHINE_RATE = 0.2  # weight of a pass in the factor of the machine
+_FADE = 0.5 ** (1.0 / 40.0)  # decay of the host's seconds per iteration
+_RIDGE = 0.1  # seen passes that differ less, as a share of the widest one, say little of wider ones
+_REFRESH_EVERY = 16  # passes between two tables
 
 
-class LearnedCurve:
-    """Seconds by size: told at some sizes, times a factor that is learned. Sizes between are interpolated."""
+class _Surprise:
+    """Clips the logarithm of observed over expected seconds: one long observation was probably interrupted."""
 
-    def __init__(
-        self, sizes: ArrayLike, seconds: ArrayLike, seen: Sequence[int] = (), *, is_draft: bool = False
-    ) -> None:
-        """Starts with factors of 1.
+    def __init__(self) -> None:
+        self._last = 0.0
 
-        Args:
-            sizes: Ascending, at least 0.
-            seconds: At these sizes, positive.
-            seen: The sizes that were measured as others will be, which count as one observation.
-            is_draft: Whether three slow observations in a row are believed. Of passes, a busy machine makes many.
-        """
-        self._sizes, self._told = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-        self._listed, self._num_slow, self._is_draft = self._sizes.tolist(), 0, is_draft
-        self._logs, self._num = np.zeros(len(self._sizes)), np.isin(self._sizes, seen).astype(np.float64)
-        self._dense = np.zeros(0)
-        self._age = 0
+    def clipped(self, found: float) -> float:
+        most = max(_STEP, abs(self._last) if found * self._last > 0 else 0.0)
+        self._last = found
+        return min(max(found, -most), most)
 
-    def copy(self) -> LearnedCurve:
-        """Returns a curve that starts from this one's factors, and soon has its own."""
-        made = LearnedCurve(self._sizes, self._told)
-        made._logs, made._num = self._logs.copy(), np.minimum(self._num, 2.0)
+
+class _PassSeconds:
+    """Seconds of passes over one number of sequences, for a machine that is as fast as at load."""
+
+    def __init__(self, widths: NDArray[np.float64], told: NDArray[np.float64]) -> None:
+        self._widths, self._told = widths, told
+        self._places = np.log(widths)
+        self._listed = widths.tolist()
+        self._logs, self._num = np.zeros(len(widths)), np.zeros(len(widths))
+        self._surprise = _Surprise()
+        self._table, self._age = np.zeros(0), 0
+
+    def copy(self) -> _PassSeconds:
+        made = _PassSeconds(self._widths, self._told)
+        made._logs, made._num = self._logs.copy(), np.minimum(self._num, 1.0)
         return made
 
-    def observed(self, size: int) -> float:
-        """Returns the observations of about this size."""
-        return float(np.interp(size, self._sizes, self._num))
+    def age(self) -> None:
+        self._num = np.minimum(self._num, 1.0)
 
-    def known(self, most: int) -> NDArray[np.float64]:
-        """(at least most + 1,) seconds at 0, 1, …, never falling."""
-        if len(self._dense) <= most or self._age >= _REFRESH_EVERY:
-            size = max(len(self._dense), 2 * most, 64)
-            self._dense, self._age = self._curve(np.arange(size + 1)), 0
-        return self._dense
+    def num_seen(self, width: int) -> float:
+        return float(np.interp(width, self._widths, self._num))
 
-    def _curve(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        told, num = self._told, np.minimum(self._num, 8.0)
-        own, total = told * np.exp(self._logs), float(num.sum()) + 1e-9
-        # A size that was not seen follows from the seen ones as the told seconds do, plus what a token adds.
-        mean_told, mean = float(num @ told) / total, float(num @ own) / total
-        line = own
-        if total > 1e-6:
-            line = mean + self._slope(told / mean_told, own, num, _RIDGE, mean) * (told / mean_told - 1)
-            mean_size = float(num @ self._sizes) / total
-            tilt = self._slope(self._sizes, own - line, num, _TILT_RIDGE, 0.0)
-            line = np.maximum(line + tilt * (self._sizes - mean_size), 0.1 * own)
-        values = (num * own + _LINE_WEIGHT * line) / (num + _LINE_WEIGHT)
-        # No size takes longer than a greater one. Where two disagree, the one with more observations counts.
-        counts, is_below = num[:, None] >= num, np.tri(len(num), dtype=bool)
-        least = np.where(is_below.T & counts, values[:, None], -np.inf).max(0)
-        most = np.where(is_below & counts, values[:, None], np.inf).min(0)
-        values = np.maximum.accumulate(np.clip(values, least, np.maximum(most, least)))
-        result: NDArray[np.float64] = np.interp(sizes, self._sizes, values)
-        if sizes[-1] > self._sizes[-1]:
-            slope = (values[-1] - values[-2]) / (self._sizes[-1] - self._sizes[-2])
-            result += slope * np.maximum(sizes - self._sizes[-1], 0.0)
-        return result
+    def table(self, most: int) -> NDArray[np.float64]:
+        """(at least most + 1,) seconds at 0, 1, … tokens."""
+        if len(self._table) <= most or self._age >= _REFRESH_EVERY:
+            sizes = np.arange(max(len(self._table), most + 1, 64))
+            self._table, self._age = np.interp(sizes, self._widths, self._points()), 0
+        return self._table
 
-    @staticmethod
-    def _slope(
-        x: NDArray[np.float64], y: NDArray[np.float64], num: NDArray[np.float64], ridge: float, usual: float
-    ) -> float:
-        """Returns the slope of y by x, at least 0; close to `usual` where x hardly differs, or few were seen."""
-        from_mean = x - float(num @ x) / float(num.sum())
-        return max(float(num @ (from_mean * y)) + ridge * usual, 0.0) / (float(num @ from_mean**2) + ridge)
+    def _points(self) -> NDArray[np.float64]:
+        seen = np.flatnonzero(self._num)
+        if not len(seen):
+            return self._told
+        seconds = self._told * np.exp(np.interp(self._places, self._places[seen], self._logs[seen]))
+        # Beyond the widest seen pass a token adds what it was told to add, corrected as between the seen passes.
+        low, high = seen[0], seen[-1]
+        usual = _RIDGE * self._told[high]
+        added = max(seconds[high] - seconds[low], 0.0) + usual * seconds[high] / self._told[high]
+        scale = added / (self._told[high] - self._told[low] + usual)
+        seconds[high:] = seconds[high] + scale * (self._told[high:] - self._told[high])
+        return seconds
 
-    def learn(self, size: int, seconds: float) -> float:
-        """Learns from one observation.
-
-        Returns:
-            The share of the surprise that the size's own factor does not explain, as a logarithm.
-        """
-        known, sizes = float(self.known(size)[size]), self._sizes
-        found = log(max(seconds, 1e-9) / known)
-        self._num_slow = self._num_slow + 1 if found > log(_STEP) else 0
-        surprise = min(max(found, -log(_STEP)), log(_FAR if self._is_draft and self._num_slow > 2 else _STEP))
-        after = min(max(bisect_right(self._listed, size), 1), len(sizes) - 1)
-        share = min((size - self._listed[after - 1]) / (self._listed[after] - self._listed[after - 1]), 1.0)
-        told = (1 - share) * float(self._told[after - 1]) + share * float(self._told[after])
-        own = log(known / told) + surprise
-        self._num *= _PASS_FADE
+    def learn(self, width: int, seconds: float) -> float:
+        """Learns from a pass; returns the part of the surprise that the machine may explain, as a logarithm."""
+        known = float(self.table(width)[width])
+        surprise = self._surprise.clipped(log(max(seconds, 1e-9) / known))
+        after = min(max(bisect_right(self._listed, width), 1), len(self._listed) - 1)
+        share = (width - self._listed[after - 1]) / (self._listed[after] - self._listed[after - 1])
+        own = log(known / float(np.interp(width, self._widths, self._told))) + surprise
         most = 0.0
-        for place, near in ((after - 1, 1 - share), (after, share)):
-            rate = near / (float(self._num[place]) + 1)
+        for place, near in ((after - 1, 1 - share), (after, min(share, 1.0))):
+            if near <= 0:
+                continue
+            rate = near * max(1 / (float(self._num[place]) + near), _RATE)
             self._logs[place] += rate * (own - self._logs[place])
             self._num[place] += near
             most = max(most, rate)
@@ -146,16 +126,17 @@ class CostModel:
         """
         widths = [1, 8, 64] if cost is None else [width for width, _ in cost.points]
         widths += [widths[-1] << doubled for doubled in range(1, 5)]
-        self._told = LearnedCurve(widths, np.ones(len(widths)) if cost is None else cost.seconds(widths))
-        self._is_scaled = False  # what was told may be weeks old, or from a busy minute: the first pass scales it
-        self._passes: dict[int, LearnedCurve] = {}
-        self._machine = 0.0  # logarithm
+        seconds = np.ones(len(widths)) if cost is None else np.asarray(cost.seconds(widths), dtype=np.float64)
+        self._told = _PassSeconds(np.array(widths, dtype=np.float64), seconds)
+        self._passes: dict[int, _PassSeconds] = {}
+        self._machine, self._last = 0.0, 0.0  # logarithms: usual, and of the last pass
+        self._num_passes = 0
         self.host, self.merging = FadingLine(), FadingLine()
         self.drafts = [_DraftSeconds(*each) for each in zip(deepest, timed, strict=True)]
 
     def passes(self, batch: int, most: int) -> NDArray[np.float64]:
         """(at least most + 1,) seconds of a pass of so many sequences over 0, 1, … tokens."""
-        return self._curve(batch).known(most) * exp(self._machine)
+        return self._curve(batch).table(most) * exp(self._machine)
 
     def draft(self, drafter: int) -> NDArray[np.float64]:
         """(levels + 1,) seconds of a draft of 0, 1, … levels; 0 while nothing is known."""
@@ -163,21 +144,34 @@ class CostModel:
 
     def num_passes(self, batch: int) -> float:
         """Returns how often a pass without drafts was seen, of so many sequences."""
-        return self._passes[batch].observed(batch) if batch in self._passes else 0.0
+        return self._passes[batch].num_seen(batch) if batch in self._passes else 0.0
 
     def learn_pass(self, batch: int, width: int, seconds: float) -> None:
-        """Learns from a pass."""
-        if not self._is_scaled:
-            known = float(self._curve(batch).known(width)[width])
-            self._machine, self._is_scaled = log(max(seconds, 1e-9) / known), True
-        rest = self._curve(batch).learn(width, seconds / exp(self._machine))
-        self._machine += _MACHINE_RATE * rest
+        """Learns from a pass. The first one scales what was told, which may be weeks old or from a busy minute."""
+        curve = self._curve(batch)
+        if not self._num_passes:
+            self._machine = log(max(seconds, 1e-9) / float(curve.table(width)[width]))
+        self._num_passes += 1
+        known = float(curve.table(width)[width]) * exp(self._machine)
+        self._last = self._machine + log(max(seconds, 1e-9) / known)
+        rest = curve.learn(width, seconds / exp(self._machine))
+        self._machine += max(_MACHINE_RATE, 1 / (self._num_passes + 1)) * rest
 
     def learn_draft(self, drafter: int, depth: int, seconds: float) -> None:
-        """Learns from a draft that reached a depth; 0 for none."""
-        self.drafts[drafter].learn(depth, seconds / exp(self._machine))
+        """Learns from a draft that reached a depth; 0 for none. Call it after `learn_pass` of the same iteration."""
+        self.drafts[drafter].learn(depth, seconds / exp(self._machine), seconds / exp(self._last))
 
-    def _curve(self, batch: int) -> LearnedCurve:
+    def learn_host(self, emitted: int, seconds: float) -> None:
+        """Learns from what accepting and committing took."""
+        self.host.add(emitted, seconds)
+
+    def age(self, drafter: int) -> None:
+        """Lowers the weight of what was seen before a try: the machine may have changed."""
+        self.drafts[drafter].age()
+        for curve in self._passes.values():
+            curve.age()
+
+    def _curve(self, batch: int) -> _PassSeconds:
         if batch not in self._passes:
             near = min(self._passes, key=lambda other: abs(np.log(other / batch)), default=0)
             self._passes[batch] = (self._passes[near] if near else self._told).copy()
@@ -185,37 +179,41 @@ class CostModel:
 
 
 class _DraftSeconds:
-    """Seconds of one drafter's drafts by depth: fixed work and levels at first, then a factor for each depth."""
+    """Seconds of one drafter's drafts by depth: fixed work and levels as timed, times a factor that is learned."""
 
     def __init__(self, deepest: int, timed: Sequence[tuple[int, float]]) -> None:
-        self._deepest = deepest
-        self._curve: LearnedCurve | None = None
+        self._depths = np.arange(deepest + 1.0)
+        self._shape: NDArray[np.float64] | None = None
+        self._log, self._surprise, self._num = 0.0, _Surprise(), 0
         self._first: list[float] = []  # seconds a level, while nothing was timed
         fastest = fastest_by_depth(timed)
         if fastest:
             low, high = min(fastest), max(fastest)
             level = max((fastest[high] - fastest[low]) / max(high - low, 1), 0.0)
-            self._start(
-                max(fastest[low] - level * low, 0.0) if high > low else 0.0, level or fastest[low] / low, list(fastest)
-            )
+            self._start(max(fastest[low] - level * low, 0.0) if high > low else 0.0, level or fastest[low] / low)
 
-    def _start(self, fixed: float, level: float, seen: Sequence[int]) -> None:
-        depths = np.arange(self._deepest + 1.0)
-        self._curve = LearnedCurve(depths, np.maximum(fixed + level * depths, 1e-6), seen, is_draft=True)
+    def _start(self, fixed: float, level: float) -> None:
+        self._shape = np.maximum(fixed + level * self._depths, 1e-6)
 
     def known(self) -> NDArray[np.float64]:
-        if self._curve is None:
-            return np.zeros(self._deepest + 1)
-        return self._curve.known(self._deepest)[: self._deepest + 1]
+        return np.zeros(len(self._depths)) if self._shape is None else self._shape * exp(self._log)
 
-    def learn(self, depth: int, seconds: float) -> None:
-        if self._curve is None:
+    def age(self) -> None:
+        self._num = 0
+
+    def learn(self, depth: int, *seconds: float) -> None:
+        """Learns from one draft; seconds: for a machine as fast as usual, and as fast as in the last pass."""
+        if self._shape is None:
             # The first draft also reads the prompt: the faster of two counts.
-            self._first.append(seconds / max(depth, 1))
+            self._first.append(seconds[0] / max(depth, 1))
             if len(self._first) > 1:
-                self._start(0.0, min(self._first), [depth])
-        else:
-            self._curve.learn(min(depth, self._deepest), seconds)
+                self._start(0.0, min(self._first))
+            return
+        known = float(self._shape[min(depth, len(self._shape) - 1)]) * exp(self._log)
+        self._num += 1
+        # A moment in which the machine was busy also slowed the pass.
+        found = min((log(max(each, 1e-9) / known) for each in seconds), key=abs)
+        self._log += max(1 / (self._num + 4), _RATE) * self._surprise.clipped(found)
 
 
 class FadingLine:
@@ -227,7 +225,7 @@ class FadingLine:
     def add(self, x: float, y: float) -> None:
         """Adds an observation; a long one counts as little longer than is known, for it may have been interrupted."""
         if self._count > 2:
-            y = min(y, _STEP * float(self(x)) + 1e-6)
+            y = min(y, exp(_STEP) * float(self(x)) + 1e-6)
         self._count = self._count * _FADE + 1
         self._x = self._x * _FADE + x
         self._y = self._y * _FADE + y

@@ -245,6 +245,7 @@ class Goodput:
             if self._exploration.is_due(i, loss):
                 if self._exploration.is_beginning(i):
                     self._known[i].age()
+                    self._costs.age(i)
                 return self._asking(Ask((i,), plans[i].depth))
         return None
 
