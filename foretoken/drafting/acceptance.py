@@ -51,7 +51,6 @@ class LevelAcceptance:
             rate = min(max(expected[d], 0.05), 0.98) if d < len(expected) else rates[-1] if rates else _GUESS
             rates.append(max(rate, 0.5 * rates[-1]) if rates else rate)  # a level that was never right may be tried
         self._expected = np.array(rates)
-        self._levels = np.arange(deepest)
         self._seen, self._right = np.zeros(deepest), np.zeros(deepest)
         self._estimate: NDArray[np.float64] | None = None
 
@@ -81,11 +80,12 @@ class LevelAcceptance:
             right: Depth down to which this drafter was right.
             last: Deepest level with a label: asked for, and within the text that was written.
         """
-        begin, end, most = np.array(before)[:, None], np.array(right)[:, None], np.array(last)[:, None]
         fade = _FADE ** len(before)
-        is_later = self._levels >= begin
-        self._seen = fade * self._seen + (is_later & (self._levels < np.minimum(end + 1, most))).sum(0)
-        self._right = fade * self._right + (is_later & (self._levels < np.minimum(end, most))).sum(0)
+        self._seen *= fade
+        self._right *= fade
+        for begin, end, most in zip(before, right, last, strict=True):
+            self._seen[begin : min(end + 1, most)] += 1  # empty if the earlier drafters are right down to there
+            self._right[begin : min(end, most)] += 1
         self._estimate = None
 
     def age(self) -> None:
@@ -95,8 +95,8 @@ class LevelAcceptance:
 
     def halved(self) -> LevelAcceptance:
         """Returns what is known of such a drafter where another one was wrong at once."""
-        made = LevelAcceptance(len(self._levels))
-        made._expected = self.rates() * np.where(self._levels == 0, 0.5, 1.0)
+        made = LevelAcceptance(len(self._seen))
+        made._expected = self.rates() * np.where(np.arange(len(self._seen)) == 0, 0.5, 1.0)
         return made
 
     def state(self) -> list[float]:
@@ -105,8 +105,8 @@ class LevelAcceptance:
 
     def restore(self, state: Sequence[float]) -> bool:
         """Starts from the state of a model of the same depth; returns whether it can be true."""
-        seen, right = np.split(np.array(state), 2) if len(state) == 2 * len(self._levels) else (np.ones(1),) * 2
-        if len(seen) != len(self._levels) or not (right >= 0).all() or not (right <= seen + 1e-3).all():
+        seen, right = np.split(np.array(state), 2) if len(state) == 2 * len(self._seen) else (np.ones(1),) * 2
+        if len(seen) != len(self._seen) or not (right >= 0).all() or not (right <= seen + 1e-3).all():
             return False
         self._seen, self._right, self._estimate = seen, np.minimum(right, seen), None
         self.age()

@@ -1,19 +1,21 @@
 """The cost model: seconds of a pass, of a draft and of the host; measured at load, corrected while running.
 
-    pass(B, T) = machine * told(T) * exp(r_B(T))      B sequences, T tokens
-    draft(D)   = machine * factor * (fixed + level * D)      D levels
+    pass(B, T) = told(T) * exp(r_B(T))      B sequences, T tokens
+    draft(D)   = factor * (fixed + level * D)      D levels
     host(n)    = start + slope * n      n emitted tokens
 
 `told` is the staircase that was measured at load. r_B is learned at the widths of past passes and interpolated between
 them, so that a staircase that was measured wrong does not last. `fixed` and `level` come from drafts timed at load.
-`machine` is learned from every pass: how busy the machine is now.
+
+All of these are seconds of a quiet machine. Observed seconds are divided by `machine`, the slowness that recent passes
+show. A busy machine slows passes, drafts and the host alike, so `machine` changes no decision.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from math import exp, log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from foretoken.core.records import StepRecord
     from foretoken.runner.costs import CostCurve
 
-_STEP = log(1.4)  # an observation counts at most so far from what is known, unless the one before it was as far
+_LONGEST = 1.4
+_STEP = log(_LONGEST)  # an observation counts at most so far from what is known, unless the one before it was as far
 _RATE = 0.03  # least weight of an observation in the seconds of its width, or in the factor of a drafter
 _MACHINE_RATE = 0.2  # weight of a pass in the factor of the machine
 _FADE = 0.5 ** (1.0 / 40.0)  # decay of the host's seconds per iteration
@@ -106,12 +110,12 @@ class _PassSeconds:
 
 
 class CostModel:
-    """Seconds of everything in an iteration.
+    """Seconds of everything in an iteration, on a quiet machine.
 
     Attributes:
         host: Of accepting and committing, by emitted tokens.
         merging: Of merging and buying, by trees with nodes.
-        drafts: Of each drafter's drafts, by depth.
+        machine: Slowness of the machine now; 1 for as fast as at load.
     """
 
     def __init__(
@@ -129,62 +133,82 @@ class CostModel:
         seconds = np.ones(len(widths)) if cost is None else np.asarray(cost.seconds(widths), dtype=np.float64)
         self._told = _PassSeconds(np.array(widths, dtype=np.float64), seconds)
         self._passes: dict[int, _PassSeconds] = {}
-        self._machine, self._last = 0.0, 0.0  # logarithms: usual, and of the last pass
-        self._num_passes = 0
+        self.machine, self._num_passes = 1.0, 0
         self.host, self.merging = FadingLine(), FadingLine()
-        self.drafts = [_DraftSeconds(*each) for each in zip(deepest, timed, strict=True)]
+        self._drafts = [_DraftSeconds(*each) for each in zip(deepest, timed, strict=True)]
 
     def passes(self, batch: int, most: int) -> NDArray[np.float64]:
         """(at least most + 1,) seconds of a pass of so many sequences over 0, 1, … tokens."""
-        return self._curve(batch).table(most) * exp(self._machine)
+        return self._curve(batch).table(most)
+
+    def plain(self, batch: int) -> float:
+        """Returns the seconds of an iteration without drafts."""
+        return float(self.passes(batch, batch)[batch]) + self.host(float(batch))
 
     def draft(self, drafter: int) -> NDArray[np.float64]:
         """(levels + 1,) seconds of a draft of 0, 1, … levels; 0 while nothing is known."""
-        return self.drafts[drafter].known() * exp(self._machine)
+        return self._drafts[drafter].known
 
     def num_passes(self, batch: int) -> float:
         """Returns how often a pass without drafts was seen, of so many sequences."""
         return self._passes[batch].num_seen(batch) if batch in self._passes else 0.0
 
-    def learn_pass(self, batch: int, width: int, seconds: float) -> None:
-        """Learns from a pass. The first one scales what was told, which may be weeks old or from a busy minute."""
-        curve = self._curve(batch)
-        if not self._num_passes:
-            self._machine = log(max(seconds, 1e-9) / float(curve.table(width)[width]))
-        self._num_passes += 1
-        known = float(curve.table(width)[width]) * exp(self._machine)
-        self._last = self._machine + log(max(seconds, 1e-9) / known)
-        rest = curve.learn(width, seconds / exp(self._machine))
-        self._machine += max(_MACHINE_RATE, 1 / (self._num_passes + 1)) * rest
+    def learn(self, record: StepRecord, *, are_drafts_due: bool = True) -> None:
+        """Learns from an iteration.
 
-    def learn_draft(self, drafter: int, depth: int, seconds: float) -> None:
-        """Learns from a draft that reached a depth; 0 for none. Call it after `learn_pass` of the same iteration."""
-        self.drafts[drafter].learn(depth, seconds / exp(self._machine), seconds / exp(self._last))
+        The first pass scales what was told, which may be weeks old or from a busy minute. Beside prompts the pass and
+        the host also work for prompts, and only drafts are learned.
 
-    def learn_host(self, emitted: int, seconds: float) -> None:
-        """Learns from what accepting and committing took."""
-        self.host.add(emitted, seconds)
+        Args:
+            record: Of the iteration.
+            are_drafts_due: Whether drafts are learned too.
+        """
+        batch, width, seconds = len(record.sequences), record.num_tokens, record.seconds
+        slowness = self.machine
+        if not record.num_prompt_tokens:
+            curve = self._curve(batch)
+            known = float(curve.table(width)[width])
+            slowness = max(seconds.verify, 1e-9) / known
+            self.machine = self.machine if self._num_passes else slowness
+            self._num_passes += 1
+            rest = curve.learn(width, seconds.verify / self.machine)
+            self.machine *= exp(max(_MACHINE_RATE, 1 / (self._num_passes + 1)) * rest)
+            emitted = sum(step.num_emitted for step in record.sequences)
+            self.host.add(emitted, (seconds.accept + seconds.commit) / max(self.machine, slowness))
+        if not are_drafts_due:
+            return
+        for asked in record.asked:
+            draft = self._drafts[asked.index]
+            if asked.depth or asked.seconds > self.machine * float(draft.known[0]):
+                # A moment in which the machine was busy also slowed the pass.
+                draft.learn(asked.depth, asked.seconds / self.machine, asked.seconds / slowness)
+        if len(self._drafts) > 1 and record.asked:
+            rest = seconds.draft - sum(asked.seconds for asked in record.asked)
+            self.merging.add(sum(asked.depth > 0 for asked in record.asked), max(rest, 0.0) / self.machine)
 
     def age(self, drafter: int) -> None:
         """Lowers the weight of what was seen before a try: the machine may have changed."""
-        self.drafts[drafter].age()
+        self._drafts[drafter].age()
         for curve in self._passes.values():
             curve.age()
 
     def _curve(self, batch: int) -> _PassSeconds:
         if batch not in self._passes:
-            near = min(self._passes, key=lambda other: abs(np.log(other / batch)), default=0)
+            near = min(self._passes, key=lambda other: abs(log(other / batch)), default=0)
             self._passes[batch] = (self._passes[near] if near else self._told).copy()
         return self._passes[batch]
 
 
 class _DraftSeconds:
-    """Seconds of one drafter's drafts by depth: fixed work and levels as timed, times a factor that is learned."""
+    """Seconds of one drafter's drafts by depth: fixed work and levels as timed, times a factor that is learned.
+
+    Attributes:
+        known: (levels + 1,) seconds; 0 while nothing is known.
+    """
 
     def __init__(self, deepest: int, timed: Sequence[tuple[int, float]]) -> None:
-        self._depths = np.arange(deepest + 1.0)
-        self._shape: NDArray[np.float64] | None = None
-        self._log, self._surprise, self._num = 0.0, _Surprise(), 0
+        self.known = np.zeros(deepest + 1)
+        self._surprise, self._num = _Surprise(), 0
         self._first: list[float] = []  # seconds a level, while nothing was timed
         fastest = fastest_by_depth(timed)
         if fastest:
@@ -193,59 +217,53 @@ class _DraftSeconds:
             self._start(max(fastest[low] - level * low, 0.0) if high > low else 0.0, level or fastest[low] / low)
 
     def _start(self, fixed: float, level: float) -> None:
-        self._shape = np.maximum(fixed + level * self._depths, 1e-6)
-
-    def known(self) -> NDArray[np.float64]:
-        return np.zeros(len(self._depths)) if self._shape is None else self._shape * exp(self._log)
+        self.known = np.maximum(fixed + level * np.arange(len(self.known)), 1e-6)
 
     def age(self) -> None:
         self._num = 0
 
     def learn(self, depth: int, *seconds: float) -> None:
-        """Learns from one draft; seconds: for a machine as fast as usual, and as fast as in the last pass."""
-        if self._shape is None:
+        """Learns from one draft; seconds: divided by the usual slowness, and by that of the last pass."""
+        known = float(self.known[min(depth, len(self.known) - 1)])
+        if not known:
             # The first draft also reads the prompt: the faster of two counts.
             self._first.append(seconds[0] / max(depth, 1))
             if len(self._first) > 1:
                 self._start(0.0, min(self._first))
             return
-        known = float(self._shape[min(depth, len(self._shape) - 1)]) * exp(self._log)
         self._num += 1
-        # A moment in which the machine was busy also slowed the pass.
         found = min((log(max(each, 1e-9) / known) for each in seconds), key=abs)
-        self._log += max(1 / (self._num + 4), _RATE) * self._surprise.clipped(found)
+        self.known = self.known * exp(max(1 / (self._num + 4), _RATE) * self._surprise.clipped(found))
 
 
 class FadingLine:
-    """A rising least-squares line through observations; older observations count less."""
+    """A rising least-squares line through observations; older observations count less.
+
+    Attributes:
+        line: Height at 0 and slope; 0 and 0 before any observation.
+    """
 
     def __init__(self) -> None:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self.line = 0.0, 0.0
 
     def add(self, x: float, y: float) -> None:
         """Adds an observation; a long one counts as little longer than is known, for it may have been interrupted."""
         if self._count > 2:
-            y = min(y, exp(_STEP) * float(self(x)) + 1e-6)
+            y = min(y, _LONGEST * self(x) + 1e-6)
         self._count = self._count * _FADE + 1
         self._x = self._x * _FADE + x
         self._y = self._y * _FADE + y
         self._xx = self._xx * _FADE + x * x
         self._xy = self._xy * _FADE + x * y
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """Returns the height at 0 and the slope; 0 and 0 before any observation."""
-        if not self._count:
-            return 0.0, 0.0
         mean_x, mean_y = self._x / self._count, self._y / self._count
         variance = self._xx / self._count - mean_x**2
         slope = (self._xy / self._count - mean_x * mean_y) / variance if variance > 1e-6 else 0.0
-        steepest = mean_y / mean_x if mean_x > 0 else 0.0
-        slope = min(max(slope, 0.0), steepest)  # neither falls nor starts below 0
-        return mean_y - slope * mean_x, slope
+        slope = min(max(slope, 0.0), mean_y / mean_x if mean_x > 0 else 0.0)  # neither falls nor starts below 0
+        self.line = mean_y - slope * mean_x, slope
 
-    def __call__(self, x: float | NDArray[np.float64]) -> float | NDArray[np.float64]:
-        """Returns the height of the line at x."""
+    def __call__(self, x: Any) -> Any:
+        """Returns the height of the line at x, a number or an array."""
         start, slope = self.line
         return start + slope * x
 

@@ -157,10 +157,8 @@ class Goodput:
 
     def plain_seconds(self, batch_size: int) -> float | None:
         """Returns the seconds of an iteration without drafts; None before one was measured."""
-        return self._plain(batch_size) if self._costs.num_passes(batch_size) >= 1 else None
-
-    def _plain(self, batch: int) -> float:
-        return float(self._costs.passes(batch, batch)[batch] + self._costs.host(float(batch)))
+        costs = self._costs
+        return costs.machine * costs.plain(batch_size) if costs.num_passes(batch_size) >= 1 else None
 
     def _begin(self, batch_size: int) -> None:
         self._batch = batch_size
@@ -178,7 +176,7 @@ class Goodput:
             return held
         self._held, self._num_held = None, 0
         self._begin(batch_size)
-        plain = self._plain(batch_size)
+        plain = self._costs.plain(batch_size)
         first = self._first(plain) if not self._exploration.is_spent else None
         if first is not None:
             if self._plan is not None and self._is_look_due(self._plan, plain):
@@ -255,7 +253,7 @@ class Goodput:
 
     def _all_costs(self) -> Costs:
         passes = self._costs.passes(self._batch, self._batch * self._max_nodes)
-        merging = max(float(self._costs.merging(2.0)) - float(self._costs.merging(1.0)), 0.0)
+        merging = self._costs.merging.line[1]
         return Costs(passes, self._costs.host, merging)
 
     def _candidate(self, i: int) -> Candidate:
@@ -315,7 +313,7 @@ class Goodput:
             merged, host = None, self._merged_on_host(answers, continued)
         assert host.scores is not None
         values = np.exp(host.scores.astype(np.float64))
-        draft_s = self._draft_s() + float(self._costs.merging(float(len(answers))))
+        draft_s = self._draft_s() + self._costs.merging(len(answers))
         bought = buy(host, values, self._all_costs(), draft_s=draft_s, max_nodes=self._max_nodes, is_drawn=is_drawn)
         self._note_widths(host, bought.kept)
         if merged is None:
@@ -394,33 +392,24 @@ class Goodput:
             self._exploration.charge(self._loss(record, emitted))
         else:
             self._exploration.charge(0.0)
-        # Beside prompts the pass and the host also work for prompts.
-        if (is_asked or is_due or self._held is None) and not record.num_prompt_tokens:
-            self._costs.learn_pass(len(steps), record.num_tokens, record.seconds.verify)
-            self._costs.host.add(emitted, record.seconds.accept + record.seconds.commit)
+        if is_asked or is_due or self._held is None:
+            self._costs.learn(record, are_drafts_due=is_due)
         if not is_asked:
             return
-        for asked in record.asked if is_due else ():
-            if asked.depth or asked.seconds > float(self._costs.draft(asked.index)[0]):
-                self._costs.learn_draft(asked.index, asked.depth, asked.seconds)
         if not self._is_read:
             self._learn_depths(steps, is_due=is_due)
         elif len(steps) == self._batch:  # else the batch failed and was decoded again one by one
-            if is_due:
-                rest = record.seconds.draft - sum(asked.seconds for asked in record.asked)
-                num_trees = sum(answer.tree.width > 1 for answer in self._answers.values())
-                self._costs.merging.add(num_trees, max(rest, 0.0))
             self._learn_trees(steps)
         if self._kept is not None:
             self._kept.learned()
 
     def _loss(self, record: StepRecord, emitted: int) -> float:
         """Returns by how much an iteration was slower than plain decoding of its tokens."""
-        batch, width = len(record.sequences), record.num_tokens
-        expected = float(self._costs.passes(batch, width)[width]) + float(self._costs.host(float(emitted)))
+        costs, batch, width = self._costs, len(record.sequences), record.num_tokens
+        expected = float(costs.passes(batch, width)[width]) + costs.host(emitted)
         for each in record.asked:
-            expected += float(self._costs.draft(each.index)[min(each.depth, self._known[each.index].deepest)])
-        return min(record.seconds.total, _LONGER * expected) / self._plain(batch) - emitted / batch
+            expected += float(costs.draft(each.index)[min(each.depth, self._known[each.index].deepest)])
+        return min(record.seconds.total / costs.machine, _LONGER * expected) / costs.plain(batch) - emitted / batch
 
     def _learn_depths(self, steps: Sequence[SequenceStep], *, is_due: bool) -> None:
         (known,) = self._known
