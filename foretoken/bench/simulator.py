@@ -482,6 +482,9 @@ WORLDS: Sequence[World] = (
         ],
     ),
     World(
+        name="sure model", curve=FLAT, drafters=[replace(_MODEL, rates=(0.97,), fades=1.0, level_s=0.06, deepest=10)]
+    ),
+    World(
         name="sure model, no scores", curve=FLAT,
         drafters=[
             SimulatedDrafter(rates=(0.9,), hits=0.4, level_s=0.0, fixed_s=0.01),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _FADE = 0.5 ** (1 / 50)  # decay per draft
 _PRIOR = 4.0  # observations that the expected rate is worth at each depth
+_SCALE_PRIOR = 1.5  # right tokens that the expected rates are worth over all depths
 _GUESS = 0.6  # rate before any observation
 _DEEPEST = 64  # most levels that are told apart
 AGED = 8.0  # weight of all earlier drafts when a probe begins, because texts change
@@ -56,7 +57,7 @@ class LevelAcceptance:
 
     def rates(self) -> NDArray[np.float64]:
         """(deepest,) rates; close to the expected rates, scaled to what was seen, where observations are few."""
-        scale = (self._right.sum() + _PRIOR) / (float(self._seen @ self._expected) + _PRIOR)
+        scale = (self._right.sum() + _SCALE_PRIOR) / (float(self._seen @ self._expected) + _SCALE_PRIOR)
         guess = np.minimum(scale * self._expected, 1.0)
         result: NDArray[np.float64] = (self._right + _PRIOR * guess) / (self._seen + _PRIOR)
         return result
@@ -207,10 +208,12 @@ def log_odds_of(scores: NDArray[np.float32] | None, parents: NDArray[np.int64]) 
     """(B, N) log-odds of each node after its parent, from log-probabilities of paths; None for drafters without any."""
     if scores is None:
         return None
-    paths = np.nan_to_num(scores.astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
-    above = np.take_along_axis(paths, np.maximum(parents, 0), axis=1) * (parents > 0)
-    q = np.exp(np.minimum(paths - above, 0.0))
-    return np.clip(np.log((q + 1e-9) / (1 - q + 1e-9)), -_SURE, _SURE)
+    paths = np.fmax(scores, -99.0).astype(np.float64)  # -99 for NaN
+    above = paths[np.arange(len(paths))[:, None], np.maximum(parents, 0)]
+    above[parents <= 0] = 0.0
+    q = np.exp(np.minimum(paths - above, 0.0)) * (1 - 1e-9)
+    result: NDArray[np.float64] = np.maximum(np.log(q / (1 - q)), -_SURE)
+    return np.minimum(result, _SURE)
 
 
 _KEPT = KeptEntries(

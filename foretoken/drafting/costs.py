@@ -213,8 +213,8 @@ class _DraftSeconds:
         fastest = fastest_by_depth(timed)
         if fastest:
             low, high = min(fastest), max(fastest)
-            level = max((fastest[high] - fastest[low]) / max(high - low, 1), 0.0)
-            self._start(max(fastest[low] - level * low, 0.0) if high > low else 0.0, level or fastest[low] / low)
+            level = fastest[low] / low if high == low else max((fastest[high] - fastest[low]) / (high - low), 0.0)
+            self._start(max(fastest[low] - level * low, 0.0), level)
 
     def _start(self, fixed: float, level: float) -> None:
         self.known = np.maximum(fixed + level * np.arange(len(self.known)), 1e-6)

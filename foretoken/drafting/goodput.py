@@ -21,7 +21,7 @@ import torch
 
 from foretoken.core.records import Declined
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
-from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance
+from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance, log_odds_of
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.drafting.costs import CostModel
 from foretoken.drafting.exploration import Exploration
@@ -100,12 +100,14 @@ class _Answer(NamedTuple):
     Attributes:
         tree: As the drafter returned it.
         host: The tree on the host.
+        odds: (B, N), see `log_odds_of`.
         values: (B, N) calibrated.
         reach: (B, D) probability that the tree is right down to each depth.
     """
 
     tree: TokenTree
     host: HostTree
+    odds: NDArray[np.float64] | None
     values: NDArray[np.float64]
     reach: NDArray[np.float64]
 
@@ -173,6 +175,10 @@ class Goodput:
         held, self._num_held = self._held, self._num_held + 1
         every = _REST if held is not None and held.is_empty else _DECIDE_EVERY
         if held is not None and self._num_held % every and len(held.allowances) == batch_size:
+            if self._is_read:
+                self._begin(batch_size)
+                if held.first is not None:
+                    self._asking(held.first)
             return held
         self._held, self._num_held = None, 0
         self._begin(batch_size)
@@ -185,7 +191,7 @@ class Goodput:
             depth = UNBOUNDED if self._is_read else first.depth
             allowance = Allowance(depth=depth, nodes=self._max_nodes)
             allotment = Allotment(allowances=[allowance] * batch_size, first=first)
-            if not self._is_read and self._plan is not None and not self._is_early:
+            if len(self._known) == 1 and self._plan is not None and not self._is_early:
                 self._held = allotment
             return allotment
         self._exploration.note(("plain", batch_size))
@@ -286,13 +292,14 @@ class Goodput:
                 continue
             self._asked.setdefault(i, self._known[i].deepest)
             self._batch, host = tree.batch_size, on_host(tree)
-            values = path_values(host, self._known[i].nodes)
+            odds = log_odds_of(host.scores, host.parents)
+            values = path_values(host, self._known[i].nodes, odds)
             deepest = int(host.depths.max(initial=0))
             places = host.depths + (deepest + 1) * np.arange(self._batch)[:, None]
             sums = np.bincount(places[host.is_drafted], values[host.is_drafted], self._batch * (deepest + 1))
             levels = sums.reshape(self._batch, -1)[:, 1:]
             reach = np.minimum.accumulate(np.minimum(levels, 1.0), axis=1)
-            self._answers[i] = _Answer(tree, host, values, reach)
+            self._answers[i] = _Answer(tree, host, odds, values, reach)
 
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
         """Returns the nodes worth their cost, grafted nodes included. Synchronises if nodes are bought."""
@@ -429,7 +436,7 @@ class Goodput:
         before, costly = [0] * self._batch, frozenset[int]()
         for i, answer in self._answers.items():
             known = self._known[i]
-            right = learn_followed(answer.host, known.nodes, steps)
+            right = learn_followed(answer.host, known.nodes, answer.odds, steps)
             has_hit = answer.host.is_drafted.any(1)
             hits = np.flatnonzero(has_hit).tolist()
             if hits:

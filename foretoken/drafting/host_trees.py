@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from foretoken.core.token_tree import PROBE, HostFacts, TokenTree
-from foretoken.drafting.acceptance import log_odds_of
 from foretoken.drafting.base import Leaf
 from foretoken.trees.merge import Graft
 
@@ -55,11 +54,19 @@ def on_host(tree: TokenTree) -> HostTree:
     return HostTree(tokens, parents, depths, scores, is_drafted, sources)
 
 
-def path_values(host: HostTree, acceptance: NodeAcceptance) -> NDArray[np.float64]:
-    """(B, N), the calibrated probability that each node of one drafter is accepted with its path; 1 for roots."""
+def path_values(
+    host: HostTree, acceptance: NodeAcceptance, odds: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """(B, N), the calibrated probability that each node of one drafter is accepted with its path; 1 for roots.
+
+    Args:
+        host: Trees of one drafter.
+        acceptance: Of its nodes.
+        odds: (B, N), see `log_odds_of`.
+    """
     rows = np.arange(len(host.tokens))[:, None]
     above = np.maximum(host.parents, 0)
-    logs = np.log(acceptance.probabilities(log_odds_of(host.scores, host.parents), host.depths))
+    logs = np.log(acceptance.probabilities(odds, host.depths))
     logs[:, 0] = 0.0
     for _ in range(int(host.depths.max(initial=0)).bit_length()):  # sums of 2, 4, 8, … nodes of a path
         logs, above = logs + logs[rows, above], above[rows, above]
@@ -121,44 +128,37 @@ def with_ancestors(nodes: NDArray[np.bool_], host: HostTree) -> NDArray[np.bool_
     return result
 
 
-def followed(host: HostTree, row: int, tokens: Sequence[int]) -> list[bool | None]:
-    """Returns which nodes of a tree the generated tokens followed, verified or not.
-
-    Returns:
-        One entry per node. None for nodes that are deeper than the generated text and agree with all of it.
-    """
-    parents, depths, ids = host.parents[row].tolist(), host.depths[row].tolist(), host.tokens[row].tolist()
-    follows: list[bool | None] = [True]
-    for node in range(1, len(ids)):
-        depth, above = depths[node], follows[max(parents[node], 0)]
-        does: bool | None = False
-        if above is not False and depth > 0:
-            is_known = above is True and depth <= len(tokens)
-            does = ids[node] == tokens[depth - 1] if is_known else None
-        follows.append(does)
-    return follows
-
-
-def learn_followed(host: HostTree, acceptance: NodeAcceptance, steps: Sequence[SequenceStep]) -> list[int]:
+def learn_followed(
+    host: HostTree, acceptance: NodeAcceptance, odds: NDArray[np.float64] | None, steps: Sequence[SequenceStep]
+) -> list[int]:
     """Tells an acceptance model which nodes the generated tokens followed; returns the followed depth of each tree.
 
     Only children of followed nodes have a label: of others nothing is known after their parent.
+
+    Args:
+        host: Trees of one drafter.
+        acceptance: Of its nodes.
+        odds: (B, N), see `log_odds_of`.
+        steps: What was generated after each root.
     """
-    labels: list[tuple[int, int, bool]] = []
-    deepest = [0] * len(steps)
-    for row, step in enumerate(steps):
-        follows, parents = followed(host, row, step.tokens), host.parents[row].tolist()
-        for node, does in enumerate(follows):
-            if node and does is not None and parents[node] >= 0 and follows[parents[node]]:
-                labels.append((row, node, does))
-    labels = [each for each in labels if host.is_drafted[each[:2]]]
-    if labels:
-        rows, nodes, accepted = map(np.array, zip(*labels, strict=True))
-        depths = host.depths[rows, nodes]
-        odds = log_odds_of(host.scores, host.parents)
-        acceptance.learn(None if odds is None else odds[rows, nodes], depths, accepted)
-        np.maximum.at(right := np.zeros(len(steps), dtype=np.int64), rows, depths * accepted)
-        deepest = right.tolist()
+    deepest, rows, nodes, accepted = [0] * len(steps), [], [], []
+    for row, (step, ids, parents, depths, is_drafted) in enumerate(
+        zip(steps, *(part.tolist() for part in (host.tokens, host.parents, host.depths, host.is_drafted)), strict=True)
+    ):
+        follows, tokens = {0}, step.tokens
+        for node, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
+            if parent not in follows or depth > len(tokens):
+                continue
+            if is_right := ids[node] == tokens[depth - 1]:
+                follows.add(node)
+            if is_drafted[node]:
+                rows.append(row)
+                nodes.append(node)
+                accepted.append(is_right)
+                deepest[row] = max(deepest[row], depth * is_right)
+    if nodes:
+        known = None if odds is None else odds[rows, nodes]
+        acceptance.learn(known, host.depths[rows, nodes], np.array(accepted))
     return deepest
 
 
