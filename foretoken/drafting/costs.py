@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 _LONGEST = 1.4
 _STEP = log(_LONGEST)  # an observation counts at most so far from what is known, unless the one before it was as far
 _RATE = 0.03  # least weight of an observation in the seconds of its width, or in the factor of a drafter
+_MISS_RATE = 0.1  # weight of a draft without any token in the seconds of such drafts
 _MACHINE_RATE = 0.2  # weight of a pass in the factor of the machine
 _FADE = 0.5 ** (1.0 / 40.0)  # decay of the host's seconds per iteration
-_RIDGE = 0.1  # seen passes that differ less, as a share of the widest one, say little of wider ones
+_RIDGE = 0.03  # seen passes that differ less, as a share of the widest one, say little of wider ones
 _REFRESH_EVERY = 16  # passes between two tables
 
 
@@ -88,7 +89,8 @@ class _PassSeconds:
         added = max(seconds[high] - seconds[low], 0.0) + usual * seconds[high] / self._told[high]
         scale = added / (self._told[high] - self._told[low] + usual)
         seconds[high:] = seconds[high] + scale * (self._told[high:] - self._told[high])
-        return seconds
+        # No pass takes longer than a wider one: disturbances only add.
+        return np.minimum.accumulate(seconds[::-1])[::-1]
 
     def learn(self, width: int, seconds: float) -> float:
         """Learns from a pass; returns the part of the surprise that the machine may explain, as a logarithm."""
@@ -178,10 +180,9 @@ class CostModel:
         if not are_drafts_due:
             return
         for asked in record.asked:
-            draft = self._drafts[asked.index]
-            if asked.depth or asked.seconds > self.machine * float(draft.known[0]):
-                # A moment in which the machine was busy also slowed the pass.
-                draft.learn(asked.depth, asked.seconds / self.machine, asked.seconds / slowness)
+            # A moment in which the machine was busy also slowed the pass.
+            seconds_now = asked.seconds / self.machine, asked.seconds / slowness
+            self._drafts[asked.index].learn(asked.depth, *seconds_now)
         if len(self._drafts) > 1 and record.asked:
             rest = seconds.draft - sum(asked.seconds for asked in record.asked)
             self.merging.add(sum(asked.depth > 0 for asked in record.asked), max(rest, 0.0) / self.machine)
@@ -203,7 +204,7 @@ class _DraftSeconds:
     """Seconds of one drafter's drafts by depth: fixed work and levels as timed, times a factor that is learned.
 
     Attributes:
-        known: (levels + 1,) seconds; 0 while nothing is known.
+        known: (levels + 1,) seconds; the first entry is for drafts without any token. 0 while nothing is known.
     """
 
     def __init__(self, deepest: int, timed: Sequence[tuple[int, float]]) -> None:
@@ -217,23 +218,29 @@ class _DraftSeconds:
             self._start(max(fastest[low] - level * low, 0.0), level)
 
     def _start(self, fixed: float, level: float) -> None:
-        self.known = np.maximum(fixed + level * np.arange(len(self.known)), 1e-6)
+        known = np.maximum(fixed + level * np.arange(len(self.known)), 1e-6)
+        self.known = np.where(self.known > 0, self.known, known)
 
     def age(self) -> None:
         self._num = 0
 
     def learn(self, depth: int, *seconds: float) -> None:
         """Learns from one draft; seconds: divided by the usual slowness, and by that of the last pass."""
-        known = float(self.known[min(depth, len(self.known) - 1)])
-        if not known:
+        depth = min(depth, len(self.known) - 1)
+        known = float(self.known[depth])
+        if depth and not known:
             # The first draft also reads the prompt: the faster of two counts.
-            self._first.append(seconds[0] / max(depth, 1))
+            self._first.append(seconds[0] / depth)
             if len(self._first) > 1:
                 self._start(0.0, min(self._first))
             return
+        found = min((log(max(each, 1e-9) / max(known, 1e-9)) for each in seconds), key=abs)
+        if not depth:
+            self.known[0] *= exp(_MISS_RATE * found) if known else 0.0
+            self.known[0] = self.known[0] or seconds[0]
+            return
         self._num += 1
-        found = min((log(max(each, 1e-9) / known) for each in seconds), key=abs)
-        self.known = self.known * exp(max(1 / (self._num + 4), _RATE) * self._surprise.clipped(found))
+        self.known[1:] *= exp(max(1 / (self._num + 2), _RATE) * self._surprise.clipped(found))
 
 
 class FadingLine:

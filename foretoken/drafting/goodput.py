@@ -266,7 +266,8 @@ class Goodput:
         known = self._known[i]
         levels = known.after(frozenset(self._answers) - self._free)  # given the answers that cost something
         widths = np.maximum(known.widths, known.hits)  # a level takes at least one node: unbought levels bring nothing
-        return Candidate(known.hits * levels.survival(), widths, self._costs.draft(i)[1:])
+        miss, seconds, hits = self._costs.draft(i)[0], self._costs.draft(i)[1:], known.hits
+        return Candidate(hits * levels.survival(), widths, hits * seconds + (1 - hits) * miss)
 
     def _at_hand(self) -> AtHand:
         """Returns the answers so far. Where several trees go as deep, their nodes count as those of one tree."""

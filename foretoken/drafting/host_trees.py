@@ -54,9 +54,7 @@ def on_host(tree: TokenTree) -> HostTree:
     return HostTree(tokens, parents, depths, scores, is_drafted, sources)
 
 
-def path_values(
-    host: HostTree, acceptance: NodeAcceptance, odds: NDArray[np.float64] | None
-) -> NDArray[np.float64]:
+def path_values(host: HostTree, acceptance: NodeAcceptance, odds: NDArray[np.float64] | None) -> NDArray[np.float64]:
     """(B, N), the calibrated probability that each node of one drafter is accepted with its path; 1 for roots.
 
     Args:

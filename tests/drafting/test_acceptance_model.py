@@ -104,7 +104,7 @@ def test_scores_of_paths_become_odds_of_nodes() -> None:
 def test_the_value_of_a_node_is_the_product_of_its_path() -> None:
     tree = on_host(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]))
     p = 0.45  # before any label
-    assert path_values(tree, NodeAcceptance())[0].tolist() == pytest.approx([1, p, p, p**2, p**3, p**2])
+    assert path_values(tree, NodeAcceptance(), None)[0].tolist() == pytest.approx([1, p, p, p**2, p**3, p**2])
 
 
 def step(tokens: list[int]) -> SequenceStep:
@@ -132,7 +132,7 @@ def test_only_children_of_right_nodes_have_labels(tokens: list[int], labels: lis
     """Nodes that were cut before the pass are learned from too: what is never verified would never be found to pay."""
     nodes = Labels()
     host = on_host(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]))
-    assert learn_followed(host, nodes, [step(tokens)]) == [depth]
+    assert learn_followed(host, nodes, None, [step(tokens)]) == [depth]
     assert nodes.found == labels
 
 

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from foretoken.drafting.costs import CostModel, FadingLine, LearnedCurve
+from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
+from foretoken.drafting.costs import CostModel, FadingLine
 from foretoken.runner.costs import WIDTHS, CostCurve
 
 
@@ -19,38 +20,46 @@ def model(slope: float) -> CostModel:
     return CostModel(told(slope), [8], [[(1, 0.1), (4, 0.4)]])
 
 
-@pytest.mark.parametrize(("believed", "true"), [(0.0, 0.3), (0.3, 0.0), (0.01, 0.1), (0.1, 0.1)])
+def learn(costs: CostModel, batch: int, width: int, seconds: float, *drafts: tuple[int, int, float]) -> None:
+    """One iteration; drafts: index, depth and seconds of each drafter that was asked."""
+    step = SequenceStep(
+        request_id="", num_drafted=0, tree_depth=0, num_accepted=0, num_emitted=1, tokens=[1], accepted_by={}
+    )  # fmt: skip
+    asked = [AskedDrafter(index=i, name="d", depth=depth, seconds=each) for i, depth, each in drafts]
+    spent = StageSeconds(verify=seconds, draft=sum(each.seconds for each in asked))
+    costs.learn(StepRecord(sequences=[step] * batch, num_tokens=width, seconds=spent, asked=asked))
+
+
+@pytest.mark.parametrize(("believed", "true"), [(0.02, 0.3), (0.3, 0.0), (0.01, 0.1), (0.1, 0.1)])
 def test_a_few_passes_correct_a_curve_also_where_nothing_was_seen(believed: float, true: float) -> None:
     """Passes of 1 and 3 tokens say what 8 take, to three tenths; what was told did not."""
     costs = model(believed)
     for _ in range(12):
         for width in (1, 3):
-            costs.learn_pass(1, width, 1 + true * (width - 1))
+            learn(costs, 1, width, 1 + true * (width - 1))
     known = costs.passes(1, 16)
     assert known[[1, 3]] == pytest.approx([1, 1 + 2 * true], rel=0.06)
     assert known[8] == pytest.approx(1 + 7 * true, rel=0.3)
     assert (np.diff(known) >= 0).all()
 
 
-def test_the_stairs_that_were_told_stay() -> None:
-    """A machine that is twice as slow has the same stairs."""
+def test_a_slow_machine_has_the_stairs_that_were_told() -> None:
     costs = CostModel(CostCurve((1, 8, 9, 16), (1.0, 1.0, 2.0, 2.0)), [8], [[]])
     for _ in range(40):
         for width in (1, 4):
-            costs.learn_pass(1, width, 2.0)
-    assert costs.passes(1, 16)[[1, 8, 9]] == pytest.approx([2, 2, 4], rel=0.15)
+            learn(costs, 1, width, 2.0)
+    assert costs.machine * costs.passes(1, 16)[[1, 8, 9]] == pytest.approx([2, 2, 4], rel=0.15)
 
 
 def test_one_interruption_says_little_and_many_are_followed() -> None:
-    curve = LearnedCurve([1, 2, 4], [1.0, 1.0, 1.0])
+    costs = model(0.0)
     for _ in range(20):
-        curve.learn(1, 1.0)
-    before = float(curve.known(4)[1])
-    curve.learn(1, 500.0)
-    assert curve.known(4)[1] < 1.05 * before
-    for _ in range(400):
-        curve.learn(1, 3.0)
-    assert curve.known(4)[1] == pytest.approx(3.0, rel=0.1)
+        learn(costs, 1, 1, 1.0)
+    learn(costs, 1, 1, 500.0)
+    assert costs.machine * costs.plain(1) < 1.15
+    for _ in range(100):
+        learn(costs, 1, 1, 3.0)
+    assert costs.machine * costs.plain(1) == pytest.approx(3.0, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -59,37 +68,51 @@ def test_a_noisy_clock_is_averaged(seed: int) -> None:
     for _ in range(150):
         for width in (1, 5):
             slow = 5.0 if chance.random() < 0.05 else 1.0
-            costs.learn_pass(1, width, slow * (1 + 0.1 * (width - 1)) * chance.lognormvariate(0, 0.2))
+            learn(costs, 1, width, slow * (1 + 0.1 * (width - 1)) * chance.lognormvariate(0, 0.2))
     known = costs.passes(1, 8)
     assert known[5] / known[1] == pytest.approx(1.4, rel=0.15)
 
 
-def test_a_busy_machine_makes_everything_dearer() -> None:
-    """Widths that were not seen since, and drafts, follow within forty passes."""
+@pytest.mark.parametrize("slow", [0.2, 5.0])
+def test_a_busy_machine_changes_no_decision(slow: float) -> None:
+    """A machine slows passes and drafts alike, while nobody makes a pass of another width, and then is quiet again."""
     costs = model(0.1)
+
+    def run(times: int, width: int, speed: float) -> None:
+        for _ in range(times):
+            learn(costs, 1, width, speed * (1 + 0.1 * (width - 1)), (0, 4, speed * 0.4))
+
     for _ in range(50):
-        for width in (1, 4):
-            costs.learn_pass(1, width, 1 + 0.1 * (width - 1))
-    before, draft = costs.passes(1, 8)[1], costs.draft(0)[4]
+        run(1, 1, 1.0)
+        run(1, 4, 1.0)
+    before, draft = costs.passes(1, 8)[[1, 4, 8]].copy(), costs.draft(0)[4]
+    run(40, 4, slow)
+    assert costs.machine == pytest.approx(slow, rel=0.25)
+    assert costs.draft(0)[4] == pytest.approx(draft, rel=0.15)
+    run(40, 4, 1.0)
+    assert costs.machine * costs.passes(1, 8)[[1, 4, 8]] == pytest.approx(before, rel=0.15)
+    assert costs.machine * costs.draft(0)[4] == pytest.approx(draft, rel=0.15)
+
+
+def test_a_draft_that_was_timed_too_fast_is_found_dear() -> None:
+    costs = model(0.1)
     for _ in range(40):
-        costs.learn_pass(1, 4, 5 * 1.3)
-    assert costs.passes(1, 8)[4] == pytest.approx(6.5, rel=0.2)
-    assert costs.passes(1, 8)[1] > 2.5 * before
-    assert costs.draft(0)[4] > 2.5 * draft
+        learn(costs, 1, 4, 1.3, (0, 4, 4.0))
+    assert costs.draft(0)[[1, 4, 8]] == pytest.approx([1.0, 4.0, 8.0], rel=0.25)
 
 
 def test_other_numbers_of_sequences_start_from_the_nearest() -> None:
     costs = model(0.0)
     for _ in range(20):
-        costs.learn_pass(4, 4, 2.0)
-    assert costs.passes(5, 8)[5] == pytest.approx(2.0, rel=0.1)
-    assert (costs.num_passes(5), costs.num_passes(4)) == (0.0, pytest.approx(18, abs=3))
+        learn(costs, 4, 4, 2.0)
+    assert costs.machine * costs.passes(5, 8)[5] == pytest.approx(2.0, rel=0.1)
+    assert (costs.num_passes(5), costs.num_passes(4)) == (0.0, 20)
 
 
 def test_costs_that_were_not_measured_are_scaled_by_the_first_pass() -> None:
     costs = CostModel(None, [4], [[]])
-    costs.learn_pass(1, 1, 0.003)
-    assert costs.passes(1, 8)[[1, 5]] == pytest.approx([0.003, 0.003], rel=0.1)
+    learn(costs, 1, 1, 0.003)
+    assert costs.machine * costs.passes(1, 8)[[1, 5]] == pytest.approx([0.003, 0.003], rel=0.1)
 
 
 def test_drafts_have_fixed_work_and_levels() -> None:
@@ -97,10 +120,18 @@ def test_drafts_have_fixed_work_and_levels() -> None:
     assert costs.draft(0)[[1, 4, 8]] == pytest.approx([0.5, 0.8, 1.2], rel=0.01)
     assert costs.draft(1)[[1, 8]] == pytest.approx([0.2, 1.6], rel=0.01)
     assert costs.draft(2).tolist() == [0.0] * 9
-    costs.learn_draft(2, 2, 500.0)
+    learn(costs, 1, 1, 1.0, (2, 2, 500.0))
     assert not costs.draft(2).any(), "the first one also reads the prompt"
-    costs.learn_draft(2, 2, 0.2)
+    learn(costs, 1, 1, 1.0, (2, 2, 0.2))
     assert costs.draft(2)[4] == pytest.approx(0.4)
+
+
+def test_asking_in_vain_has_seconds_of_its_own() -> None:
+    costs = model(0.1)
+    for _ in range(60):
+        learn(costs, 1, 1, 1.0, (0, 0, 0.02))
+        learn(costs, 1, 5, 1.4, (0, 4, 0.4))
+    assert costs.draft(0)[[0, 4]] == pytest.approx([0.02, 0.4], rel=0.05)
 
 
 def test_what_the_host_takes_is_a_line_by_tokens() -> None:

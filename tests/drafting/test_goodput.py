@@ -258,6 +258,6 @@ def test_metrics_count_declined_drafts(curve: Any, is_dear: bool, monkeypatch: p
     drafting = llm({"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}, on_step=records.append)
     metrics = drafting.generate([5, 6, 5, 6], params)[0].metrics
     assert metrics.as_dict()["num_declined"] == sum(record.declined is not None for record in records)
-    assert (metrics.num_declined > 20) == is_dear
+    assert (metrics.num_drafted == 0) == is_dear
     assert metrics.num_declined <= metrics.steps
     assert llm({}).generate([5], params)[0].metrics.num_declined == 0

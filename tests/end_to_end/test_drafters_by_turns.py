@@ -59,7 +59,7 @@ def test_drafters_asked_by_turns_change_no_text(
     monkeypatch.setattr("foretoken.entrypoints.llm.pass_costs", lambda model, name: PassCosts(*[free] * 3))
     monkeypatch.setattr(drafting, "Goodput", ByTurns)
     monkeypatch.setattr(drafting, "time_drafts", lambda drafter, target: [])
-    monkeypatch.setattr(CostModel, "learn_pass", lambda *_: None)  # width goes on to cost nothing
+    monkeypatch.setattr(CostModel, "learn", lambda *_, **__: None)  # width goes on to cost nothing
     monkeypatch.setattr(ByTurns, "num_grafts", 0)
     mix, plain, records = request_mix(), plain_mix(), list[StepRecord]()
     config: dict[str, Any] = {
