@@ -332,7 +332,7 @@ def doctor(
     if place is not None and not holds_head(place):
         check_is_no_model(place)
         open_files(place)  # a damaged file gives a better message than a missing head
-        raise ConfigError(f"'{head}' holds no draft head. Expected a directory or file of weights with one.")
+        raise ConfigError(f"'{head}' holds no draft head. Expected a directory or a file with the weights of a head.")
     texts = load_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)

@@ -411,7 +411,10 @@ def vocabularies(target: TargetHandle, model: LoadedModel, tokenizer: Any | None
     """
     for name, each in ((target.name, target.tokenizer), (model.name, tokenizer)):
         if each is None:
-            raise ConfigError(f"'{name}' has no tokenizer, which tells what its tokens spell. Expected one.")
+            raise ConfigError(
+                f"'{name}' has no tokenizer, and 'vocab_match' compares what tokens spell. Expected tokenizer files "
+                "beside the weights. Pass tokenizer=... for a model in memory."
+            )
     return (
         Vocabulary(target.tokenizer, target.vocab_size, target.name),
         Vocabulary(tokenizer, model.vocab_size, model.name),

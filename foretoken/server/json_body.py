@@ -111,11 +111,11 @@ def _check_counts(body: bytes) -> None:
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # removes escaped quotes
     num_texts = bare.count(b'"') // 2
     if num_texts > _MOST_TEXTS:
-        raise ApiError(f"The body has {num_texts} texts. Expected at most {_MOST_TEXTS}.")
+        raise ApiError(f"The body has {num_texts} strings. Expected at most {_MOST_TEXTS}. Send less in one request.")
     outside = b"".join(bare.split(b'"')[::2])
     for what, (sign, most) in _MOST.items():
         if (count := outside.count(sign)) > most:
-            raise ApiError(f"The body has {count} {what}. Expected at most {most}.")
+            raise ApiError(f"The body has {count} {what}. Expected at most {most}. Send less in one request.")
 
 
 def _finite(digits: str) -> float:

@@ -123,7 +123,7 @@ def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> H
     found = trained_method(method)
     fixed = sorted({"hidden_size", "vocab_size"} & sizes.keys())
     if fixed:
-        raise ConfigError(f"'{fixed[0]}' of a {method} head is the target's. Expected other keys. Leave it out.")
+        raise ConfigError(f"'{fixed[0]}' of a {method} head is the target's. Expected no value here. Leave it out.")
     given = {
         "hidden_size": int(target.config.hidden_size),
         "vocab_size": target.vocab_size,
