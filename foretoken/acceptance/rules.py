@@ -40,10 +40,8 @@ class HostPath(NamedTuple):
 def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Acceptance:
     """Descends from the root until a step finds no child.
 
-    Args:
-        tree: (B, N) candidates.
-        step: Maps (nodes (B,) int64, depth) to the child to descend to, (B,) int64, -1 for none, and the target's token
-            where there is no child, (B,) int64.
+    `step`: maps (nodes (B,) int64, depth) to the child to descend to, (B,) int64, -1 for none, and the target's token
+    where there is no child, (B,) int64.
     """
     batch, device = tree.batch_size, tree.tokens.device
     node = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -85,7 +83,6 @@ def walk_chosen(tree: TokenTree, chosen: Sequence[int], starts: Sequence[int]) -
     """Does `walk` on the host, if the host knows the token after every node and reads tensors freely.
 
     Args:
-        tree: (B, N) candidates.
         chosen: The token after each node; those of sequence b begin at `starts[b]`.
         starts: At least B.
     """
@@ -241,11 +238,8 @@ def conditional_draft_probs(tree: TokenTree, table: Tensor, node: Tensor, slot: 
     """Returns the draft distribution of the `slot`-th sampled child of each node, given its earlier siblings.
 
     Args:
-        tree: Candidates with draft distributions.
         table: (B, N, C) int64 from `sampled_children`.
         node: (B,) int64, the parents.
-        slot: Which child.
-        like: Gives dtype.
 
     Returns:
         (B, V); arbitrary where the child does not exist.
@@ -328,10 +322,8 @@ def accept_lenient(
 
     Args:
         tree: Chains (node i's parent is i - 1), sampled or one-hot.
-        log_probs: The target distribution after each node.
         unwarped_log_probs: The same at temperature 1.
         greedy: (B,) bool, requests at temperature 0.
-        decisions: Source of the tests and draws.
         lenience: l in (0, 1]; 1 is lossless.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), appendix A.5; the greedy inequality printed there is reversed.
@@ -387,9 +379,6 @@ def accept_typical(
     greedy at any temperature. `lossy_tv` is NaN: the distance is unknown for this rule.
 
     Args:
-        tree: Candidates drawn in any way.
-        log_probs: The target distribution after each node.
-        decisions: Source of the draw.
         epsilon: Posterior threshold, published 0.09.
         delta: Posterior alpha, published 0.3 (the square root of epsilon).
         is_end_drawn: Whether the token after the path is drawn from the target's distribution; otherwise its argmax.

@@ -85,9 +85,6 @@ class AcceptancePolicy:
         is no chain is verified by the sequential test.
 
         Args:
-            tree: The batch's trees.
-            is_greedy: Whether the request is decoded greedily.
-            is_seeded: Whether it has a seed.
             row: Its index in the batch, so that the rule cannot depend on other sequences; None asks for one rule that
                 fits all rows.
             is_plain: Whether only temperature changes its distribution, on a device with kernels for that. "coupled"
