@@ -48,9 +48,6 @@ def pass_tables(
         starts: (S + 1,) int32, contiguous, where each sequence's tokens begin.
         node_starts: (S + 1,) int32, contiguous, where its nodes begin; its tokens are the last of them.
         num_tokens: M, at least starts[S].
-        max_prefix: See `PassTables`.
-        max_tokens: See `PassTables`.
-        max_nodes: See `PassTables`.
 
     Returns:
         The tables, with words, and the (M,) int64 positions of the tokens, 0 for tokens of no sequence.
