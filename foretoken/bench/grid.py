@@ -25,14 +25,7 @@ _OPENING, _CLOSING = "[{", "]}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The settings that comparable points share; the names of the fields are axes of a grid.
-
-    Attributes:
-        dtype: See `load_model`.
-        runner: See `LLM`.
-        batch_size: Sequences decoded at once.
-        temperature: Temperature of all requests.
-    """
+    """The settings that comparable points share; the names of the fields are axes of a grid."""
 
     dtype: str = "auto"
     runner: str = "auto"
@@ -55,7 +48,6 @@ class Point:
     """One combination.
 
     Attributes:
-        serving: The settings of decoding.
         setup: The drafter; its name is unique in the grid.
         method: The drafter before the axes changed it, such as "medusa" or "eagle3:dynamic".
         changes: The values that the axes set in it, by dotted key.
@@ -191,7 +183,6 @@ def _serving(values: Mapping[str, Any]) -> Serving:
 
 
 def _base(setup: Any, target: str) -> Setup:
-    """Returns a drafter that axes change, from the form of -s or an object of a file."""
     parsed = parse_setup(setup if isinstance(setup, str) else json.dumps(setup), target=target)
     if parsed.config is None:
         raise ConfigError(f"'{PLAIN}' drafts nothing to sweep. Leave it out: it is measured beside every point.")
@@ -199,7 +190,6 @@ def _base(setup: Any, target: str) -> Setup:
 
 
 def _refusal(setup: Setup, target: str) -> str | None:
-    """Returns why a drafter's options are invalid, or None."""
     try:
         check_setup(setup, target=target)
     except ForetokenError as err:
@@ -227,7 +217,6 @@ def _product(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _axes(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yields the axes of a file's object, with dotted keys for inner objects."""
     for key, inner in value.items():
         if isinstance(inner, dict):
             yield from _axes(inner, f"{prefix}{key}.")
@@ -250,7 +239,6 @@ def _split(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """Returns parsed JSON, or the text itself."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -79,12 +79,10 @@ def look_of(method: str, methods: list[str]) -> Look:
 
 
 def _known(method: str) -> Look | None:
-    """Returns the look of a single method, with any tree; None for merged trees and unknown methods."""
     return None if "+" in method else _LOOKS.get(method.partition(":")[0])
 
 
 def _title_of(method: str) -> str:
-    """Returns a title with the names of the drafters and "dynamic trees"; else the name as it is."""
     titles = []
     for part in method.split("+"):
         name, _, tree = part.partition(":")
@@ -135,8 +133,6 @@ class Chart(NamedTuple):
     """One picture.
 
     Attributes:
-        name: The name of its files, without suffix.
-        title: The title above.
         axis: The label of the vertical axis, with its unit.
         value: Returns the value of a point.
         is_beside_plain: Whether plain decoding has such a value too.
@@ -162,11 +158,7 @@ CHARTS = (
 
 
 class Series(NamedTuple):
-    """Points with the same look.
-
-    Attributes:
-        variant: Further options that tell these points from others of the method, in words; may be empty.
-    """
+    """Points with the same look; `variant` names further options in words, and may be empty."""
 
     method: str
     variant: str
@@ -180,13 +172,8 @@ class Series(NamedTuple):
 def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what: str) -> list[Path]:
     """Draws every chart as `.svg` for both backgrounds and as `.png` for a light one; returns the files.
 
-    Args:
-        panels: The points of each serving.
-        directory: The directory of the files; older ones are replaced.
-        what: The model and the machine, shown below the title.
-
-    Raises:
-        ConfigError: When matplotlib is not installed.
+    Older files are replaced. `what`, the model and the machine, is shown below the title. Raises `ConfigError` without
+    matplotlib.
     """
     mpl = load_matplotlib()
     files = []
@@ -311,7 +298,6 @@ def _draw_panel(
 
 
 def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
-    """Scales the horizontal axis from 0, or by powers of two if tree sizes differ much."""
     least, most = min(nodes), max(nodes)
     if least < 0.5 or most < _WIDE_RANGE * least:
         axes.set_xlim(0, max(most * 1.08, 1.0))
@@ -333,7 +319,6 @@ def _legend(figure: Any) -> dict[str, Any]:
 
 
 def _spelled(serving: Serving, all_servings: Sequence[Serving]) -> str:
-    """Returns a panel's title: batch size and temperature, and further values that differ between panels."""
     temperature = "greedy" if serving.temperature == 0 else f"sampled, T {serving.temperature:g}"
     parts = [f"batch size {serving.batch_size}", temperature]
     parts += [

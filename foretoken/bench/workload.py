@@ -37,7 +37,6 @@ def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[st
         source: A bundled set, cut from Python files that the reference model never saw: "heldout" (code to be
             completed), "edit" (functions to be repeated with a name changed) or "prose" (docstrings to be completed).
             Or a `.jsonl` file with a `prompt` string in every line, or any other text file as one prompt.
-        limit: Most prompts.
 
     Raises:
         RequestError: When the file is missing, empty, too large or of another form.
@@ -110,9 +109,7 @@ class Workload:
 class TokenProgress:
     """Counts output tokens over several runs of a workload; `add` goes to `LLM` as `on_step`.
 
-    Attributes:
-        workload: The workload of one run, at one temperature.
-        report: Called with tokens done and tokens in all.
+    `workload` has one temperature. `report` is called with tokens done and tokens in all.
     """
 
     workload: Workload
@@ -178,8 +175,7 @@ class SetupEngines:
     def add(self, setup: Setup) -> None:
         """Makes the engine of one more setup; replaces an engine of the same name.
 
-        Raises:
-            ForetokenError: When the drafter does not fit the target.
+        Raises `ForetokenError` when the drafter does not fit the target.
         """
         config = setup.with_references(self._plain_texts() if setup.needs_references else ())
         self._engines[setup.name] = self._create(speculative_config=config)

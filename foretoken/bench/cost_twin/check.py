@@ -35,8 +35,6 @@ class TwinCheck(NamedTuple):
 
     Attributes:
         what: "logits", "greedy text", or the name of a drafter whose drafts were compared.
-        dtype: The dtype of both.
-        decoder: The decoder of both.
         num_compared: Positions with logits, output tokens, or drafted nodes.
         difference: Largest difference of two logits; None for text and drafts.
         is_same: Whether the twin does the same as the original.
@@ -65,7 +63,6 @@ def check_twin(
     Args:
         parts: The result of `make_twin`.
         prompts: Token ids of real text.
-        max_tokens: Output tokens a prompt.
         on_progress: Called with comparisons done and comparisons in all.
     """
     target = next(part for part in parts if part.role == TARGET)
