@@ -118,7 +118,6 @@ def _values(given: Any) -> Sequence[Any]:
 
 
 def _value(kind: Any) -> str:
-    """Returns the placeholder of an option's value; "" for a flag."""
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     if parts:
         return _value(parts[0])
@@ -134,10 +133,7 @@ class Ended(Exception):
 
 
 class _Commands(TyperGroup):
-    """Runs a command; turns an interruption into our exit code before typer handles it.
-
-    A command's name may be two words: `data vocab` beside `data`, `bench serve` beside `bench`, and `tune tree`.
-    """
+    """Runs a command, whose name may be two words: `data vocab` beside `data`, `bench serve` beside `bench`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return without_flags(super().get_params(ctx))

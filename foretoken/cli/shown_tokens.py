@@ -78,7 +78,11 @@ class ShownTokens:
         self._is_visible = sys.stdout.isatty() and not raw
 
     def add_step(self, record: StepRecord) -> None:
-        """Adds an iteration of the one sequence, before its text is written."""
+        """Begins a text.
+
+        `colour` is the wish of the command line, None to decide by the streams. `raw` shows control characters
+        unescaped on a terminal.
+        """
         step = record.sequences[0]
         self._passes += 1
         self._spans.push(step.tokens)

@@ -163,7 +163,6 @@ def _bench_command(target: str, method: str, head: Path) -> str:
 
 
 def _pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
-    """Returns KEY=JSON options as a dictionary; a value that is not JSON is text."""
     result = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
