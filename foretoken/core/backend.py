@@ -112,15 +112,11 @@ def restored_torch_state() -> Iterator[None]:
 
 
 def _function_modes() -> tuple[list[Any], Any]:
-    """Returns torch's function modes from the outermost in, and the context of the default device."""
     return overrides._get_current_function_mode_stack(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def _set_function_modes(modes: list[Any], default: Any) -> None:
-    """Restores the result of `_function_modes`.
-
-    `torch.set_default_device` fails inside `with torch.device(...)`, after it has removed half of the modes.
-    """
+    """Restores modes; `torch.set_default_device` fails inside `with torch.device(...)`, and removes half of them."""
     while overrides._get_current_function_mode_stack():
         overrides._pop_mode()
     for mode in modes:
@@ -129,7 +125,6 @@ def _set_function_modes(modes: list[Any], default: Any) -> None:
 
 
 def _autocast() -> tuple[Any, ...]:
-    """Returns by device whether autocast is on and its dtype, whether it caches weights, and its nesting."""
     by_device = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES]
     return (*by_device, torch.is_autocast_cache_enabled(), _autocast_nesting())
 
@@ -187,10 +182,8 @@ class StageClock:
     def __init__(self, device: torch.device, *, max_events: int | None = 3) -> None:
         """Starts the first stage.
 
-        Args:
-            device: The device that works in the stages.
-            max_events: On GPUs the device itself times the stages between this many marks, the start included; None for
-                all marks.
+        On GPUs the device itself times the stages between the first `max_events` marks, the start included; None for
+        all marks.
         """
         self._max_events = max_events if has_cuda_runtime(device) else 0
         # `Event.record` looks the stream up by itself too, at 60 us each time.

@@ -182,7 +182,6 @@ def _shown(value: Any, depth: int) -> str:
 
 
 def _first(parts: Iterable[str]) -> str:
-    """Joins parts until they are many or long."""
     kept: list[str] = []
     for part in parts:
         if len(kept) == _MOST_SHOWN or sum(map(len, kept)) > _LONGEST_SHOWN:
@@ -206,10 +205,8 @@ def validated(
     """Returns an instance of a pydantic model.
 
     Args:
-        kind: The model.
         values: A mapping of its fields; anything else is refused.
         what: Describes the values in messages, such as "a medusa head".
-        error: The exception type.
         other_keys: Further keys to suggest for an unknown key.
         advice: A sentence at the end of every message.
 
@@ -263,6 +260,5 @@ def _found(values: Any, place: tuple[int | str, ...]) -> tuple[list[str], Any]:
 
 
 def _reason(error: ErrorDetails) -> str:
-    """Returns the message of pydantic or of a rule of ours, without the final stop."""
     is_ours = error["type"] == "value_error"
     return (str(error["ctx"]["error"]) if is_ours else error["msg"]).rstrip(".")

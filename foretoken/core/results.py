@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One metric.
-
-    Attributes:
-        name: vLLM's name, such as "vllm:generation_tokens", or our own, such as "foretoken:target_passes".
-        labels: Labels of the metric.
-    """
+    """One metric; the name is vLLM's ("vllm:generation_tokens") or our own ("foretoken:target_passes")."""
 
     name: str
     labels: dict[str, str]
@@ -108,10 +103,7 @@ class GenerationMetrics:
 
     Attributes:
         steps: Target passes after prefill in which the sequence took part.
-        num_emitted: Output tokens.
         num_prefill_emitted: Output tokens that prefill gave: the first one, and one more after every preemption.
-        num_drafted: Drafted nodes verified.
-        num_accepted: Drafted tokens accepted.
         drafted_at_depth: Passes whose tree reached depth d, by d (1-based).
         accepted_at_depth: Passes that accepted at least d drafted tokens, by d (1-based).
         accepted_by: Accepted tokens by drafter name.

@@ -25,12 +25,7 @@ from foretoken.core.structured_outputs import StructuredOutputsParams
 
 
 class OtherField(NamedTuple):
-    """A field that only vLLM has.
-
-    Attributes:
-        neutral: Values, besides None, with no effect.
-        instead: Advice for all other values.
-    """
+    """A field that only vLLM has; None and `neutral` values have no effect, others get the advice `instead`."""
 
     neutral: tuple[Any, ...]
     instead: str
@@ -125,13 +120,9 @@ def _takes_any_numbers(cls: _Class) -> _Class:
 
 
 def bounded_bad_words(words: Iterable[_Word]) -> list[_Word]:
-    """Returns forbidden words as token ids; refuses words that need too large a table.
+    """Returns forbidden words as token ids; reads no word after the first that is too much.
 
-    Args:
-        words: The words; none is read after the first that is too much.
-
-    Raises:
-        RequestError: When one word, or all together, have too many tokens.
+    Raises `RequestError` when one word, or all words together, have too many tokens.
     """
     kept: list[_Word] = []
     total = 0
@@ -260,12 +251,8 @@ class SamplingParams:
     def from_optional(cls, *, logit_bias: Mapping[Any, float] | None = None, **fields: Any) -> Self:
         """Makes parameters from fields that may be None, such as those of an API request.
 
-        Args:
-            logit_bias: Biases by token id, which may be text as in JSON; clipped to -100..100.
-            fields: All other fields.
-
-        Raises:
-            RequestError: As the class itself does, and for keys of `logit_bias` that are no integers.
+        Token ids of `logit_bias` may be text, as in JSON; biases are clipped to -100..100. Raises `RequestError` as the
+        class does, and for keys of `logit_bias` that are no integers.
         """
         given: Any = logit_bias
         if isinstance(logit_bias, Mapping):
