@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Cosines and sines at the positions of a pass, looked up once for all layers.
-
-    Attributes:
-        positions: (M,) int64.
-    """
+    """Cosines and sines at the positions of a pass, looked up once for all layers; `positions`: (M,) int64."""
 
     def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
         """Looks up nothing yet; dtype: of the results."""
@@ -48,9 +44,6 @@ class Projected(NamedTuple):
     Attributes:
         joined: (M, (H + 2 Hk) D), queries, keys, values; without queries if only keys and values are needed.
         num_heads: H, or 0.
-        layer: Index of the layer in the cache.
-        turns: Rotations at the positions of the pass.
-        layout: Cache rows of the pass.
     """
 
     joined: Tensor
@@ -63,8 +56,7 @@ class Projected(NamedTuple):
 class TorchOps:
     """The operations in torch; norms come from `prepared_norm`.
 
-    Attributes:
-        sums_parts: Whether `add_and_norm` takes a `delta` of (P, M, E), to be summed over P.
+    `sums_parts`: whether `add_and_norm` takes a `delta` of (P, M, E), to be summed over P.
     """
 
     sums_parts = False
@@ -82,16 +74,7 @@ class TorchOps:
         return _activated(gate, activation) * up
 
     def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
-        """Applies norms and rotation to queries and keys, and writes keys and values into the cache.
-
-        Args:
-            projected: Outputs of the projections.
-            block: Norms of queries and keys, and rotation.
-            cache: Written.
-
-        Returns:
-            (M, H, D) queries.
-        """
+        """Applies norms and rotation to queries and keys, and writes keys and values; returns (M, H, D) queries."""
         spec, joined = block.spec, projected.joined
         sizes = [projected.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
         query, key, value = joined.split(sizes, dim=1)

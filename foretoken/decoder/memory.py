@@ -44,8 +44,7 @@ class HeldMemory:
 class Described:
     """A description of tensors by address, for kernels. Subclasses set `_memory`.
 
-    Attributes:
-        structure: Valid until a tensor moves.
+    `structure`: valid until a tensor moves.
     """
 
     structure: Any
@@ -116,17 +115,14 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # of madvise, see linux/mman.h
 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> int:
-    """Moves the memory of tensors into huge pages if the system has them; contents and addresses stay.
+    """Moves the memory of tensors into huge pages if the system has them; returns the bytes in huge pages.
 
-    Adjacent tensors share pages; only pages that they fill are moved. The system may decline: Linux before 6.1 moves
-    pages later, other systems and switched-off huge pages never. The call takes a quarter of a second to two a GiB.
-    Memory that a forked process shares with its parent becomes its own, so load a model before forking.
+    Contents and addresses stay. The tensors are strided, on a CPU, and already written: the call would allocate
+    untouched memory. Adjacent tensors share pages; only pages that they fill are moved.
 
-    Args:
-        tensors: Strided, on a CPU, and already written: the call would allocate untouched memory.
-
-    Returns:
-        Bytes in huge pages.
+    The system may decline: Linux before 6.1 moves pages later, other systems and switched-off huge pages never. The
+    call takes a quarter of a second to two a GiB. Memory that a forked process shares with its parent becomes its own,
+    so load a model before forking.
     """
     if not sys.platform.startswith("linux") or _are_switched_off():
         return 0

@@ -23,9 +23,7 @@ _AT_ONCE = 1 << 24  # weights in float32 during rounding, 64 MiB; a choice: more
 class Int8Weight(NamedTuple):
     """A matrix (N, K) with rows `scales[n] * numbers[n]`: K + 4 bytes a row.
 
-    Attributes:
-        numbers: (N, K) int8, contiguous.
-        scales: (N,) float32, 0 for a row of zeros.
+    `numbers`: (N, K) int8, contiguous. `scales`: (N,) float32, 0 for a row of zeros.
     """
 
     numbers: Tensor
@@ -33,13 +31,9 @@ class Int8Weight(NamedTuple):
 
 
 def int8_weight(weight: Tensor) -> Int8Weight:
-    """Rounds every row to multiples of 1 / 127 of its largest absolute value, ties to even.
+    """Rounds every row of (N, K) to multiples of 1 / 127 of its largest absolute value, ties to even.
 
-    Args:
-        weight: (N, K) of any real dtype, on a CPU, N and K at least 1.
-
-    Raises:
-        UnsuitableError: If a weight is NaN or infinite.
+    The weight has any real dtype, lies on a CPU, and is not empty. Raises `UnsuitableError` for NaN and infinity.
     """
     weight = weight.detach()
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -102,8 +96,7 @@ class NativeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Turns (..., K) of any dtype, on a CPU, into (..., N) float32.
 
-        Raises:
-            PassError: If the input is anything else, memory is too small, or the weight's memory was freed.
+        Raises `PassError` if the input is anything else, memory is too small, or the weight's memory was freed.
         """
         if self._memory.has_changed():
             check_memory(self.tensors())
@@ -154,7 +147,6 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
     """Returns a native layer if possible, else the layer itself.
 
     Args:
-        layer: Any module.
         quantization: "int8" for an int8 copy, which has its own memory.
         compacts: Whether a float32 weight becomes bfloat16 if that is exact: half the bytes to read, but inputs are
             rounded to bfloat16. Otherwise the weight is read in place.
