@@ -60,11 +60,7 @@ class EarlyExitDrafter:
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
-        """Checks that the target has more blocks.
-
-        Raises:
-            ConfigError: When no block would be left out.
-        """
+        """Checks that the target has more blocks; raises `ConfigError` when no block would be left out."""
         num_layers, wanted = target.model.num_layers, self._options.exit_layer
         if (wanted or 1) >= num_layers:
             raise ConfigError(

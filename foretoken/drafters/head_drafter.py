@@ -82,9 +82,8 @@ class HeadOptions(DrafterOptions):
 def checked_head(options: HeadOptions, model: LoadedModel) -> HeadCheckpoint:
     """Returns the checkpoint that the options name, for a target.
 
-    Raises:
-        ConfigError: Without a model, or when the head is of another method or for another target.
-        ModelError: When the checkpoint is missing or damaged, or cannot be downloaded.
+    Raises `ConfigError` without a model, or when the head is of another method or for another target, `ModelError` when
+    the checkpoint is missing or damaged, or cannot be downloaded.
     """
     method = options.method
     if options.model is None:
@@ -121,7 +120,6 @@ class CapturedExpansion:
 
         Args:
             fill: Fills a tree of roots from (B, E) features, without reading any tensor.
-            device: Where trees lie.
             capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
         """
         self._fill = fill
@@ -135,9 +133,7 @@ class CapturedExpansion:
         """Returns a filled tree, which is valid until the next call.
 
         Args:
-            shape: Of the tree.
             roots: (B,) int64.
-            draws: How tokens are chosen.
             features: (B, E), input of the head.
         """
         if self._graphs is None:
@@ -196,11 +192,7 @@ class HeadDrafter:
     head: Head
 
     def __init__(self, options: HeadOptions, model: LoadedModel) -> None:
-        """Reads the head's files; `attach` makes the network.
-
-        Raises:
-            ConfigError, ModelError: See `checked_head`.
-        """
+        """Reads the head's files; `attach` makes the network. Raises the errors of `checked_head`."""
         self.name, self.options = options.method, options
         self.checkpoint = checked_head(options, model)
         self.reads = TargetReads(taps=self.checkpoint.config.taps, is_last_enough=self.reads_last)
@@ -274,17 +266,14 @@ class HeadDrafter:
         return features
 
     def fill(self, expansion: Expansion, state: Tensor) -> None:
-        """Fills a tree of roots level by level, without reading any tensor.
+        """Fills a tree of roots in place, level by level, without reading any tensor.
 
-        Args:
-            expansion: A tree of roots; changed.
-            state: (B, W), the first state of steps.
+        `state` is (B, W), the first state of the steps.
         """
         assert isinstance(self.head, StepHead), "other heads have a `fill` of their own"
         fill_by_steps(self.head, self.parts, expansion, state)
 
     def _prepared(self, quantization: Quantization | None) -> LastFeatures | WaitingFeatures:
-        """Makes network and features; raises `UnsuitableError` if their matrices cannot be quantised."""
         target, is_on_cpu = self._target, runs_cpu_kernels(self._target.device)
         if quantization is not None and not is_on_cpu:
             raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
@@ -299,7 +288,6 @@ class HeadDrafter:
         return self.features_for(target)
 
     def _native_kernels(self) -> HeadKernels | None:
-        """Returns kernels that draft with the head in one native call; None if they do not support the head."""
         if not isinstance(self.head, StepHead) or not runs_cpu_kernels(self._target.device):
             return None
         steps = self.head.native_steps(self.parts)
@@ -309,7 +297,6 @@ class HeadDrafter:
             return None
 
     def _fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
-        """Fills a tree from (B, E) features: in one native call where possible, else by `fill`."""
         kernels = self._kernels
         if kernels is not None and kernels.can_fill(expansion):
             kernels.fill(expansion, features)
@@ -329,7 +316,6 @@ class HeadDrafter:
         self._expansion.expand(shape, roots, draws, features)
 
     def _chosen_shape(self) -> AnyShape:
-        """Returns the tree that the options ask for; raises `ConfigError` if the head cannot draft so deep."""
         options, depth = self.options, self.head.config.max_depth
         if depth is None:
             return self._asked_shape()
@@ -384,13 +370,9 @@ class HeadDrafter:
 
 
 def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, state: Tensor) -> None:
-    """Fills a tree of roots with a head that is evaluated at every node that has children.
+    """Fills a tree of roots in place with a head that is evaluated at every node that has children.
 
-    Args:
-        head: Takes one token per step.
-        parts: Modules that it shares with the target.
-        expansion: A tree of roots; changed.
-        state: (B, W), the first state of steps.
+    `state` is (B, W), the first state of the steps.
     """
     states = state.unsqueeze(1)
     for depth in expansion.levels():

@@ -84,8 +84,7 @@ class LastFeatures:
 class WaitingFeatures(ABC):
     """Committed features that wait until the next draft, beside a decoder block that was fed those before them.
 
-    Attributes:
-        stack: The block with its KV rows by slot.
+    `stack`: the block with its KV rows by slot.
     """
 
     def __init__(self, stack: BlockStack, target: TargetHandle, dtype: torch.dtype) -> None:
@@ -176,13 +175,8 @@ class StackFeatures(WaitingFeatures):
     ) -> None:
         """Starts without features.
 
-        Args:
-            encode: Feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W), whose last
-                rows are stored.
-            stack: The block.
-            target: Gives slots and device.
-            width: W.
-            dtype: Of inputs and stored outputs.
+        `encode`: feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W), whose last rows
+        are stored.
         """
         super().__init__(stack, target, dtype)
         self._encode = encode

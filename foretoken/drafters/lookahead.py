@@ -36,12 +36,7 @@ class NgramPool:
     """N-grams by the token before them. Drops the oldest n-gram of a token, and the token that was seen longest ago."""
 
     def __init__(self, *, per_key: int, max_ngrams: int) -> None:
-        """Makes an empty pool.
-
-        Args:
-            per_key: Most n-grams kept after one token.
-            max_ngrams: Most n-grams altogether, at least `per_key`.
-        """
+        """Makes an empty pool of at most `max_ngrams` n-grams, at least `per_key`, the most after one token."""
         self._per_key, self._max_ngrams = per_key, max_ngrams
         self._by_key: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()  # both: least recently seen first
         self._num_ngrams = 0
@@ -90,9 +85,7 @@ class Answers:
     def __init__(self, row: TreeRow, answers: Sequence[int]) -> None:
         """Reads a tree.
 
-        Args:
-            row: The tree; nodes without a parent, which were cut off, are left out with their descendants.
-            answers: The target's most probable token after each node.
+        `row`: the tree; nodes without a parent, which were cut off, are left out with their descendants.
         """
         self._children: dict[tuple[int, int], int] = {}
         self._answers = answers
@@ -120,16 +113,13 @@ class Answers:
 class Window:
     """The window of one sequence.
 
-    Attributes:
-        columns: Tokens of each column by row, all of one length; the first token of column 0 stands for the root.
+    `columns`: tokens of each column by row, all of one length; the first token of column 0 stands for the root.
     """
 
     def __init__(self, width: int, ngram: int, *, prompt: Sequence[int], unwanted: Container[int], seed: int) -> None:
         """Fills the window with tokens of the prompt.
 
         Args:
-            width: W.
-            ngram: N.
             prompt: Source of guesses that the target did not make.
             unwanted: Tokens that end a text; not used unless the prompt has no others.
             seed: Chooses the tokens.
@@ -145,13 +135,7 @@ class Window:
         return len(self.columns) * len(self.columns[0])
 
     def add_to(self, trie: Trie, *, max_depth: int, max_nodes: int) -> None:
-        """Adds the window below a root: the first columns, as many as fit as a whole.
-
-        Args:
-            trie: Changed.
-            max_depth: Deepest node.
-            max_nodes: Most nodes of the trie.
-        """
+        """Adds the window below a root: the first columns, as many as fit into `max_nodes` nodes as a whole."""
         top, num_rows = 0, len(self.columns[0])
         for index, column in enumerate(self.columns):
             if index + num_rows - 1 > max_depth or len(trie.tokens) + num_rows - (index == 0) > max_nodes:
@@ -163,8 +147,7 @@ class Window:
     def learn_answers(self, root: int, answers: Answers) -> list[Ngram]:
         """Advances the window by the target's answers.
 
-        Returns:
-            The n-grams of full columns with an answer, from the first column on.
+        Returns the n-grams of full columns with an answer, from the first column on.
         """
         found = self._answers(answers)
         if len(self.columns[0]) < self._num_rows:
@@ -182,7 +165,6 @@ class Window:
         return ngrams
 
     def _answers(self, answers: Answers) -> list[int | None]:
-        """Returns the target's answer below the last row of each column; None if it was not verified."""
         found: list[int | None] = []
         top: int | None = 0
         for index, column in enumerate(self.columns):
@@ -224,7 +206,6 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _fits(self) -> Options:
-        """Refuses trees without room for a window and a guess, and tree shapes that guesses cannot have."""
         if self.tree not in ("chain", "tree"):
             raise ConfigError(
                 "method 'lookahead' has no static trees: its guesses make the tree. Expected 'tree' to be \"tree\" or "
@@ -262,14 +243,6 @@ class Options(DrafterOptions):
 
 @dataclass(slots=True)
 class _State:
-    """State of one sequence.
-
-    Attributes:
-        window: Of the present root.
-        pool: N-grams seen.
-        num_pooled: Tokens of the text with n-grams in the pool.
-    """
-
     window: Window
     pool: NgramPool
     num_pooled: int = 0
@@ -348,7 +321,6 @@ class LookaheadDrafter:
         return trie.row(), num_drafted
 
     def _follow(self, state: _State, tokens: Sequence[int]) -> None:
-        """Adds new n-grams of the whole text `tokens` to the pool, if the options ask for them."""
         length = self._options.lookahead_ngram
         if not self._options.lookahead_pool_from_prompt:
             return

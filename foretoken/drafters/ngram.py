@@ -105,12 +105,7 @@ _LONGEST_AGREEMENT = 32  # tokens before a match that are compared
 
 
 class Options(DrafterOptions):
-    """Options of prompt lookup, with vLLM's names.
-
-    Attributes:
-        prompt_lookup_max: Longest match, in tokens.
-        prompt_lookup_min: Shortest match.
-    """
+    """Options of prompt lookup, with vLLM's names: longest and shortest match, in tokens."""
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
@@ -180,7 +175,6 @@ class NgramDrafter:
 
     @staticmethod
     def _chain(index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
-        """Returns the chain of the best match, and the scores of its nodes."""
         end = next(index.matches(), None) if depth else None
         if end is None:
             return TreeRow([tokens[-1]], [-1]), [0.0]
@@ -190,7 +184,6 @@ class NgramDrafter:
 
     @staticmethod
     def _tree(index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
-        """Returns the tree of several matches, and the scores of its nodes."""
         trie, scores = Trie(tokens[-1]), [0.0]
         if depth:
             for end in index.matches():

@@ -78,7 +78,6 @@ class OracleDrafter:
         self._passes.pop(slot, None)
 
     def _trie(self, slot: int, tokens: Sequence[int], depth: int) -> Trie:
-        """Returns a chain, with a wrong sibling before every node if the options ask for siblings."""
         # Texts may share a prompt, so another reference may fit now.
         if list(self._references[slot][: len(tokens)]) != list(tokens):
             known = (r for r in self._options.references if list(r[: len(tokens)]) == list(tokens))

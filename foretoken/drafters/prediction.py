@@ -40,12 +40,9 @@ class FollowedText:
     """
 
     def __init__(self, text: Sequence[int], *, shortest: int, longest: int) -> None:
-        """Starts at the beginning of the text.
+        """Starts at the beginning of a text, which is not copied and must not be changed.
 
-        Args:
-            text: Token ids. Not copied; must not be changed.
-            shortest: Fewest tokens of a match.
-            longest: Most tokens of a match that are compared.
+        A match has at least `shortest` tokens; at most `longest` are compared.
         """
         self._text, self._shortest, self._longest = text, shortest, longest
         self._ends: dict[tuple[int, ...], list[int]] | None = None  # of each run of `shortest` tokens; made when needed
@@ -82,14 +79,9 @@ class FollowedText:
     def places(self, output: Sequence[int], begin: int = 0) -> Iterator[int]:
         """Yields places at which the output may continue, the most likely first, each once.
 
-        Args:
-            output: The tokens that were last followed.
-            begin: Where the output begins in `output`.
-
-        Yields:
-            Indices into the text, less than its length: first the followed or assumed place; then matches of the
-                output's last
-            tokens, the longest first, among equals the nearest ahead, then the nearest behind.
+        A place is an index into the text: first the followed or assumed place, then matches of the output's last
+        tokens. The longest match comes first, among equals the nearest ahead, then the nearest behind. `begin` is where
+        the output begins in `output`, the tokens that were last followed.
         """
         expected = self._expected()
         if expected is not None:
@@ -136,12 +128,7 @@ _MOST_PLACES = 4  # of the prediction in one tree
 
 
 class Options(DrafterOptions):
-    """Options of predicted output.
-
-    Attributes:
-        prediction_max_match: Most tokens compared when a place is searched after a change.
-        prediction_min_match: Shortest match.
-    """
+    """Options of predicted output: most and fewest tokens compared when a place is searched after a change."""
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
@@ -160,8 +147,6 @@ class Options(DrafterOptions):
 
 
 class _Predicted(NamedTuple):
-    """A request's prediction, the place in it, and where the output begins."""
-
     prediction: Sequence[int]
     followed: FollowedText
     begin: int

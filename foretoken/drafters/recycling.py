@@ -96,7 +96,6 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _ranks(self) -> Options:
-        """Refuses static trees that use more successors than are kept."""
         if self.num_successors > _MOST_SUCCESSORS:
             raise ConfigError(
                 f"the tree has a node of rank {self.num_successors - 1}. Expected ranks below {_MOST_SUCCESSORS}: "
@@ -128,12 +127,7 @@ class RankRates:
         self._hits, self._seen = np.zeros(num_ranks), 0.0
 
     def learn_successor(self, successors: Sequence[int], token: int) -> None:
-        """Counts a token that followed.
-
-        Args:
-            successors: Known successors of the token before it, -1 for none.
-            token: Of the text.
-        """
+        """Counts a token that followed; successors: those known of the token before it, -1 for none."""
         if successors[0] < 0:
             return
         self._hits *= _FADE
@@ -316,7 +310,6 @@ class RecyclingDrafter:
         return SuccessorMatrix(self._vocab_size, self._num_ranks)
 
     def _matrix_of(self, salt: str) -> SuccessorMatrix:
-        """Returns the matrix of a salt; makes it if needed."""
         matrix = self._salted.pop(salt, None) or self._new_matrix()
         self._salted[salt] = matrix
         if len(self._salted) > _MOST_SALTS:

@@ -153,11 +153,7 @@ class RestDrafter:
     reads = TargetReads(is_last_enough=True)
 
     def __init__(self, options: Options) -> None:
-        """Opens the datastore.
-
-        Raises:
-            ConfigError: When no datastore is named, or it is missing or damaged.
-        """
+        """Opens the datastore; raises `ConfigError` when no datastore is named, or it is missing or damaged."""
         if options.datastore is None:
             raise ConfigError(
                 "method 'rest' needs a datastore. Set 'datastore' to a directory that `foretoken data index` made."
@@ -172,9 +168,8 @@ class RestDrafter:
     def attach(self, target: TargetHandle) -> None:
         """Compares tokenizers, and takes the device of trees.
 
-        Raises:
-            ConfigError: When the datastore holds ids of another tokenizer. If the target's tokenizer does not list its
-                vocabulary, ids only have to be below the target's vocabulary size.
+        Raises `ConfigError` when the datastore holds ids of another tokenizer. If the target's tokenizer does not list
+        its vocabulary, ids only have to be below the target's vocabulary size.
         """
         index, tokenizer = self._store.index, target.tokenizer
         is_other = hasattr(tokenizer, "get_vocab") and tokenizer_sha(tokenizer) != index.tokenizer_sha
@@ -227,7 +222,6 @@ class RestDrafter:
         return trie.row(), scores
 
     def _following(self, tokens: Sequence[int], depth: int) -> NDArray[np.int64] | None:
-        """Returns what followed the longest match, see `Datastore.continuations`; None without a match."""
         options = self._options
         found = self._store.longest_match(tokens, shortest=options.rest_min_match, longest=options.rest_max_match)
         return None if found is None else self._store.continuations(found, depth, options.rest_max_matches)

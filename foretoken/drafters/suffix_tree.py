@@ -54,12 +54,9 @@ _NODE_BYTES = getsizeof(Node(0, 0, 0, {})) + 2 * _INT_BYTES
 
 
 class Text:
-    """A sequence.
+    """A sequence; nobody may change its `tokens` outside.
 
-    Attributes:
-        tokens: Known tokens. Must not be changed outside.
-        num_counted: Suffixes in the tree: those that begin before this offset.
-        is_open: Whether tokens may follow.
+    The tree holds the suffixes that begin before offset `num_counted`. Tokens may follow while `is_open`.
     """
 
     __slots__ = ("is_open", "num_counted", "tokens")
@@ -175,7 +172,6 @@ class SuffixTree:
         return [(token, children[token]) for token in node.frequent]
 
     def _count_to(self, sequence: int, text: Text, stop: int) -> None:
-        """Counts the uncounted suffixes that begin before an offset."""
         for offset in range(text.num_counted, stop):
             self._insert(sequence << _OFFSET_BITS | offset, text.tokens, offset)
             text.num_counted = offset + 1
@@ -207,7 +203,6 @@ class SuffixTree:
             node, depth = child, end
 
     def _add_leaf(self, node: Node, token: int, place: int) -> None:
-        """Adds a run that occurs once."""
         before = getsizeof(node.children)
         node.children[token] = place
         self.num_bytes += getsizeof(node.children) - before + 2 * _INT_BYTES
@@ -228,7 +223,6 @@ class SuffixTree:
         return upper
 
     def _note_frequent(self, node: Node, token: int) -> None:
-        """Adds a child to the frequent ones while these are few."""
         assert node.frequent is not None
         node.frequent.add(token)
         if len(node.frequent) >= 2 * FREQUENT_SHARE:  # the counts of most have fallen behind
@@ -236,7 +230,6 @@ class SuffixTree:
             node.frequent = {each for each in node.frequent if count_of(node.children[each]) >= bound}
 
     def _remove(self, tokens: array[int], offset: int, length: int) -> None:
-        """Removes the oldest counted suffix."""
         above, edge, node, depth = self._root, 0, self._root, 0
         while True:
             node.count -= 1
@@ -263,7 +256,6 @@ class SuffixTree:
 
     @staticmethod
     def _size(node: Node) -> int:
-        """Returns the bytes of a node that is not wide, without the nodes below it."""
         entries = sum(2 if isinstance(child, int) else 1 for child in node.children.values())
         return _NODE_BYTES + getsizeof(node.children) + _INT_BYTES * entries
 
@@ -305,8 +297,7 @@ class Match:
 class SuffixMatches:
     """Matches of the end of one text with one tree. Valid until either changes.
 
-    Attributes:
-        longest: Tokens of the longest end of the text that has a match, below the depth of the tree.
+    `longest`: tokens of the longest end of the text that has a match, below the depth of the tree.
     """
 
     def __init__(self, tree: SuffixTree, text: array[int], num_counted: int | None = None) -> None:
@@ -372,12 +363,8 @@ class SuffixMatches:
     def following(self, match: Match, least: float) -> list[tuple[int, Match]]:
         """Returns what followed a match: tokens with the longer matches that they make.
 
-        Args:
-            match: Of this object.
-            least: Count that is wanted; others may be among them.
-
-        Returns:
-            By falling count, the more recent first among equals.
+        Matches come by falling count, the more recent first among equals. `least` is the wanted count; rarer tokens may
+        be among the result.
         """
         return self._with_ends(self._found(match, least), self._ends_in_text(match), match.depth + 1)
 
@@ -403,7 +390,6 @@ class SuffixMatches:
     def _with_ends(
         self, found: Collection[tuple[int, Branch]], ends: Sequence[int], depth: int
     ) -> list[tuple[int, Match]]:
-        """Returns what followed in the tree and at the end of the text, in order."""
         places: dict[int, list[int]] = {}
         for end in ends:
             places.setdefault(self._text[end], []).append(end + 1)
