@@ -90,7 +90,6 @@ class QueuedRequest:
     neither side takes a lock or waits for the other.
 
     Attributes:
-        request: The request.
         chunks: Unread chunks.
         output: The whole result, once the request is over.
         error: The reason if there will be no result.
@@ -213,8 +212,7 @@ class RequestReader:
     def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """Returns checked requests; `prompts` as `split_prompts` takes them, parameters for all or for each.
 
-        Raises:
-            RequestError: When a prompt cannot be served, or the numbers of parameters and prompts differ.
+        Raises `RequestError` when a prompt cannot be served, or the numbers of parameters and prompts differ.
         """
         items = split_prompts(prompts)
         each = self._params_for_each(sampling_params, len(items))
@@ -234,7 +232,6 @@ class RequestReader:
         return str(next(self._ids))
 
     def _checked_prompt(self, index: int, prompt: Any) -> ReadPrompt:
-        """Returns a prompt that leaves room for at least one output token."""
         read, limit = self._prompts.read_prompt(prompt), self._target.context_len
         if len(read.token_ids) >= limit:
             raise RequestError(
@@ -244,7 +241,6 @@ class RequestReader:
         return read
 
     def _request(self, prompt: ReadPrompt, params: SamplingParams, request_id: str) -> Request:
-        """Returns the request with the n sequences of one prompt."""
         vocab_size, limit = self._target.vocab_size, self._target.context_len
         if params.stop_strings and self._codec is None:
             raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
@@ -304,7 +300,6 @@ class RequestReader:
         return SamplingParams(**self._defaults)
 
     def _params_for_each(self, given: Any, count: int) -> list[SamplingParams]:
-        """Returns copies of the sampling parameters, one for each of `count` prompts."""
         if given is None or isinstance(given, SamplingParams):
             return [self.default_params() if given is None else given.clone()] * count
         if not isinstance(given, Seq) or isinstance(given, str | bytes):
@@ -318,5 +313,4 @@ class RequestReader:
 
 
 def _spellings(word: str) -> list[str]:
-    """Returns a word without and with a space before it; white space alone stays as it is."""
     return [word] if word.isspace() else [word.lstrip(), f" {word.lstrip()}"]

@@ -108,7 +108,6 @@ class FairLock:
             return True
 
     def _skip_abandoned(self) -> None:
-        """Skips tickets of threads that stopped waiting, and wakes the others."""
         while self._serving in self._abandoned:
             self._abandoned.remove(self._serving)
             self._serving += 1
@@ -116,12 +115,7 @@ class FairLock:
 
 
 class SharedEngine:
-    """An engine that threads use in turn.
-
-    Attributes:
-        engine: The engine; use it within a `turn`.
-        requests: Reads requests; any thread may use it at any time.
-    """
+    """An engine that threads use in turn; `engine` only within a `turn`, `requests` at any time."""
 
     def __init__(self, engine: Engine, requests: RequestReader) -> None:
         self.engine, self.requests = engine, requests
@@ -268,9 +262,7 @@ class RequestQueue:
     def add(self, request: Request, hand_over: Callable[[QueuedRequest], None]) -> QueuedRequest:
         """Adds a request, and passes it to `hand_over`, which may refuse by raising.
 
-        Raises:
-            RequestError: When another live request has the same id.
-            QueueFull: When the request cannot wait.
+        Raises `RequestError` when another live request has the same id, `QueueFull` when the request cannot wait.
         """
         with self._lock:
             if self.get(request.request_id) is not None:
@@ -308,7 +300,6 @@ class RequestQueue:
         return requests
 
     def _check_room(self, num_prompt: int) -> None:
-        """Raises `QueueFull` if a prompt of `num_prompt` tokens can neither begin nor wait."""
         free, queued = self._num_free_slots(), list[QueuedRequest]()
         for served in self._waiting.values():
             if served.request.has_begun:
@@ -338,8 +329,6 @@ class RequestQueue:
 
 
 class _Order(Enum):
-    """Orders to the thread besides new requests."""
-
     ABORT = "move aborted requests out of the queue"
     CLOSE = "end all requests, and yourself"
 
@@ -347,8 +336,7 @@ class _Order(Enum):
 class ServingThread:
     """A thread that serves the requests of a queue on an engine, until it is closed or fails.
 
-    Attributes:
-        stopped: Why requests are not served any more, or None.
+    `stopped`: why requests are not served any more, or None.
     """
 
     def __init__(self, shared: SharedEngine, queue: RequestQueue) -> None:
@@ -405,7 +393,6 @@ class ServingThread:
             self._stop(_FAILED.format(error=described(err)), error=_BROKEN_OFF.format(error=described(err)))
 
     def _serve_once(self) -> bool:
-        """Takes requests in, runs an iteration if there is work, hands out results; returns whether to go on."""
         orders = self._orders()
         if _Order.CLOSE in orders:
             return False
@@ -442,7 +429,6 @@ class ServingThread:
             return orders
 
     def _hand_out(self, requests: list[QueuedRequest]) -> None:
-        """Gives readers their new chunks, and removes requests that are over."""
         for served in requests:
             error = served.fill()
             if error is not None:

@@ -50,12 +50,10 @@ def is_one_of(value: Any, values: Iterable[Any]) -> bool:
 
 
 def _one_of(*values: Any) -> NeutralValues:
-    """Makes given values neutral."""
     return NeutralValues(", ".join(f"`{value!r}`" for value in (*values, None)), lambda value: is_one_of(value, values))
 
 
 def _any(words: str, *kinds: type) -> NeutralValues:
-    """Makes all values of some types neutral; a boolean is not a number."""
     return NeutralValues(
         words, lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     )
