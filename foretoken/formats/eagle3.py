@@ -76,11 +76,8 @@ def read_eagle3(
     """Reads the network of a file; raises as `Format.read`.
 
     Args:
-        files: The checkpoint.
         weights: Its tensors under the authors' names, except the block's.
-        stated: The configuration of a Llama.
         target: Its number of blocks gives unnamed taps; its embedding tells whether the file repeats it.
-        layer: Name of the block.
         boundaries: The taps, or None if the file does not name them.
         variant: Options of `Eagle3Config` that tensors do not tell.
     """
@@ -240,7 +237,6 @@ _MARKS = re.compile(r"(?:model\.)?(d2t|layers\.0\.hidden_norm\.weight)")
 
 
 def _recognises(files: HeadFiles) -> bool:
-    """Decides whether `fc` stands beside `midlayer`, or beside a layer with a second norm or a token map."""
     weights = files.weights
     if "fc.weight" not in weights.shapes and "model.fc.weight" not in weights.shapes:
         return False
@@ -271,7 +267,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head in SpecForge's words, which name its taps."""
     checkpoint = with_plain_vocabulary(checkpoint)
     sizes = cast("Eagle3Config", checkpoint.config)
     _refuse_variants(sizes)
@@ -347,7 +342,6 @@ def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -
 
 
 def _refuse_variants(sizes: Eagle3Config) -> None:
-    """Raises `ConfigError` for options that other programs compute as another network."""
     words = {
         "norm_before_residual": sizes.norm_before_residual,
         "norm_before_fc": sizes.norm_before_fc,

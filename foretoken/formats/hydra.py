@@ -161,8 +161,7 @@ def with_own_lm_heads(
 ) -> tuple[HydraConfig, dict[str, Tensor]]:
     """Copies the target's LM head into each head, for formats without a shared one.
 
-    Raises:
-        ConfigError: If the target's LM head is missing or cannot be copied.
+    Raises `ConfigError` if the target's LM head is missing or cannot be copied.
     """
     if config.own_lm_head:
         return config, dict(weights)
@@ -228,7 +227,6 @@ def _recognises(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads; the target gives attention sizes that files leave out."""
     weights, config, name = files.weights, files.config, str(files.path)
     _check_architecture(name, config, weights)
     spelling = next((one for one in _SPELLINGS if any(key.startswith(one) for key in weights.shapes)), None)
@@ -244,7 +242,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads, each with an LM head, and the target's embedding if available."""
     what = "format 'hydra'"
     config = cast("HydraConfig", checkpoint.config)
     if not options.as_safetensors:
@@ -316,7 +313,6 @@ def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, targ
 
 
 def _factor(scaling: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """Returns the factor that the original code reads from a rotary scaling."""
     return (None, None) if scaling is None else (scaling.get("rope_type"), scaling.get("factor"))
 
 
