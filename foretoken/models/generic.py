@@ -67,15 +67,9 @@ class Taps:
     """Hooks on a model that store the wanted features in the current pass."""
 
     def __init__(self, model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
-        """Places and checks the hooks.
+        """Places and checks the hooks at boundaries 0..L and `final`.
 
-        Args:
-            model: The causal LM.
-            num_layers: L.
-            wanted: Boundary indices 0..L and `final`.
-
-        Raises:
-            ModelError: If a tap does not exist, or the blocks cannot be found.
+        Raises `ModelError` if a tap does not exist, or the blocks cannot be found.
         """
         blocks = find_blocks(model, num_layers)
         for tap in wanted:

@@ -31,7 +31,6 @@ def model_structure(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _module_structure(module: nn.Module) -> tuple[Any, ...]:
-    """Returns everything that decides what a module computes, except the values of its tensors."""
     own = vars(module)
     tensors = (*module._parameters.values(), *module._buffers.values())
     return (
