@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """Which tokens occurred in the prompt and in the output.
-
-    Attributes:
-        in_prompt: (B, V) bool, tokens of the prompt.
-        in_output: (B, V) int32, occurrences in the output.
-    """
+    """Which tokens occurred in the prompt, (B, V) bool, and how often in the output, (B, V) int32."""
 
     in_prompt: Tensor
     in_output: Tensor
@@ -125,14 +120,7 @@ class HistoryTable:
     def view(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], num_prompt: Sequence[int], tail_len: int
     ) -> History:
-        """Returns the history of B slots.
-
-        Args:
-            slots: The slots.
-            tokens: All committed tokens of each.
-            num_prompt: Prompt length of each.
-            tail_len: L.
-        """
+        """Returns the history of B slots, all committed tokens of each, with a tail of L tokens."""
         device = self._device
         has_counts = any(self._counts[slot] is not None for slot in slots)
         empty_seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=device)
@@ -169,12 +157,7 @@ class Processor(Protocol):
         ...
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """Returns new logits, (R, V) float32, -inf for forbidden tokens.
-
-        Args:
-            logits: (R, V) float32, one row for each of its rows.
-            nodes: The tokens before each row.
-        """
+        """Returns new logits, (R, V) float32, -inf for forbidden tokens; `nodes` are the tokens before each row."""
         ...
 
 
@@ -226,8 +209,7 @@ class AllowedTokens(_PerRequest):
 class BadWords(_PerRequest):
     """Forbids the last token of every forbidden sequence when its other tokens were just generated.
 
-    Attributes:
-        words: (R, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
+    `words`: (R, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
     """
 
     words: Tensor
@@ -274,12 +256,7 @@ class RepetitionPenalty(_PerRequest):
 
 @dataclass(frozen=True, slots=True)
 class OutputPenalties(_PerRequest):
-    """Subtracts numbers from the logits of tokens of the output.
-
-    Attributes:
-        presence: (R, 1) float32, once for each such token.
-        frequency: (R, 1) float32, for every occurrence.
-    """
+    """Subtracts `presence`, (R, 1), once from logits of output tokens, `frequency` at every occurrence."""
 
     presence: Tensor
     frequency: Tensor
@@ -352,11 +329,9 @@ def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
 
 
 def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Applies temperature and truncation; returns (B, V) float32 log-probabilities, -inf for tokens cut off.
+    """Returns (B, V) float32 log-probabilities after temperature and truncation, -inf for tokens cut off.
 
-    Args:
-        logits: (B, V) float32.
-        batch: Parameters of the same B requests; the temperature of greedy rows counts as 1.
+    `logits` are (B, V) float32. The temperature of greedy rows counts as 1.
     """
     logits = logits / batch.temperature
     if batch.top_k is not None:
@@ -398,10 +373,8 @@ class SamplingRequest:
     """One request's sampling, resolved against its tokenizer.
 
     Attributes:
-        params: Of the request.
         seed: Its own seed, or a drawn one; an int64, as `derive_seed` returns.
         terminators: Token ids that `min_tokens` holds back: end-of-sequence and stop token ids.
-        bad_words: Forbidden token sequences.
     """
 
     params: SamplingParams
@@ -415,8 +388,6 @@ class SamplingBatch:
     """Parameters of B requests; a field is None if no request of the batch uses it.
 
     Attributes:
-        noise: The requests' random numbers.
-        vocab_size: V.
         greedy: (B,) bool.
         is_all_greedy: Host copy of `greedy.all()`.
         is_any_greedy: Host copy of `greedy.any()`.

@@ -28,7 +28,6 @@ class DraftDraws:
     """How drafts of B sequences are chosen; a sequence that is neither coupled nor sampled is drafted greedily.
 
     Attributes:
-        batch: Sampling parameters of the requests.
         root_positions: (B,) int64, absolute position of each root.
         is_coupled: (B,) bool.
         is_sampled: (B,) bool.
@@ -51,13 +50,9 @@ class DraftDraws:
     def build(
         cls, batch: SamplingBatch, is_coupled: Sequence[bool], root_positions: Tensor, *, greedy: bool = False
     ) -> DraftDraws:
-        """Decides how each request's drafts are chosen.
+        """Decides how each request's drafts are chosen; `greedy` drafts all requests greedily.
 
-        Args:
-            batch: Sampling parameters of the B requests.
-            is_coupled: Whether each is verified by coupling.
-            root_positions: (B,) int64.
-            greedy: Whether to draft all requests greedily.
+        `root_positions` are (B,) int64.
         """
         has_coupled, has_sampled = possible_draws(batch, is_coupled, greedy=greedy)
         if not (has_coupled or has_sampled):

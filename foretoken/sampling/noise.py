@@ -35,7 +35,6 @@ class Purpose(IntEnum):
 
 
 def _signed(value: int) -> int:
-    """Returns a 64-bit pattern as the int64 that torch takes."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -51,7 +50,6 @@ _UGAMMA, _UMIX_1, _UMIX_2 = (np.uint64(word & _WORD) for word in (_GAMMA, _MIX_1
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -73,12 +71,10 @@ def _mix_unsigned(z: Tensor) -> Tensor:
 
 
 def _words(z: Tensor) -> Words:
-    """(n,) unsigned words of a CPU tensor."""
     return z.numpy().view(np.uint64).reshape(-1)
 
 
 def _mixed(words: Words) -> Words:
-    """`mix` of unsigned words."""
     words = (words ^ (words >> _U30)) * _UMIX_1
     words = (words ^ (words >> _U27)) * _UMIX_2
     return words ^ (words >> _U31)
@@ -103,11 +99,7 @@ def _counters(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KeyedNoise:
-    """Random numbers of the sequences of a batch.
-
-    Attributes:
-        seeds: (B,) int64, one seed per request.
-    """
+    """Random numbers of the sequences of a batch; seeds: (B,) int64, one seed per request."""
 
     seeds: Tensor
 
@@ -157,12 +149,10 @@ class KeyedNoise:
         return mix(key ^ _signed(_tag(purpose, lane)))
 
     def _unsigned_keys(self, positions: Tensor, purpose: Purpose, lane: int) -> Words:
-        """`_keys` in numpy's unsigned words, on a CPU."""
         key = _mixed(_words(self.seeds) + _UGAMMA)
         key = _mixed(key ^ (_words(positions) * _UGAMMA))
         return _mixed(key ^ np.uint64(_tag(purpose, lane)))
 
 
 def _tag(purpose: Purpose, lane: int) -> int:
-    """The last component of a key, an unsigned word."""
     return (lane * 8 + int(purpose) + 1) * _MIX_2 & _WORD
