@@ -23,10 +23,8 @@ _HTTPProtocol: Any = AutoHTTPProtocol  # httptools if it is installed, else h11
 def http_server(app: Any, *, port: int = 0, drain_seconds: int = _DRAIN_SECONDS) -> uvicorn.Server:
     """Makes a server; `serve` or `run` starts it.
 
-    Args:
-        app: An ASGI application.
-        port: The port to listen on if `serve` gets no sockets; 0 for a free one.
-        drain_seconds: Time for running requests after a signal to end.
+    It listens on `port`, 0 for a free one, if `serve` gets no sockets. After a signal, running requests have
+    `drain_seconds`.
     """
     return uvicorn.Server(
         uvicorn.Config(

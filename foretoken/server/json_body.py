@@ -26,14 +26,9 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An error answer.
+    """An error answer with a status, one or two sentences, and further headers.
 
-    Attributes:
-        status: HTTP status.
-        message: One or two sentences.
-        param: The field of the request with the error, if any.
-        code: A name for programs, if any.
-        headers: Further headers of the answer.
+    `param` is the field of the request with the error, `code` a name for programs.
     """
 
     def __init__(
@@ -81,9 +76,8 @@ _SMALL = 1 << 18  # bytes; a smaller body cannot reach these counts
 def parse_object(body: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body in UTF-8.
 
-    Raises:
-        ApiError: With status 400, unless the body is one JSON object of Unicode text and finite numbers, at most
-            `DEEPEST` deep, without repeated keys, and with a bounded number of values.
+    Raises `ApiError` with status 400, unless the body is one JSON object of Unicode text and finite numbers, at most
+    `DEEPEST` deep, without repeated keys, and with a bounded number of values.
     """
     if len(body) > _SMALL:
         _check_counts(body)
@@ -127,12 +121,10 @@ def _finite(digits: str) -> float:
 
 
 def _no_number(name: str) -> NoReturn:
-    """Refuses NaN and the infinities, which are not JSON."""
     raise ApiError(f"The body holds {name}, which is not JSON. Expected finite numbers.")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object; refuses a repeated key."""
     made = dict(pairs)
     if len(made) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -142,7 +134,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_containers(value: Any) -> None:
-    """Raises `ApiError` for containers nested too deeply and for text with a lone surrogate."""
     level = [value]
     for _ in range(DEEPEST):
         inner: list[Any] = []
@@ -178,7 +169,6 @@ def dumped_in_pieces(body: Any) -> bytes:
 
 
 def _pieces(value: Any, depth: int) -> Iterator[bytes]:
-    """Yields the JSON of a value in short pieces; depth: levels of containers to encode value by value."""
     if isinstance(value, list) and (len(value) > _LONGEST_PIECE or not depth):
         slices = (value[at : at + _LONGEST_PIECE] for at in range(0, len(value), _LONGEST_PIECE))
         yield b"[" + b",".join(dumped(each)[1:-1] for each in slices) + b"]"

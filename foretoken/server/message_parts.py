@@ -29,7 +29,6 @@ class MessageForm:
         schemas: The JSON schema of each tool's parameters, by the tool's name.
         forced: The named tool; the whole answer is its arguments. None if the request names no tool.
         is_parallel: Whether an answer may have several calls.
-        decode: Decodes token ids to text, special tokens included.
     """
 
     tags: Tags | None = None
@@ -62,8 +61,7 @@ class MessageForm:
 class AnswerFormats:
     """The formats in which a model writes calls and thoughts; see `MessageForm`.
 
-    Attributes:
-        has_special_markers: Whether a marker of calls or thoughts is a special token, which decoded text omits.
+    `has_special_markers`: whether a marker of calls or thoughts is a special token, which decoded text omits.
     """
 
     calls: ToolFormat | None = None
@@ -179,7 +177,6 @@ class MessageReader:
         return self._read_edge if self._form.forced is None else self._read_arguments
 
     def _find_thoughts(self, _: MessageParts) -> bool:
-        """Decides whether the text begins with thoughts."""
         assert self._form.tags is not None, "there are thoughts"
         begin, text = self._form.tags.begin, self._rest.lstrip()
         is_far = len(self._rest) - len(text) > _MOST_SPACES
@@ -267,7 +264,6 @@ class MessageReader:
         return calls if is_known else []
 
     def _read_arguments(self, parts: MessageParts) -> bool:
-        """Reads the arguments of the tool that the request names."""
         text, self._rest = self._rest, ""
         if self.num_calls and text:
             parts.calls.append({"index": 0, "function": {"arguments": text}})
@@ -299,7 +295,6 @@ class _Spaced:
     """Holds back white space at the end of a text until more text follows."""
 
     def __init__(self, *, is_begun: bool) -> None:
-        """is_begun: whether leading white space is part of the text."""
         self._spaces: list[str] = []
         self._is_begun = is_begun
 

@@ -89,9 +89,8 @@ class Replica:
     ) -> None:
         """Loads the model; the drafter comes as `LLM` takes it, the chat template in Jinja.
 
-        Raises:
-            ConfigError: When an option is invalid.
-            ModelError: When the model cannot be loaded, or has no tokenizer.
+        Raises `ConfigError` when an option is invalid, `ModelError` when the model cannot be loaded, or has no
+        tokenizer.
         """
         from ray import serve
 
@@ -148,8 +147,7 @@ class Front:
     def __init__(self, replicas: Any, arguments: RayArguments) -> None:
         """Reads the API keys; replicas: handle of the deployment of `Replica`.
 
-        Raises:
-            ConfigError: When an API key or an allowed origin is invalid.
+        Raises `ConfigError` when an API key or an allowed origin is invalid.
         """
         from foretoken.server.guards import api_keys, check_origins
 
@@ -173,8 +171,7 @@ class Front:
 def app(arguments: RayArguments) -> Any:
     """Returns the Ray Serve application for `serve run`, `serve deploy` and `ray.serve.run`.
 
-    Raises:
-        ConfigError: When Ray Serve is not installed, the drafter is invalid, or the template cannot be read.
+    Raises `ConfigError` when Ray Serve is not installed, the drafter is invalid, or the template cannot be read.
     """
     try:
         from ray import serve

@@ -50,8 +50,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of an equivalent chat request, with all sampling and speculation fields.
 
-    Raises:
-        ApiError: When a field is invalid or not supported.
+    Raises `ApiError` when a field is invalid or not supported.
     """
     given = supported(body, _REFUSED)
     chat = {name: value for name, value in given.items() if name not in _OWN | _IGNORED}
@@ -66,8 +65,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a request that its answer repeats; `as_chat` has checked the body.
 
-    Raises:
-        ApiError: When the metadata are invalid, or the repeated fields are too large.
+    Raises `ApiError` when the metadata are invalid, or the repeated fields are too large.
     """
     metadata, text = body.get("metadata"), body.get("text") or {}
     metadata = {} if metadata is None else metadata
@@ -86,7 +84,6 @@ def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_pair(pair: tuple[str, Any]) -> bool:
-    """Decides whether a key and its value are valid metadata, by OpenAI's bounds."""
     key, value = pair
     return len(key) <= 64 and isinstance(value, str) and len(value) <= 512
 
@@ -145,7 +142,6 @@ def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: Any) -> Any:
-    """Returns functions in a chat's form; `tool_use` refuses other tools."""
     if not isinstance(tools, list):
         return tools
     return [
@@ -189,7 +185,6 @@ def _format(text: Any) -> Any:
 
 
 def _has_logprobs(given: Mapping[str, Any]) -> bool:
-    """Decides whether `include` asks for log-probabilities; other names in `include` have no effect."""
     include = given.get("include", [])
     if not isinstance(include, list) or not all(isinstance(each, str) for each in include):
         raise ApiError(f"include is {shown(include)}. Expected a list of names.", param="include")
@@ -208,8 +203,7 @@ _TYPES = {
 class OutputItems:
     """Builds the output items of a response; the last item is open until `close`.
 
-    Attributes:
-        done: The closed items.
+    `done`: the closed items.
     """
 
     def __init__(self, name: str) -> None:
@@ -276,7 +270,6 @@ class OutputItems:
         return events
 
     def _taken(self) -> list[Any]:
-        """Returns and forgets the log-probabilities that wait for a message."""
         taken, self._waiting = self._waiting, []
         return taken
 
@@ -359,7 +352,6 @@ class ResponseEnvelope(Envelope):
         return [*begun, *self.items.close(_status(outputs))]
 
     def _ended(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Returns the ended response; `incomplete` if it reached the token limit."""
         status = _status(outputs)
         return {
             **self._response(status, self.items.done),
