@@ -98,12 +98,9 @@ class EagleObjective(UnrolledObjective):
 
 
 class HassObjective(EagleObjective):
-    """Published weights.
+    """Published weights; `passes` steps are aligned with drafting.
 
-    Attributes:
-        passes: Steps that are aligned with drafting.
-        top_weight: Weight of -sum of p log q over the target's most probable tokens.
-        num_top: The number of these tokens.
+    `top_weight` is that of -sum of p log q over the target's `num_top` most probable tokens.
     """
 
     is_detached: ClassVar[bool] = True
@@ -239,7 +236,6 @@ def with_answers(values: Tensor, answers: Tensor, chosen: Rows, block: int) -> T
 
 
 def _layer_like(target: LoadedModel) -> dict[str, Any]:
-    """Returns values of `LayerConfig` like the target's, with its rotary scaling if that is static."""
     config = target.config
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -262,7 +258,6 @@ def _layer_like(target: LoadedModel) -> dict[str, Any]:
 
 
 def _eagle3_sizes(target: LoadedModel) -> dict[str, Any]:
-    """Returns the published taps, and a decoder block like the target's."""
     last = target.num_layers
     published = (2, last // 2, last - 3)
     is_deep = last >= 7
@@ -270,12 +265,7 @@ def _eagle3_sizes(target: LoadedModel) -> dict[str, Any]:
 
 
 class TrainedMethod(NamedTuple):
-    """A trainable method.
-
-    Attributes:
-        config: Sizes of its head.
-        default_sizes: Returns sizes of a new head for a target, besides vocabulary and hidden size.
-    """
+    """A trainable method; `default_sizes` returns a new head's sizes besides vocabulary and hidden size."""
 
     config: type[HeadConfig]
     objective: type[Objective]

@@ -79,13 +79,9 @@ class PackedTokens:
 
     @classmethod
     def open(cls, directory: Path) -> PackedTokens:
-        """Opens packed tokens without reading them.
+        """Opens packed tokens, a part or the `train/` of an output of `foretoken data`, without reading them.
 
-        Args:
-            directory: The output of `foretoken data`, whose `train/` is opened, or one part of it.
-
-        Raises:
-            RequestError: When there is no such data, or it is of another version or incomplete.
+        Raises `RequestError` when there is no such data, or it is of another version or incomplete.
         """
         directory = Path(directory)
         if not (directory / META).is_file() and (directory / "train" / META).is_file():
@@ -145,7 +141,6 @@ class PackedTokens:
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
-    """Reads and checks `meta.json`."""
     if not (directory / META).exists():
         raise RequestError(
             f"'{directory}' holds no packed tokens. Expected {META} and {TOKENS}. Make them with `foretoken data`."
@@ -163,7 +158,6 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> np.ndarray:
-    """Maps a file as a read-only array; raises `RequestError` unless it has the size in `meta.json`."""
     found = path.stat().st_size if path.is_file() else 0
     if found != size * dtype.itemsize:
         raise RequestError(
@@ -173,11 +167,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> np.ndarray:
 
 
 class PackedWriter:
-    """Appends documents to the files of one directory, which `finish` completes.
-
-    Attributes:
-        num_documents, num_tokens, num_supervised: Written so far.
-    """
+    """Appends documents to the files of one directory, which `finish` completes; counts what is written."""
 
     def __init__(self, directory: Path, tokenizer: Any, vocab_size: int | None = None) -> None:
         """Creates the files; vocab_size: of the target, if it has more ids than its tokenizer."""
@@ -201,8 +191,7 @@ class PackedWriter:
     def add(self, document: Document) -> int:
         """Appends a document and its EOS; returns the tokens written, 0 for an empty document.
 
-        Raises:
-            RequestError: When a token id is outside the vocabulary.
+        Raises `RequestError` when a token id is outside the vocabulary.
         """
         if not len(document.tokens):
             return 0
@@ -257,13 +246,9 @@ class PackedWriter:
 
 
 class DraftVocabulary(BaseModel):
-    """The tokens of a draft vocabulary, and their source.
+    """The tokens of a draft vocabulary, ascending, and hashes of their tokenizer and data.
 
-    Attributes:
-        token_ids: Ascending.
-        coverage: Share of the data's labels that are in the vocabulary.
-        tokenizer_sha: Hash of the tokenizer, see `foretoken.core.token_ids`.
-        tokens_sha256: Hash of the data.
+    `coverage` is the share of the data's labels that are in the vocabulary.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -300,12 +285,7 @@ class DraftVocabulary(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedVocabulary:
-    """A new vocabulary.
-
-    Attributes:
-        vocabulary: The tokens.
-        num_filled: Tokens that are not labels, which fill the vocabulary to its size.
-    """
+    """A new vocabulary; `num_filled` of its tokens are not labels, and fill it to its size."""
 
     vocabulary: DraftVocabulary
     num_labels: int
@@ -315,10 +295,8 @@ class CountedVocabulary:
 def count_vocabulary(packed: PackedTokens, size: int) -> CountedVocabulary:
     """Returns the `size` most frequent labels of packed tokens; of equally frequent ones the lower id.
 
-    If fewer tokens are labels, the lowest other ids fill the vocabulary.
-
-    Raises:
-        RequestError: When the tokenizer has fewer tokens, or the data is damaged.
+    If fewer tokens are labels, the lowest other ids fill the vocabulary. Raises `RequestError` when the tokenizer has
+    fewer tokens, or the data is damaged.
     """
     missing = {"vocab_size", "tokenizer_sha", "tokens_sha256"} - packed.meta.keys()
     if missing:
