@@ -46,14 +46,7 @@ class Frontier(NamedTuple):
     origins: Tensor | None
 
     def inherited(self, values: Tensor) -> Tensor:
-        """Returns each node's value from its parent.
-
-        Args:
-            values: (B, P', ...), of the nodes of the frontier above.
-
-        Returns:
-            (B, P, ...).
-        """
+        """Returns (B, P, ...), each node's value from its parent; `values` are (B, P', ...), of the frontier above."""
         if self.origins is None:
             return values
         if len(self.origins) == 1:
@@ -83,18 +76,15 @@ class Expansion(Protocol):
         """
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        """Chooses the children of a frontier; changes this object.
+        """Chooses the children of the frontier at a depth; changes this object.
 
-        Args:
-            depth: Of the frontier.
-            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
+        `logits` are (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
         """
 
     def grow_levels(self, logits: Tensor) -> None:
         """Chooses all nodes at once; changes this object.
 
-        Args:
-            logits: (B, D, V) float32 with D = `depth`; row d serves all nodes of depth d.
+        `logits` are (B, D, V) float32 with D = `depth`; row d serves all nodes of depth d.
         """
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
@@ -147,11 +137,7 @@ class TreeTensors(NamedTuple):
 class TreeExpansion:
     """A draft tree under construction: the same shape for every sequence, filled from the root down.
 
-    Attributes:
-        tokens: (B, N) int64; levels above the one that was expanded last are final.
-        shape: Of the tree.
-        draws: How tokens are chosen.
-        depth: Greatest depth.
+    `tokens`: (B, N) int64; levels above the one that was expanded last are final.
     """
 
     def __init__(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
@@ -209,8 +195,7 @@ class TreeExpansion:
     def fed_nodes(self) -> tuple[Tensor, Tensor]:
         """Returns the W nodes below the roots that were fed if every level but the last was fed.
 
-        Returns:
-            (B, W) int64 tokens, and (1, W) int64 parents among these, -1 below the root.
+        They are (B, W) int64 tokens, and (1, W) int64 parents among these, -1 below the root.
         """
         nodes = slice(1, bisect_right(self._relations.depths, self.depth - 1))
         return self.tokens[:, nodes], self._relations.places[:1, nodes] - 1
@@ -218,9 +203,7 @@ class TreeExpansion:
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
         """Returns the tensors that a kernel fills instead of `grow`, level by level or all at once.
 
-        Args:
-            vocab_size: V, one past the greatest token that the kernel may choose.
-            is_shared: Whether one row of logits serves all nodes of a level.
+        `is_shared`: whether one row of logits serves all nodes of a level.
         """
         relations, draws = self._relations, self.draws
         rows = None
