@@ -40,8 +40,8 @@ class HostPath(NamedTuple):
 def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Acceptance:
     """Descends from the root until a step finds no child.
 
-    `step`: maps (nodes (B,) int64, depth) to the child to descend to, (B,) int64, -1 for none, and the target's token
-    where there is no child, (B,) int64.
+    `step` maps (B,) int64 nodes and a depth to two (B,) int64 tensors: the child to descend to, -1 for none, and the
+    target's token where there is no child.
     """
     batch, device = tree.batch_size, tree.tokens.device
     node = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -80,12 +80,7 @@ def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance
 
 
 def walk_chosen(tree: TokenTree, chosen: Sequence[int], starts: Sequence[int]) -> list[ChosenPath]:
-    """Does `walk` on the host, if the host knows the token after every node and reads tensors freely.
-
-    Args:
-        chosen: The token after each node; those of sequence b begin at `starts[b]`.
-        starts: At least B.
-    """
+    """Does `walk` on the host; the tokens after sequence b's nodes begin at `chosen[starts[b]]`."""
     if tree.max_depth == 0:  # plain decoding needs nothing below
         return [ChosenPath([], [chosen[start]]) for start in starts[: tree.tokens.shape[0]]]
     paths: list[ChosenPath] = []
@@ -150,18 +145,15 @@ def _child_of(tokens: list[int], parents: list[int], node: int, token: int) -> i
 
 
 def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Acceptance:
-    """Accepts the path of most probable tokens (Stern et al. 2018, arXiv 1811.03115, with exact match).
+    """Accepts the path of most probable tokens; `argmax` returns them, (B,) int64, for (B,) int64 nodes.
 
-    argmax: (B,) int64 nodes -> (B,) int64, the target's most probable token after each.
+    Source: Stern et al. 2018 (arXiv 1811.03115), with exact match.
     """
     return walk(tree, lambda node, _: argmax(node))
 
 
 def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
-    """Does `walk` if the chosen token is known after every node: matches all nodes at once.
-
-    chosen: (B, N) int64, the target's token after each node.
-    """
+    """Does `walk` for known (B, N) int64 tokens of the target after every node: matches all nodes at once."""
     if has_triton_kernels(chosen.device):
         from foretoken.acceptance import triton_walk
 
@@ -215,9 +207,9 @@ def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions
 
 
 def sampled_children(tree: TokenTree) -> Tensor:
-    """Returns the sampled children of every node in draw order.
+    """Returns (B, N, C) int64, the sampled children of every node in draw order, -1 past the last.
 
-    (B, N, C) int64, node indices, -1 past the last; C is `max_siblings`, or 0 without sampled nodes.
+    C is `max_siblings`, or 0 without sampled nodes.
     """
     batch, width = tree.tokens.shape
     if tree.distributions is None:

@@ -104,10 +104,7 @@ class AcceptancePolicy:
 
 
 def accept(scores: NodeScores, rules: Sequence[str], policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
-    """Verifies a batch, each of the B sequences by its own rule.
-
-    root_positions: (B,) int64, absolute position of each root.
-    """
+    """Verifies each of the B sequences by its own rule; root_positions: (B,) int64, absolute."""
     names = sorted(set(rules))
     if len(names) == 1:
         return _accept_with(names[0], scores, policy, root_positions)
