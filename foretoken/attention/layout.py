@@ -57,8 +57,8 @@ class PassTables:
 class AttentionLayout:
     """Masks and kernel tables of one pass, built when asked for.
 
-    `is_captured`: whether a CUDA graph of the pass is being captured; replays change the contents of its tensors. Only
-    tables exist then, and host values are bounds.
+    If `is_captured`, a CUDA graph of the pass is being captured. Then only tables exist, host values are bounds, and
+    replays change the contents of the tensors.
     """
 
     def __init__(self, work: Pass) -> None:
@@ -70,9 +70,10 @@ class AttentionLayout:
 
     @classmethod
     def of_tables(cls, work: Pass, tables: PassTables) -> AttentionLayout:
-        """Returns the layout of a captured pass: the device reads slots, lengths and visibility at every replay.
+        """Returns the layout of a captured pass, whose `tables` are filled anew before every replay.
 
-        Of `work` only tokens, positions and lengths are read. `tables` are filled anew before every replay.
+        The device reads slots, lengths and visibility at every replay. Of `work` only tokens, positions and lengths are
+        read.
         """
         layout = cls(work)
         layout.is_captured, layout._tables = True, tables
