@@ -198,7 +198,6 @@ def _refusal(setup: Setup, target: str) -> str | None:
 
 
 def _with(config: Mapping[str, Any], path: Sequence[str], value: Any, key: str) -> dict[str, Any]:
-    """Returns a copy of a configuration with one value set; path: the remaining parts of `key`."""
     name, *rest = path
     if not rest:
         if name in config:

@@ -253,7 +253,6 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
 
 
 def _names_in(value: Any) -> str:
-    """Returns a value of an axis without the numbers of a mapping."""
     return "+".join(value) if isinstance(value, dict) else spelled(value)
 
 
@@ -310,7 +309,6 @@ def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
 
 
 def _legend(figure: Any) -> dict[str, Any]:
-    """Returns handles by label over all panels: methods first, then the front and plain decoding."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

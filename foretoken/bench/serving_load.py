@@ -177,11 +177,9 @@ class Answer:
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Answer:
-    """Sends a request and reads its stream; failures are part of the answer and raise nothing.
+    """Sends a request to a path such as "/v1/completions" and reads its stream; sets `stream` in the body.
 
-    Args:
-        path: "/v1/completions" or "/v1/chat/completions".
-        body: Fields of the request; `stream` is set here.
+    Failures are part of the answer and raise nothing.
     """
     answer = Answer(start=time.perf_counter())
     try:

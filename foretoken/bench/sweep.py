@@ -243,12 +243,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan:
-    """The settings that all points of a sweep share.
-
-    Attributes:
-        seed: Seed of the first prompt; the i-th gets `seed + i`.
-        together: Points that are measured in turn with one another and with plain decoding.
-    """
+    """The settings of a sweep: `together` points are measured in turn; prompt i gets `seed + i`."""
 
     prompts: Sequence[str]
     max_tokens: int = 128
@@ -343,7 +338,6 @@ class _Serving:
         on_measured: Callable[[], None],
         on_refused: Callable[[Point, ForetokenError], None],
     ) -> list[tuple[Point, PointResult]]:
-        """Measures points in turn with plain decoding; points that do not fit the target have no result."""
         fitting: dict[str, Point] = {}
         for point in points:
             try:

@@ -31,7 +31,6 @@ class Comparison:
     """One prompt decoded by one setup, compared with plain decoding.
 
     Attributes:
-        runner_choice: Why that runner, in a sentence.
         temperature: 0 for greedy.
         mean_acceptance_length: tau of the run, which shows that drafts were accepted.
         divergence: Index of the first output token that differs, or None.
@@ -70,9 +69,7 @@ def verify_setups(
 ) -> list[Comparison]:
     """Decodes every prompt plainly, one at a time, then by every setup at every batch size, and compares.
 
-    Args:
-        with_transformers: Also compare greedy plain decoding with `generate` of transformers.
-        on_progress: Called with output tokens done and output tokens in all.
+    `with_transformers` also compares with `generate` of transformers. `on_progress` counts output tokens.
     """
     progress = TokenProgress(
         workload, len(workload.temperatures) * (1 + len(setups) * len(batch_sizes)), report=on_progress

@@ -136,7 +136,6 @@ def _decoded(
 
 
 def _maker(part: TwinPart, path: Any, model: LoadedModel, seen: list[Any]) -> Callable[[], Drafter]:
-    """Returns a function that makes a drafter whose proposals are kept in `seen`."""
     facts = native_facts(part.path)  # None for a draft model
     widths = _WIDTHS if facts is None else _WIDTHS[: facts.get("heads")]
     options = drafter_options({"method": part.role, "model": str(path), "tree": {"widths": widths}})

@@ -56,7 +56,6 @@ def padded_head(
 
 
 def _medusa(config: Any) -> Rules:
-    """Residual blocks on the feature, then LM heads."""
     del config
     return {"weight": _BLOCK, "bias": _BLOCK_BIAS, "lm_head": _LM_HEAD, "token_map": _SAME}
 

@@ -258,7 +258,6 @@ def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> Planne
 
 
 def _draft_models(plan: TwinPlan, target: PlannedModel) -> list[PlannedModel]:
-    """Returns the draft model, which grows in width and depth like the target; an empty list without one."""
     path = plan.model.with_name(f"{plan.model.name}-draft")
     if plan.draft_model == "none" or not path.is_dir():
         return []
