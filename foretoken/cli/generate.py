@@ -257,8 +257,6 @@ class _LoadClock:
 
 
 class _Drafts:
-    """Counts the passes after prefill without a draft, by reason; declined: why the engine last chose not to draft."""
-
     def __init__(self) -> None:
         self.declined: Declined | None = None
         self._error: str | None = None

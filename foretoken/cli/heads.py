@@ -62,7 +62,6 @@ def _local(place: str) -> Path:
 
 
 def _quick_facts(directory: Path) -> dict[str, Any] | None:
-    """Returns the facts that configuration and headers give without torch, if any."""
     from foretoken.formats.describe import native_facts
     from foretoken.models.describe import describe_plain
 
@@ -230,7 +229,6 @@ def _print_conversion(facts: dict[str, Any]) -> None:
 
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:
-    """Checks the tensors against the user's options, and drops further heads."""
     from foretoken.formats.checkpoint import first_heads
 
     if num_heads is None and num_layers is None:

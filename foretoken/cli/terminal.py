@@ -147,7 +147,6 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _width(cells: Sequence[str], most: int | None) -> int:
-    """Returns the width of the longest line of some cells; with a bound, of the longest word within the bound."""
     pieces = [piece for cell in cells for piece in (cell.split("\n") if most is None else cell.split())]
     longest = max(map(len, pieces), default=0)
     return longest if most is None else min(longest, most)
