@@ -51,10 +51,7 @@ def has_triton() -> bool:
 
 
 def integers_on(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Returns integers of the host as an int64 tensor on a device; nested lists give more dimensions.
-
-    Does not wait for a GPU: the copy is made from pinned memory.
-    """
+    """Returns nested lists of integers as int64 on a device, from pinned memory: does not wait for a GPU."""
     host = torch.from_numpy(np.array(values, dtype=np.int64))  # takes half the time of `torch.tensor`
     return host if device.type == "cpu" else _copied(host, device)
 
@@ -180,11 +177,7 @@ class StageClock:
     """The clock of one iteration, or of proposals in turn; starts at construction."""
 
     def __init__(self, device: torch.device, *, max_events: int | None = 3) -> None:
-        """Starts the first stage.
-
-        On GPUs the device itself times the stages between the first `max_events` marks, the start included; None for
-        all marks.
-        """
+        """Starts the first stage; on GPUs only the first `max_events` marks are timed by the device, None for all."""
         self._max_events = max_events if has_cuda_runtime(device) else 0
         # `Event.record` looks the stream up by itself too, at 60 us each time.
         self._stream = torch.cuda.current_stream(device) if self._max_events != 0 else None

@@ -233,7 +233,6 @@ def validated(
 
 
 def _sentences(errors: list[ErrorDetails], values: Mapping[str, Any], what: str) -> str:
-    """Describes the first invalid value; for a value of several types names all that is allowed."""
     path, value = _found(values, errors[0]["loc"])
     if errors[0]["type"] == "missing":
         return f"{shown('.'.join([*path, str(errors[0]['loc'][-1])]))} of {what} is missing. Expected a value."

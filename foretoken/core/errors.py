@@ -37,10 +37,7 @@ class RequestError(ForetokenError):
 
 
 class QueueFull(ForetokenError):
-    """The queue of waiting requests is full; the new request itself is valid.
-
-    `retry_after_s`: seconds after which the waiting requests have probably been served.
-    """
+    """The queue is full; `retry_after_s` are the seconds until waiting requests have probably been served."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -110,10 +107,7 @@ def foreign_errors_as(
 
 
 def described(error: BaseException) -> str:
-    """Returns the type of an exception and the first line of its text: at most 300 printable characters.
-
-    Works for any exception, even if its `str()` raises.
-    """
+    """Returns type and first line of an exception, at most 300 printable characters, even if `str()` raises."""
     name = _type_name(error)
     try:
         text = _first_line(str(error), _LONGEST_DESCRIPTION - len(name) - 2).rstrip(". ")

@@ -290,11 +290,9 @@ class CompletionOutput:
 
 
 class TextPart(NamedTuple):
-    """The text of one token; if several tokens make one character, the last token has it.
+    """The certain text of one token, and the names of the drafters that proposed the token, if any.
 
-    Attributes:
-        text: Its characters that are certain.
-        accepted_from: Names of the drafters that proposed the token; empty for the target's own.
+    If several tokens make one character, the last token has the character.
     """
 
     text: str

@@ -120,10 +120,7 @@ def _takes_any_numbers(cls: _Class) -> _Class:
 
 
 def bounded_bad_words(words: Iterable[_Word]) -> list[_Word]:
-    """Returns forbidden words as token ids; reads no word after the first that is too much.
-
-    Raises `RequestError` when one word, or all words together, have too many tokens.
-    """
+    """Returns forbidden words as token ids; raises `RequestError` at the first word that is too much."""
     kept: list[_Word] = []
     total = 0
     for word in words:

@@ -193,10 +193,7 @@ class TokenTree:
         return cls(tokens=tokens, parents=parents, depths=depths, num_nodes=packed[nodes.size :], **others)
 
     def mapped(self, change: Callable[[Tensor, int], Tensor]) -> TokenTree:
-        """Returns the trees with every tensor of nodes changed, without `host_facts`; `num_nodes` and `max_depth` stay.
-
-        `change`: maps (B, N) values, and the value of padding nodes, to the new values.
-        """
+        """Returns the trees with `change(values, padding)` in place of every (B, N) tensor, without `host_facts`."""
         drafts = self.distributions
         return replace(
             self,
