@@ -80,11 +80,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rotary:
-    """Rotary positions: element i of the first R of a head is paired with element i + R / 2; the rest is not rotated.
+    """Rotary positions: element i of the first R of a head is paired with element i + R / 2; the rest stays.
 
-    Attributes:
-        cos: (P, R / 2), with all scaling, in float32, or in float64 if the blocks are.
-        sin: Same shape and dtype.
+    The tables are (P, R / 2), with all scaling, in float32, or in float64 if the blocks are.
     """
 
     cos: Tensor
@@ -137,10 +135,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeedForward:
-    """Computes down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
-
-    `gate` and `up` are (I, E), `down` is (E, I).
-    """
+    """Computes down(activation(gate(x)) * up(x)), or down(activation(up(x))); gate, up: (I, E), down: (E, I)."""
 
     gate: Matrix | None
     up: Matrix

@@ -83,12 +83,7 @@ def bound_of(longest: int) -> int:
 
 
 class CapturedGraphs(Generic[Output]):
-    """The same work over tensors of several shapes, captured on first use of a shape.
-
-    Attributes:
-        shapes: Captured shapes, least recently used first.
-        memory_bytes: Memory that graphs have taken so far, on the device.
-    """
+    """The same work over tensors of several `shapes`, captured on first use; the least recently used comes first."""
 
     def __init__(self, capture: GraphCapture, device: torch.device, *, limit: int, name: str) -> None:
         """Creates an empty set of graphs; `limit`: most graphs kept; beyond that the least recently used is dropped."""
@@ -233,9 +228,9 @@ class GraphDecoder:
         capture: GraphCapture | None = None,
         ops: TorchOps | None = None,
     ) -> None:
-        """Prepares the decoder; `capture` (None: CUDA graphs) captures a graph on first use of a shape.
+        """Prepares the decoder; raises `UnsuitableError` for a missing tap, or if passes cannot be captured.
 
-        Raises `UnsuitableError` if a tap does not exist, or passes cannot be captured here.
+        `capture` captures a graph on first use of a shape; None takes CUDA graphs.
         """
         if capture is None:
             if not has_cuda_graphs(weights.device):

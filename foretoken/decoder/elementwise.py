@@ -26,7 +26,6 @@ class Turns:
     """Cosines and sines at the positions of a pass, looked up once for all layers; `positions`: (M,) int64."""
 
     def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
-        """Looks up nothing yet; dtype: of the results."""
         self.positions, self._dtype = positions, dtype
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -39,12 +38,7 @@ class Turns:
 
 
 class Projected(NamedTuple):
-    """Outputs of the projections of one layer.
-
-    Attributes:
-        joined: (M, (H + 2 Hk) D), queries, keys, values; without queries if only keys and values are needed.
-        num_heads: H, or 0.
-    """
+    """The (M, (H + 2 Hk) D) outputs of a layer's projections: queries, keys, values; no queries if `num_heads` is 0."""
 
     joined: Tensor
     num_heads: int
@@ -54,10 +48,7 @@ class Projected(NamedTuple):
 
 
 class TorchOps:
-    """The operations in torch; norms come from `prepared_norm`.
-
-    `sums_parts`: whether `add_and_norm` takes a `delta` of (P, M, E), to be summed over P.
-    """
+    """The operations in torch; `sums_parts`: whether a `delta` of `add_and_norm` may be (P, M, E), summed over P."""
 
     sums_parts = False
 

@@ -51,7 +51,6 @@ class Described:
     _memory: HeldMemory
 
     def __init__(self, *made_from: Any) -> None:
-        """Stores the arguments of the subclass."""
         self._made_from = made_from
 
     def current(self) -> Self:

@@ -51,10 +51,7 @@ class NativeDraft:
     """Draft trees for the kernels; `arguments`: see `kernels/interface.h`; valid as long as this object lives."""
 
     def __init__(self, expansion: ShapedExpansion, vocab_size: int, *, is_shared: bool = False) -> None:
-        """Takes addresses; the kernels fill `expansion`, which `can_draft` accepts.
-
-        `is_shared`: whether one row of logits serves all nodes of a level; of static trees alone.
-        """
+        """Takes addresses of a tree that `can_draft` accepts; `is_shared`: one row of logits serves a whole level."""
         tree, draws = expansion.tensors(vocab_size, is_shared=is_shared), expansion.draws
         each = zip(draws.is_coupled.tolist(), draws.is_sampled.tolist(), strict=True)
         codes = [Draw.COUPLED if coupled else Draw.SAMPLED if sampled else Draw.GREEDILY for coupled, sampled in each]
@@ -209,7 +206,6 @@ class NativeBlocks:
 
     @contextmanager
     def _draft_memory(self, size: int, draft: NativeDraft) -> Iterator[int]:
-        """Yields the address of a workspace for drafts that no other thread uses."""
         memory = self._idle_of_drafts.pop() if self._idle_of_drafts else torch.empty(0, dtype=torch.uint8, device="cpu")
         if memory.numel() < size or size < 0:
             memory = _allocated(size, f"a draft of {draft.arguments.num_nodes} nodes")

@@ -131,10 +131,7 @@ class NativeAutoregressiveHead(Described):
     """The kernels' description of an autoregressive head, and its tensors; `structure`: see `kernels/interface.h`."""
 
     def __init__(self, head: AutoregressiveSteps) -> None:
-        """Takes addresses; copies the norms and the token map.
-
-        Raises `UnsuitableError` if a layer is not native, or a size differs from the head's.
-        """
+        """Copies norms and token map; raises `UnsuitableError` if a layer is not native or has a wrong size."""
         super().__init__(head)
         parts, width = HeadParts(), head.width
         rows = head.vocab_size if head.token_map is None else head.token_map.numel()
@@ -162,13 +159,9 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class HeadParts:
-    """Takes addresses of tensors and keeps the tensors alive; copies only norms and token maps.
-
-    All methods raise `UnsuitableError` for tensors of a wrong size or kind.
-    """
+    """Takes addresses of tensors and keeps the tensors alive; raises `UnsuitableError` for a wrong size or kind."""
 
     def __init__(self) -> None:
-        """Holds no tensors yet."""
         self._kept: list[Tensor] = []
 
     def held(self) -> HeldMemory:
@@ -250,10 +243,7 @@ class NativeHead(Described):
     """The kernels' description of a head, and its tensors; `structure`: see `kernels/interface.h`."""
 
     def __init__(self, head: HeadSteps) -> None:
-        """Takes addresses; copies only norms and the token map.
-
-        Raises `UnsuitableError` if a layer is not native, or a size differs from the head's.
-        """
+        """Copies norms and token map; raises `UnsuitableError` if a layer is not native or has a wrong size."""
         super().__init__(head)
         self._head, self._parts = head, HeadParts()
         self._blocks = [
@@ -316,10 +306,7 @@ class HeadKernels:
         self._idle: list[Tensor] = []  # workspaces; two Python threads never share one
 
     def can_fill(self, expansion: ShapedExpansion) -> bool:
-        """Decides whether the kernels can choose children for the requests, and the head has a step for every level.
-
-        If one row of logits serves a whole level, `grow_levels` chooses dynamic trees from all levels at once.
-        """
+        """Decides whether the kernels can choose children for the requests, and the head has a step for every level."""
         if self._is_shared and isinstance(expansion, DynamicExpansion):
             return False
         return expansion.depth <= len(self._head.steps) and can_draft(expansion, self._head.vocab_size)
@@ -370,10 +357,9 @@ class AutoregressiveKernels:
     """Drafts with one head and the KV rows of its block."""
 
     def __init__(self, head: AutoregressiveSteps, stack: BlockStack) -> None:
-        """Takes addresses; the cache of the stack has room for drafted nodes behind the committed rows.
+        """Takes addresses; raises `UnsuitableError` if block or head do not run on the native kernels.
 
-        Raises `UnsuitableError` if the block does not run on the native kernels, or a layer of the head is not native
-        or has a wrong size.
+        The cache of the stack has room for drafted nodes behind the committed rows.
         """
         blocks = stack.native_blocks
         if blocks is None:

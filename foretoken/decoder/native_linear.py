@@ -21,10 +21,7 @@ _AT_ONCE = 1 << 24  # weights in float32 during rounding, 64 MiB; a choice: more
 
 
 class Int8Weight(NamedTuple):
-    """A matrix (N, K) with rows `scales[n] * numbers[n]`: K + 4 bytes a row.
-
-    `numbers`: (N, K) int8, contiguous. `scales`: (N,) float32, 0 for a row of zeros.
-    """
+    """A matrix (N, K) int8 with rows `scales[n] * numbers[n]`, scales (N,) float32: K + 4 bytes a row."""
 
     numbers: Tensor
     scales: Tensor
@@ -33,7 +30,7 @@ class Int8Weight(NamedTuple):
 def int8_weight(weight: Tensor) -> Int8Weight:
     """Rounds every row of (N, K) to multiples of 1 / 127 of its largest absolute value, ties to even.
 
-    The weight has any real dtype, lies on a CPU, and is not empty. Raises `UnsuitableError` for NaN and infinity.
+    The weight has any real dtype and lies on a CPU. Raises `UnsuitableError` for NaN and infinity.
     """
     weight = weight.detach()
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -94,9 +91,9 @@ class NativeLinear(nn.Module):
         self._multiply.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turns (..., K) of any dtype, on a CPU, into (..., N) float32.
+        """Turns (..., K) of any dtype, on a CPU, into (..., N) float32; raises `PassError` for other inputs.
 
-        Raises `PassError` if the input is anything else, memory is too small, or the weight's memory was freed.
+        Memory that is too small, or freed, also raises `PassError`.
         """
         if self._memory.has_changed():
             check_memory(self.tensors())
@@ -131,7 +128,6 @@ class NativeLinear(nn.Module):
         return [part for part in (self._weight, self._bias, self._scales) if part is not None]
 
     def _described(self) -> tuple[MatrixStruct, HeldMemory]:
-        """Returns the layer for the kernels, and the addresses for which this holds."""
         bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
         matrix = MatrixStruct(
             weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales
@@ -170,8 +166,7 @@ def optimize_for_inference(
 ) -> None:
     """Replaces linear layers within a module by native ones where possible, in place; arguments as in `fast_linear`.
 
-    Raises:
-        UnsuitableError: See `fast_linear`; some layers are native by then.
+    Some layers are native already when `fast_linear` raises `UnsuitableError`.
     """
     for name, child in module.named_children():
         setattr(module, name, fast_linear(child, quantization=quantization, compacts=compacts))

@@ -48,20 +48,10 @@ class _Rows(NamedTuple):
 
 
 class RowPool:
-    """Consecutive rows for each slot, from a shared store.
-
-    Attributes:
-        num_rows: Rows of the store, a multiple of `granule`.
-        granule: First row and number of rows of a slot are multiples of it.
-    """
+    """Consecutive rows for each slot, from a shared store; first row and number are multiples of `granule`."""
 
     def __init__(self, num_slots: int, num_rows: int, *, granule: int, most: int) -> None:
-        """Creates a pool in which no slot has rows.
-
-        Args:
-            num_rows: Rows of the store; rounded down to a multiple of `granule`.
-            most: Most rows that a slot can use.
-        """
+        """Creates a pool of slots without rows, of at most `most` rows each; rounds `num_rows` down to the granule."""
         self.granule, self.num_rows = granule, num_rows // granule * granule
         self._most = self._rounded(most)
         self._rows: list[_Rows | None] = [None] * num_slots
@@ -87,9 +77,9 @@ class RowPool:
             self._rows[slot] = _Rows(rows.start, wanted, wanted) if wanted else None
 
     def reserve(self, slot: int, count: int) -> list[Move] | None:
-        """Gives a slot at least `count` rows, at most `num_rows`; its old rows come first.
+        """Gives a slot at least `count` rows, its old rows first; returns the moves to make, in order.
 
-        Returns the moves to make, in order; None, without any change, if other slots have too many rows.
+        Returns None, without any change, if other slots have too many rows.
         """
         wanted = self._rounded(count)
         rows = self._rows[slot]
@@ -183,11 +173,9 @@ class SlotCache:
         device: torch.device,
         num_rows: int | None = None,
     ) -> None:
-        """Allocates the cache.
+        """Allocates `capacity` rows a slot, scratch rows included; or shares `num_rows` among all slots.
 
-        Args:
-            capacity: Most rows of a slot, with scratch rows.
-            num_rows: Rows of all slots, a multiple of `GRANULE`, at least `capacity`; None for `capacity` each.
+        `num_rows` is a multiple of `GRANULE` and at least `capacity`.
         """
         self.num_slots, self.capacity = num_slots, capacity
         self._pool: RowPool | None = None

@@ -36,16 +36,10 @@ _PACKED_FOR_ROWS = 16  # the width of a usual verify pass, for which oneDNN choo
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers of the same input as one.
-
-    Adjacent weights are read in place; others are copied, and oneDNN packs a further copy on CPUs.
-    """
+    """Several linear layers of the same input as one; adjacent weights are read in place, others are copied."""
 
     def __init__(self, parts: Sequence[Matrix], *, moves_weights: bool = False) -> None:
-        """Joins layers, in the order of the outputs.
-
-        With `moves_weights` the parts' weights may become views of the joined weight, so that it takes no more memory.
-        """
+        """Joins layers in order; with `moves_weights` the parts may become views of the joined weight."""
         super().__init__()
         weights = [part.weight.detach() for part in parts]
         is_joined = _are_adjacent(weights)
