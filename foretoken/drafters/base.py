@@ -221,16 +221,10 @@ class Drafter(Protocol):
 
     @property
     def nodes_by_depth(self) -> Sequence[int]:
-        """Most nodes, root included, of drafts at most 0, 1, 2, … deep; the cache has room for the last entry.
-
-        `range(1, 6)` for chains of four tokens, `(1, 3, 7)` for binary trees.
-        """
+        """Most nodes, root included, of drafts at most 0, 1, 2, … deep: `range(1, 6)` for chains of four tokens."""
 
     def attach(self, target: TargetHandle) -> None:
-        """Prepares for a target, once: loads weights, allocates state.
-
-        Raises `ForetokenError` when the drafter does not fit the target.
-        """
+        """Prepares for a target, once: loads weights, allocates state; raises `ForetokenError` if it does not fit."""
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts a sequence in a slot. Nothing of it is committed yet, except the prefix of a `PrefixKeeper`."""
@@ -268,10 +262,7 @@ class PrefixKeeper(Protocol):
 
 @runtime_checkable
 class Lookup(Protocol):
-    """Optional interface of a trusted drafter that continues text that is not committed.
-
-    With several drafters, its chains are grafted below the drafts of the others.
-    """
+    """Optional interface of a trusted drafter that continues drafts of other drafters by chains of its own."""
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> Sequence[int]:
         """Returns the tokens that probably follow a drafted path. Does not change later proposals.
@@ -288,10 +279,7 @@ class Lookup(Protocol):
 
 @runtime_checkable
 class MeasuredDrafter(Protocol):
-    """Optional interface of a trusted drafter with measured acceptance.
-
-    It decides how deep the first drafts are; accepted drafts soon count more.
-    """
+    """Optional interface of a trusted drafter with measured acceptance, which decides how deep first drafts are."""
 
     @property
     def expected_acceptance(self) -> Sequence[float]:
@@ -396,10 +384,7 @@ class DrafterOptions(BaseModel):
         return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
 
     def dynamic_shape(self, greatest_depth: int, costs: Callable[[], CostCurve] | None = None) -> DynamicShape:
-        """Returns the dynamic trees asked for, of at most `greatest_depth` levels.
-
-        `costs` returns the seconds of target passes; None if they do not count.
-        """
+        """Returns the dynamic trees asked for, at most `greatest_depth` deep; `costs`: of target passes, or None."""
         top_k = self.tree_top_k
         if top_k is None:
             top_k = _TREE_TOP_K if costs is None or not self.is_adaptive else _affordable_top_k(costs())

@@ -184,10 +184,7 @@ def read_index(directory: Path) -> DatastoreIndex:
 
 
 def mapped(path: Path, size: int) -> mmap.mmap:
-    """Maps a file of a known size into memory for reading.
-
-    Raises `ConfigError` when the file is missing, no regular file, or of another size.
-    """
+    """Maps a file for reading; raises `ConfigError` if it is missing, no regular file, or of another size."""
     try:
         check_regular(path, error=ConfigError)
         with path.open("rb") as file:
@@ -221,10 +218,7 @@ class Datastore:
     """An open datastore; `largest_id` is the largest token id of the corpus."""
 
     def __init__(self, index: DatastoreIndex, tokens: mmap.mmap | bytes, suffixes: NDArray[np.uint32]) -> None:
-        """Takes the files' content, of the sizes in `index`; `open` checks them.
-
-        Raises `ValueError` when a token id is out of range.
-        """
+        """Takes the files' content, of the sizes in `index`; raises `ValueError` for a token id out of range."""
         self.index, self._bytes, self._suffixes = index, tokens, suffixes
         self._width = np.dtype(index.dtype).itemsize
         self._tokens: NDArray[Any] = np.frombuffer(tokens, dtype=f">u{self._width}")
@@ -234,9 +228,9 @@ class Datastore:
 
     @classmethod
     def open(cls, directory: Path) -> Self:
-        """Maps a datastore into memory and reads it once, to check it; its files must not change while it is in use.
+        """Maps a datastore and reads it once; raises `ConfigError` if it is missing or damaged.
 
-        Raises `ConfigError` when there is no datastore, or it is damaged.
+        The files must not change while the datastore is in use.
         """
         index = read_index(directory)
         width = np.dtype(index.dtype).itemsize

@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 
 class Options(DrafterOptions):
-    """Options of early exit.
-
-    Attributes:
-        exit_layer: Number of the target's blocks that draft; None for a third of them.
-        draft_sample_method: See `foretoken.drafters.draft_model`.
-    """
+    """Options of early exit; a third of the target's blocks drafts unless `exit_layer` says how many."""
 
     is_trusted: ClassVar[bool] = True
     has_dynamic_trees: ClassVar[bool] = True

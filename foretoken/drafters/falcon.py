@@ -270,7 +270,6 @@ class FalconDrafter(HeadDrafter):
         return self._blocks
 
     def _most_blocks(self) -> int:
-        """Returns the most blocks of a draft, timed chains included."""
         options, config = self.options, self.head.config
         if options.tree == "dynamic":
             shape = options.dynamic_shape(config.steps)  # as wide as the widest trees that may be chosen

@@ -80,10 +80,9 @@ class HeadOptions(DrafterOptions):
 
 
 def checked_head(options: HeadOptions, model: LoadedModel) -> HeadCheckpoint:
-    """Returns the checkpoint that the options name, for a target.
+    """Returns the checkpoint that the options name; raises `ConfigError` for another method or target.
 
-    Raises `ConfigError` without a model, or when the head is of another method or for another target, `ModelError` when
-    the checkpoint is missing or damaged, or cannot be downloaded.
+    A missing model also raises `ConfigError`. A checkpoint that is missing or damaged raises `ModelError`.
     """
     method = options.method
     if options.model is None:
@@ -116,11 +115,9 @@ class CapturedExpansion:
         *,
         capture: GraphCapture | None = None,
     ) -> None:
-        """Prepares; graphs are captured when a shape is first used.
+        """Prepares; `fill` fills a tree of roots from (B, E) features without reading any tensor.
 
-        Args:
-            fill: Fills a tree of roots from (B, E) features, without reading any tensor.
-            capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
+        Graphs are captured when a shape is first used, on GPUs by CUDA graphs if `capture` is None.
         """
         self._fill = fill
         if capture is None and has_cuda_graphs(device):
@@ -130,12 +127,7 @@ class CapturedExpansion:
             self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
 
     def expand(self, shape: AnyShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> ShapedExpansion:
-        """Returns a filled tree, which is valid until the next call.
-
-        Args:
-            roots: (B,) int64.
-            features: (B, E), input of the head.
-        """
+        """Returns a tree of (B,) int64 roots, filled from (B, E) features; valid until the next call."""
         if self._graphs is None:
             expansion = begin_expansion(shape, roots, draws)
             self._fill(expansion, features)
@@ -266,10 +258,7 @@ class HeadDrafter:
         return features
 
     def fill(self, expansion: Expansion, state: Tensor) -> None:
-        """Fills a tree of roots in place, level by level, without reading any tensor.
-
-        `state` is (B, W), the first state of the steps.
-        """
+        """Fills a tree of roots in place, level by level, from the first state, (B, W), without reading any tensor."""
         assert isinstance(self.head, StepHead), "other heads have a `fill` of their own"
         fill_by_steps(self.head, self.parts, expansion, state)
 
@@ -333,7 +322,6 @@ class HeadDrafter:
         return shape.truncated(depth)
 
     def _asked_shape(self) -> AnyShape:
-        """Returns the tree that the options ask for; dynamic trees are as deep as the head was trained by default."""
         options = self.options
         if options.tree == "dynamic":
             depth = options.num_speculative_tokens or self.head.config.steps
@@ -341,7 +329,6 @@ class HeadDrafter:
         return options.shape(self._best_shape)
 
     def _best_shape(self) -> TreeShape:
-        """Returns the tree that pays most by the acceptance stored with the head, else the head's published tree."""
         checkpoint, max_nodes = self.checkpoint, self.options.max_nodes
         if checkpoint.acceptance is None:
             choices = PUBLISHED[_FALLBACK_TREE] if checkpoint.choices is None else checkpoint.choices
@@ -370,10 +357,7 @@ class HeadDrafter:
 
 
 def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, state: Tensor) -> None:
-    """Fills a tree of roots in place with a head that is evaluated at every node that has children.
-
-    `state` is (B, W), the first state of the steps.
-    """
+    """Fills a tree of roots in place from (B, W); evaluates the head at every node that has children."""
     states = state.unsqueeze(1)
     for depth in expansion.levels():
         frontier = expansion.frontier(depth)

@@ -82,13 +82,9 @@ class LastFeatures:
 
 
 class WaitingFeatures(ABC):
-    """Committed features that wait until the next draft, beside a decoder block that was fed those before them.
-
-    `stack`: the block with its KV rows by slot.
-    """
+    """Committed features that wait until the next draft; earlier features are in the KV rows of `stack`."""
 
     def __init__(self, stack: BlockStack, target: TargetHandle, dtype: torch.dtype) -> None:
-        """Starts without features; dtype: of the block's inputs."""
         self.stack, self._dtype = stack, dtype
         self._fed = [0] * target.num_slots  # positions in the cache
         # (T, F, E) each, committed after those
@@ -119,9 +115,7 @@ class WaitingFeatures(ABC):
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Returns the first states of drafts, (B, W) or for blocks (B, K, W); feeds what waits.
 
-        Args:
-            slots: B slots for which `is_known` holds.
-            texts: The committed tokens of each, one more than features.
+        `is_known` holds for the slots. Each text has one token more than features.
         """
 
     def reusable(self, slot: int, length: int) -> int:
@@ -150,11 +144,9 @@ class WaitingFeatures(ABC):
 
 
 class WaitingPairs(NamedTuple):
-    """Committed positions that the block has not read.
+    """Committed positions that the block has not read, with (M, F E) features.
 
-    Attributes:
-        work: Their tokens, each the one after its features, with logits after the last position of each sequence.
-        features: (M, F E).
+    Tokens of `work` are those after the features. Its logits are those after the last position of each sequence.
     """
 
     work: Pass
@@ -214,7 +206,7 @@ class StackFeatures(WaitingFeatures):
     def waiting(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> WaitingPairs | None:
         """Returns what waits of some slots, for drafts that feed it themselves; None if nothing waits of one of them.
 
-        Feeds all but the last position of long parts. The result keeps waiting, see `have_fed`. Arguments: as of `of`.
+        Feeds all but the last position of long parts. Arguments as of `of`.
         """
         if not all(self._waiting[slot] for slot in slots):
             return None

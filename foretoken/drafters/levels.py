@@ -76,10 +76,7 @@ class DraftLevels:
     """Fills expansions with a draft model's tokens."""
 
     def __init__(self, runner: Runner, *, vocab_size: int, mapping: VocabularyMap | None = None) -> None:
-        """Starts with an empty cache.
-
-        `mapping`: from the target's vocabulary to the draft model's; None if they are the same.
-        """
+        """Starts with an empty cache; `mapping` leads from the target's vocabulary, None if they are the same."""
         self._runner, self._vocab_size, self._mapping = runner, vocab_size, mapping
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
@@ -106,10 +103,7 @@ class DraftLevels:
             state.drafted = None
 
     def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], expansion: ShapedExpansion) -> None:
-        """Feeds the new tokens of B sequences, and expands drafts after them.
-
-        `tokens` are the draft model's ids of each whole sequence, the root last; they continue what was fed before.
-        """
+        """Feeds new tokens of B sequences, and expands drafts after them; `tokens`: ids of each whole sequence."""
         if self._runner.follow_weights():
             self._slots = {slot: _SlotState([]) for slot in self._slots}
         work = self._catch_up(slots, tokens)
@@ -200,7 +194,6 @@ class KeptDraws:
     """The draws of the last proposal."""
 
     def __init__(self, *, greedy: bool, pruning: Pruning | None = None) -> None:
-        """Starts without draws."""
         self._is_greedy, self._pruning = greedy, pruning
         self._draws: DraftDraws | None = None
         self._are_coupled: list[bool] = []
@@ -234,7 +227,6 @@ class NodePasses:
     """
 
     def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        """Starts without nodes."""
         self._slots, self._prefix_lens = slots, prefix_lens
         self.positions = self.parents = torch.empty(len(slots), 0, dtype=torch.int64, device=device)
 
@@ -256,13 +248,9 @@ class NodePasses:
 
 
 class LevelPasses(NodePasses):
-    """The passes over the levels below the roots, from the first one on; the roots lie in the prefix.
-
-    `tokens`: (B, W) int64.
-    """
+    """The passes over the levels below the roots, of (B, W) int64 tokens; the roots lie in the prefix."""
 
     def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        """Starts before the first level."""
         super().__init__(slots, prefix_lens, device)
         self.tokens = self.parents
         self._next_positions = integers_on(prefix_lens, device).unsqueeze(1)

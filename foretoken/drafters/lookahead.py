@@ -77,16 +77,10 @@ def most_nodes(width: int, ngram: int) -> int:
 
 
 class Answers:
-    """The target's most probable token after every path of a verified tree.
-
-    Equal paths have equal answers, so merging with other trees does not matter.
-    """
+    """The target's most probable token after every path of a verified tree; equal paths have equal answers."""
 
     def __init__(self, row: TreeRow, answers: Sequence[int]) -> None:
-        """Reads a tree.
-
-        `row`: the tree; nodes without a parent, which were cut off, are left out with their descendants.
-        """
+        """Reads a tree; leaves out nodes without a parent, which were cut off, with their descendants."""
         self._children: dict[tuple[int, int], int] = {}
         self._answers = answers
         first: dict[int, int] = {0: 0}  # first node of each path
@@ -111,10 +105,7 @@ class Answers:
 
 
 class Window:
-    """The window of one sequence.
-
-    `columns`: tokens of each column by row, all of one length; the first token of column 0 stands for the root.
-    """
+    """The window of one sequence: columns of tokens, by row; the first token of column 0 stands for the root."""
 
     def __init__(self, width: int, ngram: int, *, prompt: Sequence[int], unwanted: Container[int], seed: int) -> None:
         """Fills the window with tokens of the prompt.
@@ -122,7 +113,6 @@ class Window:
         Args:
             prompt: Source of guesses that the target did not make.
             unwanted: Tokens that end a text; not used unless the prompt has no others.
-            seed: Chooses the tokens.
         """
         self._num_rows = ngram - 1
         self._unwanted, self._random = unwanted, random.Random(seed)
@@ -145,10 +135,7 @@ class Window:
                 node = trie.add(node, token)
 
     def learn_answers(self, root: int, answers: Answers) -> list[Ngram]:
-        """Advances the window by the target's answers.
-
-        Returns the n-grams of full columns with an answer, from the first column on.
-        """
+        """Advances the window by answers; returns the n-grams of full columns with an answer, in order."""
         found = self._answers(answers)
         if len(self.columns[0]) < self._num_rows:
             if any(answer is not None for answer in found[1:]):
@@ -308,7 +295,6 @@ class LookaheadDrafter:
         self._states.pop(slot, None)
 
     def _row(self, state: _State, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, int]:
-        """Returns one sequence's tree, and how many of its first nodes are drafts."""
         trie = Trie(tokens[-1])
         if depth <= 0:
             return trie.row(), 1

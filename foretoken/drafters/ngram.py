@@ -40,7 +40,6 @@ class NgramIndex:
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        """Makes an empty index of runs of `shortest` to `longest` tokens."""
         self._lengths = range(longest, shortest - 1, -1)
         self._last: dict[tuple[int, ...], int] = {}
         # For each match length and each end of a run: the end of its previous occurrence; 0 for none.

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 
 class Options(DrafterOptions):
-    """Options of the oracle.
+    """Options of the oracle; `references` are token ids of whole texts, prompt and output, of plain decoding.
 
-    Attributes:
-        references: Token ids of whole texts, prompt and output, from plain decoding.
-        pattern: Right tokens in each pass of a sequence, repeated when it ends.
+    `pattern` is the number of right tokens in each pass of a sequence; it repeats when it ends.
     """
 
     is_trusted: ClassVar[bool] = True

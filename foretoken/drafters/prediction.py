@@ -40,10 +40,7 @@ class FollowedText:
     """
 
     def __init__(self, text: Sequence[int], *, shortest: int, longest: int) -> None:
-        """Starts at the beginning of a text, which is not copied and must not be changed.
-
-        A match has at least `shortest` tokens; at most `longest` are compared.
-        """
+        """Starts at the beginning of a text, which must not be changed; compares `shortest` to `longest` tokens."""
         self._text, self._shortest, self._longest = text, shortest, longest
         self._ends: dict[tuple[int, ...], list[int]] | None = None  # of each run of `shortest` tokens; made when needed
         self._place = 0  # of the token that comes next, or came next when the place was lost
@@ -117,7 +114,6 @@ class FollowedText:
 
 
 def _ends_of_runs(text: Sequence[int], length: int) -> dict[tuple[int, ...], list[int]]:
-    """Returns where each run of `length` tokens ends, ascending."""
     ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for end in range(length, len(text) + 1):
         ends[tuple(text[end - length : end])].append(end)

@@ -43,12 +43,7 @@ class SuccessorMatrix:
         self._rows: NDArray[np.int32] = np.zeros((vocab_size + 1, width), dtype=np.int32)
 
     def update(self, tokens: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
-        """Replaces the successors of some tokens; for a repeated token the last entry counts.
-
-        Args:
-            tokens: (M,), each below V.
-            successors: (M, at most W), most probable first.
-        """
+        """Replaces the successors of (M,) tokens by (M, at most W), best first; the last entry of a token counts."""
         self._rows[tokens + 1, : successors.shape[1]] = successors + 1
 
     def of(self, token: int) -> list[int]:
@@ -290,7 +285,6 @@ class RecyclingDrafter:
         self._known.pop(slot, None)
 
     def _count(self, slot: int, text: Sequence[int]) -> None:
-        """Counts the rank of each new token of a text among the successors of the token before it."""
         matrix, known = self._matrices[slot], self._known.get(slot)
         for token in text:
             if known is not None:

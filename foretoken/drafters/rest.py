@@ -58,11 +58,9 @@ class _Prefixes(NamedTuple):
 
 
 def most_frequent(rows: NDArray[np.int64], most: int) -> FrequentPaths:
-    """Returns the most frequent beginnings; among equals the shorter, then the first in ascending order.
+    """Returns the most frequent beginnings, at most `most`; among equals the shorter, then the first in order.
 
-    Args:
-        rows: (R, D) token ids, equal beginnings together; -1 from where a continuation ends.
-        most: Most nodes.
+    `rows` are (R, D) token ids, equal beginnings together, -1 from where a continuation ends.
     """
     num_rows, depth = rows.shape
     if not (num_rows and depth and most > 0):
@@ -166,10 +164,9 @@ class RestDrafter:
         self._store = Datastore.open(Path(options.datastore))
 
     def attach(self, target: TargetHandle) -> None:
-        """Compares tokenizers, and takes the device of trees.
+        """Compares tokenizers, and takes the device of trees; raises `ConfigError` for another tokenizer.
 
-        Raises `ConfigError` when the datastore holds ids of another tokenizer. If the target's tokenizer does not list
-        its vocabulary, ids only have to be below the target's vocabulary size.
+        If the target's tokenizer does not list its vocabulary, ids only have to be below the target's vocabulary size.
         """
         index, tokenizer = self._store.index, target.tokenizer
         is_other = hasattr(tokenizer, "get_vocab") and tokenizer_sha(tokenizer) != index.tokenizer_sha

@@ -46,10 +46,7 @@ class Member:
 
 
 class SuffixPool:
-    """Sequences by salt; the oldest make room for new ones.
-
-    `num_bytes`: of all trees, see `SuffixTree.num_bytes`.
-    """
+    """Sequences by salt, of `num_bytes` as `SuffixTree.num_bytes`; the oldest make room for new ones."""
 
     def __init__(self, max_depth: int, *, max_sequences: int, max_bytes: int) -> None:
         """Makes an empty pool; `max_bytes` bounds `num_bytes` after every call."""

@@ -54,10 +54,7 @@ _NODE_BYTES = getsizeof(Node(0, 0, 0, {})) + 2 * _INT_BYTES
 
 
 class Text:
-    """A sequence; nobody may change its `tokens` outside.
-
-    The tree holds the suffixes that begin before offset `num_counted`. Tokens may follow while `is_open`.
-    """
+    """A sequence, with `num_counted` suffixes in the tree; `is_open`: tokens may follow."""
 
     __slots__ = ("is_open", "num_counted", "tokens")
 
@@ -295,17 +292,12 @@ class Match:
 
 
 class SuffixMatches:
-    """Matches of the end of one text with one tree. Valid until either changes.
-
-    `longest`: tokens of the longest end of the text that has a match, below the depth of the tree.
-    """
+    """Matches of the end of a text with a tree, at most `longest` tokens; valid until either changes."""
 
     def __init__(self, tree: SuffixTree, text: array[int], num_counted: int | None = None) -> None:
         """Finds the longest match.
 
         Args:
-            tree: The tree to search.
-            text: Any text.
             num_counted: Suffixes of the text that the tree counts, if the text is one of the tree's open sequences or
                 begins with one; else None.
         """

@@ -41,7 +41,6 @@ class Retokenizer:
     """Translates between the vocabularies of target and draft model."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        """Compares the special tokens of both."""
         self.target, self.draft = target, draft
         self.specials = shared_specials(target, draft)
         self._back = {theirs: ours for ours, theirs in self.specials.items()}
@@ -90,10 +89,7 @@ class Retokenizer:
 
 
 class DraftText:
-    """A growing sequence of the target's tokens as the draft model reads it.
-
-    `ids`: the draft model's ids of the text so far; at least one after the first `read`.
-    """
+    """A growing sequence of the target's tokens, as the draft model's `ids` of its text."""
 
     def __init__(self, retokenizer: Retokenizer) -> None:
         self._retokenizer = retokenizer

@@ -181,7 +181,6 @@ class VocabularyMap:
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary, device: torch.device) -> None:
-        """Finds the shared tokens."""
         self._target, self._draft = target, draft
         self.pairs = {
             target.ids[data]: token for data, token in draft.ids.items() if data in target.ids
@@ -245,16 +244,12 @@ class Translation:
     """
 
     def __init__(self, mapping: VocabularyMap, prompt_len: int) -> None:
-        """Starts empty; prompt_len: tokens of the prompt."""
         self._mapping, self._prompt_len = mapping, prompt_len
         self._ids: list[int] = []
         self._num_read = 0
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the draft model's ids of the whole sequence, which continues the sequence of the last call.
-
-        The result must not be changed, and is valid until the next call.
-        """
+        """Returns the draft model's ids of the whole sequence, which continues the last call's; do not change them."""
         if self._num_read > len(tokens):
             self._ids, self._num_read = [], 0
         if not self._num_read and self._prompt_len:
@@ -299,7 +294,6 @@ class DraftModelFiles:
     """A draft model in a directory or on the hub."""
 
     def __init__(self, name: str, revision: str | None) -> None:
-        """Loads nothing yet; revision: of the hub, or None."""
         self.name, self._revision = name, revision
 
     def model(self, target: TargetHandle | LoadedModel) -> LoadedModel:
@@ -368,10 +362,7 @@ def _bound(mapping: VocabularyMap, known: Vocabulary, target: TargetHandle) -> s
 
 
 def vocabularies(target: TargetHandle, model: LoadedModel, tokenizer: Any | None) -> tuple[Vocabulary, Vocabulary]:
-    """Returns the target's tokens and the draft model's by their bytes.
-
-    Raises `ConfigError` when there is no tokenizer, or it does not list its tokens.
-    """
+    """Returns the tokens of target and draft model by bytes; raises `ConfigError` if a tokenizer does not list them."""
     for name, each in ((target.name, target.tokenizer), (model.name, tokenizer)):
         if each is None:
             raise ConfigError(f"'{name}' has no tokenizer, which tells what its tokens spell. Expected one.")
