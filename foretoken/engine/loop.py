@@ -65,12 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs sequences on a target with drafters.
-
-    Attributes:
-        target: The runner.
-        counts: Counts of all iterations so far.
-    """
+    """Runs sequences on a target with drafters; `counts` are those of all iterations so far."""
 
     def __init__(
         self,
@@ -175,7 +170,6 @@ class Engine:
         return True
 
     def _feed_scored(self, sequence: Sequence, num_decoding: int) -> None:
-        """Reads one chunk of a prompt and scores its tokens; the next iteration reads the root."""
         begin = time.perf_counter()
         chunks = self._prefill.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
         output = contained(sequence, self._scored, chunks)
@@ -319,7 +313,6 @@ class Engine:
     def _traces(
         self, asked: Verification, batch: SamplingBatch, output: PassOutput, outcomes: list[Outcome], clock: StageClock
     ) -> list[TreeTrace | None]:
-        """Returns the trace of every tree, or None for each if tracing fails, which is logged."""
         try:
             with torch.no_grad(), clock.paused():
                 scores, roots = self._node_scores(asked, asked.tree, batch, output)

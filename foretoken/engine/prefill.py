@@ -27,10 +27,7 @@ _LEAST_FACTOR, _GREATEST_FACTOR = 0.75, 1.25  # bounds on the change that one st
 
 
 class PrefillBudget:
-    """Number of prompt tokens in each step.
-
-    `max_num_batched_tokens`: cap on the tokens of a pass, drafted nodes included; None steers by measured times.
-    """
+    """Number of prompt tokens in each step; `max_num_batched_tokens` caps a pass, None steers by measured times."""
 
     def __init__(self, max_num_batched_tokens: int | None = None) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -65,12 +62,7 @@ class PrefillBudget:
 
 
 class Chunk(NamedTuple):
-    """Consecutive prompt tokens of one sequence.
-
-    Attributes:
-        start: Number of rows filled before.
-        is_last: Whether the last token is the root; the pass then also chooses the sequence's next token.
-    """
+    """Consecutive prompt tokens of one sequence, from row `start` on; the last chunk ends with the root."""
 
     sequence: Sequence
     slot: int
@@ -85,10 +77,7 @@ class Chunk(NamedTuple):
 
 
 class Prefill:
-    """Reads prompts. The last token of each prompt is its first root; the pass returns its logits.
-
-    `budget`: number of prompt tokens in each pass.
-    """
+    """Reads prompts, `budget` tokens a pass; the last token is the first root, and the pass returns its logits."""
 
     def __init__(self, target: Runner, drafting: Drafting, max_num_batched_tokens: int | None = None) -> None:
         self.budget = PrefillBudget(max_num_batched_tokens)
@@ -149,10 +138,7 @@ class Prefill:
         return replace(work, logit_rows=integers_on(roots, self._target.device)) if roots else work
 
     def finish_chunks(self, chunks: Seq[Chunk], features: Tensor | None, seconds: float, num_decoding: int) -> None:
-        """Records that a pass of some seconds has filled the rows of chunks, and tells the drafters.
-
-        `features` are (M, F, D), of the chunks' tokens, or None without taps.
-        """
+        """Records that a pass has filled the rows of chunks, and tells the drafters; features: (M, F, D), or None."""
         num_tokens = sum(len(chunk.tokens) for chunk in chunks) if chunks else 0
         self.budget.learn_seconds(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
         if not chunks:

@@ -155,7 +155,7 @@ class SlotPool:
     ) -> Taken:
         """Takes a free slot for a text and finds its longest prefix, at most `most` tokens, in any slot.
 
-        At least one slot must be free. `running` are the contents of the slots in use.
+        At least one slot must be free. `running` are the texts of the slots in use.
         """
         prefix, num_lost = self.longest_prefix(tokens, most=most, salt=salt, running=running, reusable=reusable)
         free = self.free
@@ -334,7 +334,6 @@ class Scheduler:
         self._target.cache.trim(sequence.slot, num_kept)
 
     def _is_being_read(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is reading a longer prefix of this prompt than any slot holds."""
         if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:
             return False
         most, salt = len(sequence.tokens) - 1, sequence.cache_salt

@@ -48,12 +48,9 @@ class Sequence:
         params: Those of the request, from `sampling`.
         is_seeded: Whether the request gave a seed.
         tokens: Prompt and output; the last token is the root.
-        num_prompt: Prompt length.
         num_cached: Filled KV rows of the target, a reused prefix included; `len(tokens) - 1` after prefill.
         slot: Cache slot while running, else None.
         has_begun: Whether the sequence ever had a slot.
-        finish_reason: Set when the sequence is over.
-        error: Why the sequence failed, else None.
         accepted_from: For each output token the names of the drafters that proposed it; empty for the target's own.
         scores: Log-probabilities of output tokens, if requested.
         prompt_scores: Log-probabilities of the cached prompt tokens after the first, if requested.
@@ -344,10 +341,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 class MemoryPressure:
-    """Counts passes that ran out of memory. After three within a minute, drafting is off for a minute.
-
-    `num_failures`: passes that ran out of memory so far.
-    """
+    """Counts passes that ran out of memory; after three within a minute, drafting is off for a minute."""
 
     def __init__(self, device: torch.device, *, now: Callable[[], float] = time.monotonic) -> None:
         """Starts without failures; `device` is the target's, `now` a monotonic clock in seconds."""
@@ -378,12 +372,7 @@ class MemoryPressure:
 
 
 class SamplingState:
-    """Tensors of the sequences in slots, kept from one iteration to the next.
-
-    Attributes:
-        table: Tokens of each slot's sequence that processors read.
-        has_grammars: Whether a sequence of the last `batch` has a grammar.
-    """
+    """Tensors of the sequences in slots, kept between iterations: a `table` of tokens that processors read."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.table = HistoryTable(num_slots, vocab_size, device)

@@ -166,10 +166,7 @@ def greatest_on_host(logits: Tensor) -> list[int]:
 
 
 def token_scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
-    """Returns log-probabilities at K output tokens, and `count` most probable tokens; one transfer to the host.
-
-    `logits` are (K, V) float32, the rows that decided the tokens.
-    """
+    """Returns log-probabilities at K tokens, by (K, V) logits, and of the `count` best; one transfer to the host."""
     log_probs = logits.log_softmax(1)
     top = log_probs.topk(min(count, logits.shape[1]), dim=1)
     chosen = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1))
@@ -280,10 +277,7 @@ class Verification(NamedTuple):
 
 
 class VerifiedBatch(NamedTuple):
-    """One iteration of some sequences after acceptance and before commit, with traces of each sequence.
-
-    `traces`: see `SequenceStep`; one for each sequence.
-    """
+    """One iteration of some sequences after acceptance and before commit, with a trace of each sequence."""
 
     asked: Verification
     draft: Draft
