@@ -71,10 +71,7 @@ class RequestStream:
         return self._served.output
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
-        """Yields results on the way, each with all completions, in the form of `SamplingParams.output_kind`.
-
-        A result covers all tokens since the reader took the last one. Raises as `async for` over the stream does.
-        """
+        """Yields results with all tokens since the last one, in the form of `SamplingParams.output_kind`."""
         box, prompt_logprobs, sequences = self._served, None, self._served.request.sequences
         kind = sequences[0].params.output_kind
         if kind == RequestOutputKind.FINAL_ONLY:
@@ -116,10 +113,7 @@ class RequestStream:
 
 
 class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
-    """A request: `await` gives the whole result, `async for` the results on the way.
-
-    The first `await` or `async for` submits it.
-    """
+    """A request, submitted at the first use: `await` gives the whole result, `async for` results on the way."""
 
     def __init__(self, submit: Callable[[], RequestStream]) -> None:
         self._submit = submit

@@ -285,7 +285,6 @@ def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
-    """Returns the options of one drafter, with the weights beside the target if no model is named."""
     own = {
         key: value
         for key, value in {**config, "method": _method(config)}.items()

@@ -217,7 +217,6 @@ def _explained(what: str, expected: str) -> AbstractContextManager[None]:
 
 
 def _checked(drafter: object, parts: dict[str, Any], maker: str) -> tuple[str, TargetReads, list[int]]:
-    """Returns name, reads and sizes of a drafter; raises `ConfigError` if a part is missing or of a wrong type."""
     missing = [name for name in _ATTRIBUTES if parts[name] is _MISSING]
     if missing:
         raise ConfigError(

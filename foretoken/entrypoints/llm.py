@@ -242,7 +242,7 @@ class LLM(BuiltPerProcess):
         *,
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Generator[StreamChunk]:
-        """Yields chunks of text as they become certain. Arguments and errors as in `generate`.
+        """Yields chunks of text as they become certain; arguments and errors as in `generate`.
 
         Closing the iterator ends its requests. Any thread may make other calls while it is open.
         """
@@ -292,10 +292,7 @@ class LLM(BuiltPerProcess):
         return self._requests.default_params()
 
     def get_metrics(self) -> list[Metric]:
-        """Returns counts over all calls so far: `Counter`, `Gauge` and `Vector` of `foretoken.core.results`.
-
-        Names are vLLM's ("vllm:spec_decode_num_accepted_tokens") where it has one.
-        """
+        """Returns counts over all calls so far, under vLLM's names ("vllm:spec_decode_num_accepted_tokens") or ours."""
         with self.shared.turn():
             return self._engine.metrics()
 
@@ -419,10 +416,7 @@ _NOT_TYPED = {"drafter", "on_step", "trace"}  # functions, and `trace`, which ne
 
 
 class EngineArgs:
-    """Arguments of `LLM`, for `LLM.from_engine_args(args)` or `LLM(**vars(args))`. `LLM` checks the values.
-
-    An argument that was not given reads as its default.
-    """
+    """Arguments of `LLM`, for `LLM.from_engine_args(args)` or `LLM(**vars(args))`; a missing one has its default."""
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
         """Takes the arguments of `LLM`; raises `ConfigError` for a name that neither `LLM` nor vLLM has."""

@@ -152,10 +152,7 @@ class QueuedRequest:
         self.chunks.extend(chunks)
 
     def wake(self, *, is_forked: bool = False) -> None:
-        """Wakes all readers, in any event loop.
-
-        In a forked child readers are woken directly: its event loops share wake-up channels with the parent.
-        """
+        """Wakes all readers; in a forked child directly: its event loops share wake-up channels with the parent."""
         while self._readers:
             reader = self._readers.popleft()
             with suppress(RuntimeError):  # the loop is closed: the reader is gone
@@ -210,10 +207,7 @@ class RequestReader:
         return self._codec.decode(checked_token_ids(token_ids, self._target.vocab_size, "the token ids"))
 
     def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """Returns checked requests; `prompts` as `split_prompts` takes them, parameters for all or for each.
-
-        Raises `RequestError` when a prompt cannot be served, or the numbers of parameters and prompts differ.
-        """
+        """Returns checked requests of `split_prompts`, with parameters for all or each; raises `RequestError`."""
         items = split_prompts(prompts)
         each = self._params_for_each(sampling_params, len(items))
         checked = [self._checked_prompt(i, item) for i, item in enumerate(items)]

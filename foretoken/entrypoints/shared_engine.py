@@ -53,11 +53,7 @@ _threads: weakref.WeakSet[ServingThread] = weakref.WeakSet()
 
 
 class FairLock:
-    """A lock for the thread that has waited longest, as a context manager.
-
-    A `threading.Lock` usually goes back to the thread that just released it. A thread that steps the engine in a loop
-    would then keep other threads from adding their requests.
-    """
+    """A lock for the thread that has waited longest: `threading.Lock` usually goes back to the last holder."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -170,9 +166,9 @@ class SharedEngine:
             self.abort(sequences)
 
     def abort(self, sequences: list[Sequence], *, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Aborts unfinished sequences: at once, or at the next turn if another thread is at work.
+        """Aborts unfinished sequences, without waiting: at once, or at the next turn if another thread is at work.
 
-        Never waits, because the garbage collector may close a stream at any point of any thread.
+        The garbage collector may close a stream at any point of any thread.
         """
         if is_exiting():  # modules may be gone; the default argument is bound early for that reason
             return
@@ -229,10 +225,7 @@ class RequestQueue:
     """
 
     def __init__(self, max_requests: int, max_tokens: int | None, num_free_slots: Callable[[], int]) -> None:
-        """Makes an empty queue; caps on waiting requests, and on their prompt tokens; None for no cap.
-
-        `num_free_slots` returns the number of completions that can begin now.
-        """
+        """Makes an empty queue with caps on waiting requests and prompt tokens; `num_free_slots` counts completions."""
         self.running: dict[str, QueuedRequest] = {}
         self.throughput = Throughput()
         self._waiting: dict[str, QueuedRequest] = {}
@@ -260,9 +253,9 @@ class RequestQueue:
             self._check_room(0)
 
     def add(self, request: Request, hand_over: Callable[[QueuedRequest], None]) -> QueuedRequest:
-        """Adds a request, and passes it to `hand_over`, which may refuse by raising.
+        """Adds a request; raises `RequestError` if its id is in use, `QueueFull` if it cannot wait.
 
-        Raises `RequestError` when another live request has the same id, `QueueFull` when the request cannot wait.
+        `hand_over` gets the request, and may refuse it by raising.
         """
         with self._lock:
             if self.get(request.request_id) is not None:
@@ -334,10 +327,7 @@ class _Order(Enum):
 
 
 class ServingThread:
-    """A thread that serves the requests of a queue on an engine, until it is closed or fails.
-
-    `stopped`: why requests are not served any more, or None.
-    """
+    """A thread that serves the requests of a queue until it is closed or fails; `stopped` says why, or is None."""
 
     def __init__(self, shared: SharedEngine, queue: RequestQueue) -> None:
         self.stopped: str | None = None
