@@ -44,7 +44,6 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
     """Yields the temporary name of a new empty file, which replaces `path` when the block ends without an error.
 
     Args:
-        path: The place, in a directory that exists.
         mode: Permissions; None for those of the replaced file, or of the umask for a new file.
         follows_links: Whether to write through a place that is a symbolic link; raises an error otherwise.
 
@@ -96,7 +95,6 @@ def new_directory(
     Missing parents are made at the end, and removed again if that fails.
 
     Args:
-        path: The place.
         existing: What to do with an existing directory. "refuse": an error, unless it is empty. "replace": it is
             removed with all its content. "merge": new files replace files of the same names; the others stay.
         last: Name of the file that is merged last.
@@ -241,10 +239,7 @@ def _sync(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OutputDirectory:
-    """A type of output directory; `what` names its contents, such as "packed tokens".
-
-    `holds_it` decides whether a non-empty directory is of this type; `force` may replace only such directories.
-    """
+    """A type of output directory, such as "packed tokens"; `force` may replace only what `holds_it` recognises."""
 
     what: str
     holds_it: Callable[[Path], bool]
@@ -264,7 +259,7 @@ class OutputDirectory:
 
     @contextmanager
     def new(self, directory: Path, *, force: bool) -> Iterator[Path]:
-        """Yields a directory to write into, which moves to its place at the end; `force` replaces one of this type.
+        """Yields a directory that moves to its place at the end; `force` replaces one of this type.
 
         Raises `RequestError` when the place is taken or cannot be written to.
         """
@@ -281,10 +276,7 @@ _MOST_BYTES = 512 * MIB  # largest journal that is read; a choice, far above the
 
 
 class JournalFile:
-    """A file of JSON lines with results, the oldest first, and the conditions of all lines.
-
-    `date` is when the file was begun, such as 2026-11-22.
-    """
+    """A file of JSON lines with results, the oldest first, their conditions, and the `date` of its beginning."""
 
     def __init__(self, path: Path, conditions: Mapping[str, Any] | None = None, *, advice: str) -> None:
         """Opens or begins the file; makes missing parents, and ends messages with `advice`.

@@ -95,7 +95,6 @@ def _read_pipe(descriptor: int, where: str, limit: int, error: type[ForetokenErr
 
 
 def _is_hung_up(descriptor: int) -> bool:
-    """Whether a pipe had a writer that has closed it."""
     poll = select.poll()
     poll.register(descriptor)
     return any(events & select.POLLHUP for _, events in poll.poll(0))

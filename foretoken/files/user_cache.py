@@ -146,12 +146,7 @@ _LONGEST_AGE_S = 30 * 24 * 3600  # a choice: after a month drivers, clocks, text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEntries:
-    """A file of cached entries.
-
-    Attributes:
-        mark: First key of the file, which shows that foretoken wrote it.
-        what: Describes the entries in messages.
-    """
+    """A file of cached entries; the key `mark` shows that foretoken wrote it, `what` is for messages."""
 
     file: str
     mark: str
