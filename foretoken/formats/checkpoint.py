@@ -152,10 +152,7 @@ class HeadCheckpoint:
 def check_keys(
     name: str, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, what: str = "head"
 ) -> None:
-    """Compares shapes by key with those of a configuration; name and what: of the file and its content, for messages.
-
-    Raises `ModelError` with all missing, unexpected and mis-shaped keys; lists only the first of many.
-    """
+    """Compares shapes by key with those of a configuration; raises `ModelError` with the first keys that differ."""
     groups = {
         "missing": wanted.keys() - found.keys(),
         "unexpected": found.keys() - wanted.keys(),
@@ -187,10 +184,7 @@ def with_dtype(checkpoint: HeadCheckpoint, dtype: torch.dtype) -> HeadCheckpoint
 
 
 def first_heads(checkpoint: HeadCheckpoint, num_heads: int) -> HeadCheckpoint:
-    """Returns a head with only its first few heads.
-
-    Raises `ConfigError` if there are fewer, or a head computes something else without the rest.
-    """
+    """Returns a head with its first few heads; raises `ConfigError` if it has fewer, or needs the rest."""
     config: Any = checkpoint.config
     if num_heads == config.num_heads:
         return checkpoint

@@ -163,7 +163,6 @@ def flag(name: str, config: Mapping[str, Any], key: str, *, default: bool = Fals
 
 
 def _unstated_boundaries(name: str, num_taps: int, target: TargetInfo) -> list[int]:
-    """Returns the taps of the authors' code; raises `ModelError` if the target does not fit them."""
     if target.num_layers is None:
         raise ModelError(
             f"'{name}' is an EAGLE-3 head that does not name the layers it reads: they follow from how many its target "
@@ -245,7 +244,6 @@ def _recognises(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head; the target's number of blocks gives taps that the file does not name."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     nested = config.get("eagle_config")
     of_specforge = nested if isinstance(nested, dict) else {}

@@ -144,10 +144,7 @@ class HeadFiles:
 
 
 def open_files(path: Path) -> HeadFiles:
-    """Opens a checkpoint: a directory with weights, or one file of weights; each may have a `config.json`.
-
-    Raises `ModelError` if the path does not exist, or a file is damaged.
-    """
+    """Opens a directory with weights, or one file of weights; raises `ModelError` if it is missing or damaged."""
     directory = path if path.is_dir() else path.parent
     if not path.exists():
         raise ModelError(f"there is no head '{path}'. Expected a directory with weights, or a file of weights.")

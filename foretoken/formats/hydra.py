@@ -99,11 +99,7 @@ class HydraNames:
         return places
 
     def config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> HydraConfig:
-        """Returns the configuration that a file's tensors show.
-
-        Other sizes come from `stated`, the file's `config.json`, then from `target`. Raises `ModelError` for unknown
-        sizes.
-        """
+        """Returns the configuration by tensors, then `stated`, then `target`; raises `ModelError` for unknown sizes."""
         name = weights.name
         size = partial(most_common, name=name)
         first = weights.matches(template_pattern(self.first, r"\.(linear|res_connection)\.(weight|bias)"))
@@ -159,10 +155,7 @@ def prefix_entries(config: HydraConfig) -> dict[str, Any]:
 def with_own_lm_heads(
     config: HydraConfig, weights: Mapping[str, Tensor], options: WriteOptions, *, what: str
 ) -> tuple[HydraConfig, dict[str, Tensor]]:
-    """Copies the target's LM head into each head, for formats without a shared one.
-
-    Raises `ConfigError` if the target's LM head is missing or cannot be copied.
-    """
+    """Copies the target's LM head into each head; raises `ConfigError` if that is missing or cannot be copied."""
     if config.own_lm_head:
         return config, dict(weights)
     lm_head, bias = options.target.copy_of_lm_head(what, with_bias=True)

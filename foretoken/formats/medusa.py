@@ -59,12 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaNames:
-    """Templates of tensor names; {head}, {layer} and {layers} stand for numbers.
-
-    Attributes:
-        block: Of a residual block, without `.weight` or `.bias`.
-        lm_head: Of a head's LM head, whole.
-    """
+    """Templates of names of residual blocks and LM heads; {head}, {layer} and {layers} stand for numbers."""
 
     block: str
     lm_head: str
@@ -96,10 +91,7 @@ class MedusaNames:
         return places
 
     def sizes(self, weights: Weights) -> dict[str, Any]:
-        """Returns fields of `MedusaConfig` from a file's tensors, and `rows` of the LM heads or None.
-
-        Raises `ModelError` if the tensors do not tell them.
-        """
+        """Returns fields of `MedusaConfig`, and `rows` of the LM heads or None; raises `ModelError` if unknown."""
         blocks, lm_heads = self.match(weights)
         name, shapes = weights.name, weights.shapes
         keys = [match[0] for match in blocks if match["kind"] == "weight"] + [match[0] for match in lm_heads]

@@ -150,7 +150,6 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _shared_embedding(target: TargetWeights, dtype: torch.dtype) -> Tensor:
-    """Returns (V, E), a copy of the target's embedding; raises `ConfigError` if a copy would compute other values."""
     if not target.is_embedding_plain:
         raise ConfigError(
             "the head shares the target's embeddings, which are scaled, and format 'speculators' keeps them as they "

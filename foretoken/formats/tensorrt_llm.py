@@ -55,7 +55,6 @@ _REPLICATED = re.compile(r".*(layernorm|\.norm)\.weight")
 
 
 def _split_dim(key: str) -> int | None:
-    """Returns the dimension along which a tensor is split; None if every rank holds the whole tensor."""
     if _REPLICATED.fullmatch(key):
         return None
     return 1 if _ROW_PARALLEL.fullmatch(key) else 0
