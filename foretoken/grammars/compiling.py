@@ -141,10 +141,7 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class ByteCache(Generic[T]):
-    """Values by key, least recently used values dropped first. Thread-safe.
-
-    `num_bytes`: of all values together.
-    """
+    """Values by key, least recently used values dropped first; `num_bytes` of all together. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         """Makes an empty cache of at most `most_bytes`; a larger value is not kept."""
@@ -193,7 +190,6 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Compiles nothing yet; the tokenizer is the target's, or None."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         own = getattr(tokenizer, "eos_token_id", None)
         self._eos_ids = list(eos_ids) or ([] if own is None else [int(own)])

@@ -93,7 +93,6 @@ def _forced(
     source: int,
     scores: Sequence[float] | None,
 ) -> list[Graft]:
-    """Returns chains of forced tokens below nodes that have no such child, while there is room."""
     children = set(zip(row.parents, row.tokens, strict=True))
     depths = [0] * len(row.tokens)
     room = min(_MOST_FORCED, bound.max_nodes - len(row.tokens))
