@@ -54,10 +54,7 @@ class HeadConfig(BaseModel):
 
 
 class Head(nn.Module, ABC):
-    """A network that drafts from the target's features.
-
-    `token_map`: (Vd,) int64 buffer, the token of each logit, if drafts cover a part of the vocabulary; else None.
-    """
+    """Drafts from the target's features; `token_map` is (Vd,) int64, the token of each logit, or None for all."""
 
     config: HeadConfig
     token_map: Tensor | None
@@ -199,10 +196,7 @@ class BlockInputs(NamedTuple):
 
 
 class BlockOutputs(NamedTuple):
-    """Values computed from the block's output, (..., W) each.
-
-    `state` replaces the next feature; `hidden` is the input of `Head.draft_logits`.
-    """
+    """Values from the block's output, (..., W) each: the next feature, and the input of `Head.draft_logits`."""
 
     state: Tensor
     hidden: Tensor

@@ -37,12 +37,7 @@ NUM_LAYERS = 2  # of the LSTM, as in the published model
 
 
 class PairLstm(nn.Module):
-    """LSTM layers over pairs of embedding and feature.
-
-    Attributes:
-        weights: Torch's layers, with dropout between them while training; None after `split`.
-        cells: After `split`: for each layer the linear layer of its input, and that of h in mode "recurrent".
-    """
+    """LSTM layers over pairs of embedding and feature; after `split` each has linear `cells` instead of `weights`."""
 
     weights: nn.LSTM | None
 
@@ -56,11 +51,7 @@ class PairLstm(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Creates the layers with uninitialized weights.
-
-        In mode "per_position" every position starts from a zero state. Dropout applies between the layers while
-        training.
-        """
+        """Creates layers with uninitialized weights; "per_position": every position starts from a zero state."""
         super().__init__()
         self._width, self._mode = width, mode
         self.weights = nn.LSTM(

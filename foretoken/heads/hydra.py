@@ -203,10 +203,7 @@ class HydraHeads(StepHead):
 
 
 class FirstBlock(nn.Module):
-    """Computes R u + c + silu(W u + b); R is there because the width changes.
-
-    `linear` holds W and b, `residual` R and c. After `stack`, `both` holds R above W and c above b in their place.
-    """
+    """Computes R u + c + silu(W u + b), R because the width changes; after `stack` R and W are one matrix."""
 
     def __init__(
         self, inputs: int, outputs: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
