@@ -209,9 +209,9 @@ def _drafts_with(module: torch.nn.Module) -> Callable[[], Drafter]:
 
 
 class AcceleratedGenerate:
-    """Replaces a model's `generate`; a copied or unpickled model has the original one.
+    """Replaces a model's `generate` by one over `beneath`: transformers' own, or an enclosing acceleration.
 
-    `beneath` is the replaced bound method: `original`, transformers' own, or an enclosing acceleration.
+    A copied or unpickled model has the original one.
     """
 
     def __init__(self, model: Any, engine: Acceleration, tokenizer: Any) -> None:
