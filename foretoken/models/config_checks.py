@@ -138,10 +138,7 @@ _MOST_TEXT_BYTES = 256 * MIB  # a choice: tokenizers of 260,000 tokens have 40 M
 
 
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
-    """Checks a model directory before any library reads it; a hub id without local files passes, if allowed.
-
-    Raises `ModelError` if the directory is missing, lacks a configuration or safetensors, or has a damaged file.
-    """
+    """Checks a model directory before any library reads it; raises `ModelError` if it is missing or damaged."""
     directory = Path(name)
     if not directory.is_dir():
         if may_be_hub_id and _is_hub_id(name):
@@ -187,10 +184,9 @@ def check_readable(directory: Path) -> None:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """Returns the weight files that an index such as `model.safetensors.index.json` names, sorted.
+    """Returns the weight files that an index names, sorted; raises `ModelError` if it or a file is missing.
 
-    Raises:
-        ModelError: If the index is damaged, has no weight_map, or names a missing file or one outside its directory.
+    Files outside the index's directory also raise `ModelError`.
     """
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

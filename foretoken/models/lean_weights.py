@@ -84,10 +84,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
-    """Finds the weights of a causal LM, for P positions; copies norms alone.
-
-    Raises `UnsuitableError` if a part of the model is unknown.
-    """
+    """Finds the weights of a model, copies norms alone; raises `UnsuitableError` if a part is unknown."""
     module: Any = model.module
     architecture = _known_architecture(module, model.config)
     backbone = module.model

@@ -75,13 +75,9 @@ def count_writes(model: nn.Module) -> None:
 
 
 class WeightWrites:
-    """Detects writes to the weights and buffers of a model; a look takes some 100 ns a tensor.
-
-    It does not detect replaced weights: a runner keeps the weights with which it was made.
-    """
+    """Detects writes to weights and buffers of a model in some 100 ns a tensor; not weights that are replaced."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Starts at the present state of the weights."""
         counted = [each for each in (*model.parameters(), *model.buffers()) if not each.is_inference()]
         # `detach` shares the version counter, and `_version` of a plain tensor is read faster than a parameter's.
         self._tensors = [each.detach() if is_plain(each) else each for each in counted]

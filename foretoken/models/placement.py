@@ -76,10 +76,7 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
 def gather_weights(module: nn.Module) -> None:
-    """Moves the weights of each block into one allocation, block after block, in place.
-
-    Weights on other devices and subclasses of tensors, as in quantised layers, stay where they are.
-    """
+    """Moves the weights of each block into one allocation, in place; leaves other devices and tensor subclasses."""
     plain = set(map(id, plain_tensors(module)))
     blocks: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
     for name, parameter in module.named_parameters():
