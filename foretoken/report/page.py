@@ -71,7 +71,7 @@ class RunView:
 
 
 def read_run(run: Path) -> RunView:
-    """Reads a trace, or every trace, `results.jsonl` and SVG picture in a directory.
+    """Reads a trace, or all traces, `results.jsonl` and SVG pictures of a directory.
 
     Raises `ConfigError` when there is none of these, or a file is damaged; `OSError` when a file cannot be read.
     """
@@ -151,10 +151,7 @@ _COMMON = "foretoken.report"  # the package with the common style
 
 
 def render_inlined(package: str, name: str, **values: Any) -> tuple[str, str]:
-    """Renders a page from templates/NAME.html, NAME.css and NAME.js of a package.
-
-    Returns the page as HTML, and its content security policy. The template also has `script`, `style` and `policy`.
-    """
+    """Renders NAME.html, NAME.css and NAME.js of a package's templates; returns HTML and its security policy."""
     environment = Environment(
         loader=PackageLoader(package),
         autoescape=True,

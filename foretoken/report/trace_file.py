@@ -39,10 +39,7 @@ _LineT = TypeVar("_LineT", bound=_Line)
 
 
 class Header(_Line):
-    """The first line: format "foretoken trace", its version, the prompt, and conditions by name.
-
-    Conditions are model, drafter, machine, versions and sampling parameters.
-    """
+    """The first line: format "foretoken trace", its version, the prompt, and conditions (model, machine, …)."""
 
     format: str
     version: int
@@ -136,7 +133,6 @@ class TraceRecorder:
     """Collects the iterations of one sequence as lines, and their metrics."""
 
     def __init__(self, codec: Codec, prompt: Sequence[int]) -> None:
-        """Takes the tokenizer, for the texts of tokens, and the prompt's token ids."""
         self._codec, self._prompt, self._lines = codec, list(prompt), list[str]()
         self._spans = TokenSpans(codec, prompt)
         self.metrics = GenerationMetrics()

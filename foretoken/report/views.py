@@ -174,7 +174,6 @@ def _token(part: str, alone: str, iteration: int, origin: int) -> TokenView:
 
 
 def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dict[str, Any]:
-    """Returns the data of an iteration for the script; adds new origins to `origins`."""
     texts = {token: label(text) for token, text in iteration.texts.items()}
     view: dict[str, Any] = {
         "written": [texts.get(token, str(token)) for token in iteration.tokens],
