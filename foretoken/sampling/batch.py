@@ -178,12 +178,7 @@ class _PerRequest:
 
 @dataclass(frozen=True, slots=True)
 class MinTokens(_PerRequest):
-    """Forbids tokens that end the text until it is long enough.
-
-    Attributes:
-        terminators: (R, V) bool, end-of-sequence and stop tokens.
-        min_tokens: (R,) int64, output tokens before which they are impossible.
-    """
+    """Forbids (R, V) bool `terminators` until (R,) int64 `min_tokens` output tokens are there."""
 
     terminators: Tensor
     min_tokens: Tensor
@@ -207,10 +202,7 @@ class AllowedTokens(_PerRequest):
 
 @dataclass(frozen=True, slots=True)
 class BadWords(_PerRequest):
-    """Forbids the last token of every forbidden sequence when its other tokens were just generated.
-
-    `words`: (R, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
-    """
+    """Forbids the last token of (R, W, L) int64 `words`, right-aligned with -1, after their other tokens."""
 
     words: Tensor
 
@@ -329,10 +321,7 @@ def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
 
 
 def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Returns (B, V) float32 log-probabilities after temperature and truncation, -inf for tokens cut off.
-
-    `logits` are (B, V) float32. The temperature of greedy rows counts as 1.
-    """
+    """Returns (B, V) float32 log-probabilities after temperature (1 for greedy) and truncation (-inf)."""
     logits = logits / batch.temperature
     if batch.top_k is not None:
         largest = logits.topk(batch.largest_top_k, dim=1).values
@@ -349,10 +338,7 @@ def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def one_hot_log_probs(logits: Tensor) -> Tensor:
-    """Returns the target distribution of greedy decoding: 0 at the first largest logit, -inf elsewhere; (B, V) float32.
-
-    A row without a possible token is -inf throughout.
-    """
+    """Returns (B, V) float32, 0 at the first largest logit, -inf elsewhere; -inf throughout without a finite one."""
     best = best_possible(logits).unsqueeze(1)
     certain = torch.zeros_like(logits[:, :1]).masked_fill(best < 0, -inf)
     return torch.full_like(logits, -inf).scatter(1, best.clamp_min(0), certain)

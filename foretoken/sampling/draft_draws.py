@@ -50,10 +50,7 @@ class DraftDraws:
     def build(
         cls, batch: SamplingBatch, is_coupled: Sequence[bool], root_positions: Tensor, *, greedy: bool = False
     ) -> DraftDraws:
-        """Decides how each request's drafts are chosen; `greedy` drafts all requests greedily.
-
-        `root_positions` are (B,) int64.
-        """
+        """Decides how each request's drafts are chosen; `greedy`: all greedily. `root_positions`: (B,) int64."""
         has_coupled, has_sampled = possible_draws(batch, is_coupled, greedy=greedy)
         if not (has_coupled or has_sampled):
             none = torch.zeros_like(batch.greedy)

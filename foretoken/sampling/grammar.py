@@ -110,10 +110,7 @@ class GrammarState:
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """A processor that forbids what each request's grammar does not allow after the path down to a node.
-
-    `states`: after the committed text of each of R requests; None for requests without a grammar.
-    """
+    """Forbids tokens by each request's grammar after the path down to a node; None without a grammar."""
 
     states: Sequence[GrammarState | None]
     reads_counts = False
