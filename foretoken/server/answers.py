@@ -34,14 +34,11 @@ class EchoedPrompt:
 
     @classmethod
     def of_prompt(cls, llm: LLM, text: str | None, token_ids: list[int]) -> EchoedPrompt:
-        """Returns a prompt without log-probabilities; text: None for a prompt of token ids.
-
-        Raises `RequestError` when the model has no tokenizer, or the tokenizer fails.
-        """
+        """Returns a prompt without log-probabilities; raises `RequestError` if the tokenizer is missing or fails."""
         return cls(text=llm.decode(token_ids) if text is None else text, first_token=llm.decode(token_ids[:1]))
 
     def scored(self, logprobs: Sequence[dict[int, Logprob] | None], num_top: int) -> EchoedPrompt:
-        """Returns the same prompt with `RequestOutput.prompt_logprobs`, and `num_top` alternatives for each token.
+        """Returns the prompt with `RequestOutput.prompt_logprobs` and `num_top` alternatives for each token.
 
         Every token begins where the tokens before it end. A first token that the tokenizer adds has no characters.
         """
@@ -154,7 +151,6 @@ class Envelope:
         return "tool_calls" if reason == "stop" and form is not None and form.forced is None else reason
 
     def _delta(self, index: int, chunk: StreamChunk, choice: dict[str, Any]) -> dict[str, Any]:
-        """Returns the parts that a chunk adds to a message; sets the choice's finish_reason after calls."""
         form = self.request.message_form
         if form is None:
             return {"content": chunk.text}

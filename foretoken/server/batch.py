@@ -42,10 +42,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yields the lines that are not empty, with one in memory at a time.
-
-    Raises `RequestError` when the file is missing or not a regular file.
-    """
+    """Yields the lines that are not empty, one in memory at a time; raises `RequestError` without a regular file."""
     try:
         check_regular(path, error=RequestError)
         with path.open("rb") as file:
@@ -70,10 +67,7 @@ class AnswerFile:
     """
 
     def __init__(self, out: Path, model: str) -> None:
-        """Opens the file of an earlier run, or starts one. Removes a last line that was cut off.
-
-        Raises `ConfigError` when the file holds other data, or answers of another model.
-        """
+        """Opens or starts the file, and cuts an unfinished line; raises `ConfigError` if it holds other data."""
         self._out, self._part, self._model = out, out.with_name(f"{out.name}.part"), model
         self.answered: set[str] = set()
         with told_as(ConfigError, f"'{self._part}'", "Choose another OUT, or remove it to start again."):

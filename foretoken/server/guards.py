@@ -27,10 +27,7 @@ KEY_VARIABLE = "FORETOKEN_API_KEY"
 
 
 def api_keys(path: Path | None) -> list[str]:
-    """Returns the key in `KEY_VARIABLE`, if set, and the keys of a file, one a line, if there is one.
-
-    Raises `ConfigError` when a key is empty or not plain ASCII, or the file cannot be read or has no key.
-    """
+    """Returns the keys in `KEY_VARIABLE` and a file, one a line; raises `ConfigError` if one is not plain ASCII."""
     given = [os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else []
     if path is not None:
         given += _keys_of(path)
@@ -65,10 +62,7 @@ class Guards:
     """Refuses requests with wrong keys or too many headers, and compressed, too large and too slow bodies."""
 
     def __init__(self, app: App, *, api_keys: Sequence[str], refused: Callable[[int], None]) -> None:
-        """Guards an ASGI application; without keys all paths are open, `OPEN_PATHS` always.
-
-        `refused` is called with the status of every refusal.
-        """
+        """Guards an ASGI application, if there are keys; calls `refused` with the status of every refusal."""
         self._app, self._keys, self._refused = app, [key.encode() for key in api_keys], refused
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

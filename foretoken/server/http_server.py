@@ -21,10 +21,9 @@ _HTTPProtocol: Any = AutoHTTPProtocol  # httptools if it is installed, else h11
 
 
 def http_server(app: Any, *, port: int = 0, drain_seconds: int = _DRAIN_SECONDS) -> uvicorn.Server:
-    """Makes a server; `serve` or `run` starts it.
+    """Makes a server; `serve` or `run` starts the server, on a free port if `port` is 0.
 
-    It listens on `port`, 0 for a free one, if `serve` gets no sockets. After a signal, running requests have
-    `drain_seconds`.
+    After a signal, running requests have `drain_seconds`.
     """
     return uvicorn.Server(
         uvicorn.Config(

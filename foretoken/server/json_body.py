@@ -26,10 +26,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An error answer with a status, one or two sentences, and further headers.
-
-    `param` is the field of the request with the error, `code` a name for programs.
-    """
+    """An error answer: a status, one or two sentences, the request's field, a name for programs, and headers."""
 
     def __init__(
         self,

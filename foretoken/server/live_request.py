@@ -188,10 +188,7 @@ class LiveRequest:
             self.abort()
 
     async def whole(self, make: Callable[[dict[str, Any]], _Answer]) -> _Answer:
-        """Returns the whole answer; `make` builds it from the body, in a thread since log-probabilities take long.
-
-        Raises `ApiError` when a completion failed.
-        """
+        """Returns the answer, built by `make` in a thread; raises `ApiError` when a completion failed."""
         try:
             outputs = [await stream.output() for stream in self._streams]
         finally:
@@ -246,10 +243,7 @@ class LiveRequest:
             yield body
 
     async def _chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
-        """Yields chunks with their prompt's position.
-
-        The first completion brings the log-probabilities of an echoed prompt: chunks of other completions wait.
-        """
+        """Yields chunks with their prompt's position; they wait for the log-probabilities of an echoed prompt."""
         held: list[list[StreamChunk]] = [[] for _ in self._streams]
         are_scored = bool(self._echoes) and self.envelope.request.num_top_logprobs is not None
         is_open = [not are_scored] * len(held)

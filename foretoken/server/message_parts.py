@@ -73,10 +73,7 @@ class AnswerFormats:
     def of_llm(
         cls, llm: LLM, template: str | None, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> AnswerFormats:
-        """Returns the formats of a model, for a chat template in Jinja, or None for the tokenizer's own.
-
-        The parsers are named as in `tool_format` and `thinking_tags`, which raise `ConfigError` for an unknown name.
-        """
+        """Returns the formats of a model and its template; raises `ConfigError` for an unknown name of a parser."""
         tokenizer = llm.tokenizer
         own = template or getattr(tokenizer, "chat_template", None) or ""
         source = own if isinstance(own, str) else "\n".join(map(str, own.values()))
@@ -92,10 +89,7 @@ class AnswerFormats:
         return f"tool calls {calls or 'none'}, thoughts {thoughts or 'none'}"
 
     def form(self, prompt: str, tools: ToolUse | None) -> MessageForm | None:
-        """Returns how to read an answer to a rendered conversation; None if all of its text is content.
-
-        The conversation may end with the opening tag of thoughts, or with the closing tag.
-        """
+        """Returns how to read an answer to a conversation, which may open thoughts; None if all text is content."""
         text, tags = prompt.rstrip(), self.tags
         if tags is not None and text.endswith(tags.end):
             tags = None
@@ -200,7 +194,6 @@ class MessageReader:
         return bool(end)
 
     def _read_edge(self, parts: MessageParts) -> bool:
-        """Reads separators, and the bracket of a call without a marker."""
         form = self._form.calls
         if form is not None and form.bare:
             text = self._rest.lstrip(form.between + " \t\r\n")
@@ -242,7 +235,6 @@ class MessageReader:
         return end is not None
 
     def _end_call(self, parts: MessageParts, *, is_closed: bool = True) -> None:
-        """Parses the held text; text that does not parse as a call is content."""
         text = "".join(self._held)
         calls = self._calls(text) if is_closed else []
         if calls:

@@ -66,10 +66,7 @@ def portable_scope(scope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def answer_messages(app: App, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
-    """Yields the messages of an application to a request with a whole body; see `portable_scope`.
-
-    Closing the iterator tells the application that the client disconnected.
-    """
+    """Yields an application's messages; closing the iterator tells it that the client disconnected."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     gone = asyncio.Event()

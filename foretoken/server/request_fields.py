@@ -149,10 +149,7 @@ class UnknownFields:
 
 
 def completion_request(body: Mapping[str, Any], unknown: UnknownFields, defaults: Mapping[str, Any]) -> ServedRequest:
-    """Reads a body of /v1/completions; its fields replace `defaults`, see `LLM.sampling_defaults`.
-
-    `unknown` logs unknown fields. Raises `ApiError` when a field is invalid.
-    """
+    """Reads a body of /v1/completions, over `defaults`, and logs unknown fields; raises `ApiError`."""
     given = _known(body, unknown, {"prompt", "echo"})
     is_echoed = checked_boolean(given, "echo")
     num_logprobs = checked_integer(given, "logprobs", 0, _MOST_LOGPROBS)
@@ -173,10 +170,7 @@ def chat_request(
     prompt: Mapping[str, Any],
     formats: AnswerFormats,
 ) -> ServedRequest:
-    """Reads a body of /v1/chat/completions, as `completion_request` does.
-
-    `prompt` is the rendered conversation; see `chat_form`. `formats` are the model's.
-    """
+    """Reads a body of /v1/chat/completions as `completion_request`; the rendered `prompt` is that of `chat_form`."""
     own = {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM}
     given = _known(body, unknown, own)
     tools = tool_use(given)
@@ -206,10 +200,7 @@ _FORM = ("add_generation_prompt", "continue_final_message", "chat_template_kwarg
 
 
 def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the messages of a chat request and the keyword arguments of `LLM.chat_prompts` that render them.
-
-    Raises `ApiError` when messages are missing or too many, or a template variable is invalid.
-    """
+    """Returns messages, and arguments of `LLM.chat_prompts` that render them; raises `ApiError` if invalid."""
     if body.get("messages") is None:
         raise ApiError("messages is missing. Expected a list of messages with role and content.", param="messages")
     if not isinstance(body["messages"], list) or not all(isinstance(each, Mapping) for each in body["messages"]):
@@ -244,10 +235,7 @@ _RENDERING = frozenset({
 
 
 def supported(body: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:
-    """Returns the fields that are neither null nor in `refused`.
-
-    `refused` has neutral values and advice for each field; raises `ApiError` for any other value.
-    """
+    """Returns fields without nulls and `refused` ones at neutral values; raises `ApiError` for other values."""
     given = {name: value for name, value in body.items() if value is not None}
     for name in refused.keys() & given.keys():
         neutral, instead = refused[name]
@@ -336,10 +324,7 @@ def _params(
 
 
 def structured_outputs(form: Any, name: str = "response_format") -> dict[str, Any] | None:
-    """Returns OpenAI's `response_format` as `structured_outputs`; None for free text.
-
-    Raises `ApiError` when the type is unknown or has no schema.
-    """
+    """Returns OpenAI's `response_format` as `structured_outputs`; None for free text. Raises `ApiError` if unknown."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     if form is None or kind == "text":
         return None
@@ -372,7 +357,6 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 def _with_extras(prompt: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the fields that change speed but no text."""
     made = dict(prompt) if isinstance(prompt, Mapping) else {
         "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt
     }  # fmt: skip

@@ -48,10 +48,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of an equivalent chat request, with all sampling and speculation fields.
-
-    Raises `ApiError` when a field is invalid or not supported.
-    """
+    """Returns the fields of an equivalent chat request; raises `ApiError` when a field is invalid or not supported."""
     given = supported(body, _REFUSED)
     chat = {name: value for name, value in given.items() if name not in _OWN | _IGNORED}
     chat["messages"] = _instructions(given.get("instructions")) + _messages(given.get("input"))
@@ -63,10 +60,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a request that its answer repeats; `as_chat` has checked the body.
-
-    Raises `ApiError` when the metadata are invalid, or the repeated fields are too large.
-    """
+    """Returns the fields that an answer repeats, after `as_chat`; raises `ApiError` if metadata are wrong or large."""
     metadata, text = body.get("metadata"), body.get("text") or {}
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, Mapping) or len(metadata) > 16 or not all(map(_is_pair, metadata.items())):
@@ -201,10 +195,7 @@ _TYPES = {
 
 
 class OutputItems:
-    """Builds the output items of a response; the last item is open until `close`.
-
-    `done`: the closed items.
-    """
+    """Builds the output items of a response; the last item is open until `close`."""
 
     def __init__(self, name: str) -> None:
         """Starts without items; name: a unique part of every item's id."""
@@ -229,10 +220,7 @@ class OutputItems:
         return events
 
     def add(self, kind: str, text: str, logprobs: Sequence[Any] = (), **named: str) -> list[dict[str, Any]]:
-        """Adds text with its log-probabilities to the open item, or to a new one, and returns the events.
-
-        An open item of another `kind` is closed first. `call_id` and `name` in `named` begin a new call.
-        """
+        """Adds text to the open item of a kind, or to a new one; returns the events. `call_id` begins a new call."""
         events = []
         if named or self._fields.get("type") != kind:
             events = self.close("completed")
@@ -292,12 +280,7 @@ class OutputItems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseEnvelope(Envelope):
-    """Builds the bodies of a response, as `Envelope` does for a chat.
-
-    Attributes:
-        told: Fields of the request that every body of the response repeats.
-        items: The items of the response's output.
-    """
+    """Builds the bodies of a response from `items`, as `Envelope`; every body repeats the fields `told`."""
 
     told: Mapping[str, Any]
     items: OutputItems = field(default_factory=lambda: OutputItems(uuid.uuid4().hex))

@@ -28,12 +28,7 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request.
-
-    Attributes:
-        choice: "none", "auto" or "required".
-        forced: The tool that `tool_choice` names; None if it names no tool.
-    """
+    """The tools of a request, their choice ("none", "auto" or "required"), and the one that it names, or None."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     choice: str
@@ -179,12 +174,7 @@ class ToolFormat:
 
 
 class Tags(NamedTuple):
-    """The tags around the thoughts of a family of models.
-
-    Attributes:
-        begin: The opening tag; some chat templates write it into the prompt.
-        is_certain: Whether every answer begins with thoughts, even without `begin`.
-    """
+    """The tags around thoughts; `is_certain`: every answer begins with thoughts, even without `begin`."""
 
     names: tuple[str, ...]
     begin: str
@@ -286,7 +276,6 @@ def _marker(words: str) -> str:
 
 
 def _deepseek_calls(text: str, _schemas: Schemas) -> list[Call]:
-    """Parses a call of V3 (a name and a block of code) or of V3.1 (a name and its arguments)."""
     name, separator, rest = text.partition(_marker("tool sep"))
     if not separator:
         raise ValueError("no separator")
@@ -312,7 +301,6 @@ def _python_call(node: ast.expr) -> Call:
 
 
 def _xml_calls(text: str, schemas: Schemas) -> list[Call]:
-    """Parses calls as `<function=NAME>` with a `<parameter=NAME>` for each argument."""
     calls = []
     before, *functions = text.split("<function=")
     if before.strip() or not functions:
@@ -393,7 +381,7 @@ TAGS = (
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """Returns the format of tool calls under vLLM's name of its parser; None if there is none, or for "none".
+    """Returns the format of tool calls by vLLM's name of its parser; None if there is none, or for "none".
 
     "auto" takes the format that the chat template shows. Raises `ConfigError` when the name is unknown.
     """
