@@ -25,7 +25,7 @@ _BYTES = [*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5)]  # bytes that oc
 def longest_token_bytes(tokenizer: Any) -> int | None:
     """Returns an upper bound of the bytes of text in one token; None if unknown.
 
-    A bound is known for fast tokenizers of transformers that encode every byte, and drop or shorten no part of a text.
+    The bound is known for fast tokenizers that encode every byte, and drop or shorten no part of a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -102,10 +102,7 @@ class Codec:
         self._longest: int | None = None  # bytes of one token; found when a text is long
 
     def check_length(self, text: str, where: str, most: int, limit: str) -> None:
-        """Raises `RequestError` for text whose bytes need too many tokens; encoding it would delay other requests.
-
-        `where` names the text in messages, `limit` names the limit of `most` tokens.
-        """
+        """Raises `RequestError` for text that needs more than `most` tokens, before it delays other requests."""
         if len(text) <= _SHORT_TOKEN * most:
             return
         if self._longest is None:
@@ -152,9 +149,9 @@ class Codec:
         return self._alone[key]
 
     def added(self, token: int, *, skip_special_tokens: bool) -> str | None:
-        """Returns the text that a token adds after another token, found by decoding it twice; caches it.
+        """Returns the text that a token adds after another token; None for no text, or a part of a character.
 
-        Returns None if the token adds no text, or bytes that make no character alone.
+        The codec decodes the token twice, and keeps the result.
         """
         key = token, skip_special_tokens
         if key not in self._added:

@@ -381,7 +381,6 @@ def _check_calls(calls: Any) -> None:
 
 
 def _with_arguments(message: dict[str, Any], *, as_text: bool, content: str | None) -> dict[str, Any]:
-    """Returns a message with the arguments of its calls as text or as objects; `content` replaces missing content."""
     if "tool_calls" not in message:
         return message
     calls = [
