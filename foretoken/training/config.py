@@ -110,10 +110,7 @@ class JointConfig(BaseModel):
 
 
 def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> HeadConfig:
-    """Returns the configuration of a new head; sizes: values that replace the defaults of `METHODS`.
-
-    Raises `ConfigError` for an unknown method or key, with the nearest name, or a value out of range.
-    """
+    """Returns a new head's configuration with `sizes`; raises `ConfigError` for unknown names and wrong values."""
     found = trained_method(method)
     fixed = sorted({"hidden_size", "vocab_size"} & sizes.keys())
     if fixed:

@@ -132,10 +132,7 @@ _WINDOWS = 8  # of held-out tokens for each point of the curve; a choice: less n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """The interval, in optimiser steps, and the text of evaluations; changes no weight.
-
-    `tokens` are (B, S) int64; `supervised`, (B, S) bool, says which of them count as labels.
-    """
+    """The interval, in steps, and the text of evaluations, (B, S) int64; `supervised`: which are labels."""
 
     every: int
     tokens: Tensor
@@ -150,10 +147,7 @@ class EvaluationConfig:
         return cls(every=every, tokens=tokens, supervised=supervised)
 
     def starts(self, num_steps: int) -> Tensor:
-        """Returns (B, S) bool: positions from which all K steps have a label.
-
-        Raises `ConfigError` when there is none.
-        """
+        """Returns (B, S) bool: positions from which all K steps have a label; raises `ConfigError` without any."""
         length = self.tokens.shape[1]
         found = torch.zeros_like(self.supervised)
         if length >= num_steps + 2:

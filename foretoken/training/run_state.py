@@ -41,10 +41,7 @@ class Progress:
 
 
 def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Writes a checkpoint of a run and removes all but the last two.
-
-    Raises `ModelError` when the checkpoint cannot be written, as on a full disk; earlier checkpoints stay.
-    """
+    """Writes a checkpoint, keeps the last two; raises `ModelError` when it cannot be written, as on a full disk."""
     final = run / f"checkpoint-{progress.step:08d}"
     if final.is_dir():
         return
@@ -72,10 +69,7 @@ def saved_states(run: Path) -> list[Path]:
 
 
 def load_state(checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restores a run in place, with random states.
-
-    Raises `ModelError` when the checkpoint is damaged or of another run.
-    """
+    """Restores a run in place, with random states; raises `ModelError` for a damaged checkpoint or another run."""
     try:
         tensors = load_file(checkpoint / _STATE)
         progress = Progress(**json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8")))

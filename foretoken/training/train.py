@@ -164,14 +164,12 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         init: Directory or hub id of a head to begin from; None for neutral weights.
         draft_vocab: File of `foretoken data vocab` with the tokens that the head drafts; None for all.
         objective: Weights of the loss that differ from the method's defaults, such as `{"ce_weight": 1.0}`.
-        steps: Optimizer steps.
         lr: Highest learning rate of AdamW.
         warmup_steps: Steps of linear warm-up.
         lr_floor: Last learning rate of the cosine schedule as a fraction of `lr`, above 0.
         batch_size: Windows of the global batch, over all processes.
         micro_batch_size: Windows that one process computes at once; None for all of its share.
         length: Tokens of a window.
-        weight_decay: Weight decay of AdamW.
         clip_norm: Greatest norm of the gradient.
         precision: "float32", or "bfloat16" for autocast.
         seed: Seed of the order of the data, of new weights and of dropout.

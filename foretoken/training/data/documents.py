@@ -164,7 +164,6 @@ class Encoder:
     num_resumed = 0
 
     def __init__(self, tokenizer: Any) -> None:
-        """Takes the tokenizer; its chat template is read at the first conversation."""
         self._tokenizer = tokenizer
         self._chats: ChatEncoder | None = None
         self.skipped: Counter[str] = Counter()
@@ -192,7 +191,6 @@ class Encoder:
         return _encode(self._tokenizer, texts)
 
     def _encoded(self, batch: list[Record]) -> Iterator[tuple[Record, Document]]:
-        """Encodes one batch, with one call of the tokenizer for each form of record."""
         chats = [record.messages for record in batch if record.messages is not None]
         conversations = iter(self.chats.documents(chats) if chats else [])
         texts = [record for record in batch if record.messages is None]
@@ -259,10 +257,7 @@ class DistillSettings:
 
 
 class SelfDistiller:
-    """Makes documents of prompts and the target's own responses; counts records left out, by reason.
-
-    `num_resumed` counts documents of the last call of `documents` that its file already held.
-    """
+    """Makes documents of prompts and the target's own responses; `num_resumed` were in the file already."""
 
     def __init__(
         self, llm: LLM, settings: DistillSettings, path: Path, *, max_num_seqs: int = 8, supervise_all: bool = False

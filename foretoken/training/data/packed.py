@@ -79,10 +79,7 @@ class PackedTokens:
 
     @classmethod
     def open(cls, directory: Path) -> PackedTokens:
-        """Opens packed tokens, a part or the `train/` of an output of `foretoken data`, without reading them.
-
-        Raises `RequestError` when there is no such data, or it is of another version or incomplete.
-        """
+        """Opens packed tokens or their `train/` without reading them; raises `RequestError` if they are incomplete."""
         directory = Path(directory)
         if not (directory / META).is_file() and (directory / "train" / META).is_file():
             directory = directory / "train"
@@ -189,10 +186,7 @@ class PackedWriter:
         self._flags.close()
 
     def add(self, document: Document) -> int:
-        """Appends a document and its EOS; returns the tokens written, 0 for an empty document.
-
-        Raises `RequestError` when a token id is outside the vocabulary.
-        """
+        """Appends a document and its EOS; returns the tokens written. Raises `RequestError` for an unknown id."""
         if not len(document.tokens):
             return 0
         tokens = np.asarray(document.tokens, dtype=np.int64)
@@ -246,10 +240,7 @@ class PackedWriter:
 
 
 class DraftVocabulary(BaseModel):
-    """The tokens of a draft vocabulary, ascending, and hashes of their tokenizer and data.
-
-    `coverage` is the share of the data's labels that are in the vocabulary.
-    """
+    """Ascending tokens of a draft vocabulary, their share of the data's labels, and hashes of tokenizer and data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -130,10 +130,7 @@ def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document as tokens, special ones included.
-
-    `supervised`: whether each token counts as a label; None for all.
-    """
+    """One document as tokens, special ones included; `supervised`: which count as labels, None for all."""
 
     tokens: Sequence[int]
     supervised: Sequence[bool] | None = None
@@ -189,10 +186,7 @@ def text_source(path: str) -> Source:
 
 
 def json_source(path: str, *, text_column: str = "text") -> Source:
-    """Returns rows of JSON files: `.jsonl`, `.jsonl.gz`, or `.json` with one array, as ShareGPT is published.
-
-    Takes paths as `text_source`, and `text_column` as `read_row`, which lists the forms of a row.
-    """
+    """Returns rows of `.jsonl`, `.jsonl.gz`, or `.json` with an array; arguments as `text_source` and `read_row`."""
     files = _files(path, _JSON_SUFFIXES)
 
     def records() -> Iterator[Record]:
