@@ -52,10 +52,7 @@ class TreeShape:
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeShape:
-        """Returns a static tree from choices in Medusa's notation.
-
-        Raises `ConfigError` when a choice is empty, out of range, repeated or lacks its prefix, or there are too many.
-        """
+        """Returns a static tree from choices in Medusa's notation; raises `ConfigError` if they are no tree."""
         ordered = sorted((tuple(choice) for choice in choices), key=lambda choice: (len(choice), choice))
         known: set[Choice] = {()}
         for choice in ordered:
@@ -94,10 +91,7 @@ class TreeShape:
 
     @classmethod
     def parse(cls, value: Any) -> TreeShape:
-        """Returns a static tree from choices such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}.
-
-        Raises `ConfigError` when the value is neither, a number is no integer, or the choices are no tree.
-        """
+        """Returns a tree from [[0], [1], [0, 0]] or {"widths": [3, 2, 1]}; raises `ConfigError` for other values."""
         if isinstance(value, Mapping):
             if value.keys() != {"widths"}:
                 raise ConfigError(f"tree {shown(value)} is not valid. Expected {{'widths': [3, 2, 1]}}.")
@@ -267,10 +261,7 @@ class Level:
     num_candidates: int
 
     def narrowed(self, places: Tensor, above: Tensor | None) -> Level:
-        """Returns a part of the level: (P',) int64 `places` of the P nodes, ascending.
-
-        `above` are the places of the level above; None at the root.
-        """
+        """Returns a part of the level: ascending (P',) int64 places; `above` of the level above, None at the root."""
         device = places.device
         new_place = torch.full((len(self.indices),), -1, device=device)
         new_place[places] = torch.arange(len(places), device=device)

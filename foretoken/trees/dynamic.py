@@ -112,10 +112,7 @@ class DraftLattice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicShape:
-    """The bounds of dynamic trees: `top_k` candidates of a node and nodes expanded per level, at least 1.
-
-    `depth` 0 is the root alone; `max_nodes` counts the root.
-    """
+    """The bounds of dynamic trees: `top_k` candidates a node and nodes a level, levels, and nodes with the root."""
 
     top_k: int
     depth: int

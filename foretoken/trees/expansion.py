@@ -76,16 +76,10 @@ class Expansion(Protocol):
         """
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        """Chooses the children of the frontier at a depth; changes this object.
-
-        `logits` are (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
-        """
+        """Chooses the children of a frontier in place; logits: (B, P, V) float32 after nodes, (B, 1, V) for all."""
 
     def grow_levels(self, logits: Tensor) -> None:
-        """Chooses all nodes at once; changes this object.
-
-        `logits` are (B, D, V) float32 with D = `depth`; row d serves all nodes of depth d.
-        """
+        """Chooses all nodes at once in place; row d of (B, D, V) float32 logits serves all nodes of depth d."""
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         """Returns the trees of a whole batch in which only some sequences were drafted for.
@@ -201,10 +195,7 @@ class TreeExpansion:
         return self.tokens[:, nodes], self._relations.places[:1, nodes] - 1
 
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
-        """Returns the tensors that a kernel fills instead of `grow`, level by level or all at once.
-
-        `is_shared`: whether one row of logits serves all nodes of a level.
-        """
+        """Returns tensors that a kernel fills instead of `grow`; `is_shared`: one row of logits serves a level."""
         relations, draws = self._relations, self.draws
         rows = None
         if draws.has_sampled:
@@ -270,7 +261,6 @@ class TreeExpansion:
         return compacted(tree, kept).narrowed()
 
     def _unpruned(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
-        """Returns the trees with all nodes within the room, pruned nodes included."""
         total, device, places = len(room), self.tokens.device, self._relations.places
         deepest: list[int] = []
         num_nodes: list[int] = []
