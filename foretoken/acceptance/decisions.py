@@ -38,7 +38,7 @@ class Acceptance:
 
 
 class Decisions(Protocol):
-    """The three kinds of random choice. `lane` tells apart choices of one kind within one iteration."""
+    """Makes the three kinds of random choice; `lane` tells apart choices of one kind within one iteration."""
 
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
         """Returns (B,) int64 target tokens, drawn from `log_probs`, (B, V); -1 if none is possible.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ChosenPath(NamedTuple):
-    """Accepted nodes of one sequence in order, and the token after the root and each of them, on the host."""
+    """Accepted nodes of one sequence in order, and the tokens after the root and after each node, on the host."""
 
     nodes: list[int]
     tokens: list[int]
@@ -153,7 +153,7 @@ def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Accept
 
 
 def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
-    """Does `walk` for known (B, N) int64 tokens of the target after every node: matches all nodes at once."""
+    """Does `walk` for `chosen`, (B, N) int64, the target's token after each node; matches all nodes at once."""
     if has_triton_kernels(chosen.device):
         from foretoken.acceptance import triton_walk
 
@@ -310,7 +310,7 @@ def accept_lenient(
 
     The correction token comes from norm(max(p - q, 0)), which only fills deficits. The total-variation distance of one
     position is therefore exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request accepts
-    the most probable token, and any token whose probability at temperature 1 is above l times the largest.
+    the most probable token, and any token with a probability at temperature 1 above l times the largest.
 
     Args:
         tree: Chains (node i's parent is i - 1), sampled or one-hot.
@@ -366,7 +366,7 @@ def accept_typical(
 ) -> Acceptance:
     """Accepts the longest path of typical tokens: p(x) > min(epsilon, delta exp(-H(p))).
 
-    The sum of log p decides among equal lengths. The token after the path is drawn, so a text whose drafts are all
+    The sum of log p decides among equal lengths. The token after the path is drawn, so a text with drafts that are all
     refused has the target's distribution. Medusa's code takes the argmax instead: it draws nothing, and such a text is
     greedy at any temperature. `lossy_tv` is NaN: the distance is unknown for this rule.
 
