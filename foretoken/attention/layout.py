@@ -70,7 +70,7 @@ class AttentionLayout:
 
     @classmethod
     def of_tables(cls, work: Pass, tables: PassTables) -> AttentionLayout:
-        """Returns the layout of a captured pass, whose `tables` are filled anew before every replay.
+        """Returns the layout of a captured pass; its `tables` are filled anew before every replay.
 
         The device reads slots, lengths and visibility at every replay. Of `work` only tokens, positions and lengths are
         read.

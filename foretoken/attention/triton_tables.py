@@ -35,7 +35,7 @@ def pass_tables(
     max_tokens: int,
     max_nodes: int,
 ) -> tuple[PassTables, Tensor]:
-    """Returns the tables of a pass whose lengths are on the device: one launch, no synchronisation with the host.
+    """Returns the tables of a pass with lengths on the device: one launch, no synchronisation with the host.
 
     Tokens from starts[S] up to M belong to no sequence. Nodes from node_starts[S] on belong to none and are not read. A
     sequence may have no token.

@@ -8,7 +8,7 @@ the bit sets of `PassTables`. Each program writes its weighted mean of values an
 second kernel merges them. For short contexts one program does everything, without the second kernel.
 
 Lengths are read on the device. The shape of a launch depends on shapes and on the bounds in `PassTables` alone: nothing
-waits for the host, and a captured launch stays right when lengths change. A program whose tile lies past the tokens of
+waits for the host, and a captured launch stays right when lengths change. A program with a tile past the tokens of
 its sequence ends at once.
 
 Letters: S sequences, M tokens of the pass, T tokens of one sequence, H query heads, Hk KV heads, G = H / Hk, Dk and Dv
