@@ -45,12 +45,12 @@ SERVING_AXES = tuple(Serving.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One combination.
+    """One point of a grid: settings of decoding, and a drafter.
 
     Attributes:
         setup: The drafter; its name is unique in the grid.
         method: The drafter before the axes changed it, such as "medusa" or "eagle3:dynamic".
-        changes: The values that the axes set in it, by dotted key.
+        changes: The values that the axes set in the drafter, by dotted key.
     """
 
     serving: Serving
@@ -64,7 +64,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The same as text."""
+        """The point as text, equal for equal points alone."""
         return json.dumps(self.as_dict(), sort_keys=True)
 
 

@@ -63,9 +63,9 @@ def in_order(methods: list[str]) -> list[str]:
 
 
 def look_of(method: str, methods: list[str]) -> Look:
-    """Returns the look of a method; variants of its trees have its colours and markers of their own.
+    """Returns the look of a method; variants of one method share a colour and have different markers.
 
-    methods: All shown methods: `NAME`, `NAME:TREE`, or several of either joined by `+` for one merged tree.
+    `methods` are all shown methods: `NAME`, `NAME:TREE`, or several of these joined by `+` for one merged tree.
     """
     if method in _LOOKS:
         return _LOOKS[method]
@@ -158,7 +158,7 @@ CHARTS = (
 
 
 class Series(NamedTuple):
-    """Points with the same look; `variant` names further options in words, and may be empty."""
+    """The method and the further options, in words (`variant`), of points with the same look."""
 
     method: str
     variant: str

@@ -46,7 +46,7 @@ class DraftCounts:
     by_position: Mapping[int, float] = field(default_factory=dict)
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        """Returns the counts after `before`."""
+        """Returns the counts that were added since `before`."""
         return DraftCounts(
             self.drafts - before.drafts,
             self.draft_tokens - before.draft_tokens,

@@ -86,7 +86,7 @@ class PointResult:
         shares: Shares of the time of decoding in "draft", "verify" and "host".
         num_identical: Texts equal to plain decoding's, of `num_texts`.
         nats_per_token: See `Measurement`.
-        draft_errors: Passes whose draft was dropped because the drafter failed.
+        draft_errors: Passes with a draft that was dropped because the drafter failed.
     """
 
     name: str
@@ -288,7 +288,7 @@ def run_sweep(
         load: Returns target and tokenizer for a dtype; called once for consecutive points with one dtype.
         on_progress: Called with batches done and batches in all, plain decoding's included.
         on_results: Called with the points that were measured together.
-        on_refused: Called with each point whose drafter or runner does not fit the target.
+        on_refused: Called with each point that does not fit the target.
         is_stopped: Called between points; True leaves the rest for the next run.
     """
     missing = [point for point in points if not results.holds(point)]

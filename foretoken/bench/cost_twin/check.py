@@ -34,7 +34,7 @@ class TwinCheck(NamedTuple):
     """One comparison of a twin with its original.
 
     Attributes:
-        what: "logits", "greedy text", or the name of a drafter whose drafts were compared.
+        what: "logits", "greedy text", or the name of the compared drafter.
         num_compared: Positions with logits, output tokens, or drafted nodes.
         difference: Largest difference of two logits; None for text and drafts.
         is_same: Whether the twin does the same as the original.
@@ -108,7 +108,7 @@ def _logits(pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]]) -> Tw
 def _decoded(
     pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]], part: TwinPart | None, max_tokens: int
 ) -> TwinCheck:
-    """Compares greedy text without a drafter, or with one whose drafts are compared as well."""
+    """Compares greedy text, and a drafter's drafts if `part` has a drafter."""
     texts, drafts = [], []
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for index, model in enumerate(pair):

@@ -1,6 +1,6 @@
 """Makes cost twins: a small trained model and its drafters, padded to the cost of a larger model.
 
-No drafter is cheap beside a model whose pass takes a fraction of a millisecond. The twin has the function of that model
+No drafter is cheap beside a model with passes of a fraction of a millisecond. The twin has the function of that model
 (its text, the drafts of its heads, their acceptance) and another size. Hidden size, attention heads and MLP grow by a
 power of four. Further layers add nothing, but every number is read and multiplied. Draft heads grow with the target's
 hidden size. The draft model also grows in depth, so that its share of the cost stays the same.
@@ -217,7 +217,7 @@ def write_heads(
     generator: torch.Generator,
     on_tensor: Callable[[], None] = _nothing,
 ) -> None:
-    """Writes the directories of all heads; of_twin: of the target's twin. Otherwise like `write_planned_model`."""
+    """Writes the directories of all heads, like `write_planned_model`; `of_twin` is the target of the twin's heads."""
     target = planned.models[0]
     padding = Padding(target.factor, plan.fill, generator)
     for head in planned.heads:
