@@ -133,7 +133,7 @@ class Ended(Exception):
 
 
 class _Commands(TyperGroup):
-    """Runs a command, whose name may be two words: `data vocab` beside `data`, `bench serve` beside `bench`."""
+    """Runs a command by a name of one or two words: `data vocab` beside `data`, `bench serve` beside `bench`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return without_flags(super().get_params(ctx))

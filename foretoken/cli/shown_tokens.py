@@ -23,7 +23,7 @@ _JOINER = "\u200d"
 
 
 def has_colours(stream: TextIO, wish: bool | None) -> bool:
-    """Decides whether to colour a stream; wish: of the user, None to follow the stream and https://no-color.org."""
+    """Decides whether to colour a stream; without the user's `wish` by the stream and https://no-color.org."""
     if wish is not None:
         return wish
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
