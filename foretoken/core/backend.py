@@ -1,4 +1,4 @@
-"""What a device offers, a clock for its work, and torch's global state: the caller's apart from the engine's."""
+"""What a device offers, a clock for its work, and torch's global state, kept apart from the caller's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def has_triton() -> bool:
 
 
 def integers_on(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Returns nested lists of integers as int64 on a device, from pinned memory: does not wait for a GPU."""
+    """Returns nested lists of integers as an int64 tensor on a device.
+
+    The function does not wait for a GPU: it copies from pinned memory.
+    """
     host = torch.from_numpy(np.array(values, dtype=np.int64))  # takes half the time of `torch.tensor`
     return host if device.type == "cpu" else _copied(host, device)
 

@@ -39,7 +39,7 @@ class TokenChoice:
         inverse_temperature: (R,) float32; 0 takes the greatest logit, other values draw from softmax(logits /
             temperature) by Gumbel-max with `KeyedNoise` of `Purpose.TARGET` at the position after the row's token.
         seeds: (R,) int64, keys of that noise; ignored where the greatest logit is taken.
-        impossible_ids: (U,) int64, tokens whose logits become -inf first; None for none.
+        impossible_ids: (U,) int64, tokens with logits that become -inf first; None for none.
     """
 
     inverse_temperature: Tensor

@@ -104,11 +104,11 @@ class GenerationMetrics:
     Attributes:
         steps: Target passes after prefill in which the sequence took part.
         num_prefill_emitted: Output tokens that prefill gave: the first one, and one more after every preemption.
-        drafted_at_depth: Passes whose tree reached depth d, by d (1-based).
+        drafted_at_depth: Passes with a tree that reached depth d, by d (1-based).
         accepted_at_depth: Passes that accepted at least d drafted tokens, by d (1-based).
         accepted_by: Accepted tokens by drafter name.
         by_drafter: Calls, nodes, accepted tokens and seconds of each drafter.
-        draft_errors: Passes whose draft was dropped because the drafter failed.
+        draft_errors: Passes with a draft that was dropped because the drafter failed.
         num_declined: Passes for which the controller chose not to draft.
         seconds: Wall-clock seconds in draft / verify / accept / commit of these passes, without the prompt tokens'
             share of verify.

@@ -120,7 +120,7 @@ def _takes_any_numbers(cls: _Class) -> _Class:
 
 
 def bounded_bad_words(words: Iterable[_Word]) -> list[_Word]:
-    """Returns forbidden words as token ids; raises `RequestError` at the first word that is too much."""
+    """Returns forbidden words as token ids; raises `RequestError` at the first word beyond the limits."""
     kept: list[_Word] = []
     total = 0
     for word in words:
@@ -158,7 +158,7 @@ class SamplingParams:
         n: Independent completions of the prompt.
         temperature: 0 means greedy decoding.
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
-        top_p: Keep the smallest set of tokens whose probability reaches p.
+        top_p: Keep the smallest set of tokens with a probability of at least p.
         min_p: Keep tokens with at least this fraction of the most probable token's probability.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; at least
             2**-20, just below 1e-6.
