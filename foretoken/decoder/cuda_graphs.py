@@ -83,10 +83,10 @@ def bound_of(longest: int) -> int:
 
 
 class CapturedGraphs(Generic[Output]):
-    """The same work over tensors of several `shapes`, captured on first use; the least recently used comes first."""
+    """Work over tensors of several shapes; a graph is captured at the first use of a shape."""
 
     def __init__(self, capture: GraphCapture, device: torch.device, *, limit: int, name: str) -> None:
-        """Creates an empty set of graphs; `limit`: most graphs kept; beyond that the least recently used is dropped."""
+        """Creates an empty set of at most `limit` graphs; beyond that the least recently used graph is dropped."""
         self._capture, self._device, self._limit, self._name = capture, device, limit, name
         self._kept: OrderedDict[Hashable, _Graph[Output]] = OrderedDict()
         self.memory_bytes = 0

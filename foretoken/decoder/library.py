@@ -372,7 +372,7 @@ _fork = {"ended": True, "limit": MAX_THREADS}  # whether OpenMP's threads were e
 def kernel_threads() -> int:
     """Returns the number of threads of a kernel: torch's, but at most `MAX_THREADS`.
 
-    Returns 1 in a forked child whose parent could not end its OpenMP threads.
+    Returns 1 in a forked child if the parent could not end its OpenMP threads.
     """
     return min(torch.get_num_threads(), _fork["limit"])
 

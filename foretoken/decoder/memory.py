@@ -27,7 +27,7 @@ _address, _num_bytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbyte
 
 
 class HeldMemory:
-    """Addresses of tensors, compared before every use; takes some 100 ns a tensor."""
+    """Addresses of tensors, compared before every use; a comparison takes some 100 ns a tensor."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Stores addresses and sizes; keeps the storages alive, but not their memory."""
@@ -54,7 +54,7 @@ class Described:
         self._made_from = made_from
 
     def current(self) -> Self:
-        """Returns this description, or another if a tensor has moved; raises `PassError` if that does not fit."""
+        """Returns this description, or a new one if a tensor has moved; raises `PassError` if tensors do not fit."""
         if not self._memory.has_changed():
             return self
         try:
@@ -72,7 +72,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def in_own_memory(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a copy of a CPU tensor whose memory is not torch's own, such as a mapped file.
+    """Returns the tensor, or a copy of a CPU tensor with memory that is not torch's own, such as a mapped file.
 
     Reading a mapped file that was cut ends the process, and one that was overwritten gives other weights.
     """
@@ -90,14 +90,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def check_memory(tensors: Iterable[Tensor]) -> None:
-    """Raises `PassError` for plain tensors whose memory was freed or cut; torch would read past the end."""
+    """Raises `PassError` for plain tensors with memory that was freed or cut; torch would read past the end."""
     for tensor in tensors:
         if not has_memory(tensor):
             raise PassError(lost_memory(tensor))
 
 
 def lost_memory(tensor: Tensor) -> str:
-    """Returns the error for a weight whose memory was freed or cut."""
+    """Returns the error for a weight with memory that was freed or cut."""
     return (
         f"the memory of a weight {tuple(tensor.shape)} {tensor.dtype} was freed or cut: "
         f"{tensor.untyped_storage().nbytes()} bytes are left of {tensor.nbytes}. Expected weights that stay as long as "

@@ -181,7 +181,7 @@ class NativeBlocks:
     def draft_head_trees(
         self, work: Pass, states: Tensor, expansion: ShapedExpansion, head: AutoregressiveHeadStruct
     ) -> None:
-        """Runs a pass over pairs of a state and the next token, and drafts the trees whose roots end it.
+        """Runs a pass over pairs of a state and the next token, and drafts the trees below the roots at its end.
 
         Arguments and errors as `AutoregressiveKernels.draft`. Only nodes with children are fed; they use the cache rows
         behind those of the pass. The caller keeps the tensors of the head.

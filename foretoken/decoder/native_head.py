@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ScaledEmbedding(NamedTuple):
-    """An embedding table, (V, E), or (V, W) for "state", and a factor of every row."""
+    """An embedding table, (V, E), or (V, W) in heads of kind "state", and a factor for every row."""
 
     weight: Tensor
     scale: float = 1.0

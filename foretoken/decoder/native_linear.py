@@ -21,7 +21,7 @@ _AT_ONCE = 1 << 24  # weights in float32 during rounding, 64 MiB; a choice: more
 
 
 class Int8Weight(NamedTuple):
-    """A matrix (N, K) int8 with rows `scales[n] * numbers[n]`, scales (N,) float32: K + 4 bytes a row."""
+    """An int8 matrix (N, K) with rows `scales[n] * numbers[n]` and float32 scales (N,): K + 4 bytes a row."""
 
     numbers: Tensor
     scales: Tensor
@@ -55,7 +55,7 @@ class NativeLinear(nn.Module):
     """A linear layer for inference, on the weights in place or on an int8 copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, quantization: Quantization | None = None) -> None:
-        """Takes weights.
+        """Keeps the weight in place, or an int8 copy of the weight.
 
         Args:
             weight: (N, K), on a CPU, contiguous, in float32 or bfloat16; any floating dtype with `quantization`.

@@ -1,8 +1,8 @@
 """Describes blocks, embedding and LM head for the native kernels: addresses and bounds.
 
-Every tensor whose address the kernels get is checked once: dtype, shape, device, contiguous rows. The kernels check the
-arguments of each pass. `current` notices memory that moves, but only before a pass: a thread that moves memory while
-the kernels run ends the process.
+Every tensor that the kernels get by address is checked once: dtype, shape, device, contiguous rows. The kernels check
+the arguments of each pass. `current` notices memory that moves, but only before a pass: a thread that moves memory
+while the kernels run ends the process.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ class _Rows(NamedTuple):
 
 
 class RowPool:
-    """Consecutive rows for each slot, from a shared store; first row and number are multiples of `granule`."""
+    """Consecutive rows for each slot, in multiples of `granule`, from a shared store of `num_rows` rows."""
 
     def __init__(self, num_slots: int, num_rows: int, *, granule: int, most: int) -> None:
-        """Creates a pool of slots without rows, of at most `most` rows each; rounds `num_rows` down to the granule."""
+        """Creates a pool of slots without rows, with at most `most` rows a slot; rounds `num_rows` down."""
         self.granule, self.num_rows = granule, num_rows // granule * granule
         self._most = self._rounded(most)
         self._rows: list[_Rows | None] = [None] * num_slots

@@ -251,7 +251,7 @@ class _TorchFeedForward:
 
 
 def _projected(layer: FusedLinear, x: Tensor, *, in_parts: bool) -> Tensor:
-    """Returns (M, E), or (P, M, E) float32 whose sum over P is the result, if the caller can sum."""
+    """Returns (M, E), or (P, M, E) float32 to be summed over P, if the caller can sum."""
     output: Tensor = layer.gemm(x, x.dtype, in_parts=True) if in_parts else layer(x)
     return output
 
