@@ -244,8 +244,8 @@ class PrefixKeeper(Protocol):
     """Optional interface of a trusted drafter that can reuse a cached prefix.
 
     A prefix that the target does not read again is not committed to the drafter. `begin` names the prefix, and the
-    drafter continues from its own state of that slot, whose sequence may be finished. Other drafters get the prefix as
-    a part of the prompt without features; for drafters that read features the whole prompt is read again.
+    drafter continues from its own state of that slot; the slot's sequence may be finished. Other drafters get the
+    prefix as a part of the prompt without features; for drafters that read features the whole prompt is read again.
     """
 
     def reusable(self, slot: int, length: int) -> int:
@@ -309,7 +309,7 @@ class DrafterOptions(BaseModel):
         tree_top_k: For dynamic trees: candidates of each node, and nodes expanded per level. EAGLE's `top_k`, SGLang's
             `eagle_topk`. None for 10, or fewer if the engine chooses how much is drafted and wide passes cost much.
         pruning: Thresholds of improbable nodes, which are removed before the target sees them: "token_probability",
-            "path_probability", "entropy_weighted", see `foretoken.trees.merge`. For methods whose drafts have
+            "path_probability", "entropy_weighted", see `foretoken.trees.merge`. For methods with drafts that have
             probabilities.
     """
 
@@ -384,7 +384,10 @@ class DrafterOptions(BaseModel):
         return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
 
     def dynamic_shape(self, greatest_depth: int, costs: Callable[[], CostCurve] | None = None) -> DynamicShape:
-        """Returns the dynamic trees asked for, at most `greatest_depth` deep; `costs`: of target passes, or None."""
+        """Returns the dynamic trees asked for, at most `greatest_depth` deep.
+
+        `costs` returns the seconds of target passes; None if costs do not count.
+        """
         top_k = self.tree_top_k
         if top_k is None:
             top_k = _TREE_TOP_K if costs is None or not self.is_adaptive else _affordable_top_k(costs())

@@ -70,7 +70,7 @@ class Options(DrafterOptions):
 
     @property
     def matching(self) -> VocabMatch:
-        """How vocabularies are matched."""
+        """The way to match vocabularies, by `vocab_match` and `use_heterogeneous_vocab`."""
         return self.vocab_match or ("intersection" if self.use_heterogeneous_vocab else "same")
 
     @model_validator(mode="after")

@@ -70,9 +70,8 @@ class LastBlocks:
 
     Attributes:
         outputs: (B, P, K, W), features that the block estimates.
-        state: (B, P, L, 2, W), of the LSTM after the block.
-        ends: (B, P) int64, the last node of its chain in order, among the nodes of its sequence; -1 for committed
-            blocks.
+        state: (B, P, L, 2, W), state of the LSTM after the block.
+        ends: (B, P) int64, index of the block's last node among the nodes of its sequence; -1 for committed blocks.
     """
 
     outputs: Tensor
@@ -86,7 +85,7 @@ class FalconBlocks(WaitingFeatures):
     def __init__(
         self, head: FalconHead, parts: TargetParts, target: TargetHandle, stack: BlockStack, dtype: torch.dtype
     ) -> None:
-        """Starts without features; `stack`: the decoder block, with rows for the context and the blocks of a draft."""
+        """Starts without features; `stack` runs the decoder block, with rows for the context and drafted blocks."""
         super().__init__(stack, target, dtype)
         self._head, self._parts, self._block = head, parts, head.config.block
         self._plan = block_plan(self._block)

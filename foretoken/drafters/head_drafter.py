@@ -226,7 +226,7 @@ class HeadDrafter:
         self._features.learn(committed)
 
     def release(self, slot: int) -> None:
-        """Keeps the features, for texts with the same prefix."""
+        """Stores the features of committed positions."""
 
     def reusable(self, slot: int, length: int) -> int:
         """See `PrefixKeeper`."""
@@ -254,7 +254,7 @@ class HeadDrafter:
         )  # fmt: skip
 
     def state_of(self, features: Tensor) -> Tensor:
-        """(B, W), the first state of steps, from (B, E) features."""
+        """Returns the first state of the steps, (B, W), from (B, E) features."""
         return features
 
     def fill(self, expansion: Expansion, state: Tensor) -> None:

@@ -30,7 +30,7 @@ CHUNK = 512  # positions of a long part per pass
 
 
 def rows_at(table: Tensor, slots: Sequence[int]) -> Tensor:
-    """(B, E), some rows of a table; not a copy if they are contiguous."""
+    """Returns (B, E), some rows of a table; a view if the rows are contiguous."""
     first = slots[0]
     if list(slots) == list(range(first, first + len(slots))):
         return table[first : first + len(slots)]
@@ -59,14 +59,14 @@ class LastFeatures:
         return length > 0 and self._known[slot] == length
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV cache."""
+        """Stores the features of positions that entered the target's KV cache."""
         assert committed.features is not None, "the drafter taps features"
         set_last(self._features, committed.slots, committed.features[:, 0], committed.offsets)
         for slot, start, length in zip(committed.slots, committed.starts, committed.lengths, strict=True):
             self._known[slot] = start + length
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, E), of some slots."""
+        """Returns (B, E), the last features of some slots."""
         del texts
         return rows_at(self._features, slots)
 
@@ -98,7 +98,7 @@ class WaitingFeatures(ABC):
         return self._known[slot] == self._num_here(slot) == length
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV cache."""
+        """Stores the features of positions that entered the target's KV cache."""
         assert committed.features is not None, "the drafter taps features"
         lengths = committed.lengths
         parts = [committed.features] if len(lengths) == 1 else committed.features.split(lengths)
@@ -123,7 +123,7 @@ class WaitingFeatures(ABC):
         return min(length, self._num_here(slot))
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """Starts a sequence in a slot, with a prefix as `reusable` allowed; None for nothing."""
+        """Starts a sequence in a slot; `prefix` is a prefix that `reusable` allowed, or None."""
         source, length = prefix or (slot, 0)
         fed = self._known[source] if self._has_seen[source] else self._fed[source]
         waiting, self._fed[slot] = list[Tensor](), min(fed, length)
@@ -167,7 +167,7 @@ class StackFeatures(WaitingFeatures):
     ) -> None:
         """Starts without features.
 
-        `encode`: feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W), whose last rows
+        `encode`: feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W); the last rows
         are stored.
         """
         super().__init__(stack, target, dtype)
@@ -177,7 +177,7 @@ class StackFeatures(WaitingFeatures):
 
     @override
     def is_known(self, slot: int, length: int) -> bool:
-        """Returns whether all features are here, the last not only with a prefix."""
+        """Returns whether all features are here; the last feature of a prefix alone does not count."""
         return super().is_known(slot, length) and (self._has_last[slot] or bool(self._waiting[slot]))
 
     @override

@@ -76,7 +76,7 @@ class DraftLevels:
     """Fills expansions with a draft model's tokens."""
 
     def __init__(self, runner: Runner, *, vocab_size: int, mapping: VocabularyMap | None = None) -> None:
-        """Starts with an empty cache; `mapping` leads from the target's vocabulary, None if they are the same."""
+        """Starts with an empty cache; `mapping` translates the target's ids, None for the same vocabulary."""
         self._runner, self._vocab_size, self._mapping = runner, vocab_size, mapping
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
@@ -85,7 +85,7 @@ class DraftLevels:
         """Starts a sequence; the first draft reads the prompt.
 
         Args:
-            source: A slot whose text has the same prefix, possibly the same slot; None for an empty cache.
+            source: A slot with a text of the same prefix, possibly the same slot; None for an empty cache.
             tokens: The draft model's ids of the prompt, compared with those of that text.
         """
         length = 0
@@ -219,7 +219,7 @@ class KeptDraws:
 
 
 class NodePasses:
-    """Passes over new nodes of trees whose earlier nodes were fed by the passes before.
+    """Passes over new nodes of trees; earlier passes have fed the earlier nodes.
 
     Attributes:
         positions: (B, W) int64, of all nodes so far.

@@ -36,7 +36,7 @@ class NgramPool:
     """N-grams by the token before them. Drops the oldest n-gram of a token, and the token that was seen longest ago."""
 
     def __init__(self, *, per_key: int, max_ngrams: int) -> None:
-        """Makes an empty pool of at most `max_ngrams` n-grams, at least `per_key`, the most after one token."""
+        """Makes an empty pool of at most `max_ngrams` n-grams, and at most `per_key` after one token."""
         self._per_key, self._max_ngrams = per_key, max_ngrams
         self._by_key: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()  # both: least recently seen first
         self._num_ngrams = 0
@@ -249,7 +249,7 @@ class LookaheadDrafter:
         self._states: dict[int, _State] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees and the tokens that end a text."""
+        """Stores the device of trees and the tokens that end a text."""
         self._device, self._eos_ids = target.device, frozenset(target.model.eos_ids)
 
     def begin(self, slot: int, request: DraftRequest) -> None:

@@ -4,8 +4,8 @@ Source: Saxena 2023, "Prompt Lookup Decoding". The longest match wins, the most 
 `tree="tree"` the continuations of several earlier occurrences share one tree: the four most recent of the longest
 match, then the four most recent of each shorter length, while nodes are left.
 
-A continuation that reaches the end of the text repeats itself, as the text did so far. For a run of one token, whose
-last match ends one token before the text, the draft is that token as often as asked for.
+A continuation that reaches the end of the text repeats itself, as the text did so far. For a run of one token, where
+the last match ends one token before the text, the draft is that token as often as asked for.
 
 Scores use the length m of the agreement before the match, at most 32 tokens: the next d tokens agree with probability
 (m + 1) / (m + 1 + d), Laplace's rule of succession. Scores do not decide which match is taken.
@@ -134,7 +134,7 @@ class NgramDrafter:
         self._indices: dict[int, NgramIndex] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees."""
+        """Stores the device on which trees are made."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:

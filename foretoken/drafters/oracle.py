@@ -48,7 +48,7 @@ class OracleDrafter:
         self._passes: dict[int, int] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees and the vocabulary size."""
+        """Stores the device of trees and the vocabulary size."""
         self._target = target
 
     def begin(self, slot: int, request: DraftRequest) -> None:

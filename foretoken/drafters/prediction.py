@@ -124,7 +124,7 @@ _MOST_PLACES = 4  # of the prediction in one tree
 
 
 class Options(DrafterOptions):
-    """Options of predicted output: most and fewest tokens compared when a place is searched after a change."""
+    """Options of predicted output: the longest and the shortest match of a search after a change, in tokens."""
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
@@ -163,7 +163,7 @@ class PredictionDrafter:
         self._predicted: dict[int, _Predicted] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees."""
+        """Stores the device on which trees are made."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:

@@ -222,7 +222,7 @@ class RecyclingDrafter:
         self._matrices[slot] = self._shared if request.cache_salt is None else self._matrix_of(request.cache_salt)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """Returns the tree of ranks, filled from each root."""
+        """Returns the tree with the greatest acceptance by rank, filled with the successors of each root."""
         filled = [
             self._template.fill(self._matrices[slot], root, max(depth, 0), min(nodes, self.nodes_by_depth[-1]))
             for slot, root, depth, nodes in zip(

@@ -164,7 +164,7 @@ class RestDrafter:
         self._store = Datastore.open(Path(options.datastore))
 
     def attach(self, target: TargetHandle) -> None:
-        """Compares tokenizers, and takes the device of trees; raises `ConfigError` for another tokenizer.
+        """Raises `ConfigError` if the datastore was made with another tokenizer than the target's.
 
         If the target's tokenizer does not list its vocabulary, ids only have to be below the target's vocabulary size.
         """

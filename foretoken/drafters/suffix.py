@@ -46,7 +46,7 @@ class Member:
 
 
 class SuffixPool:
-    """Sequences by salt, of `num_bytes` as `SuffixTree.num_bytes`; the oldest make room for new ones."""
+    """Sequences by salt, `num_bytes` in all (see `SuffixTree.num_bytes`); the oldest make room for new ones."""
 
     def __init__(self, max_depth: int, *, max_sequences: int, max_bytes: int) -> None:
         """Makes an empty pool; `max_bytes` bounds `num_bytes` after every call."""
@@ -353,7 +353,7 @@ class SuffixDrafter:
         return self._pool
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees."""
+        """Stores the device on which trees are made."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:

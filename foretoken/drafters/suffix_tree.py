@@ -339,7 +339,7 @@ class SuffixMatches:
         return tokens[start + depth : start + min(end, depth + most)] if depth < end else None
 
     def most_frequent(self, match: Match, least: float) -> tuple[int, Match] | None:
-        """Returns the first of `following`, in less time; None if there is none."""
+        """Returns the first entry of `following` in less time; None if there is none."""
         found = self._found(match, least)
         ends = self._ends_in_text(match)
         if ends or not found:

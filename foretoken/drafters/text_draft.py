@@ -148,7 +148,7 @@ def _may_go_on(data: bytes) -> bool:
 
 
 class TextDraftDrafter:
-    """Drafts chains by text."""
+    """Drafts chains with a draft model of any tokenizer, see the module."""
 
     name = "draft_model"
     reads = TargetReads(is_last_enough=True)

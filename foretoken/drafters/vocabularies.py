@@ -198,9 +198,9 @@ class VocabularyMap:
         self._translated: dict[int, tuple[int, ...]] = {token: (other,) for token, other in self.pairs.items()}
 
     def to_target(self, logits: Tensor) -> Tensor:
-        """Returns logits, (R, D), of a draft model over the target's ids, (R, V), -inf at ids that are not shared.
+        """Turns logits of a draft model, (R, D), into logits over the target's ids, (R, V), -inf at unshared ids.
 
-        Softmax makes them the draft distribution, restricted to the shared tokens and renormalised.
+        Softmax makes the result the draft distribution, restricted to the shared tokens and renormalised.
         """
         return logits.index_select(1, self._fed).masked_fill_(self._is_absent, float("-inf"))
 
@@ -249,7 +249,10 @@ class Translation:
         self._num_read = 0
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the draft model's ids of the whole sequence, which continues the last call's; do not change them."""
+        """Returns the draft model's ids of the whole sequence, valid until the next call; not to be changed.
+
+        The tokens continue those of the last call.
+        """
         if self._num_read > len(tokens):
             self._ids, self._num_read = [], 0
         if not self._num_read and self._prompt_len:
