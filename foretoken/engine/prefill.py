@@ -77,7 +77,7 @@ class Chunk(NamedTuple):
 
 
 class Prefill:
-    """Reads prompts, `budget` tokens a pass; the last token is the first root, and the pass returns its logits."""
+    """Reads prompts, `budget` tokens a pass. A prompt's last token is the first root; the pass gives its logits."""
 
     def __init__(self, target: Runner, drafting: Drafting, max_num_batched_tokens: int | None = None) -> None:
         self.budget = PrefillBudget(max_num_batched_tokens)
@@ -90,7 +90,7 @@ class Prefill:
 
     @staticmethod
     def divided(sequences: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Returns the sequences that decode, and those whose prompts must still be read; leaves out finished ones."""
+        """Returns the sequences that decode, and the sequences with unread prompts; leaves out finished ones."""
         decoding: list[Sequence] = []
         unread: list[Sequence] = []
         for sequence in sequences:

@@ -46,13 +46,13 @@ class EngineCounts:
         self._accepted_at: list[int] = []  # by position from 0
 
     def begin(self, sequence: Sequence) -> None:
-        """Counter a sequence that begins to run."""
+        """Counts a sequence that begins to run."""
         self._counts["vllm:prompt_tokens"] += sequence.num_prompt
         self._counts["vllm:prefix_cache_queries"] += sequence.metrics.num_prefix_queries
         self._counts["vllm:prefix_cache_hits"] += sequence.metrics.num_cached_tokens
 
     def add(self, record: StepRecord) -> None:
-        """Counter an iteration."""
+        """Counts an iteration."""
         is_decoding = False
         for step in record.sequences:
             is_decoding |= not step.ends_prompt
@@ -66,11 +66,11 @@ class EngineCounts:
         self._counts["foretoken:target_passes"] += is_decoding
 
     def preempt(self) -> None:
-        """Counter a preempted sequence."""
+        """Counts a preempted sequence."""
         self._counts["vllm:num_preemptions"] += 1
 
     def end(self, sequence: Sequence) -> None:
-        """Counter a finished sequence."""
+        """Counts a finished sequence."""
         self._ended[sequence.finish_reason or ""] += 1
 
     def metrics(
@@ -101,7 +101,7 @@ LEAST_PREFIX = 8  # positions; a choice: a shorter prefix is read about as fast 
 
 
 class Held(NamedTuple):
-    """The text whose KV rows a slot holds.
+    """The text of the KV rows that a slot holds.
 
     Attributes:
         tokens: Tokens of the text; the first ones fill the rows.

@@ -260,7 +260,7 @@ class Verification(NamedTuple):
     """The work of one iteration for the target: B trees, and chunks of prompts.
 
     Attributes:
-        sequences: B; decoding sequences, then sequences whose prompts end in this pass.
+        sequences: B; decoding sequences, then sequences with prompts that end in this pass.
         tree: Their trees, probes included; the root alone where a prompt ends.
         offsets: B + 1; node i of tree b has row `offsets[b] + i` of the logits.
         trees: The part of the pass with the trees of decoding sequences; None without any.
