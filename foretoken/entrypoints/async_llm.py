@@ -71,7 +71,10 @@ class RequestStream:
         return self._served.output
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
-        """Yields results with all tokens since the last one, in the form of `SamplingParams.output_kind`."""
+        """Yields results on the way, each with all completions, in the form of `SamplingParams.output_kind`.
+
+        A result covers all tokens since the reader took the result before. Raises as `async for` over the stream does.
+        """
         box, prompt_logprobs, sequences = self._served, None, self._served.request.sequences
         kind = sequences[0].params.output_kind
         if kind == RequestOutputKind.FINAL_ONLY:

@@ -303,14 +303,14 @@ class LLM(BuiltPerProcess):
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Returns the token ids of a text.
 
-        With `add_special_tokens` they include those that the tokenizer adds to a prompt. Text whose bytes need more
+        With `add_special_tokens` they include those that the tokenizer adds to a prompt. Text with bytes that need more
         than `most_tokens` tokens for certain is refused before encoding. Raises `RequestError` when it is not text or
         too long, or the model has no tokenizer.
         """
         return self._requests.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
 
     def decode(self, token_ids: Seq[int]) -> str:
-        """Returns the text of token ids, special tokens included; raises `RequestError` if they have none."""
+        """Returns the text of token ids, special tokens included; raises `RequestError` for ids without a token."""
         return self._requests.decode(token_ids)
 
     def _read(self, prompts: Any, sampling_params: Any, params: Any) -> list[Request]:

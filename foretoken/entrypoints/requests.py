@@ -86,7 +86,7 @@ class Request:
 class QueuedRequest:
     """A request, with the results that its readers have not taken yet.
 
-    The engine's thread fills it, readers in any event loop empty it. They share deques, whose operations are atomic:
+    The engine's thread fills it, readers in any event loop empty it. Operations on the shared deques are atomic:
     neither side takes a lock or waits for the other.
 
     Attributes:
@@ -201,13 +201,16 @@ class RequestReader:
         return self._codec.encode(text, "the text", add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Any) -> str:
-        """Returns the text of token ids, special tokens included; raises `RequestError` if they have none."""
+        """Returns the text of token ids, special tokens included; raises `RequestError` for ids without a token."""
         if self._codec is None:
             raise RequestError("the model has no tokenizer to decode token ids.")
         return self._codec.decode(checked_token_ids(token_ids, self._target.vocab_size, "the token ids"))
 
     def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """Returns checked requests of `split_prompts`, with parameters for all or each; raises `RequestError`."""
+        """Returns a checked request for each prompt; `sampling_params` are one for all prompts, or one for each.
+
+        Raises `RequestError` when a prompt cannot be served, or the numbers of parameters and prompts differ.
+        """
         items = split_prompts(prompts)
         each = self._params_for_each(sampling_params, len(items))
         checked = [self._checked_prompt(i, item) for i, item in enumerate(items)]

@@ -111,7 +111,7 @@ class FairLock:
 
 
 class SharedEngine:
-    """An engine that threads use in turn; `engine` only within a `turn`, `requests` at any time."""
+    """An engine that threads use in turn: `engine` may be used only within a `turn`, `requests` at any time."""
 
     def __init__(self, engine: Engine, requests: RequestReader) -> None:
         self.engine, self.requests = engine, requests
