@@ -112,7 +112,7 @@ class Place(NamedTuple):
 
 
 def layer_table(theirs: str, ours: str, *, has_bias: bool = False) -> dict[str, Place]:
-    """Returns places by key of a Llama's block without its first norm, from the prefixes of both names."""
+    """Returns the places of the tensors of a Llama's block, without its first norm, by prefixes of both names."""
     names = {f"self_attn.{part}": part for part in (*ATTENTION_BIASES, "o_proj")}
     names |= {f"mlp.{part}": part for part in ("gate_proj", "up_proj", "down_proj")}
     places = {f"{theirs}.{name}.weight": Place(f"{ours}.{part}.weight") for name, part in names.items()}
@@ -280,7 +280,7 @@ def needs_target_name(checkpoint: HeadCheckpoint) -> str:
 
 
 def own_entries(checkpoint: HeadCheckpoint, **more: Any) -> dict[str, Any]:
-    """Returns our key of a foreign `config.json`, which other readers ignore; more: further values in it."""
+    """Returns the entry under our key for a foreign `config.json`, with further values; others ignore the entry."""
     network = {key: getattr(checkpoint.config, key) for key in _NETWORK_KEYS if hasattr(checkpoint.config, key)}
     return {KEY: {**checkpoint.extras(), **network, **more}}
 

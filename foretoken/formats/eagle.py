@@ -70,7 +70,7 @@ def without_prefix(files: HeadFiles) -> Weights:
 
 
 def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0") -> dict[str, Place]:
-    """Returns places by key of an EAGLE head."""
+    """Returns the place of every tensor of an EAGLE head, by the file's key."""
     places = layer_table(layer, "layer", has_bias=config.layer.attention_bias)
     places[f"{fc}.weight"] = Place("fc.weight")
     if config.has_bias:
@@ -79,7 +79,7 @@ def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0")
 
 
 def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
-    """Returns places by key of an EAGLE-3 head, without the map of drafted tokens."""
+    """Returns the place of every tensor of an EAGLE-3 head, without the map of drafted tokens, by the file's key."""
     places = layer_table(layer, "layer", has_bias=config.layer.attention_bias)
     places["fc.weight"] = Place("fc.weight")
     places["norm.weight"] = Place("norm")

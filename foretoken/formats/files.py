@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint, whose tensors are read on demand, and writes new ones.
+"""Opens the files of a checkpoint, reads their tensors on demand, and writes new files.
 
 Files are not trusted. Only torch's restricted reader, which runs no code, loads pickles. Shard names must be plain file
 names.

@@ -78,7 +78,7 @@ class HydraNames:
     prefix: tuple[str, str] | None = None
 
     def table(self, config: HydraConfig) -> dict[str, Place]:
-        """Returns places by key; tied blocks share a place."""
+        """Returns the place of every tensor by the file's key; tied blocks share a place."""
         places: dict[str, Place] = {}
         for head in range(config.num_heads):
             first = self.first.format(head=head)

@@ -78,7 +78,7 @@ class MedusaNames:
         return MedusaNames(block=prefix + self.block, lm_head=prefix + self.lm_head)
 
     def table(self, config: MedusaConfig) -> dict[str, Place]:
-        """Returns places by key; tied blocks of a head share a place."""
+        """Returns the place of every tensor by the file's key; tied blocks of a head share a place."""
         places: dict[str, Place] = {}
         kinds = ("weight", "bias") if config.has_bias else ("weight",)
         for head in range(config.num_heads):

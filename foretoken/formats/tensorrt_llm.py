@@ -283,7 +283,7 @@ def _check_ranks(sizes: HeadConfig, tp_size: int) -> None:
 
 
 def _padded(key: str, tensor: Tensor, tp_size: int) -> Tensor:
-    """Pads LM heads, whose dimension 0 is the vocabulary, with rows of zeros to a multiple of the ranks."""
+    """Pads dimension 0 of LM heads, the vocabulary, with rows of zeros to a multiple of the ranks."""
     missing = -tensor.shape[0] % tp_size if ".lm_head." in key or ".hydra_lm_head." in key else 0
     return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
 
