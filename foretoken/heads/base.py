@@ -203,7 +203,7 @@ class BlockOutputs(NamedTuple):
 
 
 class AutoregressiveHead(Head):
-    """A head with one decoder block, `layer`, whose output goes to `outputs`."""
+    """A head with one decoder block, `layer`; the block's output goes to `outputs`."""
 
     config: AutoregressiveConfig
     layer: DecoderLayer
