@@ -75,7 +75,7 @@ def count_writes(model: nn.Module) -> None:
 
 
 class WeightWrites:
-    """Detects writes to weights and buffers of a model in some 100 ns a tensor; not weights that are replaced."""
+    """Detects writes to weights and buffers of a model in some 100 ns a tensor, but no replaced weights."""
 
     def __init__(self, model: nn.Module) -> None:
         counted = [each for each in (*model.parameters(), *model.buffers()) if not each.is_inference()]
@@ -92,7 +92,7 @@ class WeightWrites:
         self._versions = self._now()
 
     def are_new(self) -> bool:
-        """Whether anything was written since `mark_known`, or since this was made."""
+        """Whether anything was written since `mark_known`, or since the object was made."""
         self._seen = self._now()
         return self._seen != self._versions
 
