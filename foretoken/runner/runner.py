@@ -218,7 +218,7 @@ class Runner:
         self.cache.move_paths(slots, lengths, paths)
 
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
-        """Copies the first `length` rows of slot `source` to `slot`, whose text begins with the same tokens."""
+        """Copies the first `length` rows of slot `source` to `slot`; both texts begin with the same tokens."""
         self.cache.copy_rows(source, slot, length)
 
     def _use(self, decoder: Decoder) -> None:
