@@ -120,7 +120,7 @@ class HistoryTable:
     def view(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], num_prompt: Sequence[int], tail_len: int
     ) -> History:
-        """Returns the history of B slots, all committed tokens of each, with a tail of L tokens."""
+        """Returns the history of B slots with a tail of L tokens; `tokens` are all committed tokens of each."""
         device = self._device
         has_counts = any(self._counts[slot] is not None for slot in slots)
         empty_seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=device)
@@ -202,7 +202,7 @@ class AllowedTokens(_PerRequest):
 
 @dataclass(frozen=True, slots=True)
 class BadWords(_PerRequest):
-    """Forbids the last token of (R, W, L) int64 `words`, right-aligned with -1, after their other tokens."""
+    """Forbids the last token of each of the (R, W, L) int64 `words` after its other tokens; -1 pads on the left."""
 
     words: Tensor
 
@@ -248,7 +248,7 @@ class RepetitionPenalty(_PerRequest):
 
 @dataclass(frozen=True, slots=True)
 class OutputPenalties(_PerRequest):
-    """Subtracts `presence`, (R, 1), once from logits of output tokens, `frequency` at every occurrence."""
+    """Subtracts `presence`, (R, 1), from logits of output tokens, and `frequency` for every occurrence."""
 
     presence: Tensor
     frequency: Tensor
@@ -321,7 +321,7 @@ def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
 
 
 def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Returns (B, V) float32 log-probabilities after temperature (1 for greedy) and truncation (-inf)."""
+    """Returns (B, V) float32 log-probabilities after temperature (1 for greedy requests) and truncation (-inf)."""
     logits = logits / batch.temperature
     if batch.top_k is not None:
         largest = logits.topk(batch.largest_top_k, dim=1).values
@@ -338,7 +338,7 @@ def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def one_hot_log_probs(logits: Tensor) -> Tensor:
-    """Returns (B, V) float32, 0 at the first largest logit, -inf elsewhere; -inf throughout without a finite one."""
+    """Returns (B, V) float32: 0 at the first largest logit, else -inf; -inf throughout without a finite logit."""
     best = best_possible(logits).unsqueeze(1)
     certain = torch.zeros_like(logits[:, :1]).masked_fill(best < 0, -inf)
     return torch.full_like(logits, -inf).scatter(1, best.clamp_min(0), certain)

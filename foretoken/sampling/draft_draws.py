@@ -104,7 +104,7 @@ class DraftDraws:
         return log_probs, keys
 
     def guesses(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities as `keys` does, and keys whose largest are the target's most probable choices.
+        """Returns log-probabilities as `keys` does, and keys: the largest keys are the target's most probable choices.
 
         Nothing is drawn: the keys are the log-probabilities, plus the target's noise for coupled requests. Arguments as
         in `keys`; both results have the shape of `logits`.

@@ -110,7 +110,7 @@ class GrammarState:
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """Forbids tokens by each request's grammar after the path down to a node; None without a grammar."""
+    """Forbids tokens by each request's grammar after the path down to a node; states are None without a grammar."""
 
     states: Sequence[GrammarState | None]
     reads_counts = False

@@ -96,8 +96,8 @@ class NodeScores:
     def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
         """Returns the target's draw after every node: argmax of logits / temperature plus the noise of its position.
 
-        For requests whose distribution temperature alone changes. Each request must always use this function, or never:
-        it rounds differently from the walk node by node, so two almost equal tokens could swap.
+        For requests with temperature as the only change of the distribution. Each request must always use this
+        function, or never: it rounds differently from the walk node by node, so two almost equal tokens could swap.
 
         root_positions: (B,) int64, absolute position of each root; returns (B, N) int64.
         """

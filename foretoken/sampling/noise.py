@@ -81,7 +81,7 @@ def _mixed(words: Words) -> Words:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Returns an int64 seed for the `index`-th completion of a request; 0 keeps the request's, modulo 2^64."""
+    """Returns an int64 seed for a request's `index`-th completion; index 0 keeps the seed itself, modulo 2^64."""
     signed = _signed(seed & _WORD)
     if index == 0:
         return signed
@@ -105,7 +105,7 @@ class KeyedNoise:
         return KeyedNoise(self.seeds[rows])
 
     def of_drafter(self, drafter: int, rows: Tensor) -> KeyedNoise:
-        """Returns noise that is independent of others' in (B,) bool `rows`; `drafter` is above 0."""
+        """Returns noise that is independent of all other noise in the (B,) bool `rows`; `drafter` is above 0."""
         return KeyedNoise(torch.where(rows, mix(self.seeds ^ _signed(_DRAFTER * drafter & _WORD)), self.seeds))
 
     def uniform(self, positions: Tensor, purpose: Purpose, lane: int = 0) -> Tensor:
