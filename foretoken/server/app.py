@@ -112,7 +112,7 @@ class ServerConfig:
     Attributes:
         names: The names of the model; answers carry the first.
         api_keys: Requests need one of these keys; empty for an open server.
-        allowed_origins: Origins whose pages may read answers, "*" for all; empty for the server's own page alone.
+        allowed_origins: Origins of pages that may read answers, "*" for all; empty for the server's own page alone.
         has_vllm_metrics: Whether /metrics also shows figures under vLLM's names.
         chat_template: The chat template in Jinja; None for the tokenizer's own.
         tool_call_parser: See `tool_format`.

@@ -188,7 +188,7 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
 async def send_json(
     send: Send, body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None, *, is_end: bool = True
 ) -> None:
-    """Sends a JSON answer; is_end: whether the answer ends here, else the caller sends an empty last part."""
+    """Sends a JSON answer; without `is_end` the caller must send an empty last part."""
     content = dumped(body)
     named = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
     raw = [(name.lower().encode(), value.encode()) for name, value in named.items()]

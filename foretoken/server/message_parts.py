@@ -89,7 +89,7 @@ class AnswerFormats:
         return f"tool calls {calls or 'none'}, thoughts {thoughts or 'none'}"
 
     def form(self, prompt: str, tools: ToolUse | None) -> MessageForm | None:
-        """Returns how to read an answer to a conversation, which may open thoughts; None if all text is content."""
+        """Returns how to read an answer to a rendered conversation; None if all text is content."""
         text, tags = prompt.rstrip(), self.tags
         if tags is not None and text.endswith(tags.end):
             tags = None

@@ -149,7 +149,7 @@ class UnknownFields:
 
 
 def completion_request(body: Mapping[str, Any], unknown: UnknownFields, defaults: Mapping[str, Any]) -> ServedRequest:
-    """Reads a body of /v1/completions, over `defaults`, and logs unknown fields; raises `ApiError`."""
+    """Reads a body of /v1/completions; `defaults` fill missing fields. Logs unknown fields; raises `ApiError`."""
     given = _known(body, unknown, {"prompt", "echo"})
     is_echoed = checked_boolean(given, "echo")
     num_logprobs = checked_integer(given, "logprobs", 0, _MOST_LOGPROBS)
@@ -170,7 +170,7 @@ def chat_request(
     prompt: Mapping[str, Any],
     formats: AnswerFormats,
 ) -> ServedRequest:
-    """Reads a body of /v1/chat/completions as `completion_request`; the rendered `prompt` is that of `chat_form`."""
+    """Reads a body of /v1/chat/completions like `completion_request`; `prompt` is the rendered conversation."""
     own = {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM}
     given = _known(body, unknown, own)
     tools = tool_use(given)
@@ -235,7 +235,10 @@ _RENDERING = frozenset({
 
 
 def supported(body: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:
-    """Returns fields without nulls and `refused` ones at neutral values; raises `ApiError` for other values."""
+    """Returns the fields that are neither null nor in `refused`.
+
+    Raises `ApiError` for values of `refused` fields that are not neutral.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name in refused.keys() & given.keys():
         neutral, instead = refused[name]

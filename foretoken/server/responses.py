@@ -280,7 +280,7 @@ class OutputItems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseEnvelope(Envelope):
-    """Builds the bodies of a response from `items`, as `Envelope`; every body repeats the fields `told`."""
+    """Builds the bodies of a response, as `Envelope` does for a chat; every body repeats the fields `told`."""
 
     told: Mapping[str, Any]
     items: OutputItems = field(default_factory=lambda: OutputItems(uuid.uuid4().hex))

@@ -28,7 +28,7 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request, their choice ("none", "auto" or "required"), and the one that it names, or None."""
+    """The tools of a request, their choice ("none", "auto" or "required"), and the tool that it names, or None."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     choice: str
