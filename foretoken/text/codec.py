@@ -102,7 +102,7 @@ class Codec:
         self._longest: int | None = None  # bytes of one token; found when a text is long
 
     def check_length(self, text: str, where: str, most: int, limit: str) -> None:
-        """Raises `RequestError` for text that needs more than `most` tokens, before it delays other requests."""
+        """Raises `RequestError` for text of more than `most` tokens: encoding it would delay other requests."""
         if len(text) <= _SHORT_TOKEN * most:
             return
         if self._longest is None:
