@@ -165,7 +165,7 @@ class EvaluationConfig:
     ) -> Callable[[], list[float]]:
         """Returns a function that evaluates a float32 head in training; GEMMs are computed in `precision`.
 
-        The function returns K shares of drafts whose first d steps are all right, from d = 1. It draws no random number
+        The function returns K shares of drafts with d right first steps, from d = 1. It draws no random number
         and leaves the head in evaluation mode. Raises `ConfigError` when the windows are too short for the head.
         """
         teacher, device, vocab_size = Teacher(target, head.config.taps), target.device, head.config.vocab_size

@@ -118,7 +118,7 @@ def distances(
 def _of_block(
     logits: Tensor, best: Tensor, target: TargetRows, labels: Tensor, weights: LossWeights, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (N,) losses and (N, V) gradient of a block, whose logits are overwritten; best: (N,) their argmax."""
+    """Returns (N,) losses and (N, V) gradient of a block; overwrites the logits; best: (N,) their argmax."""
     own = logits.softmax(1)  # becomes the gradient
     best, labels = best.unsqueeze(1), labels.unsqueeze(1)
     # The greatest probability is 1 / sum(exp(logits - greatest)) and at least 1 / V.

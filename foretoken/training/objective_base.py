@@ -44,7 +44,7 @@ class Fed(NamedTuple):
     stride: int = 1
 
     def has(self, positions: Tensor) -> Tensor:
-        """Returns which positions are among these."""
+        """Returns which of some positions belong to the step."""
         return (positions >= self.offset) & ((positions - self.offset) % self.stride == 0)
 
 
@@ -85,7 +85,7 @@ class Objective(BaseModel):
         return config.steps
 
     def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
-        """Yields `Head.teacher_forced` for this objective; given: with noise on the features that the head reads."""
+        """Yields `Head.teacher_forced` for this objective; `given` has noise on the features that the head reads."""
         for hidden in head.teacher_forced(given.features, given.tokens, parts):
             yield Fed(hidden)
 

@@ -62,8 +62,8 @@ class UnrolledObjective(Objective):
 
     Attributes:
         passes: Steps that are unrolled, K at most.
-        stride: Distance of positions whose drafts are followed beyond the first step, with a new offset in each batch;
-            1 as published.
+        stride: Distance of positions with drafts that are followed beyond the first step, with a new offset in each
+            batch; 1 as published.
     """
 
     is_detached: ClassVar[bool] = False  # whether no gradient flows from a step into earlier ones
@@ -88,7 +88,7 @@ class UnrolledObjective(Objective):
 
 
 class EagleObjective(UnrolledObjective):
-    """Published weights."""
+    """EAGLE's objective with the published weights."""
 
     noise_window: ClassVar[int | None] = _NOISE_WINDOW
 
@@ -134,7 +134,7 @@ class Eagle3Objective(UnrolledObjective):
 
     @override
     def divisors(self, counts: Tensor) -> Tensor:
-        """Returns the first pass's positions for all passes."""
+        """Returns the number of positions of the first pass, for all passes."""
         return counts[:1].expand_as(counts)
 
 

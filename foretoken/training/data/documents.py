@@ -50,7 +50,10 @@ class ChatEncoder:
         self._is_warned: set[str] = set()
 
     def documents(self, chats: Sequence[Sequence[Message]]) -> list[Document | str]:
-        """Returns a document or the reason for none for each conversation; ends after the last assistant turn."""
+        """Returns for each conversation a document, or the reason why there is none.
+
+        A document ends after the last assistant turn.
+        """
         return [self._by_mask(chat) for chat in chats] if self._has_mask else self._by_prefixes(chats)
 
     def prompt(self, messages: Sequence[Message], limit: int) -> list[int] | str:
@@ -257,7 +260,10 @@ class DistillSettings:
 
 
 class SelfDistiller:
-    """Makes documents of prompts and the target's own responses; `num_resumed` were in the file already."""
+    """Makes documents of prompts and the target's own responses.
+
+    `num_resumed` counts the documents that the file of responses already held.
+    """
 
     def __init__(
         self, llm: LLM, settings: DistillSettings, path: Path, *, max_num_seqs: int = 8, supervise_all: bool = False

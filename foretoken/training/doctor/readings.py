@@ -104,7 +104,7 @@ class Agreement:
 
     @property
     def margin(self) -> float:
-        """Differences below are chance: three standard deviations of a share, at least 0.05."""
+        """The difference below which shares differ by chance: three standard deviations, at least 0.05."""
         return max(0.05, 1.5 / math.sqrt(max(self.num_positions, 1)))
 
     def score(self, reading: str) -> float:
@@ -113,7 +113,7 @@ class Agreement:
 
     @property
     def best_reading(self) -> str:
-        """The best reading for the head; the one in place unless another is better beyond chance."""
+        """The best reading for the head: the present reading unless another is better beyond chance."""
         return max((name for name in self.table if self._is_better(name)), key=self.score, default=IN_PLACE)
 
     def _is_better(self, name: str) -> bool:
@@ -303,7 +303,7 @@ class DraftingFigures:
     Attributes:
         accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
         expected: The same, from the head with the text as input.
-        num_errors: Passes whose draft was dropped because the drafter failed.
+        num_errors: Passes with a draft that was dropped because the drafter failed.
     """
 
     accepted: Sequence[float]
@@ -313,7 +313,7 @@ class DraftingFigures:
 
     @property
     def drop(self) -> float:
-        """Greatest difference of the two at any depth."""
+        """Greatest difference of `accepted` and `expected` at any depth."""
         return max((want - got for want, got in zip(self.expected, self.accepted, strict=True)), default=0.0)
 
 
