@@ -261,7 +261,10 @@ class Level:
     num_candidates: int
 
     def narrowed(self, places: Tensor, above: Tensor | None) -> Level:
-        """Returns a part of the level: ascending (P',) int64 places; `above` of the level above, None at the root."""
+        """Returns a part of the level: the nodes at `places`, (P',) int64, ascending.
+
+        `above` are the places in the level above; None at the root.
+        """
         device = places.device
         new_place = torch.full((len(self.indices),), -1, device=device)
         new_place[places] = torch.arange(len(places), device=device)

@@ -112,7 +112,7 @@ class DraftLattice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicShape:
-    """The bounds of dynamic trees: `top_k` candidates a node and nodes a level, levels, and nodes with the root."""
+    """The bounds of dynamic trees: candidates of a node and expanded nodes of a level (`top_k`), depth, and nodes."""
 
     top_k: int
     depth: int

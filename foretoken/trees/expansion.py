@@ -2,7 +2,7 @@
 
 One loop expands static trees (`TreeExpansion`) and dynamic trees (`foretoken.trees.dynamic`): for each depth of
 `levels()`, a drafter evaluates the nodes of `frontier(depth)` and passes their logits to `grow(depth, logits)`. A
-drafter whose logits do not depend on the nodes passes the logits of all levels at once to `grow_levels(logits)`.
+drafter with logits that do not depend on the nodes passes the logits of all levels at once to `grow_levels(logits)`.
 
 Pruned nodes (`foretoken.trees.merge`) are in no later frontier. The loop ends when no node is left.
 

@@ -8,8 +8,8 @@
   divided by the greatest possible, ln V. The less certain the drafter is, the more candidates it keeps.
 
 Each threshold that is set counts. Nothing is drafted below a pruned node. The probabilities are those of the draft
-distribution. For coupled requests, whose noise is known, they are the probabilities that a candidate is the target's
-choice given that noise, see `DraftDraws.likelihoods`.
+distribution. The noise of coupled requests is known: for them they are the probabilities that a candidate is the
+target's choice given that noise, see `DraftDraws.likelihoods`.
 
 A pruned node is removed if it was chosen. It stays, without descendants, if it was drawn from a draft distribution:
 removing a draw because of its token would bias the output. Ending a chain after a draw does not bias the output,
@@ -171,9 +171,9 @@ def _united_distributions(first: TokenTree, second: TokenTree, width: int) -> Dr
 
 
 def compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
-    """Returns a tree without some of its N nodes; their descendants must be removed too or stand under kept nodes.
+    """Returns the tree of the kept nodes; `kept` is (B, N) bool.
 
-    `kept` is (B, N) bool, true at the root.
+    The root and the parent of every kept node must be kept.
     """
     order = (~kept).int().argsort(dim=1, stable=True)
     width = int(kept.shape[1])
@@ -252,15 +252,14 @@ class Trie:
 
 
 class Graft(NamedTuple):
-    """A chain below a node.
+    """A chain of `tokens` to be added below a node of a tree.
 
     Attributes:
         row: Index of the tree in the batch.
         node: A node without a child that holds the chain's first token.
-        depth: Of the node.
-        tokens: Of the chain, from the top.
-        scores: Log-probabilities that the whole path down to each of them is accepted.
-        source: Of its nodes, see `TokenTree`.
+        depth: Depth of the node.
+        scores: For each token the log-probability that the whole path down to the token is accepted.
+        source: Source of the new nodes, see `TokenTree`.
     """
 
     row: int
@@ -372,7 +371,7 @@ class Pruning(BaseModel):
 
 
 def normalised_entropy(log_probs: Tensor) -> Tensor:
-    """Returns the entropy of (..., V) divided by the greatest possible: (...), 0 to 1; NaN for rows that hold a NaN."""
+    """Returns (...), 0 to 1, the entropy of (..., V) over the greatest possible; NaN for rows with a NaN."""
     greatest = max(math.log(log_probs.shape[-1]), 1e-9)  # a single token has no entropy
     entropies: Tensor = torch.special.entr(log_probs.exp()).sum(-1) / greatest
     return entropies.clamp(0.0, 1.0)
