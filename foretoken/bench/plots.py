@@ -226,9 +226,9 @@ def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, w
 def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[str]]:
     """Returns the lines of a chart: names of points, by their look and by the options that they share.
 
-    A line follows the key that sizes trees and has the most values. Points with other values of further such keys lie
-    on lines of the same look. For mappings, such as values of `pruning`, names tell lines apart and numbers follow a
-    line.
+    A line joins points that differ in one key alone: of the keys that size trees, the key with the most values. Points
+    with other values of further such keys lie on lines of the same look. For mappings, such as values of `pruning`,
+    names tell lines apart, and numbers differ along a line.
     """
     values: dict[str, set[str]] = {}
     for result in results:
