@@ -22,7 +22,7 @@ _LARGER = {"seed": 2**63 - 1, "kv_cache_memory_bytes": 2**63 - 1}
 
 
 class Command(TyperCommand):
-    """A command that names values as `N`, `TEXT` or `PATH` in its help, and arguments as in the text about them."""
+    """A command with `N`, `TEXT` or `PATH` for values in its help, and names in capitals for arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See typer; joins the lines of a help paragraph, which are then wrapped to the terminal's width."""

@@ -189,7 +189,8 @@ def _measure(
 
             run_sweep(
                 points, plan, results, run.load_target, on_progress=advance, on_results=_reporter(already, len(points)),
-                on_refused=_say_refused, is_stopped=lambda: bool(received),
+                on_refused=lambda each: terminal.print_note(f"left out: {each.point.setup.name}: {each.reason}"),
+                is_stopped=lambda: bool(received),
             )  # fmt: skip
         left = sum(not results.holds(point) for point in points)
         if received and left:
@@ -217,10 +218,6 @@ def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], Non
         )
 
     return report
-
-
-def _say_refused(refused: Refused) -> None:
-    terminal.print_note(f"left out: {refused.point.setup.name}: {refused.reason}")
 
 
 def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) -> None:
