@@ -214,7 +214,7 @@ _MOST_UNWANTED = 64  # tokens with unused logits
 
 
 class GraphDecoder:
-    """See `Decoder`."""
+    """The lean decoder with passes as CUDA graphs, see `Decoder`."""
 
     name = "lean-graphs"
     is_exact = False

@@ -316,7 +316,7 @@ class NativeBlocks:
 
 
 class NativeDecoder(NativeBlocks):
-    """See `Decoder`."""
+    """The lean decoder on the native CPU kernels, see `Decoder`."""
 
     name = "lean-native"
     is_exact = True

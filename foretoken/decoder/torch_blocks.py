@@ -280,7 +280,7 @@ class TorchExperts:
 
 
 class StockDecoder:
-    """See `Decoder`. `FusedLinear` says how much memory fused weights take."""
+    """The lean decoder on torch's operations, see `Decoder`; `FusedLinear` says how much memory weights take."""
 
     name = "lean-stock"
     is_exact = False
