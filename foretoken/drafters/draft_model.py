@@ -139,7 +139,7 @@ class DraftModelDrafter:
             self._levels.begin(slot, request.prefix.slot, ids)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """Expands the shape level by level."""
+        """Returns trees, expanded level by level in the shape of the options."""
         tokens = context.tokens
         if self._mapping is not None:
             tokens = [self._texts[slot].of(ids) for slot, ids in zip(context.slots, context.tokens, strict=True)]

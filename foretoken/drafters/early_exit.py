@@ -77,7 +77,7 @@ class EarlyExitDrafter:
         """Prepares nothing: all state is in the target's KV cache."""
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """Expands the shape level by level."""
+        """Returns trees, expanded level by level in the shape of the options."""
         target = self._target
         room = [
             min(depth, target.context_len - len(tokens))

@@ -228,8 +228,8 @@ class StackFeatures(WaitingFeatures):
     def have_fed(self, slots: Sequence[int]) -> None:
         """Notes that the result of `waiting` is in the cache now.
 
-        It keeps waiting until more comes: only that draft knows the block's output, so another draft before that feeds
-        it again.
+        The features still wait until more features come, because only that draft has the block's output. Another draft
+        before then feeds the features again.
         """
         for slot in slots:
             self._has_seen[slot] = True
