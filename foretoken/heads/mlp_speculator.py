@@ -105,7 +105,7 @@ class MlpSpeculatorHead(StepHead):
 
     @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Takes the token into the state; `logits` also reads the state."""
+        """Computes the state after the token; `logits` also reads the state."""
         projected = _stage_module(self.projections, index)(state)
         token = _stage_module(self.embeddings, index)(tokens)
         state = gelu(_stage_module(self.norms, index)(projected + self.config.alpha * token))
