@@ -127,10 +127,10 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class HeadSums:
-    """Float64 (K,) sums over the supervised positions of each head; add up over micro-batches and processes.
+    """Sums over the supervised positions of each head, which may be added over micro-batches and processes.
 
-    `loss` has weighted losses before the decay. `matches` counts positions at which the head's first candidate is the
-    target's.
+    `loss`, (K,) float64, has weighted losses before the decay. `matches` counts positions at which the head's first
+    candidate is the target's.
     """
 
     loss: Tensor
@@ -304,9 +304,7 @@ class _StepLoss:
 
 def _noisy(features: Tensor, objective: Objective) -> Tensor:
     bound = objective.noise_bound(features.shape[1], features.shape[2])
-    if not bound:
-        return features
-    return features + torch.empty_like(features).uniform_(-bound, bound)
+    return features + torch.empty_like(features).uniform_(-bound, bound) if bound else features
 
 
 def first_candidates(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:

@@ -211,8 +211,8 @@ def learning_rows(supervised: Tensor, block: int) -> Rows:
 def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
     """Draws the rows that get their answers, with torch's global generator.
 
-    In each sequence every K-th learning row may be drawn. The number of draws is `share` of its wrong rows, rounded
-    down. For K above 2 one draw stands for K of these: the first of a run of 1 to K - 1 learning rows. `rows` has (N,)
+    Draws come from every K-th learning row of a sequence. Their number is `share` of the sequence's wrong rows, rounded
+    down; for K above 2 it is divided by K, and each draw begins a run of 1 to K - 1 learning rows. `rows` has (N,)
     learning rows, sequence by sequence in order; `is_wrong` is (N,) bool; `block` is K.
     """
     chosen: list[tuple[int, int]] = []

@@ -144,7 +144,10 @@ class Agreement:
 
     @property
     def lagging(self) -> list[int]:
-        """The heads that predict the token right after their feature more often than their own, if labels fit."""
+        """The heads that predict the token right after their feature more often than their own token.
+
+        Empty if a head fits shifted labels better, see `best_shifts`.
+        """
         if any(self.best_shifts):
             return []
         rows = zip(self.table[self.best_reading], self.next_token[self.best_reading], strict=True)
