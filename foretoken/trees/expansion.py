@@ -187,9 +187,9 @@ class TreeExpansion:
         return len(self._relations.depths) - 1
 
     def fed_nodes(self) -> tuple[Tensor, Tensor]:
-        """Returns the W nodes below the roots that were fed if every level but the last was fed.
+        """Returns the nodes that a whole draft feeds: below the roots, of every level but the last.
 
-        They are (B, W) int64 tokens, and (1, W) int64 parents among these, -1 below the root.
+        They are (B, W) int64 tokens, and (1, W) int64 parents among these tokens, -1 below the root.
         """
         nodes = slice(1, bisect_right(self._relations.depths, self.depth - 1))
         return self.tokens[:, nodes], self._relations.places[:1, nodes] - 1
