@@ -314,7 +314,7 @@ def accept_lenient(
 
     Args:
         tree: Chains (node i's parent is i - 1), sampled or one-hot.
-        unwarped_log_probs: The same at temperature 1.
+        unwarped_log_probs: The target distribution after each node at temperature 1.
         greedy: (B,) bool, requests at temperature 0.
         lenience: l in (0, 1]; 1 is lossless.
 

@@ -85,7 +85,7 @@ class AcceptancePolicy:
         is no chain is verified by the sequential test.
 
         Args:
-            row: Its index in the batch, so that the rule cannot depend on other sequences; None asks for one rule that
+            row: Index of the request: the rule cannot depend on other sequences. None asks for one rule that
                 fits all rows.
             is_plain: Whether only temperature changes its distribution, on a device with kernels for that. "coupled"
                 then becomes "drawn": the same rule with the tokens after all nodes drawn at once.
