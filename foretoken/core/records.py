@@ -130,7 +130,7 @@ class SequenceStep:
         tree_depth: Greatest depth of its tree.
         num_accepted: Drafted tokens that were accepted, 0..tree_depth.
         num_emitted: Tokens added to the output: `num_accepted + 1`, or fewer when the sequence stopped inside the path.
-        tokens: These tokens.
+        tokens: The tokens added to the output.
         accepted_by: Accepted nodes by drafter name; a node that two drafters proposed counts for both.
         drafted_by: The nodes of `num_drafted` by drafter name; a node that two drafters proposed counts for both.
         num_proposed: Nodes that drafters proposed, without roots and probes, before trees were cut, merged or selected.
