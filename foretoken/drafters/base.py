@@ -268,7 +268,7 @@ class Lookup(Protocol):
         """Returns the tokens that probably follow a drafted path. Does not change later proposals.
 
         Args:
-            tokens: All its committed tokens, as in `DraftContext`. Must not be changed.
+            tokens: All committed tokens of the sequence, as in `DraftContext`. Must not be changed.
             path: Drafted tokens after these, at least one.
             depth: Most tokens to return, at least 1.
 

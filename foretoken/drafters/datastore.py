@@ -271,7 +271,7 @@ class Datastore:
 
         Args:
             depth: Most tokens D, at most as many as suffixes are sorted by, so that equal beginnings are adjacent.
-            most: Most continuations R; of more occurrences, so many evenly spread over their order.
+            most: Most continuations R; of more occurrences, R at even distances in their order.
 
         Returns:
             (R, D) token ids in ascending order, -1 after the end of a document and of the corpus.

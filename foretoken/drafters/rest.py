@@ -125,7 +125,7 @@ class Options(DrafterOptions):
         datastore: Directory that `foretoken data index` made with the target's tokenizer.
         rest_max_match: Longest suffix of the context to look for, in tokens.
         rest_min_match: Shortest suffix.
-        rest_max_matches: Most continuations read; of more occurrences, so many evenly spread over their order.
+        rest_max_matches: Most continuations read; of more, as many at even distances in their order.
     """
 
     is_trusted: ClassVar[bool] = True
