@@ -45,7 +45,7 @@ class Sequence:
     Attributes:
         index: Index among the request's n completions.
         sampling: Parameters resolved against the tokenizer.
-        params: Those of the request, from `sampling`.
+        params: Parameters of the request, from `sampling`.
         is_seeded: Whether the request gave a seed.
         tokens: Prompt and output; the last token is the root.
         num_cached: Filled KV rows of the target, a reused prefix included; `len(tokens) - 1` after prefill.

@@ -261,7 +261,7 @@ class Verification(NamedTuple):
 
     Attributes:
         sequences: B; decoding sequences, then sequences with prompts that end in this pass.
-        tree: Their trees, probes included; the root alone where a prompt ends.
+        tree: The trees of the sequences, probes included; the root alone where a prompt ends.
         offsets: B + 1; node i of tree b has row `offsets[b] + i` of the logits.
         trees: The part of the pass with the trees of decoding sequences; None without any.
         num_decoding: Tokens of that part.
