@@ -76,7 +76,7 @@ def read_eagle3(
     """Reads the network of a file; raises as `Format.read`.
 
     Args:
-        weights: Its tensors under the authors' names, except the block's.
+        weights: The file's tensors under the authors' names, except the block's.
         target: Its number of blocks gives unnamed taps; its embedding tells whether the file repeats it.
         boundaries: The taps, or None if the file does not name them.
         variant: Options of `Eagle3Config` that tensors do not tell.
