@@ -359,7 +359,7 @@ class SamplingRequest:
     """One request's sampling, resolved against its tokenizer.
 
     Attributes:
-        seed: Its own seed, or a drawn one; an int64, as `derive_seed` returns.
+        seed: The request's own seed, or a drawn seed; an int64, as `derive_seed` returns.
         terminators: Token ids that `min_tokens` holds back: end-of-sequence and stop token ids.
     """
 

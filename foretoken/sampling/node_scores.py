@@ -24,7 +24,7 @@ class NodeScores:
     """The target's logits at the nodes of a tree, with the requests' sampling parameters.
 
     Attributes:
-        tree: That was verified.
+        tree: The verified tree.
         logits: (R, V) float32, target logits at the nodes, without padding: each row predicts the token after a node.
         starts: (B,) int64, the row of each root; node i of a sequence has the i-th row after it.
         has_row_for_each: Whether the rows are all B N nodes in order, without padding and other sequences.
