@@ -119,7 +119,7 @@ class HassObjective(EagleObjective):
 class Eagle3Objective(UnrolledObjective):
     """Published weights; the gradient flows through all steps, and later steps count less.
 
-    Over a draft vocabulary, the target's distribution is its part in that vocabulary; positions whose choice lies
+    Over a draft vocabulary, the target's distribution is its part in that vocabulary; positions with a choice
     outside teach nothing. With s_j the sum of pass j's losses over its supervised positions and n_j their number, the
     loss is
 

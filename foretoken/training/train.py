@@ -49,7 +49,7 @@ class TrainingResult:
         target: The target that the head belongs to; with `joint` the new one.
         losses: Training loss of each step, from step 1.
         acceptance: For each evaluated step, the acceptance rate at depths 1, 2, …: the share of drafts on held-out
-            text whose first d tokens are all the target's choice at temperature 0.
+            text with d right first tokens, by the target's choice at temperature 0.
         facts: What was measured on held-out prompts, and the head's size, as `foretoken train --json` prints them.
             Empty in every process but the first, as `losses` and `acceptance` are.
     """
