@@ -164,8 +164,8 @@ class _Candidates(NamedTuple):
 class DynamicExpansion:
     """Dynamic trees under construction. Only `finish` may synchronise; on GPUs without pruning nothing does.
 
-    Nodes stand in level order, siblings by rank. A tree has N nodes if there are enough candidates. On devices whose
-    tensors the host reads freely, candidates that the draft distribution excludes are left out.
+    Nodes stand in level order, siblings by rank. A tree has N nodes if there are enough candidates. If the host
+    reads the device's tensors freely, candidates that the draft distribution excludes are left out.
 
     `roots`: (B,) int64.
     """
