@@ -221,7 +221,10 @@ class Drafter(Protocol):
 
     @property
     def nodes_by_depth(self) -> Sequence[int]:
-        """Most nodes, root included, of drafts at most 0, 1, 2, … deep: `range(1, 6)` for chains of four tokens."""
+        """Most nodes, root included, of drafts at most 0, 1, 2, … deep; the cache has room for the last entry.
+
+        `range(1, 6)` for chains of four tokens, `(1, 3, 7)` for binary trees.
+        """
 
     def attach(self, target: TargetHandle) -> None:
         """Prepares for a target, once: loads weights, allocates state; raises `ForetokenError` if it does not fit."""

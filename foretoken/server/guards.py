@@ -27,7 +27,10 @@ KEY_VARIABLE = "FORETOKEN_API_KEY"
 
 
 def api_keys(path: Path | None) -> list[str]:
-    """Returns the keys in `KEY_VARIABLE` and a file, one a line; raises `ConfigError` if one is not plain ASCII."""
+    """Returns the key in `KEY_VARIABLE`, if set, and the keys of a file, one a line, if there is one.
+
+    Raises `ConfigError` when a key is empty or not plain ASCII, or the file cannot be read or has no key.
+    """
     given = [os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else []
     if path is not None:
         given += _keys_of(path)
