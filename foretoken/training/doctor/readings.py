@@ -89,8 +89,8 @@ class Agreement:
         reads_tokens: Whether heads read the tokens between the feature and their own.
         is_autoregressive: Whether heads read their own states.
         taps: The taps that the head reads.
-        gains: By reading one block off: by how many standard deviations the first step is right more often than with
-            the reading in place, at positions where exactly one of them is right.
+        gains: For each reading one block off, by how many standard deviations its first step is right more often than
+            that of the present reading; over positions at which exactly one of the two is right.
     """
 
     table: Mapping[str, Sequence[Sequence[float]]]
