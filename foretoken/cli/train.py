@@ -166,7 +166,6 @@ _EXAMPLES = {"--set": "num_heads=4", "--objective": "ce_weight=1", "--joint": "b
 
 
 def _pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
-    """Returns KEY=JSON options as a dictionary; a value that is not JSON is text."""
     result = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
