@@ -33,7 +33,6 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, without the packages inside."""
     return sorted([*__all__, "__version__", "hf"])
 
 

@@ -38,12 +38,12 @@ class Acceptance:
 
 
 class Decisions(Protocol):
-    """The three kinds of random choice. `lane` tells apart choices of one kind within one iteration."""
+    """Makes the three kinds of random choice; `lane` tells apart choices of one kind within one iteration."""
 
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
-        """Draws from the target distribution at position `depth + 1` after the root; the same in every iteration.
+        """Returns (B,) int64 target tokens, drawn from `log_probs`, (B, V); -1 if none is possible.
 
-        log_probs: (B, V). Returns (B,) int64, -1 where no token is possible.
+        The draw belongs to position `depth + 1` after the root and is the same in every iteration.
         """
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ChosenPath(NamedTuple):
-    """Accepted nodes of one sequence in order, and the token after the root and each of them, on the host."""
+    """Accepted nodes of one sequence in order, and the tokens after the root and after each node, on the host."""
 
     nodes: list[int]
     tokens: list[int]
@@ -40,10 +40,8 @@ class HostPath(NamedTuple):
 def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Acceptance:
     """Descends from the root until a step finds no child.
 
-    Args:
-        tree: (B, N) candidates.
-        step: Maps (nodes (B,) int64, depth) to the child to descend to, (B,) int64, -1 for none, and the target's token
-            where there is no child, (B,) int64.
+    `step` maps (B,) int64 nodes and a depth to two (B,) int64 tensors: the child to descend to, -1 for none, and the
+    target's token where there is no child.
     """
     batch, device = tree.batch_size, tree.tokens.device
     node = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -82,13 +80,7 @@ def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance
 
 
 def walk_chosen(tree: TokenTree, chosen: Sequence[int], starts: Sequence[int]) -> list[ChosenPath]:
-    """Does `walk` on the host, if the host knows the token after every node and reads tensors freely.
-
-    Args:
-        tree: (B, N) candidates.
-        chosen: The token after each node; those of sequence b begin at `starts[b]`.
-        starts: At least B.
-    """
+    """Does `walk` on the host; the tokens after sequence b's nodes begin at `chosen[starts[b]]`."""
     if tree.max_depth == 0:  # plain decoding needs nothing below
         return [ChosenPath([], [chosen[start]]) for start in starts[: tree.tokens.shape[0]]]
     paths: list[ChosenPath] = []
@@ -153,18 +145,15 @@ def _child_of(tokens: list[int], parents: list[int], node: int, token: int) -> i
 
 
 def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Acceptance:
-    """Accepts the path of most probable tokens (Stern et al. 2018, arXiv 1811.03115, with exact match).
+    """Accepts the path of most probable tokens; `argmax` returns them, (B,) int64, for (B,) int64 nodes.
 
-    argmax: (B,) int64 nodes -> (B,) int64, the target's most probable token after each.
+    Source: Stern et al. 2018 (arXiv 1811.03115), with exact match.
     """
     return walk(tree, lambda node, _: argmax(node))
 
 
 def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
-    """Does `walk` if the chosen token is known after every node: matches all nodes at once.
-
-    chosen: (B, N) int64, the target's token after each node.
-    """
+    """Does `walk` for `chosen`, (B, N) int64, the target's token after each node; matches all nodes at once."""
     if has_triton_kernels(chosen.device):
         from foretoken.acceptance import triton_walk
 
@@ -218,9 +207,9 @@ def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions
 
 
 def sampled_children(tree: TokenTree) -> Tensor:
-    """Returns the sampled children of every node in draw order.
+    """Returns (B, N, C) int64, the sampled children of every node in draw order, -1 past the last.
 
-    (B, N, C) int64, node indices, -1 past the last; C is `max_siblings`, or 0 without sampled nodes.
+    C is `max_siblings`, or 0 without sampled nodes.
     """
     batch, width = tree.tokens.shape
     if tree.distributions is None:
@@ -241,11 +230,8 @@ def conditional_draft_probs(tree: TokenTree, table: Tensor, node: Tensor, slot: 
     """Returns the draft distribution of the `slot`-th sampled child of each node, given its earlier siblings.
 
     Args:
-        tree: Candidates with draft distributions.
         table: (B, N, C) int64 from `sampled_children`.
         node: (B,) int64, the parents.
-        slot: Which child.
-        like: Gives dtype.
 
     Returns:
         (B, V); arbitrary where the child does not exist.
@@ -324,14 +310,12 @@ def accept_lenient(
 
     The correction token comes from norm(max(p - q, 0)), which only fills deficits. The total-variation distance of one
     position is therefore exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request accepts
-    the most probable token, and any token whose probability at temperature 1 is above l times the largest.
+    the most probable token, and any token with a probability at temperature 1 above l times the largest.
 
     Args:
         tree: Chains (node i's parent is i - 1), sampled or one-hot.
-        log_probs: The target distribution after each node.
-        unwarped_log_probs: The same at temperature 1.
+        unwarped_log_probs: The target distribution after each node at temperature 1.
         greedy: (B,) bool, requests at temperature 0.
-        decisions: Source of the tests and draws.
         lenience: l in (0, 1]; 1 is lossless.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), appendix A.5; the greedy inequality printed there is reversed.
@@ -382,14 +366,11 @@ def accept_typical(
 ) -> Acceptance:
     """Accepts the longest path of typical tokens: p(x) > min(epsilon, delta exp(-H(p))).
 
-    The sum of log p decides among equal lengths. The token after the path is drawn, so a text whose drafts are all
+    The sum of log p decides among equal lengths. The token after the path is drawn, so a text with drafts that are all
     refused has the target's distribution. Medusa's code takes the argmax instead: it draws nothing, and such a text is
     greedy at any temperature. `lossy_tv` is NaN: the distance is unknown for this rule.
 
     Args:
-        tree: Candidates drawn in any way.
-        log_probs: The target distribution after each node.
-        decisions: Source of the draw.
         epsilon: Posterior threshold, published 0.09.
         delta: Posterior alpha, published 0.3 (the square root of epsilon).
         is_end_drawn: Whether the token after the path is drawn from the target's distribution; otherwise its argmax.

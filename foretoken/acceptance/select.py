@@ -85,10 +85,7 @@ class AcceptancePolicy:
         is no chain is verified by the sequential test.
 
         Args:
-            tree: The batch's trees.
-            is_greedy: Whether the request is decoded greedily.
-            is_seeded: Whether it has a seed.
-            row: Its index in the batch, so that the rule cannot depend on other sequences; None asks for one rule that
+            row: Index of the request: the rule cannot depend on other sequences. None asks for one rule that
                 fits all rows.
             is_plain: Whether only temperature changes its distribution, on a device with kernels for that. "coupled"
                 then becomes "drawn": the same rule with the tokens after all nodes drawn at once.
@@ -107,10 +104,7 @@ class AcceptancePolicy:
 
 
 def accept(scores: NodeScores, rules: Sequence[str], policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
-    """Verifies a batch, each of the B sequences by its own rule.
-
-    root_positions: (B,) int64, absolute position of each root.
-    """
+    """Verifies each of the B sequences by its own rule; root_positions: (B,) int64, absolute."""
     names = sorted(set(rules))
     if len(names) == 1:
         return _accept_with(names[0], scores, policy, root_positions)

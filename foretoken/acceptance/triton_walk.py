@@ -16,13 +16,7 @@ from torch import Tensor
 
 
 class Walk(NamedTuple):
-    """The result of the walk.
-
-    Attributes:
-        path: (B, D) int64, accepted nodes at depth 1.., -1 past the last.
-        num_accepted: (B,) int64.
-        next_token: (B,) int64, the correction or bonus token.
-    """
+    """The result of the walk; fields as in `Acceptance`."""
 
     path: Tensor
     num_accepted: Tensor

@@ -76,20 +76,12 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention of every token of a pass.
+    """Returns (M, H, Dv), the attention of every token of a pass; further arguments as in `reference_attention`.
 
     Args:
         query: (M, H, Dk).
         keys: (slots, Hk, capacity, Dk), one layer of the cache, this pass's rows already written.
         values: (slots, Hk, capacity, Dv).
-        layout: Visibility of the keys.
-        scale: Factor of the dot products.
-        window: Sliding window of the layer, or None.
-        softcap: Soft cap of the scores, or None.
-        sinks: (H,) attention sinks, or None.
-
-    Returns:
-        (M, H, Dv).
     """
     if layout.is_captured or has_cuda_runtime(query.device):
         kernel = _triton_kernel(query.dtype, max(query.shape[-1], values.shape[-1]))

@@ -57,9 +57,8 @@ class PassTables:
 class AttentionLayout:
     """Masks and kernel tables of one pass, built when asked for.
 
-    Attributes:
-        is_captured: Whether a CUDA graph of the pass is being captured; replays change the contents of its tensors.
-            Only tables exist then, and host values are bounds.
+    If `is_captured`, a CUDA graph of the pass is being captured. Then only tables exist, host values are bounds, and
+    replays change the contents of the tensors.
     """
 
     def __init__(self, work: Pass) -> None:
@@ -71,11 +70,10 @@ class AttentionLayout:
 
     @classmethod
     def of_tables(cls, work: Pass, tables: PassTables) -> AttentionLayout:
-        """Returns the layout of a captured pass: the device reads slots, lengths and visibility at every replay.
+        """Returns the layout of a captured pass; its `tables` are filled anew before every replay.
 
-        Args:
-            work: Its tokens and positions; of the other fields only lengths are read.
-            tables: Filled anew before every replay.
+        The device reads slots, lengths and visibility at every replay. Of `work` only tokens, positions and lengths are
+        read.
         """
         layout = cls(work)
         layout.is_captured, layout._tables = True, tables
@@ -100,14 +98,9 @@ class AttentionLayout:
         return self._work.prefix_lens[sequence] + self._num_nodes(sequence)
 
     def mask(self, sequence: int, window: int | None) -> Tensor | None:
-        """Returns the keys that a sequence's tokens see; computed once per pass and window.
+        """Returns (T, `num_keys(sequence)`) bool, the keys that a sequence's tokens see; None for all keys.
 
-        Args:
-            sequence: Index into the pass.
-            window: Only keys less than this many positions back, or None.
-
-        Returns:
-            (T, `num_keys(sequence)`) bool, or None if every token sees every key.
+        With a `window`, tokens see only keys less than this many positions back. Computed once per pass and window.
         """
         if window is not None and self.num_keys(sequence) <= window:
             window = None

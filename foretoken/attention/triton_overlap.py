@@ -32,7 +32,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def start_next():
-    """Lets the next kernel start once all programs of this kernel have called this, or have ended."""
+    """Lets the next kernel start once all programs of this kernel have called `start_next`, or have ended."""
     tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -35,7 +35,7 @@ def pass_tables(
     max_tokens: int,
     max_nodes: int,
 ) -> tuple[PassTables, Tensor]:
-    """Returns the tables of a pass whose lengths are on the device: one launch, no synchronisation with the host.
+    """Returns the tables of a pass with lengths on the device: one launch, no synchronisation with the host.
 
     Tokens from starts[S] up to M belong to no sequence. Nodes from node_starts[S] on belong to none and are not read. A
     sequence may have no token.
@@ -48,9 +48,6 @@ def pass_tables(
         starts: (S + 1,) int32, contiguous, where each sequence's tokens begin.
         node_starts: (S + 1,) int32, contiguous, where its nodes begin; its tokens are the last of them.
         num_tokens: M, at least starts[S].
-        max_prefix: See `PassTables`.
-        max_tokens: See `PassTables`.
-        max_nodes: See `PassTables`.
 
     Returns:
         The tables, with words, and the (M,) int64 positions of the tokens, 0 for tokens of no sequence.

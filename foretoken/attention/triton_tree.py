@@ -8,7 +8,7 @@ the bit sets of `PassTables`. Each program writes its weighted mean of values an
 second kernel merges them. For short contexts one program does everything, without the second kernel.
 
 Lengths are read on the device. The shape of a launch depends on shapes and on the bounds in `PassTables` alone: nothing
-waits for the host, and a captured launch stays right when lengths change. A program whose tile lies past the tokens of
+waits for the host, and a captured launch stays right when lengths change. A program with a tile past the tokens of
 its sequence ends at once.
 
 Letters: S sequences, M tokens of the pass, T tokens of one sequence, H query heads, Hk KV heads, G = H / Hk, Dk and Dv
@@ -61,9 +61,6 @@ def tree_attention_triton(
         values: (slots, Hk, capacity, Dv), as `keys`.
         tables: Visibility of the keys, on the query's device.
         scale: Factor of the dot products, above 0.
-        window: Sliding window of the layer, or None.
-        softcap: Soft cap of the scores, or None.
-        sinks: (H,) attention sinks, or None.
         num_splits: Programs that share a tile of rows: 1, or one for the nodes and the others for the prefix. None for
             the fastest.
 
@@ -137,7 +134,6 @@ class Tiling(NamedTuple):
     Attributes:
         rows: Packed queries of a tile; `tl.dot` takes 16 or more, the widest tensor-core instructions 64 or more.
         keys: Keys of a tile, a multiple of 32.
-        warps: Warps of a program.
         stages: Depth of the pipeline of key tiles.
         resident: Programs that should share a multiprocessor; no more than its shared memory and registers hold.
     """
@@ -149,12 +145,9 @@ class Tiling(NamedTuple):
     resident: int
 
     def fitted(self, widths: int, item_size: int, limit: int) -> Tiling:
-        """Returns the tiling with fewer stages, then fewer rows, for GPUs with less shared memory than Hopper.
+        """Returns the tiling with fewer stages, then fewer rows, that fits `limit` bytes of shared memory.
 
-        Args:
-            widths: Of a key and a value together.
-            item_size: Bytes of a number.
-            limit: Bytes of shared memory that a program may have.
+        widths: of a key and a value together; item_size: bytes of a number.
         """
         tiling = self
         while tiling._shared_bytes(widths, item_size) > limit and (tiling.stages > 1 or tiling.rows > 16):
@@ -175,11 +168,7 @@ def choose_tiling(key_width: int, value_width: int, num_rows: int, dtype: torch.
     Few rows are bound by memory: two programs per multiprocessor with their next key tiles in flight. Many rows are
     bound by arithmetic: 128 rows, and again two programs, so that one multiplies while the other exponentiates.
 
-    Args:
-        key_width: Dk.
-        value_width: Dv.
-        num_rows: T G, the queries of a KV head in the longest sequence.
-        dtype: Of queries and cache.
+    `num_rows`: T G, the queries of a KV head in the longest sequence.
     """
     width = max(_padded(key_width), _padded(value_width))
     if dtype == torch.float32:  # exact products run outside the tensor cores and hold their operands in registers

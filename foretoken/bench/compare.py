@@ -40,13 +40,7 @@ def compare_setups(
     all alike. Every setup decodes a short warm-up before anything is timed.
 
     Args:
-        model: The target, loaded once.
-        tokenizer: The target's tokenizer.
-        setups: The drafters to compare.
         workload: Prompts and sampling parameters; sampled requests have the same seeds in every setup.
-        batch_size: Sequences decoded at once.
-        repeats: How often everything is measured.
-        runner: Runner of the target and of draft models, see `LLM`.
         on_progress: Called with batches done and batches in all.
     """
     engines = SetupEngines(model, tokenizer, setups, workload, batch_size=batch_size, runner=runner)
@@ -80,10 +74,7 @@ def measure_rounds(
     """Measures every setup on batch after batch at one temperature, and compares with plain decoding, the first.
 
     Args:
-        engines: The engines of the setups.
-        temperature: Temperature of all requests.
         batches: Indices into the workload's prompts; every setup decodes one batch before the next one.
-        repeats: How often everything is measured.
         on_measured: Called after each batch of each setup.
         goes_on: Called before each batch but the first; False ends the measurement.
     """

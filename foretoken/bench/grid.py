@@ -25,14 +25,7 @@ _OPENING, _CLOSING = "[{", "]}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The settings that comparable points share; the names of the fields are axes of a grid.
-
-    Attributes:
-        dtype: See `load_model`.
-        runner: See `LLM`.
-        batch_size: Sequences decoded at once.
-        temperature: Temperature of all requests.
-    """
+    """The settings that comparable points share; the names of the fields are axes of a grid."""
 
     dtype: str = "auto"
     runner: str = "auto"
@@ -52,13 +45,12 @@ SERVING_AXES = tuple(Serving.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One combination.
+    """One point of a grid: settings of decoding, and a drafter.
 
     Attributes:
-        serving: The settings of decoding.
         setup: The drafter; its name is unique in the grid.
         method: The drafter before the axes changed it, such as "medusa" or "eagle3:dynamic".
-        changes: The values that the axes set in it, by dotted key.
+        changes: The values that the axes set in the drafter, by dotted key.
     """
 
     serving: Serving
@@ -72,7 +64,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The same as text."""
+        """The point as text, equal for equal points alone."""
         return json.dumps(self.as_dict(), sort_keys=True)
 
 
@@ -191,7 +183,6 @@ def _serving(values: Mapping[str, Any]) -> Serving:
 
 
 def _base(setup: Any, target: str) -> Setup:
-    """Returns a drafter that axes change, from the form of -s or an object of a file."""
     parsed = parse_setup(setup if isinstance(setup, str) else json.dumps(setup), target=target)
     if parsed.config is None:
         raise ConfigError(f"'{PLAIN}' drafts nothing to sweep. Leave it out: it is measured beside every point.")
@@ -199,7 +190,6 @@ def _base(setup: Any, target: str) -> Setup:
 
 
 def _refusal(setup: Setup, target: str) -> str | None:
-    """Returns why a drafter's options are invalid, or None."""
     try:
         check_setup(setup, target=target)
     except ForetokenError as err:
@@ -208,7 +198,6 @@ def _refusal(setup: Setup, target: str) -> str | None:
 
 
 def _with(config: Mapping[str, Any], path: Sequence[str], value: Any, key: str) -> dict[str, Any]:
-    """Returns a copy of a configuration with one value set; path: the remaining parts of `key`."""
     name, *rest = path
     if not rest:
         if name in config:
@@ -227,7 +216,6 @@ def _product(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _axes(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yields the axes of a file's object, with dotted keys for inner objects."""
     for key, inner in value.items():
         if isinstance(inner, dict):
             yield from _axes(inner, f"{prefix}{key}.")
@@ -250,7 +238,6 @@ def _split(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """Returns parsed JSON, or the text itself."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -36,16 +36,8 @@ class Measurement:
     """One setup at one temperature.
 
     Attributes:
-        setup: Name of the setup.
-        temperature: Temperature of all requests.
-        runner: The target's runner.
-        runner_choice: Why that runner, in a sentence.
         seconds: Wall-clock seconds of each round of prompts, without prefill; rounds of all setups are interleaved.
         tokens: Output tokens of each round without the first of each prompt, which prefill gives.
-        metrics: Metrics over all rounds.
-        iterations: Iterations of the engine over all rounds.
-        verify_seconds: Seconds of these iterations in target passes.
-        draft_seconds: Seconds of these iterations in the drafter.
         taus: Acceptance length of each round.
         texts: Output token ids, one entry a prompt and repeat.
         num_identical: Entries of `texts` that equal plain decoding's; None for plain decoding.

@@ -63,9 +63,9 @@ def in_order(methods: list[str]) -> list[str]:
 
 
 def look_of(method: str, methods: list[str]) -> Look:
-    """Returns the look of a method; variants of its trees have its colours and markers of their own.
+    """Returns the look of a method; variants of one method share a colour and have different markers.
 
-    methods: All shown methods: `NAME`, `NAME:TREE`, or several of either joined by `+` for one merged tree.
+    `methods` are all shown methods: `NAME`, `NAME:TREE`, or several of these joined by `+` for one merged tree.
     """
     if method in _LOOKS:
         return _LOOKS[method]
@@ -79,12 +79,10 @@ def look_of(method: str, methods: list[str]) -> Look:
 
 
 def _known(method: str) -> Look | None:
-    """Returns the look of a single method, with any tree; None for merged trees and unknown methods."""
     return None if "+" in method else _LOOKS.get(method.partition(":")[0])
 
 
 def _title_of(method: str) -> str:
-    """Returns a title with the names of the drafters and "dynamic trees"; else the name as it is."""
     titles = []
     for part in method.split("+"):
         name, _, tree = part.partition(":")
@@ -135,8 +133,6 @@ class Chart(NamedTuple):
     """One picture.
 
     Attributes:
-        name: The name of its files, without suffix.
-        title: The title above.
         axis: The label of the vertical axis, with its unit.
         value: Returns the value of a point.
         is_beside_plain: Whether plain decoding has such a value too.
@@ -162,11 +158,7 @@ CHARTS = (
 
 
 class Series(NamedTuple):
-    """Points with the same look.
-
-    Attributes:
-        variant: Further options that tell these points from others of the method, in words; may be empty.
-    """
+    """The method and the further options, in words (`variant`), of points with the same look."""
 
     method: str
     variant: str
@@ -180,13 +172,8 @@ class Series(NamedTuple):
 def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what: str) -> list[Path]:
     """Draws every chart as `.svg` for both backgrounds and as `.png` for a light one; returns the files.
 
-    Args:
-        panels: The points of each serving.
-        directory: The directory of the files; older ones are replaced.
-        what: The model and the machine, shown below the title.
-
-    Raises:
-        ConfigError: When matplotlib is not installed.
+    Older files are replaced. `what`, the model and the machine, is shown below the title. Raises `ConfigError` without
+    matplotlib.
     """
     mpl = load_matplotlib()
     files = []
@@ -239,9 +226,9 @@ def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, w
 def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[str]]:
     """Returns the lines of a chart: names of points, by their look and by the options that they share.
 
-    A line follows the key that sizes trees and has the most values. Points with other values of further such keys lie
-    on lines of the same look. For mappings, such as values of `pruning`, names tell lines apart and numbers follow a
-    line.
+    A line joins points that differ in one key alone: of the keys that size trees, the key with the most values. Points
+    with other values of further such keys lie on lines of the same look. For mappings, such as values of `pruning`,
+    names tell lines apart, and numbers differ along a line.
     """
     values: dict[str, set[str]] = {}
     for result in results:
@@ -266,7 +253,6 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
 
 
 def _names_in(value: Any) -> str:
-    """Returns a value of an axis without the numbers of a mapping."""
     return "+".join(value) if isinstance(value, dict) else spelled(value)
 
 
@@ -311,7 +297,6 @@ def _draw_panel(
 
 
 def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
-    """Scales the horizontal axis from 0, or by powers of two if tree sizes differ much."""
     least, most = min(nodes), max(nodes)
     if least < 0.5 or most < _WIDE_RANGE * least:
         axes.set_xlim(0, max(most * 1.08, 1.0))
@@ -324,7 +309,6 @@ def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
 
 
 def _legend(figure: Any) -> dict[str, Any]:
-    """Returns handles by label over all panels: methods first, then the front and plain decoding."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -333,7 +317,6 @@ def _legend(figure: Any) -> dict[str, Any]:
 
 
 def _spelled(serving: Serving, all_servings: Sequence[Serving]) -> str:
-    """Returns a panel's title: batch size and temperature, and further values that differ between panels."""
     temperature = "greedy" if serving.temperature == 0 else f"sampled, T {serving.temperature:g}"
     parts = [f"batch size {serving.batch_size}", temperature]
     parts += [

@@ -36,7 +36,6 @@ class DraftCounts:
 
     Attributes:
         drafts: Verified drafts, or trees.
-        draft_tokens: Drafted tokens, or nodes.
         accepted_tokens: Accepted drafted tokens, without the target's own.
         by_position: Accepted drafted tokens by depth.
     """
@@ -47,7 +46,7 @@ class DraftCounts:
     by_position: Mapping[int, float] = field(default_factory=dict)
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        """Returns the counts after `before`."""
+        """Returns the counts that were added since `before`."""
         return DraftCounts(
             self.drafts - before.drafts,
             self.draft_tokens - before.draft_tokens,
@@ -119,10 +118,8 @@ def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int
     burstier below 1, more even above.
 
     Args:
-        count: Requests.
         rate: Requests a second, above 0; infinite to send all at once.
         burstiness: Shape of the gamma distribution, above 0.
-        seed: The same seed gives the same times.
     """
     gaps = np.random.default_rng(seed).gamma(shape=burstiness, scale=1.0 / (rate * burstiness), size=count)
     gaps[:1] = 0.0
@@ -146,7 +143,6 @@ class Answer:
         drafting: vLLM's figures of speculative decoding, if the server sends them.
         status: HTTP status of a refusal, "stream" for an interrupted stream or an error in it, "connection" or
             "timeout"; None for a complete answer.
-        error: The error message, "" for none.
     """
 
     start: float
@@ -181,12 +177,9 @@ class Answer:
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Answer:
-    """Sends a request and reads its stream; failures are part of the answer and raise nothing.
+    """Sends a request to a path such as "/v1/completions" and reads its stream; sets `stream` in the body.
 
-    Args:
-        client: Has the server's URL and key.
-        path: "/v1/completions" or "/v1/chat/completions".
-        body: Fields of the request; `stream` is set here.
+    Failures are part of the answer and raise nothing.
     """
     answer = Answer(start=time.perf_counter())
     try:
@@ -231,14 +224,12 @@ async def _read_stream(response: httpx.Response, answer: Answer) -> None:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """Returns the text of a choice's part; reasoning comes before content."""
     delta = choice.get("delta") or {}
     texts = (delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content"), choice.get("text"))
     return "".join(text for text in texts if text)
 
 
 def _note_figures(part: Mapping[str, Any], answer: Answer) -> None:
-    """Keeps the figures of a part in `answer`; the last ones are of the whole answer."""
     usage = part.get("usage") or {}
     answer.num_input = usage.get("prompt_tokens", answer.num_input)
     answer.num_output = usage.get("completion_tokens", answer.num_output)
@@ -263,13 +254,9 @@ class Load:
         prompts: One prompt a request.
         endpoint: "completions", or "chat" to send each prompt as a user's message.
         model: Name of the model at the server; None for its first one.
-        max_tokens: Most tokens of an answer.
-        temperature: 0 for greedy.
         max_concurrency: Requests in flight at once (closed loop); None for no limit.
         request_rate: Requests a second (open loop); infinite to send all at once.
-        burstiness: See `arrival_times`.
         seed: Seed of the first request and of the times; the i-th request gets seed + i.
-        api_key: Key for every request, or None.
 
     Raises:
         ConfigError: When a value is invalid.
@@ -317,7 +304,6 @@ class LoadRun:
     """The results of a load.
 
     Attributes:
-        model: The requested model.
         answers: One a request, in their order.
         duration: Seconds from the first request to the end of the last.
         drafting: The server's counts of drafts during the run, of all clients; None if it does not say.
@@ -375,7 +361,6 @@ async def _send_all(
 
 
 async def _served_model(client: httpx.AsyncClient, name: str | None) -> str:
-    """Returns the name of the model; raises `ConfigError` at once if there is no server."""
     try:
         response = await client.get("/v1/models", timeout=_CONNECT_SECONDS)
     except httpx.HTTPError as err:

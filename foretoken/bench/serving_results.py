@@ -73,7 +73,6 @@ def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
 
 
 def _latencies(whole: Sequence[Answer]) -> dict[str, float | None]:
-    """Returns mean, median, standard deviation and percentiles in milliseconds; None without values."""
     samples = {
         "ttft": [answer.ttft for answer in whole],
         "tpot": [(a.latency - a.ttft) / (a.output_len - 1) for a in whole if a.output_len > 1],
@@ -94,7 +93,6 @@ def _latencies(whole: Sequence[Answer]) -> dict[str, float | None]:
 
 
 def _source(whole: Sequence[Answer]) -> str | None:
-    """Returns how output tokens were counted; None without any answer."""
     kinds = {"chunks" if answer.num_output is None else "usage" for answer in whole}
     return "mixed" if len(kinds) > 1 else next(iter(kinds), None)
 
@@ -111,7 +109,6 @@ def _busiest_second(whole: Sequence[Answer]) -> float:
 
 
 def _most_at_once(answers: Sequence[Answer]) -> int:
-    """Returns the most requests in flight at one time."""
     changes = sorted(
         [(answer.start, 1) for answer in answers] + [(answer.start + answer.latency, -1) for answer in answers]
     )

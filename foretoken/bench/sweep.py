@@ -69,12 +69,9 @@ class PointResult:
     """The measurement of one point. A round is a batch of prompts; figures with quartiles are medians over rounds.
 
     Attributes:
-        name: The unique name of the point.
         method: The drafter before the axes changed it.
         changes: The values that the axes set in it, by dotted key.
         serving: The requested settings of decoding.
-        speculative_config: The drafter.
-        runner: The target's runner.
         runner_choice: Why that runner, in a sentence.
         num_rounds: Batches of prompts, over all repeats.
         tokens_per_s: Output tokens per second of decoding, without prefill.
@@ -89,7 +86,7 @@ class PointResult:
         shares: Shares of the time of decoding in "draft", "verify" and "host".
         num_identical: Texts equal to plain decoding's, of `num_texts`.
         nats_per_token: See `Measurement`.
-        draft_errors: Passes whose draft was dropped because the drafter failed.
+        draft_errors: Passes with a draft that was dropped because the drafter failed.
     """
 
     name: str
@@ -164,7 +161,6 @@ class SweepResults:
     """The results of a sweep in its directory.
 
     Attributes:
-        conditions: The conditions that all points share.
         date: The day on which the sweep began.
         points: Measured points, in the order of measuring.
         refused: Name and reason of points that cannot be measured, each once.
@@ -173,10 +169,8 @@ class SweepResults:
     def __init__(self, directory: Path, conditions: Mapping[str, Any] | None = None) -> None:
         """Opens or creates the results; removes a line that an interruption cut off.
 
-        conditions: JSON-ready; None for existing results with any conditions.
-
-        Raises:
-            ConfigError: When there are results of other conditions, none although conditions are None, or damaged ones.
+        `conditions` are JSON-ready; None opens existing results with any conditions. Raises `ConfigError` for results
+        of other conditions, for damaged results, and for missing results if `conditions` is None.
         """
         path = directory / RESULTS
         self._file = JournalFile(path, conditions, advice="Choose another directory, or remove this one.")
@@ -241,7 +235,6 @@ def fronts(results: Sequence[PointResult]) -> dict[str, list[int]]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested mappings under dotted names."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -250,15 +243,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan:
-    """The settings that all points of a sweep share.
-
-    Attributes:
-        prompts: Prompts that every point decodes.
-        max_tokens: Output tokens a prompt.
-        seed: Seed of the first prompt; the i-th gets `seed + i`.
-        repeats: How often each point is measured.
-        together: Points that are measured in turn with one another and with plain decoding.
-    """
+    """The settings of a sweep: `together` points are measured in turn; prompt i gets `seed + i`."""
 
     prompts: Sequence[str]
     max_tokens: int = 128
@@ -299,13 +284,11 @@ def run_sweep(
     plain decoding of the same batch at the same time.
 
     Args:
-        points: Points of a grid, by serving.
-        plan: The settings of the sweep.
         results: Takes every point as soon as it is measured.
         load: Returns target and tokenizer for a dtype; called once for consecutive points with one dtype.
         on_progress: Called with batches done and batches in all, plain decoding's included.
         on_results: Called with the points that were measured together.
-        on_refused: Called with each point whose drafter or runner does not fit the target.
+        on_refused: Called with each point that does not fit the target.
         is_stopped: Called between points; True leaves the rest for the next run.
     """
     missing = [point for point in points if not results.holds(point)]
@@ -343,8 +326,6 @@ def run_sweep(
 
 
 class _Serving:
-    """The engines of one serving; plain decoding's is made once."""
-
     def __init__(self, model: LoadedModel, tokenizer: Any, serving: Serving, plan: SweepPlan) -> None:
         self._model, self._tokenizer, self._serving, self._plan = model, tokenizer, serving, plan
         self._workload = plan.workload(serving)
@@ -357,7 +338,6 @@ class _Serving:
         on_measured: Callable[[], None],
         on_refused: Callable[[Point, ForetokenError], None],
     ) -> list[tuple[Point, PointResult]]:
-        """Measures points in turn with plain decoding; points that do not fit the target have no result."""
         fitting: dict[str, Point] = {}
         for point in points:
             try:
@@ -379,7 +359,6 @@ class _Serving:
         return [(fitting[row.setup], PointResult.of_measurement(fitting[row.setup], row, plain)) for row in rows]
 
     def _ready(self) -> SetupEngines:
-        """Returns the engines, at first with plain decoding alone."""
         if self._engines is None:
             serving = self._serving
             self._engines = SetupEngines(

@@ -31,13 +31,7 @@ class Comparison:
     """One prompt decoded by one setup, compared with plain decoding.
 
     Attributes:
-        setup: Name of the setup.
-        runner: The target's runner.
-        runner_choice: Why that runner, in a sentence.
         temperature: 0 for greedy.
-        batch_size: Sequences decoded at once.
-        prompt: Index of the prompt.
-        num_tokens: Output tokens compared.
         mean_acceptance_length: tau of the run, which shows that drafts were accepted.
         divergence: Index of the first output token that differs, or None.
         gap: Difference of the two tokens' scores there over the largest logit, recomputed by a plain forward pass.
@@ -75,15 +69,7 @@ def verify_setups(
 ) -> list[Comparison]:
     """Decodes every prompt plainly, one at a time, then by every setup at every batch size, and compares.
 
-    Args:
-        model: The target, loaded once.
-        tokenizer: The target's tokenizer.
-        setups: The drafters to check.
-        workload: Prompts and sampling parameters.
-        batch_sizes: Numbers of sequences decoded at once.
-        with_transformers: Also compare greedy plain decoding with `generate` of transformers.
-        runner: Runner of the target and of draft models, see `LLM`.
-        on_progress: Called with output tokens done and output tokens in all.
+    `with_transformers` also compares with `generate` of transformers. `on_progress` counts output tokens.
     """
     progress = TokenProgress(
         workload, len(workload.temperatures) * (1 + len(setups) * len(batch_sizes)), report=on_progress
@@ -132,15 +118,7 @@ class Judge:
     def compare(
         self, prompt: int, prompt_ids: list[int], reference: list[int], ids: list[int], tau: float
     ) -> Comparison:
-        """Returns the verdict on one prompt.
-
-        Args:
-            prompt: Index of the prompt.
-            prompt_ids: Tokens of the prompt.
-            reference: Output tokens of plain decoding.
-            ids: Output tokens to judge.
-            tau: Acceptance length of their run.
-        """
+        """Returns the verdict on one prompt; `tau` is the acceptance length of the run that wrote `ids`."""
         at: int | None = None
         gap: float | None = None
         verdict: Verdict = "identical"

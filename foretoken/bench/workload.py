@@ -37,7 +37,6 @@ def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[st
         source: A bundled set, cut from Python files that the reference model never saw: "heldout" (code to be
             completed), "edit" (functions to be repeated with a name changed) or "prose" (docstrings to be completed).
             Or a `.jsonl` file with a `prompt` string in every line, or any other text file as one prompt.
-        limit: Most prompts.
 
     Raises:
         RequestError: When the file is missing, empty, too large or of another form.
@@ -108,12 +107,7 @@ class Workload:
 
 @dataclass(slots=True)
 class TokenProgress:
-    """Counts output tokens over several runs of a workload; `add` goes to `LLM` as `on_step`.
-
-    Attributes:
-        workload: The workload of one run, at one temperature.
-        report: Called with tokens done and tokens in all.
-    """
+    """Counts output tokens over several runs of a workload, of one temperature; `add` goes to `LLM` as `on_step`."""
 
     workload: Workload
     num_runs: int
@@ -159,7 +153,6 @@ class SetupEngines:
         batch_size: int = 1,
         runner: str = "auto",
     ) -> None:
-        """Makes the engines; see `compare_setups`."""
         self.workload = workload
         self._engines: dict[str, LLM] = {}
         self._on_step: Callable[[StepRecord], None] = _ignore  # one engine runs at a time
@@ -176,11 +169,7 @@ class SetupEngines:
         return list(self._engines)
 
     def add(self, setup: Setup) -> None:
-        """Makes the engine of one more setup; replaces an engine of the same name.
-
-        Raises:
-            ForetokenError: When the drafter does not fit the target.
-        """
+        """Makes or replaces the engine of a setup; raises `ForetokenError` if the drafter does not fit the target."""
         config = setup.with_references(self._plain_texts() if setup.needs_references else ())
         self._engines[setup.name] = self._create(speculative_config=config)
 

@@ -115,7 +115,6 @@ def _engine(
     model: str, config: Mapping[str, Any] | None, *, dtype: str, device: str, threads: int | None,
     max_waiting_requests: int, **more: Any,
 ) -> AsyncLLM:  # fmt: skip
-    """Makes the engine of this process or of a worker; more: arguments of `LLM`."""
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.entrypoints.llm import LLM
 
@@ -129,7 +128,6 @@ class _Progress:
     """Shows the progress of a batch. Rates and the time left do not count the seconds of starting."""
 
     def __init__(self, total: int, at_once: int, say: Callable[[str], None], every: float) -> None:
-        """Takes numbers of lines, a function that prints, and seconds between lines of progress."""
         self.say, self._total, self._at_once, self._every = say, total, at_once, every
         self._made = self._last = time.perf_counter()
         self._begun: float | None = None

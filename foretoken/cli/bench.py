@@ -106,7 +106,6 @@ def bench(
 
 
 def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> None:
-    """Prints one line a setup and temperature; twin: a note above the table of a cost twin."""
     shares = ("draft", "verify", "accept", "commit")
     more = ("effic.", *shares, "pass ms", "host ms") if wide else ()
     rows = []
@@ -156,7 +155,6 @@ def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
 
 
 def _print_costs(costs: list[tuple[int, float]], twin: str) -> None:
-    """Prints one row a width: milliseconds of a target pass, and the ratio to the narrowest pass."""
     rows = [[str(width), f"{seconds * 1e3:.2f}", f"{seconds / costs[0][1]:.2f}"] for width, seconds in costs]
     terminal.print_table(
         ["tokens in a pass", "ms", "x one token"], rows, title=_titled("what a target pass costs", twin)

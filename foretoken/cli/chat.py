@@ -80,7 +80,6 @@ def chat(
 
 
 def _talk(answers: _Answers, beginning: list[dict[str, str]]) -> None:
-    """Reads messages and answers them until there are no more; beginning: messages before the first one."""
     answers.check_start(beginning)
     terminal.print_note(_HELP)
     messages = list(beginning)
@@ -119,15 +118,11 @@ def _next_line() -> str | None:
 
 
 class _Answers:
-    """Generates answers and prints them as they come."""
-
     def __init__(self, colour: bool | None) -> None:
-        """colour: the wish of the command line; None to decide by the streams."""
         self._colour = colour
         self._shown: ShownTokens | None = None
 
     def use_model(self, llm: LLM, codec: Codec, params: SamplingParams, template: str | None) -> None:
-        """Sets the engine and a chat template, or None for the tokenizer's own."""
         self._llm, self._codec, self._params, self._template = llm, codec, params, template
 
     def add_step(self, record: StepRecord) -> None:
@@ -135,11 +130,9 @@ class _Answers:
             self._shown.add_step(record)
 
     def check_start(self, beginning: list[dict[str, str]]) -> None:
-        """Raises `RequestError` if conversations cannot be rendered; beginning: messages before each conversation."""
         self._prompt([*beginning, {"role": "user", "content": "?"}])
 
     def print_answer(self, messages: list[dict[str, str]]) -> str:
-        """Prints the next answer, up to Ctrl-C, and returns it."""
         from foretoken.cli.shown_tokens import ShownTokens
 
         prompt = self._prompt(messages)

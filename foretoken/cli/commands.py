@@ -22,7 +22,7 @@ _LARGER = {"seed": 2**63 - 1, "kv_cache_memory_bytes": 2**63 - 1}
 
 
 class Command(TyperCommand):
-    """A command that names values as `N`, `TEXT` or `PATH` in its help, and arguments as in the text about them."""
+    """A command with `N`, `TEXT` or `PATH` for values in its help, and names in capitals for arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See typer; joins the lines of a help paragraph, which are then wrapped to the terminal's width."""
@@ -118,7 +118,6 @@ def _values(given: Any) -> Sequence[Any]:
 
 
 def _value(kind: Any) -> str:
-    """Returns the placeholder of an option's value; "" for a flag."""
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     if parts:
         return _value(parts[0])
@@ -134,10 +133,7 @@ class Ended(Exception):
 
 
 class _Commands(TyperGroup):
-    """Runs a command; turns an interruption into our exit code before typer handles it.
-
-    A command's name may be two words: `data vocab` beside `data`, `bench serve` beside `bench`, and `tune tree`.
-    """
+    """Runs a command by a name of one or two words: `data vocab` beside `data`, `bench serve` beside `bench`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return without_flags(super().get_params(ctx))

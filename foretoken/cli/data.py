@@ -210,7 +210,6 @@ def data(
 
 
 def _file_of_responses(given: Path | None, out: Path) -> Path:
-    """Returns the path of the responses; raises `ConfigError` if it lies in the directory that is replaced."""
     place = out.resolve()
     responses = given if given is not None else place.with_name(f"{place.name}.generated.jsonl")
     if place in responses.resolve().parents:
@@ -237,7 +236,6 @@ def _tokenizer(target: str) -> Any:
 def _target(
     target: str, config: list[str] | None, dtype: str, device: str, runner: str, threads: int | None, batch_size: int
 ) -> LLM:
-    """Loads the target that writes responses; a drafter makes it faster."""
     from foretoken.entrypoints.config import checked_setup
     from foretoken.entrypoints.llm import LLM
 

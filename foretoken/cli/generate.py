@@ -164,10 +164,7 @@ def generate(
 
 
 def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch) -> tuple[str, str | None]:
-    """Prints a prompt and its completion, then a line of statistics, after Ctrl-C too.
-
-    Returns the generated text, and why it ended.
-    """
+    """Prints a prompt, its completion and statistics, after Ctrl-C too; returns the text and its finish reason."""
     begin = time.perf_counter()
     num_tokens = passes = 0
     parts: list[str] = []
@@ -191,8 +188,6 @@ def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch:
 
 
 class _Watch:
-    """Prints a generation, counts its iterations and keeps its trace."""
-
     def __init__(
         self,
         loaded: LoadedModel,
@@ -240,7 +235,6 @@ class _Watch:
             self._shown.note_summary()
 
     def write_trace(self, conditions: dict[str, Any], text: str | None, finish_reason: str | None) -> None:
-        """Writes the trace if --trace asks for it; text: None for the text so far of an interrupted run."""
         if self._recorder is not None and self._trace is not None:
             self._recorder.write_file(
                 self._trace, conditions=conditions, prompt=self._prompt, text=text, finish_reason=finish_reason
@@ -248,8 +242,6 @@ class _Watch:
 
 
 class _LoadClock:
-    """Measures the seconds before the first token, by part of loading."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
@@ -265,8 +257,6 @@ class _LoadClock:
 
 
 class _Drafts:
-    """Counts the passes after prefill without a draft, by reason; declined: why the engine last chose not to draft."""
-
     def __init__(self) -> None:
         self.declined: Declined | None = None
         self._error: str | None = None
@@ -305,7 +295,6 @@ class _Drafts:
 
 
 def _why_not(record: StepRecord) -> str:
-    """Returns why an iteration of one sequence has no draft."""
     num_proposed = record.sequences[0].num_proposed
     if record.declined is not None:
         return "declined"

@@ -54,7 +54,6 @@ def inspect(
 
 
 def _local(place: str) -> Path:
-    """Returns the local directory, downloaded for a hub id; see `local_head`."""
     if Path(place).exists():
         return Path(place)  # importing the hub's client takes half a second
     from foretoken.formats.files import is_hub_id, local_head
@@ -63,7 +62,6 @@ def _local(place: str) -> Path:
 
 
 def _quick_facts(directory: Path) -> dict[str, Any] | None:
-    """Returns the facts that configuration and headers give without torch, if any."""
     from foretoken.formats.describe import native_facts
     from foretoken.models.describe import describe_plain
 
@@ -209,7 +207,6 @@ def convert(
 
 
 def _read_head(place: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, HeadCheckpoint]:
-    """Returns the head at a path and the name of its format; has_target: whether the target's weights can be read."""
     from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.registry import read_head
 
@@ -232,7 +229,6 @@ def _print_conversion(facts: dict[str, Any]) -> None:
 
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:
-    """Checks the tensors against the user's options, and drops further heads."""
     from foretoken.formats.checkpoint import first_heads
 
     if num_heads is None and num_layers is None:
@@ -248,7 +244,6 @@ def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num
 
 
 def _check_out(out: Path, *, force: bool) -> None:
-    """Refuses to replace anything without --force, and anything but a checkpoint with it."""
     from foretoken.formats.registry import holds_head
 
     if out.is_symlink() or (out.exists() and not out.is_dir()):
@@ -332,7 +327,7 @@ def doctor(
     if place is not None and not holds_head(place):
         check_is_no_model(place)
         open_files(place)  # a damaged file gives a better message than a missing head
-        raise ConfigError(f"'{head}' holds no draft head. Expected a directory or file of weights with one.")
+        raise ConfigError(f"'{head}' holds no draft head. Expected a directory or a file with the weights of a head.")
     texts = load_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)

@@ -75,7 +75,6 @@ _ENDINGS = {KeyboardInterrupt: 130, BrokenPipeError: 141}  # as shells report SI
 
 
 def _ended_from_outside(err: BaseException | None) -> int | None:
-    """Returns the exit code if Ctrl-C or a closed pipe caused a library's exception; else None."""
     while err is not None:
         if type(err) in _ENDINGS:
             return _ENDINGS[type(err)]

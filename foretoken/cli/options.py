@@ -101,8 +101,7 @@ Wide = Annotated[bool, typer.Option("--wide", help="Show all columns.")]
 def drafter_texts(speculative_config: list[str] | None, spec_type: str | None) -> list[str] | None:
     """Returns the texts of -s, or the equivalent of --spec-type; None if both are missing.
 
-    Raises:
-        ConfigError: When both are given, or a name between commas is missing.
+    Raises `ConfigError` when both are given, or a name between commas is missing.
     """
     if spec_type is None:
         return speculative_config
@@ -122,10 +121,8 @@ def one_setup(
 ) -> Setup:
     """Returns the drafter of a command that takes a single drafter; plain decoding if there is none.
 
-    `advice` says what to do with several drafters; by default to compare them.
-
-    Raises:
-        ConfigError: When there are several drafters, one cannot be made, or it needs to know the text.
+    `advice` says what to do with several drafters; by default to compare them. Raises `ConfigError` when there are
+    several drafters, one cannot be made, or it needs to know the text.
     """
     from foretoken.entrypoints.config import checked_setup
 
@@ -161,9 +158,6 @@ def sampling(
     """Returns the sampling parameters of a command; prints those that come from the model's defaults.
 
     Args:
-        loaded: The model.
-        generation_config: See `--generation-config`.
-        override: See `--override-generation-config`.
         given: Options of the command line, by name; None for a missing option.
         otherwise: Values of options that neither the command line nor the model sets.
 

@@ -154,7 +154,6 @@ def serve(
 
 
 def _origins(given: Iterable[str]) -> list[str]:
-    """Returns the allowed origins, given one by one or as vLLM's JSON lists."""
     found: list[str] = []
     for text in given:
         try:
@@ -196,7 +195,6 @@ def _serve_until_stopped(app: Any, engine: AsyncLLM, listening: socket.socket) -
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; raises `ConfigError` if the address is in use or not of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

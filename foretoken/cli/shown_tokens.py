@@ -23,7 +23,7 @@ _JOINER = "\u200d"
 
 
 def has_colours(stream: TextIO, wish: bool | None) -> bool:
-    """Decides whether to colour a stream; wish: of the user, None to follow the stream and https://no-color.org."""
+    """Decides whether to colour a stream; without the user's `wish` by the stream and https://no-color.org."""
     if wish is not None:
         return wish
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -78,7 +78,11 @@ class ShownTokens:
         self._is_visible = sys.stdout.isatty() and not raw
 
     def add_step(self, record: StepRecord) -> None:
-        """Adds an iteration of the one sequence, before its text is written."""
+        """Begins a text.
+
+        `colour` is the wish of the command line, None to decide by the streams. `raw` shows control characters
+        unescaped on a terminal.
+        """
         step = record.sequences[0]
         self._passes += 1
         self._spans.push(step.tokens)

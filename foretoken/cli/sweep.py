@@ -122,8 +122,6 @@ def sweep(
 
 
 class _Run:
-    """Loads the targets of a sweep and knows its conditions."""
-
     def __init__(self, *, model: str, device: str, threads: int | None, prompts: str) -> None:
         self._model, self._device, self._threads, self._prompts = model, device, threads, prompts
         self._loaded: tuple[str, Any] = ("", None)
@@ -135,7 +133,6 @@ class _Run:
         return self._loaded[1]
 
     def conditions(self, axes: dict[str, list[Any]], plan: SweepPlan, dtype: str) -> dict[str, Any]:
-        """Returns the JSON-ready conditions that all points share; dtype: of the first point."""
         import hashlib
 
         from foretoken.bench.measurement import processor_name
@@ -154,7 +151,6 @@ class _Run:
 
 
 def _check_alone(*others: object) -> None:
-    """Raises `ConfigError` if options for measuring are given while a finished sweep is shown."""
     from foretoken.core.errors import ConfigError
 
     if any(other is not None for other in others):
@@ -193,7 +189,8 @@ def _measure(
 
             run_sweep(
                 points, plan, results, run.load_target, on_progress=advance, on_results=_reporter(already, len(points)),
-                on_refused=_say_refused, is_stopped=lambda: bool(received),
+                on_refused=lambda each: terminal.print_note(f"left out: {each.point.setup.name}: {each.reason}"),
+                is_stopped=lambda: bool(received),
             )  # fmt: skip
         left = sum(not results.holds(point) for point in points)
         if received and left:
@@ -204,7 +201,6 @@ def _measure(
 
 
 def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], None]:
-    """Returns a function that prints measured points with rate and time left; already: points of earlier runs."""
     begin, done = time.monotonic(), 0
 
     def report(measured: Sequence[PointResult]) -> None:
@@ -224,12 +220,7 @@ def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], Non
     return report
 
 
-def _say_refused(refused: Refused) -> None:
-    terminal.print_note(f"left out: {refused.point.setup.name}: {refused.reason}")
-
-
 def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) -> None:
-    """Prints tables or JSON; writes parquet and pictures into the directory if their packages are installed."""
     from foretoken.bench.plots import write_plots
     from foretoken.bench.sweep import fronts, write_parquet
     from foretoken.core.errors import ConfigError

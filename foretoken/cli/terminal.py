@@ -97,9 +97,6 @@ def print_table(
     A table wider than the terminal is split into several; each repeats the first `num_keys` columns.
 
     Args:
-        columns: Headings.
-        rows: Cells; one entry a column.
-        title: Printed above.
         texts: Headings of further columns of text. On a terminal a line then separates the rows.
         colours: The colours of cells, by their text.
         num_keys: The number of first columns that name a row.
@@ -150,14 +147,12 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _width(cells: Sequence[str], most: int | None) -> int:
-    """Returns the width of the longest line of some cells; with a bound, of the longest word within the bound."""
     pieces = [piece for cell in cells for piece in (cell.split("\n") if most is None else cell.split())]
     longest = max(map(len, pieces), default=0)
     return longest if most is None else min(longest, most)
 
 
 def _parts(widths: Sequence[int], room: int, num_keys: int) -> list[list[int]]:
-    """Groups columns to the terminal's width; each group begins with the key columns."""
     keys = list(range(num_keys))
     parts = [keys]
     for index in range(num_keys, len(widths)):
@@ -172,10 +167,7 @@ def prepare_streams() -> None:
     """Makes the standard streams safe to use. Changes `sys`.
 
     Closed streams become the null device, so that no file that is opened later gets their number. Characters that an
-    encoding lacks are written as escapes.
-
-    Raises:
-        OSError: When standard output is closed.
+    encoding lacks are written as escapes. Raises `OSError` when standard output is closed.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
@@ -215,7 +207,6 @@ def show_log() -> None:
 
 
 def _is_hidden(char: str) -> bool:
-    """Decides whether a terminal would obey or hide a character instead of showing it."""
     return char not in _KEPT and unicodedata.category(char) in _HIDDEN
 
 
@@ -224,7 +215,6 @@ def _escape(char: str) -> str:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirects a stream, with its buffered text, to the null device."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, stream.fileno())
     os.close(descriptor)

@@ -162,13 +162,15 @@ def _bench_command(target: str, method: str, head: Path) -> str:
     return shlex.join(["foretoken", "bench", target, "-s", words])
 
 
+_EXAMPLES = {"--set": "num_heads=4", "--objective": "ce_weight=1", "--joint": "backbone=lora"}
+
+
 def _pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
-    """Returns KEY=JSON options as a dictionary; a value that is not JSON is text."""
     result = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"{option} {text!r} is not KEY=VALUE. Expected for example num_heads=4.")
+            raise ConfigError(f"{option} {text!r} is not KEY=VALUE. Expected for example {_EXAMPLES[option]}.")
         try:
             result[key] = json.loads(value)
         except json.JSONDecodeError:

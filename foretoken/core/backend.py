@@ -1,4 +1,4 @@
-"""What a device offers, a clock for its work, and torch's global state: the caller's apart from the engine's."""
+"""What a device offers, a clock for its work, and torch's global state, kept apart from the caller's."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def has_triton() -> bool:
 
 
 def integers_on(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Returns integers of the host as an int64 tensor on a device; nested lists give more dimensions.
+    """Returns nested lists of integers as an int64 tensor on a device.
 
-    Does not wait for a GPU: the copy is made from pinned memory.
+    The function does not wait for a GPU: it copies from pinned memory.
     """
     host = torch.from_numpy(np.array(values, dtype=np.int64))  # takes half the time of `torch.tensor`
     return host if device.type == "cpu" else _copied(host, device)
@@ -112,15 +112,11 @@ def restored_torch_state() -> Iterator[None]:
 
 
 def _function_modes() -> tuple[list[Any], Any]:
-    """Returns torch's function modes from the outermost in, and the context of the default device."""
     return overrides._get_current_function_mode_stack(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def _set_function_modes(modes: list[Any], default: Any) -> None:
-    """Restores the result of `_function_modes`.
-
-    `torch.set_default_device` fails inside `with torch.device(...)`, after it has removed half of the modes.
-    """
+    """Restores modes; `torch.set_default_device` fails inside `with torch.device(...)`, and removes half of them."""
     while overrides._get_current_function_mode_stack():
         overrides._pop_mode()
     for mode in modes:
@@ -129,7 +125,6 @@ def _set_function_modes(modes: list[Any], default: Any) -> None:
 
 
 def _autocast() -> tuple[Any, ...]:
-    """Returns by device whether autocast is on and its dtype, whether it caches weights, and its nesting."""
     by_device = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES]
     return (*by_device, torch.is_autocast_cache_enabled(), _autocast_nesting())
 
@@ -185,13 +180,7 @@ class StageClock:
     """The clock of one iteration, or of proposals in turn; starts at construction."""
 
     def __init__(self, device: torch.device, *, max_events: int | None = 3) -> None:
-        """Starts the first stage.
-
-        Args:
-            device: The device that works in the stages.
-            max_events: On GPUs the device itself times the stages between this many marks, the start included; None for
-                all marks.
-        """
+        """Starts the first stage; on GPUs only the first `max_events` marks are timed by the device, None for all."""
         self._max_events = max_events if has_cuda_runtime(device) else 0
         # `Event.record` looks the stream up by itself too, at 60 us each time.
         self._stream = torch.cuda.current_stream(device) if self._max_events != 0 else None

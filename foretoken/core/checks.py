@@ -182,7 +182,6 @@ def _shown(value: Any, depth: int) -> str:
 
 
 def _first(parts: Iterable[str]) -> str:
-    """Joins parts until they are many or long."""
     kept: list[str] = []
     for part in parts:
         if len(kept) == _MOST_SHOWN or sum(map(len, kept)) > _LONGEST_SHOWN:
@@ -206,10 +205,8 @@ def validated(
     """Returns an instance of a pydantic model.
 
     Args:
-        kind: The model.
         values: A mapping of its fields; anything else is refused.
         what: Describes the values in messages, such as "a medusa head".
-        error: The exception type.
         other_keys: Further keys to suggest for an unknown key.
         advice: A sentence at the end of every message.
 
@@ -236,7 +233,6 @@ def validated(
 
 
 def _sentences(errors: list[ErrorDetails], values: Mapping[str, Any], what: str) -> str:
-    """Describes the first invalid value; for a value of several types names all that is allowed."""
     path, value = _found(values, errors[0]["loc"])
     if errors[0]["type"] == "missing":
         return f"{shown('.'.join([*path, str(errors[0]['loc'][-1])]))} of {what} is missing. Expected a value."
@@ -263,6 +259,5 @@ def _found(values: Any, place: tuple[int | str, ...]) -> tuple[list[str], Any]:
 
 
 def _reason(error: ErrorDetails) -> str:
-    """Returns the message of pydantic or of a rule of ours, without the final stop."""
     is_ours = error["type"] == "value_error"
     return (str(error["ctx"]["error"]) if is_ours else error["msg"]).rstrip(".")

@@ -37,11 +37,7 @@ class RequestError(ForetokenError):
 
 
 class QueueFull(ForetokenError):
-    """The queue of waiting requests is full; the new request itself is valid.
-
-    Attributes:
-        retry_after_s: Seconds after which the waiting requests have probably been served.
-    """
+    """The queue is full; `retry_after_s` are the seconds until waiting requests have probably been served."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -99,7 +95,6 @@ def foreign_errors_as(
     For code of users, tokenizers, chat templates and readers of damaged files, which may raise anything.
 
     Args:
-        error: The type to raise, from the original.
         told: Makes the message from the original; may itself raise a better error.
         passing: Types that pass unchanged.
     """
@@ -112,10 +107,7 @@ def foreign_errors_as(
 
 
 def described(error: BaseException) -> str:
-    """Returns the type of an exception and the first line of its text: at most 300 printable characters.
-
-    Works for any exception, even if its `str()` raises.
-    """
+    """Returns type and first line of an exception, at most 300 printable characters, even if `str()` raises."""
     name = _type_name(error)
     try:
         text = _first_line(str(error), _LONGEST_DESCRIPTION - len(name) - 2).rstrip(". ")
@@ -146,7 +138,6 @@ def _type_name(error: BaseException) -> str:
 
 
 def _first_line(text: str, longest: int) -> str:
-    """Returns the first line that is not empty, printable and cut to a length."""
     line = next((line.strip() for line in text[: 100 * longest].splitlines() if line.strip()), "")
     line = "".join(character if character.isprintable() else " " for character in line)
     return line if len(line) <= longest else f"{line[: longest - 1]}…"

@@ -39,7 +39,7 @@ class TokenChoice:
         inverse_temperature: (R,) float32; 0 takes the greatest logit, other values draw from softmax(logits /
             temperature) by Gumbel-max with `KeyedNoise` of `Purpose.TARGET` at the position after the row's token.
         seeds: (R,) int64, keys of that noise; ignored where the greatest logit is taken.
-        impossible_ids: (U,) int64, tokens whose logits become -inf first; None for none.
+        impossible_ids: (U,) int64, tokens with logits that become -inf first; None for none.
     """
 
     inverse_temperature: Tensor
@@ -140,11 +140,8 @@ class Pass:
         """Returns the verification of a batch of token trees, roots included, without padding, with all logits.
 
         Args:
-            tree: Trees of S sequences.
-            slots: See `Pass`.
             prefix_lens: See `Pass`; also the positions of the roots.
             last_position: Greatest position of the model. Nodes past it get this position and are never accepted.
-            has_features: See `Pass`.
         """
         device, width, facts = tree.tokens.device, tree.width, tree.host_facts
         counts = [1] * len(slots) if width == 1 else tree.node_counts()
@@ -193,9 +190,6 @@ class Pass:
 
         Args:
             tokens: Tokens of S sequences, at least one each, of any length.
-            slots: See `Pass`.
-            prefix_lens: See `Pass`.
-            device: Device of the tensors.
             has_last_logits: Whether the last token of each sequence needs logits; the others never do.
         """
         ids: list[int] = []

@@ -33,7 +33,6 @@ class TreeTrace:
         position: Position of the root in the sequence, prompt included.
         tokens: N token ids; node 0 is the root, the last token of the text so far.
         parents: N, `parents[i] < i`, -1 for the root.
-        depths: N.
         drafters: N, names of the drafters that proposed the node; empty for the root.
         probes: Nodes that were verified only to read the target's answer.
         scores: N, the drafter's estimate of the log-probability that the whole path down to the node is accepted; None
@@ -131,7 +130,7 @@ class SequenceStep:
         tree_depth: Greatest depth of its tree.
         num_accepted: Drafted tokens that were accepted, 0..tree_depth.
         num_emitted: Tokens added to the output: `num_accepted + 1`, or fewer when the sequence stopped inside the path.
-        tokens: These tokens.
+        tokens: The tokens added to the output.
         accepted_by: Accepted nodes by drafter name; a node that two drafters proposed counts for both.
         drafted_by: The nodes of `num_drafted` by drafter name; a node that two drafters proposed counts for both.
         num_proposed: Nodes that drafters proposed, without roots and probes, before trees were cut, merged or selected.
@@ -190,7 +189,6 @@ class AskedDrafter:
 
     Attributes:
         index: Index among the engine's drafters, as in the bits of `TokenTree.source`.
-        name: Name of the drafter.
         depth: Greatest depth of its proposals for the batch, or an upper bound; 0 without proposals.
         seconds: Time of its proposal, part of `StageSeconds.draft`.
     """
@@ -209,7 +207,6 @@ class StepRecord:
         sequences: One entry for each sequence of the batch.
         num_tokens: Nodes that the target verified, roots included.
         num_prompt_tokens: Prompt tokens that the same pass read, without the last token of a prompt, which is a root.
-        seconds: Time of each stage.
         asked: The drafters that were asked, in that order.
         draft_error: Why a drafter was ignored in this iteration, or None.
         declined: Why the controller chose not to draft. None if a drafter was asked, without drafters, without room for

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One metric.
-
-    Attributes:
-        name: vLLM's name, such as "vllm:generation_tokens", or our own, such as "foretoken:target_passes".
-        labels: Labels of the metric.
-    """
+    """One metric; the name is vLLM's ("vllm:generation_tokens") or our own ("foretoken:target_passes")."""
 
     name: str
     labels: dict[str, str]
@@ -108,15 +103,12 @@ class GenerationMetrics:
 
     Attributes:
         steps: Target passes after prefill in which the sequence took part.
-        num_emitted: Output tokens.
         num_prefill_emitted: Output tokens that prefill gave: the first one, and one more after every preemption.
-        num_drafted: Drafted nodes verified.
-        num_accepted: Drafted tokens accepted.
-        drafted_at_depth: Passes whose tree reached depth d, by d (1-based).
+        drafted_at_depth: Passes with a tree that reached depth d, by d (1-based).
         accepted_at_depth: Passes that accepted at least d drafted tokens, by d (1-based).
         accepted_by: Accepted tokens by drafter name.
         by_drafter: Calls, nodes, accepted tokens and seconds of each drafter.
-        draft_errors: Passes whose draft was dropped because the drafter failed.
+        draft_errors: Passes with a draft that was dropped because the drafter failed.
         num_declined: Passes for which the controller chose not to draft.
         seconds: Wall-clock seconds in draft / verify / accept / commit of these passes, without the prompt tokens'
             share of verify.
@@ -298,11 +290,9 @@ class CompletionOutput:
 
 
 class TextPart(NamedTuple):
-    """The text of one token; if several tokens make one character, the last token has it.
+    """The certain text of one token, and the names of the drafters that proposed the token, if any.
 
-    Attributes:
-        text: Its characters that are certain.
-        accepted_from: Names of the drafters that proposed the token; empty for the target's own.
+    If several tokens make one character, the last token has the character.
     """
 
     text: str

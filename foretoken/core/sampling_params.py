@@ -25,12 +25,7 @@ from foretoken.core.structured_outputs import StructuredOutputsParams
 
 
 class OtherField(NamedTuple):
-    """A field that only vLLM has.
-
-    Attributes:
-        neutral: Values, besides None, with no effect.
-        instead: Advice for all other values.
-    """
+    """A field that only vLLM has; None and `neutral` values have no effect, others get the advice `instead`."""
 
     neutral: tuple[Any, ...]
     instead: str
@@ -125,14 +120,7 @@ def _takes_any_numbers(cls: _Class) -> _Class:
 
 
 def bounded_bad_words(words: Iterable[_Word]) -> list[_Word]:
-    """Returns forbidden words as token ids; refuses words that need too large a table.
-
-    Args:
-        words: The words; none is read after the first that is too much.
-
-    Raises:
-        RequestError: When one word, or all together, have too many tokens.
-    """
+    """Returns forbidden words as token ids; raises `RequestError` at the first word beyond the limits."""
     kept: list[_Word] = []
     total = 0
     for word in words:
@@ -170,7 +158,7 @@ class SamplingParams:
         n: Independent completions of the prompt.
         temperature: 0 means greedy decoding.
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
-        top_p: Keep the smallest set of tokens whose probability reaches p.
+        top_p: Keep the smallest set of tokens with a probability of at least p.
         min_p: Keep tokens with at least this fraction of the most probable token's probability.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; at least
             2**-20, just below 1e-6.
@@ -260,12 +248,8 @@ class SamplingParams:
     def from_optional(cls, *, logit_bias: Mapping[Any, float] | None = None, **fields: Any) -> Self:
         """Makes parameters from fields that may be None, such as those of an API request.
 
-        Args:
-            logit_bias: Biases by token id, which may be text as in JSON; clipped to -100..100.
-            fields: All other fields.
-
-        Raises:
-            RequestError: As the class itself does, and for keys of `logit_bias` that are no integers.
+        Token ids of `logit_bias` may be text, as in JSON; biases are clipped to -100..100. Raises `RequestError` as the
+        class does, and for keys of `logit_bias` that are no integers.
         """
         given: Any = logit_bias
         if isinstance(logit_bias, Mapping):

@@ -133,7 +133,6 @@ def _check_size(name: str, text: Any, longest: int) -> None:
 
 
 def _check_schema(text: str) -> None:
-    """Raises `RequestError` unless a text is a JSON object of a moderate size; ignores its keywords."""
     _check_size("json", text, _LONGEST_GRAMMAR)
     try:
         level: list[Any] = [json.loads(text)]

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of the common prefix of two texts.
-
-    >>> common_prefix_len([5, 6, 7, 8], [5, 6, 9])
-    2
-    """
+    """Returns the length of the common prefix of two texts."""
     # Bisection: a dozen comparisons of slices in C are faster than a Python loop over thousands of tokens.
     most = min(len(first), len(second))
     return bisect_left(range(most), True, key=lambda at: first[: at + 1] != second[: at + 1])

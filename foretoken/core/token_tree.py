@@ -140,7 +140,6 @@ class TokenTree:
         Args:
             rows: One `TreeRow` for each sequence; `parents[0]` is -1.
             scores: Log-probability of each node of each row, see the attribute; None for unknown ones.
-            device: Device of the tensors.
 
         Raises:
             TreeError: When a row is invalid; names row and node.
@@ -194,11 +193,7 @@ class TokenTree:
         return cls(tokens=tokens, parents=parents, depths=depths, num_nodes=packed[nodes.size :], **others)
 
     def mapped(self, change: Callable[[Tensor, int], Tensor]) -> TokenTree:
-        """Returns the trees with every tensor of nodes changed, without `host_facts`; `num_nodes` and `max_depth` stay.
-
-        Args:
-            change: Maps (B, N) values, and the value of padding nodes, to the new values.
-        """
+        """Returns the trees with `change(values, padding)` in place of every (B, N) tensor, without `host_facts`."""
         drafts = self.distributions
         return replace(
             self,
@@ -291,21 +286,16 @@ class TokenTree:
         return ancestor_mask(self.parents)
 
     def ancestor_words(self) -> Tensor:
-        """Returns the ancestor mask as bit sets, for kernels.
+        """Returns the ancestor mask as bit sets, for kernels: (B, N, ceil(N / 64)) int64.
 
-        Returns:
-            (B, N, ceil(N / 64)) int64; bit j % 64 of word j // 64 of node i is set when j is i or an ancestor of i.
+        Bit j % 64 of word j // 64 of node i is set when j is i or an ancestor of i.
         """
         return ancestor_words(self.parents)
 
     def path_nodes(self, nodes: Tensor) -> Tensor:
-        """Returns the nodes from below the root down to a node of each sequence.
+        """Returns the paths from below the root down to `nodes`, (B,) int64, one of each sequence.
 
-        Args:
-            nodes: (B,) int64, one node of each sequence.
-
-        Returns:
-            (B, D) int64, entry d is the node at depth d + 1 on the path, -1 past its end.
+        The result is (B, D) int64: entry d is the node at depth d + 1, -1 past the end of the path.
         """
         path = self.parents.new_full((self.batch_size, self.max_depth + 1), -1)
         node = nodes.unsqueeze(1)

@@ -51,8 +51,7 @@ class Decoder(Protocol):
     def run(self, work: Pass) -> PassOutput:
         """Computes every token of a pass; writes its keys and values to the cache row of its node.
 
-        Raises:
-            PassError: If something does not fit the model or the cache, or a weight's memory was freed.
+        Raises `PassError` if something does not fit the model or the cache, or a weight's memory was freed.
         """
         ...
 

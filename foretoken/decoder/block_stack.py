@@ -53,7 +53,6 @@ def _backend_for(
     capture: GraphCapture | None,
     quantization: Quantization | None,
 ) -> _Native | _Torch | _Graphs:
-    """Returns the requested backend, or the fastest; raises `UnsuitableError` as `BlockStack`."""
     if quantization is not None:
         if backend == "torch" or capture is not None or not runs_cpu_kernels(layers.device):
             raise UnsuitableError(f"only native kernels on CPUs run {quantization} weights.")
@@ -94,8 +93,6 @@ class _Native:
 
 
 class _Torch:
-    """Runs torch's operations."""
-
     name = "torch"
     native_blocks = None
 
@@ -107,7 +104,6 @@ class _Torch:
         return self.run_on(inputs, work, side, AttentionLayout(work))
 
     def run_on(self, inputs: Tensor, work: Pass, side: Tensor | None, layout: AttentionLayout) -> Tensor:
-        """Runs a pass with a layout that exists already."""
         check_memory(self._tensors)
         with torch.no_grad():
             features = self._blocks.run(inputs.to(self._dtype), work, layout, self._taps, self._fitted(side))[1]
@@ -213,7 +209,6 @@ class BlockStack:
 
         Args:
             layers: The blocks; their weights stay where they are and must not be freed.
-            num_slots: Sequences held at once.
             capacity: Rows of a slot, with those of drafted nodes.
             taps: Extra outputs of `run_with_features`: i is the input of block i, L the output of the last block.
             backend: "auto" for the fastest.

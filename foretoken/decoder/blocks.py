@@ -80,11 +80,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rotary:
-    """Rotary positions: element i of the first R of a head is paired with element i + R / 2; the rest is not rotated.
+    """Rotary positions: element i of the first R of a head is paired with element i + R / 2; the rest stays.
 
-    Attributes:
-        cos: (P, R / 2), with all scaling, in float32, or in float64 if the blocks are.
-        sin: Same shape and dtype.
+    The tables are (P, R / 2), with all scaling, in float32, or in float64 if the blocks are.
     """
 
     cos: Tensor
@@ -94,14 +92,7 @@ class Rotary:
     def plain(
         cls, *, num_positions: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu"
     ) -> Rotary:
-        """Returns tables in float32 without scaling.
-
-        Args:
-            num_positions: P.
-            head_dim: R, rotated elements of a head.
-            theta: Base of the frequencies.
-            device: Device of the tables.
-        """
+        """Returns float32 tables without scaling; `head_dim` is R, `theta` the base of the frequencies."""
         steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
         angles = torch.arange(num_positions, device=device).unsqueeze(1) * theta**-steps
         return cls(cos=angles.cos(), sin=angles.sin())
@@ -112,9 +103,7 @@ class BlockSpec:
     """Sizes and options of a block.
 
     Attributes:
-        num_heads: H.
         num_kv_heads: Hk, a divisor of H.
-        head_dim: D.
         scale: Factor of the dot products of attention; D ** -0.5 when None.
         softcap: c in c tanh(score / c), or None.
         window: A token only sees keys less than this many positions back; None for all.
@@ -146,13 +135,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeedForward:
-    """Computes down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
-
-    Attributes:
-        gate: (I, E), or None.
-        up: (I, E).
-        down: (E, I).
-    """
+    """Computes down(activation(gate(x)) * up(x)), or down(activation(up(x))); gate, up: (I, E), down: (E, I)."""
 
     gate: Matrix | None
     up: Matrix
@@ -171,7 +154,6 @@ class Experts:
         router: (X, E).
         gate_up: (X, 2 I, E), gate first.
         down: (X, E, I).
-        top_k: Experts of a token.
         is_normalized: Whether the weights of a token's experts are scaled to sum to 1.
     """
 
@@ -198,12 +180,9 @@ class Block:
     """One decoder block.
 
     Attributes:
-        spec: Sizes and options.
         query: (H D, E), or (H D, 2 E) with a second input.
         key: (Hk D, E), or (Hk D, 2 E).
-        value: As `key`.
         output: (E, H D).
-        mlp: The feed-forward layer or layers.
         side: The second input or None; of the first block alone.
         attention_norm: (E,), before attention, or None.
         attention_post_norm: (E,), of attention's output before it is added, or None.
@@ -257,12 +236,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blocks:
-    """Blocks in order, and the norm after the last one.
-
-    Attributes:
-        blocks: At least one; all of the same hidden size and heads.
-        final_norm: (E,), or None.
-    """
+    """Blocks in order, all of the same hidden size and heads, and the (E,) norm after the last block."""
 
     blocks: Sequence[Block]
     final_norm: Norm | None = None
@@ -310,7 +284,6 @@ class LeanWeights:
 
     Attributes:
         embedding: (V, E), in the dtype of the blocks.
-        embedding_scale: Factor of embeddings.
         head: The LM head module; a tied one has the embedding as its weight.
         logit_softcap: c in c tanh(logit / c), or None.
         is_borrowed: Whether the weights are the caller's and must not be moved.

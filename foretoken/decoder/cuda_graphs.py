@@ -83,22 +83,10 @@ def bound_of(longest: int) -> int:
 
 
 class CapturedGraphs(Generic[Output]):
-    """The same work over tensors of several shapes, captured on first use of a shape.
-
-    Attributes:
-        shapes: Captured shapes, least recently used first.
-        memory_bytes: Memory that graphs have taken so far, on the device.
-    """
+    """Work over tensors of several shapes; a graph is captured at the first use of a shape."""
 
     def __init__(self, capture: GraphCapture, device: torch.device, *, limit: int, name: str) -> None:
-        """Creates an empty set of graphs.
-
-        Args:
-            capture: Captures the graphs.
-            device: Device of inputs.
-            limit: Most graphs kept; beyond that the least recently used is dropped.
-            name: The captured work, for the log.
-        """
+        """Creates an empty set of at most `limit` graphs; beyond that the least recently used graph is dropped."""
         self._capture, self._device, self._limit, self._name = capture, device, limit, name
         self._kept: OrderedDict[Hashable, _Graph[Output]] = OrderedDict()
         self.memory_bytes = 0
@@ -141,15 +129,9 @@ def _allocated(device: torch.device) -> int:
 
 
 class PassShape(NamedTuple):
-    """The sizes that a graph is captured for; all but the bound of the prefix are powers of two.
+    """The sizes S, M and W that a graph is captured for; all but `max_prefix` are powers of two.
 
-    Attributes:
-        num_sequences: S.
-        num_tokens: M.
-        num_nodes: W.
-        max_tokens: Bound of the tokens of one sequence.
-        max_nodes: Bound of the nodes of one sequence.
-        max_prefix: Bound of the prefix lengths.
+    `max_tokens` and `max_nodes` bound one sequence; `max_prefix` bounds the prefix lengths.
     """
 
     num_sequences: int
@@ -176,7 +158,6 @@ def padded_inputs(work: Pass, shape: PassShape) -> list[Tensor]:
     """Returns the inputs of a graph for one pass; their sizes are equal for all passes of the shape.
 
     Args:
-        work: The pass.
         shape: At most twice as many tokens and nodes as the pass has.
 
     Returns:
@@ -199,7 +180,6 @@ def captured_pass(shape: PassShape, inputs: Sequence[Tensor]) -> tuple[Pass, Att
     """Returns the pass in `inputs`, for functions under capture: the host reads no contents.
 
     Args:
-        shape: The graph's shape.
         inputs: From `padded_inputs`, all on the device.
 
     Returns:
@@ -234,7 +214,7 @@ _MOST_UNWANTED = 64  # tokens with unused logits
 
 
 class GraphDecoder:
-    """See `Decoder`."""
+    """The lean decoder with passes as CUDA graphs, see `Decoder`."""
 
     name = "lean-graphs"
     is_exact = False
@@ -248,17 +228,9 @@ class GraphDecoder:
         capture: GraphCapture | None = None,
         ops: TorchOps | None = None,
     ) -> None:
-        """Prepares the decoder; graphs are captured on first use of a shape.
+        """Prepares the decoder; raises `UnsuitableError` for a missing tap, or if passes cannot be captured.
 
-        Args:
-            weights: The model.
-            cache: Its KV rows.
-            taps: Features to read.
-            capture: Captures and replays; None for CUDA graphs.
-            ops: See `StockDecoder`.
-
-        Raises:
-            UnsuitableError: If a tap does not exist, or passes cannot be captured here.
+        `capture` captures a graph on first use of a shape; None takes CUDA graphs.
         """
         if capture is None:
             if not has_cuda_graphs(weights.device):

@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Cosines and sines at the positions of a pass, looked up once for all layers.
-
-    Attributes:
-        positions: (M,) int64.
-    """
+    """Cosines and sines at the positions of a pass, looked up once for all layers; `positions`: (M,) int64."""
 
     def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
-        """Looks up nothing yet; dtype: of the results."""
         self.positions, self._dtype = positions, dtype
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -43,15 +38,7 @@ class Turns:
 
 
 class Projected(NamedTuple):
-    """Outputs of the projections of one layer.
-
-    Attributes:
-        joined: (M, (H + 2 Hk) D), queries, keys, values; without queries if only keys and values are needed.
-        num_heads: H, or 0.
-        layer: Index of the layer in the cache.
-        turns: Rotations at the positions of the pass.
-        layout: Cache rows of the pass.
-    """
+    """The (M, (H + 2 Hk) D) outputs of a layer's projections: queries, keys, values; no queries if `num_heads` is 0."""
 
     joined: Tensor
     num_heads: int
@@ -61,11 +48,7 @@ class Projected(NamedTuple):
 
 
 class TorchOps:
-    """The operations in torch; norms come from `prepared_norm`.
-
-    Attributes:
-        sums_parts: Whether `add_and_norm` takes a `delta` of (P, M, E), to be summed over P.
-    """
+    """The operations in torch; `sums_parts`: whether a `delta` of `add_and_norm` may be (P, M, E), summed over P."""
 
     sums_parts = False
 
@@ -82,16 +65,7 @@ class TorchOps:
         return _activated(gate, activation) * up
 
     def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
-        """Applies norms and rotation to queries and keys, and writes keys and values into the cache.
-
-        Args:
-            projected: Outputs of the projections.
-            block: Norms of queries and keys, and rotation.
-            cache: Written.
-
-        Returns:
-            (M, H, D) queries.
-        """
+        """Applies norms and rotation to queries and keys, and writes keys and values; returns (M, H, D) queries."""
         spec, joined = block.spec, projected.joined
         sizes = [projected.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
         query, key, value = joined.split(sizes, dim=1)

@@ -54,9 +54,7 @@ def native_library() -> ctypes.CDLL:
     """Returns the compiled kernels; the first call on a machine compiles for some 20 seconds.
 
     Without a writable cache the library is compiled into a private temporary directory, which is deleted after loading.
-
-    Raises:
-        UnsuitableError: If there is no compiler, or it fails.
+    Raises `UnsuitableError` if there is no compiler, or it fails.
     """
     compiler = _compiler()
     directory, name = open_cache(), f"decoder-{_fingerprint(compiler)}.so"
@@ -83,7 +81,6 @@ def kernels_version() -> str:
 
 
 def _compiler() -> tuple[str, ...]:
-    """Returns the command in CXX, which may have arguments as in `ccache g++`, or the first compiler found."""
     named = os.environ.get("CXX", "").strip()
     try:
         words = [named] if shutil.which(named) else shlex.split(named)
@@ -126,7 +123,6 @@ def _may_use_tiles() -> bool:
 
 
 def _kept_library(path: Path) -> ctypes.CDLL | None:
-    """Returns a library that was compiled before; None if there is none or its digest differs."""
     if not os.path.lexists(path):
         return None
     data, digest = read_kept(path, limit=_MOST_BYTES), read_kept(_digest_path(path), limit=64)
@@ -164,7 +160,6 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
 
 
 def _printed(process: subprocess.Popen[bytes]) -> bytes:
-    """Returns the output of a compiler; logs at intervals that it is still running."""
     for seconds in range(_SAYS_SO_S, _TIMEOUT_S + 1, _SAYS_SO_S):
         try:
             return process.communicate(timeout=_SAYS_SO_S)[1]
@@ -377,7 +372,7 @@ _fork = {"ended": True, "limit": MAX_THREADS}  # whether OpenMP's threads were e
 def kernel_threads() -> int:
     """Returns the number of threads of a kernel: torch's, but at most `MAX_THREADS`.
 
-    Returns 1 in a forked child whose parent could not end its OpenMP threads.
+    Returns 1 in a forked child if the parent could not end its OpenMP threads.
     """
     return min(torch.get_num_threads(), _fork["limit"])
 

@@ -27,7 +27,7 @@ _address, _num_bytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbyte
 
 
 class HeldMemory:
-    """Addresses of tensors, compared before every use; takes some 100 ns a tensor."""
+    """Addresses of tensors, compared before every use; a comparison takes some 100 ns a tensor."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Stores addresses and sizes; keeps the storages alive, but not their memory."""
@@ -44,19 +44,17 @@ class HeldMemory:
 class Described:
     """A description of tensors by address, for kernels. Subclasses set `_memory`.
 
-    Attributes:
-        structure: Valid until a tensor moves.
+    `structure`: valid until a tensor moves.
     """
 
     structure: Any
     _memory: HeldMemory
 
     def __init__(self, *made_from: Any) -> None:
-        """Stores the arguments of the subclass."""
         self._made_from = made_from
 
     def current(self) -> Self:
-        """Returns this description, or another if a tensor has moved; raises `PassError` if that does not fit."""
+        """Returns this description, or a new one if a tensor has moved; raises `PassError` if tensors do not fit."""
         if not self._memory.has_changed():
             return self
         try:
@@ -74,7 +72,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def in_own_memory(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a copy of a CPU tensor whose memory is not torch's own, such as a mapped file.
+    """Returns the tensor, or a copy of a CPU tensor with memory that is not torch's own, such as a mapped file.
 
     Reading a mapped file that was cut ends the process, and one that was overwritten gives other weights.
     """
@@ -92,14 +90,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def check_memory(tensors: Iterable[Tensor]) -> None:
-    """Raises `PassError` for plain tensors whose memory was freed or cut; torch would read past the end."""
+    """Raises `PassError` for plain tensors with memory that was freed or cut; torch would read past the end."""
     for tensor in tensors:
         if not has_memory(tensor):
             raise PassError(lost_memory(tensor))
 
 
 def lost_memory(tensor: Tensor) -> str:
-    """Returns the error for a weight whose memory was freed or cut."""
+    """Returns the error for a weight with memory that was freed or cut."""
     return (
         f"the memory of a weight {tuple(tensor.shape)} {tensor.dtype} was freed or cut: "
         f"{tensor.untyped_storage().nbytes()} bytes are left of {tensor.nbytes}. Expected weights that stay as long as "
@@ -116,17 +114,14 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # of madvise, see linux/mman.h
 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> int:
-    """Moves the memory of tensors into huge pages if the system has them; contents and addresses stay.
+    """Moves the memory of tensors into huge pages if the system has them; returns the bytes in huge pages.
 
-    Adjacent tensors share pages; only pages that they fill are moved. The system may decline: Linux before 6.1 moves
-    pages later, other systems and switched-off huge pages never. The call takes a quarter of a second to two a GiB.
-    Memory that a forked process shares with its parent becomes its own, so load a model before forking.
+    Contents and addresses stay. The tensors are strided, on a CPU, and already written: the call would allocate
+    untouched memory. Adjacent tensors share pages; only pages that they fill are moved.
 
-    Args:
-        tensors: Strided, on a CPU, and already written: the call would allocate untouched memory.
-
-    Returns:
-        Bytes in huge pages.
+    The system may decline: Linux before 6.1 moves pages later, other systems and switched-off huge pages never. The
+    call takes a quarter of a second to two a GiB. Memory that a forked process shares with its parent becomes its own,
+    so load a model before forking.
     """
     if not sys.platform.startswith("linux") or _are_switched_off():
         return 0

@@ -48,20 +48,10 @@ _TREE_TENSORS = (
 
 
 class NativeDraft:
-    """Draft trees for the kernels.
-
-    Attributes:
-        arguments: See `kernels/interface.h`; valid as long as this object lives.
-    """
+    """Draft trees for the kernels; `arguments`: see `kernels/interface.h`; valid as long as this object lives."""
 
     def __init__(self, expansion: ShapedExpansion, vocab_size: int, *, is_shared: bool = False) -> None:
-        """Takes addresses.
-
-        Args:
-            expansion: Accepted by `can_draft`; the kernels fill it.
-            vocab_size: V.
-            is_shared: Whether one row of logits serves all nodes of a level; of static trees alone.
-        """
+        """Takes addresses of a tree that `can_draft` accepts; `is_shared`: one row of logits serves a whole level."""
         tree, draws = expansion.tensors(vocab_size, is_shared=is_shared), expansion.draws
         each = zip(draws.is_coupled.tolist(), draws.is_sampled.tolist(), strict=True)
         codes = [Draw.COUPLED if coupled else Draw.SAMPLED if sampled else Draw.GREEDILY for coupled, sampled in each]
@@ -93,8 +83,6 @@ def can_draft(expansion: ShapedExpansion, width: int) -> bool:
 
 
 class _Workspace(NamedTuple):
-    """Buffers for up to a number of nodes and threads."""
-
     memory: Tensor
     num_nodes: int
     threads: int
@@ -120,7 +108,6 @@ class NativeBlocks:
             taps: Boundary indices of features: i is the input of block i, L the output of the last block, L + 1 the
                 final norm.
             ends: The whole model, for its embedding and LM head; None for blocks alone.
-            quantization: See `NativeModel`.
 
         Raises:
             UnsuitableError: For another dtype or device, if the kernels cannot be compiled, or if sizes do not fit each
@@ -141,7 +128,6 @@ class NativeBlocks:
         """Runs a pass in one call of the kernels.
 
         Args:
-            work: The pass.
             inputs: (M, E) float32, in place of the tokens' embeddings; None for the embeddings.
             sides: (M, E) float32, the second input of the first block, or None.
 
@@ -195,7 +181,7 @@ class NativeBlocks:
     def draft_head_trees(
         self, work: Pass, states: Tensor, expansion: ShapedExpansion, head: AutoregressiveHeadStruct
     ) -> None:
-        """Runs a pass over pairs of a state and the next token, and drafts the trees whose roots end it.
+        """Runs a pass over pairs of a state and the next token, and drafts the trees below the roots at its end.
 
         Arguments and errors as `AutoregressiveKernels.draft`. Only nodes with children are fed; they use the cache rows
         behind those of the pass. The caller keeps the tensors of the head.
@@ -220,7 +206,6 @@ class NativeBlocks:
 
     @contextmanager
     def _draft_memory(self, size: int, draft: NativeDraft) -> Iterator[int]:
-        """Yields the address of a workspace for drafts that no other thread uses."""
         memory = self._idle_of_drafts.pop() if self._idle_of_drafts else torch.empty(0, dtype=torch.uint8, device="cpu")
         if memory.numel() < size or size < 0:
             memory = _allocated(size, f"a draft of {draft.arguments.num_nodes} nodes")
@@ -232,10 +217,7 @@ class NativeBlocks:
     def _prepared(
         self, work: Pass, inputs: Tensor | None, sides: Tensor | None = None
     ) -> tuple[NativeModel, PassArguments, list[Any]]:
-        """Returns the model, the arguments of a pass, and the tensors that must outlive the call.
-
-        The kernels check the values of the tensors.
-        """
+        """Returns the model, the arguments of a pass, and the tensors that must outlive the call."""
         self._described = described = self._described.current()  # kept until the end: another thread may replace it
         num, num_tokens, node_offsets = len(work.slots), work.offsets[-1], work.node_offsets
         lists = [(c_int64 * num)(*work.slots), (c_int64 * num)(*work.prefix_lens)]
@@ -334,7 +316,7 @@ class NativeBlocks:
 
 
 class NativeDecoder(NativeBlocks):
-    """See `Decoder`."""
+    """The lean decoder on the native CPU kernels, see `Decoder`."""
 
     name = "lean-native"
     is_exact = True
@@ -344,9 +326,8 @@ class NativeDecoder(NativeBlocks):
     ) -> None:
         """Compiles the kernels if needed. Quantization of a draft model's matrices: see `NativeModel`.
 
-        Raises:
-            UnsuitableError: If the weights are not float32 or bfloat16 on a CPU, a tap does not exist, the kernels
-                cannot be compiled, or the model cannot be quantised.
+        Raises `UnsuitableError` if the weights are not float32 or bfloat16 on a CPU, a tap does not exist, the kernels
+        cannot be compiled, or the model cannot be quantised.
         """
         if not self.runs(weights.device, weights.dtype):
             raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {weights.dtype} on {weights.device}.")
@@ -361,7 +342,6 @@ class NativeDecoder(NativeBlocks):
 
 
 def _cut(model: Model, num_layers: int) -> Model:
-    """Returns the model with its first blocks alone."""
     if num_layers > model.num_layers:
         raise PassError(f"the pass goes through {num_layers} blocks, the target has {model.num_layers}.")
     cut = Model.from_buffer_copy(model)
@@ -391,12 +371,10 @@ def _allocated(size: int, what: str) -> Tensor:
 
 
 def _lengths(offsets: Sequence[int]) -> list[int]:
-    """Returns the differences of offsets."""
     return [end - start for start, end in pairwise(offsets)]
 
 
 def _fitting(*wanted: _Wanted) -> list[Tensor]:
-    """Returns tensors made contiguous; raises `PassError` for one of another dtype, shape or device than expected."""
     found = []
     for name, tensor, dtype, shape in wanted:
         if tensor is None or tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:

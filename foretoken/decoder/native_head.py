@@ -39,12 +39,7 @@ if TYPE_CHECKING:
 
 
 class ScaledEmbedding(NamedTuple):
-    """An embedding table.
-
-    Attributes:
-        weight: (V, E), or (V, W) for "state".
-        scale: Factor of every row.
-    """
+    """An embedding table, (V, E), or (V, W) in heads of kind "state", and a factor for every row."""
 
     weight: Tensor
     scale: float = 1.0
@@ -59,12 +54,9 @@ class BiasedNorm(NamedTuple):
 
 
 class LmHead(NamedTuple):
-    """A linear layer, and the model's change to logits: softcap * tanh(scale * logit / softcap).
+    """A linear layer, (..., W) to (..., Vd), and the model's change of logits: softcap * tanh(scale * logit / softcap).
 
-    Attributes:
-        layer: (..., W) to (..., Vd).
-        scale: 1 for none.
-        softcap: 0 for none.
+    A `scale` of 1 and a `softcap` of 0 change nothing.
     """
 
     layer: nn.Module
@@ -81,7 +73,6 @@ class HeadStep:
         norm: Of "state".
         embedding: Of "path" and "state".
         blocks: (..., W) to (..., W).
-        head: Computes the logits.
     """
 
     first: nn.Module | None = None
@@ -93,14 +84,9 @@ class HeadStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadSteps:
-    """A head.
+    """A head with K steps over sizes E, W and V; `kind`: see `kernels/interface.h`.
 
     Attributes:
-        kind: See `kernels/interface.h`.
-        hidden_size: E.
-        width: W.
-        vocab_size: V.
-        steps: K steps.
         token_map: (Vd,) int64, the token of each row of the LM heads, or None if rows are tokens.
         feature_rms: Root mean square that features of "state" are scaled to, 0 for no scaling.
         feature_epsilon: Added to their mean square.
@@ -121,8 +107,6 @@ class AutoregressiveSteps:
     """An autoregressive head without its block. Layers come from `fast_linear`.
 
     Attributes:
-        width: W.
-        vocab_size: V.
         embedding: (V, W).
         head: (..., W) to (..., Vd) logits.
         token_map: (Vd,) int64, the token of each row of the LM head, or None if rows are tokens.
@@ -144,18 +128,10 @@ class AutoregressiveSteps:
 
 
 class NativeAutoregressiveHead(Described):
-    """The kernels' description of an autoregressive head, and its tensors.
-
-    Attributes:
-        structure: See `kernels/interface.h`.
-    """
+    """The kernels' description of an autoregressive head, and its tensors; `structure`: see `kernels/interface.h`."""
 
     def __init__(self, head: AutoregressiveSteps) -> None:
-        """Takes addresses; copies the norms and the token map.
-
-        Raises:
-            UnsuitableError: If a layer is not native, or a size differs from the head's.
-        """
+        """Copies norms and token map; raises `UnsuitableError` if a layer is not native or has a wrong size."""
         super().__init__(head)
         parts, width = HeadParts(), head.width
         rows = head.vocab_size if head.token_map is None else head.token_map.numel()
@@ -183,13 +159,9 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class HeadParts:
-    """Takes addresses of tensors and keeps the tensors alive; copies only norms and token maps.
-
-    All methods raise `UnsuitableError` for tensors of a wrong size or kind.
-    """
+    """Takes addresses of tensors and keeps the tensors alive; raises `UnsuitableError` for a wrong size or kind."""
 
     def __init__(self) -> None:
-        """Holds no tensors yet."""
         self._kept: list[Tensor] = []
 
     def held(self) -> HeldMemory:
@@ -251,7 +223,6 @@ class HeadParts:
         return int(copy.data_ptr())
 
     def _keep_alive(self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        """Keeps a tensor alive after a check of its class, dtype and memory."""
         is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in dtypes and tensor.is_contiguous()
         self.require(is_plain, f"{name} is {type(tensor).__name__} {tensor.dtype}", "a plain tensor on a CPU")
         if not has_memory(tensor):
@@ -269,18 +240,10 @@ _KINDS = {"feature": 0, "path": 1, "state": 2}
 
 
 class NativeHead(Described):
-    """The kernels' description of a head, and its tensors.
-
-    Attributes:
-        structure: See `kernels/interface.h`.
-    """
+    """The kernels' description of a head, and its tensors; `structure`: see `kernels/interface.h`."""
 
     def __init__(self, head: HeadSteps) -> None:
-        """Takes addresses; copies only norms and the token map.
-
-        Raises:
-            UnsuitableError: If a layer is not native, or a size differs from the head's.
-        """
+        """Copies norms and token map; raises `UnsuitableError` if a layer is not native or has a wrong size."""
         super().__init__(head)
         self._head, self._parts = head, HeadParts()
         self._blocks = [
@@ -343,10 +306,7 @@ class HeadKernels:
         self._idle: list[Tensor] = []  # workspaces; two Python threads never share one
 
     def can_fill(self, expansion: ShapedExpansion) -> bool:
-        """Decides whether the kernels can choose children for the requests, and the head has a step for every level.
-
-        If one row of logits serves a whole level, `grow_levels` chooses dynamic trees from all levels at once.
-        """
+        """Decides whether the kernels can choose children for the requests, and the head has a step for every level."""
         if self._is_shared and isinstance(expansion, DynamicExpansion):
             return False
         return expansion.depth <= len(self._head.steps) and can_draft(expansion, self._head.vocab_size)
@@ -354,12 +314,8 @@ class HeadKernels:
     def fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
         """Fills a tree of roots that `can_fill` accepts, in place.
 
-        Args:
-            expansion: The tree.
-            features: (B, E) float32, the target's at the last committed position.
-
-        Raises:
-            PassError: If the features do not fit, a root is not in the vocabulary, or memory is too small.
+        `features`: (B, E) float32, the target's at the last committed position. Raises `PassError` if the features do
+        not fit, a root is not in the vocabulary, or memory is too small.
         """
         batch = len(expansion.roots)
         if features.shape != (batch, self._head.hidden_size) or features.dtype is not torch.float32:
@@ -382,7 +338,6 @@ class HeadKernels:
             raise PassError(f"the draft does not fit: {Status(status).name}. Expected a tree level by level.")
 
     def _take_workspace(self, native: NativeHead, draft: NativeDraft, num_rows: c_int64) -> Tensor:
-        """Returns an idle workspace that is large enough, or a new one."""
         size = self._library.foretoken_head_draft_bytes(byref(native.structure), byref(draft.arguments), num_rows)
         try:
             workspace = self._idle.pop()
@@ -402,11 +357,9 @@ class AutoregressiveKernels:
     """Drafts with one head and the KV rows of its block."""
 
     def __init__(self, head: AutoregressiveSteps, stack: BlockStack) -> None:
-        """Takes addresses; the cache of the stack has room for drafted nodes behind the committed rows.
+        """Takes addresses; raises `UnsuitableError` if block or head do not run on the native kernels.
 
-        Raises:
-            UnsuitableError: If the block does not run on the native kernels, or a layer of the head is not native or
-                has a wrong size.
+        The cache of the stack has room for drafted nodes behind the committed rows.
         """
         blocks = stack.native_blocks
         if blocks is None:

@@ -21,25 +21,16 @@ _AT_ONCE = 1 << 24  # weights in float32 during rounding, 64 MiB; a choice: more
 
 
 class Int8Weight(NamedTuple):
-    """A matrix (N, K) with rows `scales[n] * numbers[n]`: K + 4 bytes a row.
-
-    Attributes:
-        numbers: (N, K) int8, contiguous.
-        scales: (N,) float32, 0 for a row of zeros.
-    """
+    """An int8 matrix (N, K) with rows `scales[n] * numbers[n]` and float32 scales (N,): K + 4 bytes a row."""
 
     numbers: Tensor
     scales: Tensor
 
 
 def int8_weight(weight: Tensor) -> Int8Weight:
-    """Rounds every row to multiples of 1 / 127 of its largest absolute value, ties to even.
+    """Rounds every row of (N, K) to multiples of 1 / 127 of its largest absolute value, ties to even.
 
-    Args:
-        weight: (N, K) of any real dtype, on a CPU, N and K at least 1.
-
-    Raises:
-        UnsuitableError: If a weight is NaN or infinite.
+    The weight has any real dtype and lies on a CPU. Raises `UnsuitableError` for NaN and infinity.
     """
     weight = weight.detach()
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -64,7 +55,7 @@ class NativeLinear(nn.Module):
     """A linear layer for inference, on the weights in place or on an int8 copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, quantization: Quantization | None = None) -> None:
-        """Takes weights.
+        """Keeps the weight in place, or an int8 copy of the weight.
 
         Args:
             weight: (N, K), on a CPU, contiguous, in float32 or bfloat16; any floating dtype with `quantization`.
@@ -100,10 +91,9 @@ class NativeLinear(nn.Module):
         self._multiply.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turns (..., K) of any dtype, on a CPU, into (..., N) float32.
+        """Turns (..., K) of any dtype, on a CPU, into (..., N) float32; raises `PassError` for other inputs.
 
-        Raises:
-            PassError: If the input is anything else, memory is too small, or the weight's memory was freed.
+        Memory that is too small, or freed, also raises `PassError`.
         """
         if self._memory.has_changed():
             check_memory(self.tensors())
@@ -138,7 +128,6 @@ class NativeLinear(nn.Module):
         return [part for part in (self._weight, self._bias, self._scales) if part is not None]
 
     def _described(self) -> tuple[MatrixStruct, HeldMemory]:
-        """Returns the layer for the kernels, and the addresses for which this holds."""
         bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
         matrix = MatrixStruct(
             weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales
@@ -154,7 +143,6 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
     """Returns a native layer if possible, else the layer itself.
 
     Args:
-        layer: Any module.
         quantization: "int8" for an int8 copy, which has its own memory.
         compacts: Whether a float32 weight becomes bfloat16 if that is exact: half the bytes to read, but inputs are
             rounded to bfloat16. Otherwise the weight is read in place.
@@ -178,8 +166,7 @@ def optimize_for_inference(
 ) -> None:
     """Replaces linear layers within a module by native ones where possible, in place; arguments as in `fast_linear`.
 
-    Raises:
-        UnsuitableError: See `fast_linear`; some layers are native by then.
+    Some layers are native already when `fast_linear` raises `UnsuitableError`.
     """
     for name, child in module.named_children():
         setattr(module, name, fast_linear(child, quantization=quantization, compacts=compacts))

@@ -1,8 +1,8 @@
 """Describes blocks, embedding and LM head for the native kernels: addresses and bounds.
 
-Every tensor whose address the kernels get is checked once: dtype, shape, device, contiguous rows. The kernels check the
-arguments of each pass. `current` notices memory that moves, but only before a pass: a thread that moves memory while
-the kernels run ends the process.
+Every tensor that the kernels get by address is checked once: dtype, shape, device, contiguous rows. The kernels check
+the arguments of each pass. `current` notices memory that moves, but only before a pass: a thread that moves memory
+while the kernels run ends the process.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up; above e
 
 
 class NativeModel(Described):
-    """The kernels' description of a model, and its tensors.
-
-    Attributes:
-        structure: See `kernels/interface.h`.
-    """
+    """The kernels' description of a model, and its tensors; `structure`: see `kernels/interface.h`."""
 
     def __init__(
         self,
@@ -182,7 +178,6 @@ class NativeModel(Described):
         return self._matrix("lm_head", head, rows, self._hidden)
 
     def _matrix(self, name: str, matrix: described.Matrix | torch.nn.Linear, rows: int, cols: int) -> MatrixStruct:
-        """Describes a weight in place or its int8 copy, and its bias in float32."""
         weight, bias, scales = matrix.weight.detach(), self._bias(name, matrix.bias, rows), None
         if self._quantization is None:
             address = self._address_of(name, weight, (rows, cols), self._dtype)
@@ -233,7 +228,6 @@ class NativeModel(Described):
         return rows.data_ptr()
 
     def _address_of(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        """Keeps a tensor alive and returns its address."""
         self._check_layout(name, tensor, shape, dtype)
         self._kept.append(tensor)
         return tensor.data_ptr()
@@ -252,7 +246,6 @@ class NativeModel(Described):
 
 
 def _num_bytes(layers: described.Blocks, ends: LeanWeights | None, quantization: Quantization | None) -> int:
-    """Returns the bytes of the matrices that a pass reads: of the blocks and the LM head."""
     matrices = [tensor for tensor in layers.tensors() if tensor.dim() > 1]
     matrices += [] if ends is None else [each for each in ends.head.parameters() if each.dim() > 1]
     return sum(each.numel() * (each.itemsize if quantization is None else 1) for each in matrices)

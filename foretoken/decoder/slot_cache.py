@@ -48,22 +48,10 @@ class _Rows(NamedTuple):
 
 
 class RowPool:
-    """Consecutive rows for each slot, from a shared store.
-
-    Attributes:
-        num_rows: Rows of the store, a multiple of `granule`.
-        granule: First row and number of rows of a slot are multiples of it.
-    """
+    """Consecutive rows for each slot, in multiples of `granule`, from a shared store of `num_rows` rows."""
 
     def __init__(self, num_slots: int, num_rows: int, *, granule: int, most: int) -> None:
-        """Creates a pool in which no slot has rows.
-
-        Args:
-            num_slots: Number of slots.
-            num_rows: Rows of the store; rounded down to a multiple of `granule`.
-            granule: See the class.
-            most: Most rows that a slot can use.
-        """
+        """Creates a pool of slots without rows, with at most `most` rows a slot; rounds `num_rows` down."""
         self.granule, self.num_rows = granule, num_rows // granule * granule
         self._most = self._rounded(most)
         self._rows: list[_Rows | None] = [None] * num_slots
@@ -89,14 +77,9 @@ class RowPool:
             self._rows[slot] = _Rows(rows.start, wanted, wanted) if wanted else None
 
     def reserve(self, slot: int, count: int) -> list[Move] | None:
-        """Gives a slot at least `count` rows; its old rows come first.
+        """Gives a slot at least `count` rows, its old rows first; returns the moves to make, in order.
 
-        Args:
-            slot: The slot.
-            count: At most `num_rows`.
-
-        Returns:
-            The moves to make, in order; None, without any change, if other slots have too many rows.
+        Returns None, without any change, if other slots have too many rows.
         """
         wanted = self._rounded(count)
         rows = self._rows[slot]
@@ -140,7 +123,6 @@ class RowPool:
         return down + [move for move in reversed(moves) if move.target > move.source]
 
     def _gaps(self) -> list[tuple[int, int]]:
-        """Returns the begins and ends of rows that no slot has."""
         taken = sorted((rows.start, rows.end) for rows in self._rows if rows is not None)
         bounds = [(0, 0), *taken, (self.num_rows, self.num_rows)]
         return [(before[1], after[0]) for before, after in pairwise(bounds) if after[0] > before[1]]
@@ -175,7 +157,6 @@ class SlotCache:
     Layers of equal size share one tensor: a commit takes a copy or two for the whole model.
 
     Attributes:
-        num_slots: Sequences held at once.
         capacity: Most rows of a slot, with scratch rows.
         is_shared: Whether slots share rows, and must reserve them.
         keys: Of each layer, (places, heads, capacity, width). `places` gives the place of a slot.
@@ -192,15 +173,9 @@ class SlotCache:
         device: torch.device,
         num_rows: int | None = None,
     ) -> None:
-        """Allocates the cache.
+        """Allocates `capacity` rows a slot, scratch rows included; or shares `num_rows` among all slots.
 
-        Args:
-            shapes: One entry a layer.
-            num_slots: Sequences held at once.
-            capacity: Most rows of a slot, with scratch rows.
-            dtype: Dtype of keys and values.
-            device: Device of keys and values.
-            num_rows: Rows of all slots, a multiple of `GRANULE`, at least `capacity`; None for `capacity` each.
+        `num_rows` is a multiple of `GRANULE` and at least `capacity`.
         """
         self.num_slots, self.capacity = num_slots, capacity
         self._pool: RowPool | None = None
@@ -265,16 +240,9 @@ class SlotCache:
             self._pool.trim(slot, count)
 
     def write(self, layer: int, layout: AttentionLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values of a pass in place.
+        """Writes the keys, (M, Hk, Dk), and values, (M, Hk, Dv), of a pass in place.
 
-        Args:
-            layer: Layer index.
-            layout: Slots and rows of the pass.
-            key: (M, Hk, Dk).
-            value: (M, Hk, Dv).
-
-        Returns:
-            The layer's whole keys and values, (places, Hk, capacity, D).
+        Returns the layer's whole keys and values, (places, Hk, capacity, D).
         """
         keys, values = self.keys[layer], self.values[layer]
         if reads_are_free(keys.device) and not layout.is_captured:

@@ -36,19 +36,10 @@ _PACKED_FOR_ROWS = 16  # the width of a usual verify pass, for which oneDNN choo
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers of the same input as one.
-
-    Adjacent weights are read in place; others are copied, and oneDNN packs a further copy on CPUs.
-    """
+    """Several linear layers of the same input as one; adjacent weights are read in place, others are copied."""
 
     def __init__(self, parts: Sequence[Matrix], *, moves_weights: bool = False) -> None:
-        """Joins layers.
-
-        Args:
-            parts: In the order of the outputs.
-            moves_weights: Whether the parts' weights may become views of the joined one, so that it takes no more
-                memory.
-        """
+        """Joins layers in order; with `moves_weights` the parts may become views of the joined weight."""
         super().__init__()
         weights = [part.weight.detach() for part in parts]
         is_joined = _are_adjacent(weights)
@@ -100,7 +91,6 @@ def is_packable(weight: Tensor) -> bool:
 
 
 def _is_streamed(weight: Tensor, bias: Tensor | None) -> bool:
-    """Decides whether our small-batch GEMM for GPUs takes a weight."""
     if not has_triton_kernels(weight.device):
         return False
     from foretoken.decoder.triton_kernels import fits_gemm
@@ -118,7 +108,6 @@ def fuse(*parts: Matrix, moves_weights: bool = False) -> FusedLinear:
 
 
 def _key(parts: Sequence[Matrix]) -> tuple[tuple[int, ...], ...]:
-    """Returns a key that differs between layers in memory, and before and after a change of weights."""
     return tuple(
         (t.untyped_storage()._cdata, 0 if t.is_inference() else t._version, t.storage_offset(), *t.shape, *t.stride())
         for part in parts
@@ -127,7 +116,6 @@ def _key(parts: Sequence[Matrix]) -> tuple[tuple[int, ...], ...]:
 
 
 def _are_adjacent(weights: Sequence[Tensor]) -> bool:
-    """Decides whether matrices lie one after another in one storage, row by row."""
     is_one = len({w.untyped_storage()._cdata for w in weights}) == 1 and all(w.is_contiguous() for w in weights)
     return len(weights) == 1 or (
         is_one and all(a.storage_offset() + a.numel() == b.storage_offset() for a, b in pairwise(weights))
@@ -150,14 +138,7 @@ class TorchBlocks:
     def __init__(
         self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False, ops: TorchOps | None = None
     ) -> None:
-        """Fuses the projections.
-
-        Args:
-            blocks: All on one device.
-            cache: Their KV rows.
-            moves_weights: See `FusedLinear`.
-            ops: Element-wise operations; None for the fastest.
-        """
+        """Fuses the projections of blocks on one device; without `ops` takes the fastest element-wise operations."""
         self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device) if ops is None else ops
         self._layers = [
             _Layer(index, block, blocks.dtype, moves_weights=moves_weights) for index, block in enumerate(blocks.blocks)
@@ -171,8 +152,6 @@ class TorchBlocks:
 
         Args:
             x: (M, E), the inputs of the first block.
-            work: Positions, and the number of blocks to run.
-            layout: Visible rows of each token.
             taps: F boundary indices: i is the input of block i, L the output of the last block, L + 1 the final norm.
             side: (M, E), contiguous, the second input of the first block, or None.
 
@@ -241,8 +220,6 @@ class TorchBlocks:
 
 
 class _Layer:
-    """A block with fused projections, and norms in the model's dtype."""
-
     def __init__(self, index: int, block: Block, dtype: torch.dtype, *, moves_weights: bool) -> None:
         self.index = index
         norms: dict[str, Any] = {name: prepared_norm(getattr(block, name), dtype) for name in _NORMS}
@@ -274,7 +251,7 @@ class _TorchFeedForward:
 
 
 def _projected(layer: FusedLinear, x: Tensor, *, in_parts: bool) -> Tensor:
-    """Returns (M, E), or (P, M, E) float32 whose sum over P is the result, if the caller can sum."""
+    """Returns (M, E), or (P, M, E) float32 to be summed over P, if the caller can sum."""
     output: Tensor = layer.gemm(x, x.dtype, in_parts=True) if in_parts else layer(x)
     return output
 
@@ -303,7 +280,7 @@ class TorchExperts:
 
 
 class StockDecoder:
-    """See `Decoder`. `FusedLinear` says how much memory fused weights take."""
+    """The lean decoder on torch's operations, see `Decoder`; `FusedLinear` says how much memory weights take."""
 
     name = "lean-stock"
     is_exact = False
@@ -311,14 +288,7 @@ class StockDecoder:
     def __init__(
         self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, ops: TorchOps | None = None
     ) -> None:
-        """Fuses the projections; raises `UnsuitableError` for a tap that does not exist.
-
-        Args:
-            weights: The model.
-            cache: Its KV rows.
-            taps: Features to read.
-            ops: Element-wise operations; None for the fastest.
-        """
+        """Fuses the projections; raises `UnsuitableError` if a tap does not exist. `ops`: None for the fastest."""
         self._weights = weights
         self._taps = tap_indices(taps, weights.num_layers)
         self._blocks = TorchBlocks(weights.layers, cache, moves_weights=not weights.is_borrowed, ops=ops)

@@ -118,7 +118,6 @@ def write_rows(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, tables:
         values: (slots, Hk, capacity, Dv), any strides; written.
         key: (M, Hk, Dk) in the dtype of `keys`, any strides.
         value: (M, Hk, Dv), any strides.
-        tables: Rows of the tokens.
     """
     tokens, kv_heads, key_width = key.shape
     value_width = value.shape[2]
@@ -157,7 +156,6 @@ def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
         x: (..., D), contiguous.
         delta: (..., D), or (P, ..., D) to be summed over P, contiguous; or None.
         weight: (D,) of the norm.
-        epsilon: Of the norm.
     """
     width = x.shape[-1]
     num_parts = 0 if delta is None else delta.numel() // x.numel()
@@ -204,7 +202,6 @@ def rotate_and_write(
         values: As `keys`.
         tables: Rows of the tokens; padding tokens write nothing.
         norms: (E,) weights of the queries' and the keys' RMS norm, or None.
-        epsilon: Of these norms.
 
     Returns:
         (M, H, E) queries.
@@ -316,7 +313,6 @@ class GemmTiling(NamedTuple):
     Attributes:
         outputs: Rows of the weight in a tile.
         inputs: Columns of the weight in a tile.
-        warps: Warps of a program.
         stages: Tiles in flight.
         fetched: Tiles fetched into L2 before the kernel waits for the one before it.
         parts: Programs that share the inputs of a tile, if the caller sums over them.

@@ -61,10 +61,8 @@ class TargetHandle:
         vocab_size: V, width of the target's logits.
         context_len: Most tokens of a sequence.
         num_slots: Sequences held at once; slots are 0 … `num_slots` - 1.
-        device: Where trees must lie.
         dtype: Of the target; a draft model takes the same.
         runner: Runner for a draft model, see `foretoken.runner.runner`.
-        tokenizer: The target's tokenizer, or None.
         model: The loaded target, for drafters that share its embedding and LM head (`target_parts`).
         run: Runs one pass of the target, for drafters that run the target itself. Its tokens stand behind the committed
             rows of some slots; the next verification overwrites their rows. Trusted drafters only: others get
@@ -98,9 +96,7 @@ class Prefix(NamedTuple):
 
     Both texts have the same tokens at these positions and at the next one.
 
-    Attributes:
-        slot: Slot of the other text, which is running or finished; may be the slot of this text.
-        length: Positions.
+    `slot`: slot of the other text, which is running or finished; may be the slot of this text.
     """
 
     slot: int
@@ -231,11 +227,7 @@ class Drafter(Protocol):
         """
 
     def attach(self, target: TargetHandle) -> None:
-        """Prepares for a target, once: loads weights, allocates state.
-
-        Raises:
-            ForetokenError: When the drafter does not fit the target.
-        """
+        """Prepares for a target, once: loads weights, allocates state; raises `ForetokenError` if it does not fit."""
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts a sequence in a slot. Nothing of it is committed yet, except the prefix of a `PrefixKeeper`."""
@@ -255,15 +247,14 @@ class PrefixKeeper(Protocol):
     """Optional interface of a trusted drafter that can reuse a cached prefix.
 
     A prefix that the target does not read again is not committed to the drafter. `begin` names the prefix, and the
-    drafter continues from its own state of that slot, whose sequence may be finished. Other drafters get the prefix as
-    a part of the prompt without features; for drafters that read features the whole prompt is read again.
+    drafter continues from its own state of that slot; the slot's sequence may be finished. Other drafters get the
+    prefix as a part of the prompt without features; for drafters that read features the whole prompt is read again.
     """
 
     def reusable(self, slot: int, length: int) -> int:
         """Returns how many first positions of a slot a new sequence with the same first tokens can reuse.
 
         Args:
-            slot: Of a running or finished sequence.
             length: Positions with the same tokens; the token after them is the same too.
 
         Returns:
@@ -274,17 +265,13 @@ class PrefixKeeper(Protocol):
 
 @runtime_checkable
 class Lookup(Protocol):
-    """Optional interface of a trusted drafter that continues text that is not committed.
-
-    With several drafters, its chains are grafted below the drafts of the others.
-    """
+    """Optional interface of a trusted drafter that continues drafts of other drafters by chains of its own."""
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> Sequence[int]:
         """Returns the tokens that probably follow a drafted path. Does not change later proposals.
 
         Args:
-            slot: Of the sequence.
-            tokens: All its committed tokens, as in `DraftContext`. Must not be changed.
+            tokens: All committed tokens of the sequence, as in `DraftContext`. Must not be changed.
             path: Drafted tokens after these, at least one.
             depth: Most tokens to return, at least 1.
 
@@ -295,10 +282,7 @@ class Lookup(Protocol):
 
 @runtime_checkable
 class MeasuredDrafter(Protocol):
-    """Optional interface of a trusted drafter with measured acceptance.
-
-    It decides how deep the first drafts are; accepted drafts soon count more.
-    """
+    """Optional interface of a trusted drafter with measured acceptance, which decides how deep first drafts are."""
 
     @property
     def expected_acceptance(self) -> Sequence[float]:
@@ -328,7 +312,7 @@ class DrafterOptions(BaseModel):
         tree_top_k: For dynamic trees: candidates of each node, and nodes expanded per level. EAGLE's `top_k`, SGLang's
             `eagle_topk`. None for 10, or fewer if the engine chooses how much is drafted and wide passes cost much.
         pruning: Thresholds of improbable nodes, which are removed before the target sees them: "token_probability",
-            "path_probability", "entropy_weighted", see `foretoken.trees.merge`. For methods whose drafts have
+            "path_probability", "entropy_weighted", see `foretoken.trees.merge`. For methods with drafts that have
             probabilities.
     """
 
@@ -353,7 +337,6 @@ class DrafterOptions(BaseModel):
     @field_validator("tree", mode="before")
     @classmethod
     def _tree(cls, value: Any) -> Any:
-        """Returns a known name or a shape; refuses other values."""
         if isinstance(value, TreeShape):
             return value
         if not isinstance(value, str):
@@ -367,7 +350,6 @@ class DrafterOptions(BaseModel):
     @field_validator("pruning", mode="before")
     @classmethod
     def _pruning(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses thresholds that the method's drafts cannot be compared with."""
         if value is None:
             return None
         pruning = value if isinstance(value, Pruning) else validated(Pruning, value, "pruning")
@@ -382,7 +364,6 @@ class DrafterOptions(BaseModel):
 
     @model_validator(mode="after")
     def _dynamic(self) -> Self:
-        """Refuses options of dynamic trees for methods and trees without them."""
         if self.tree == "dynamic" and not self.has_dynamic_trees:
             raise ConfigError(
                 f"method '{self.method}' has no dynamic trees. Expected a method that drafts level by level by "
@@ -406,11 +387,9 @@ class DrafterOptions(BaseModel):
         return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
 
     def dynamic_shape(self, greatest_depth: int, costs: Callable[[], CostCurve] | None = None) -> DynamicShape:
-        """Returns the dynamic trees asked for.
+        """Returns the dynamic trees asked for, at most `greatest_depth` deep.
 
-        Args:
-            greatest_depth: Most levels that the method drafts.
-            costs: Returns the seconds of target passes; None if they do not count.
+        `costs` returns the seconds of target passes; None if costs do not count.
         """
         top_k = self.tree_top_k
         if top_k is None:
@@ -433,9 +412,6 @@ class DrafterOptions(BaseModel):
 
 
 def _affordable_top_k(costs: CostCurve) -> int:
-    """Returns the square root of the nodes of a pass that takes a third longer than a pass of one token.
-
-    The next level feeds every candidate to the drafter, and trees that pay are rarely wider than that.
-    """
+    """Returns the square root of the nodes of a pass that takes a third longer than a pass of one token."""
     nodes = max(width for width in range(1, _TREE_TOP_K**2 + 1) if costs(width) <= 4 / 3 * costs(1))
     return max(2, math.ceil(math.sqrt(nodes)))

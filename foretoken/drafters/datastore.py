@@ -132,14 +132,9 @@ def write_datastore(
     """Sorts a corpus and writes its datastore, completely or not at all.
 
     Args:
-        directory: Of the datastore; its parents are made.
         tokens: (N,) token ids, documents one after another.
         vocab_size: All ids are below.
-        eos_id: See `DatastoreIndex`.
-        tokenizer_sha: See `DatastoreIndex`.
-        tokens_sha256: See `DatastoreIndex`.
         force: Replaces an existing datastore.
-        on_round: See `sorted_suffixes`.
 
     Raises:
         RequestError: When the directory is taken, there are too many tokens or none, or an id is out of range. Nothing
@@ -168,7 +163,6 @@ def write_datastore(
 
 
 def _sorted(tokens: NDArray[Any], on_round: Callable[[int], None] | None) -> NDArray[np.uint32]:
-    """Returns `sorted_suffixes`; raises `RequestError` if memory is short."""
     try:
         return sorted_suffixes(tokens, SORTED_DEPTH, on_round=on_round)
     except MemoryError as err:
@@ -190,11 +184,7 @@ def read_index(directory: Path) -> DatastoreIndex:
 
 
 def mapped(path: Path, size: int) -> mmap.mmap:
-    """Maps a file of a known size into memory for reading.
-
-    Raises:
-        ConfigError: When the file is missing, no regular file, or of another size.
-    """
+    """Maps a file for reading; raises `ConfigError` if it is missing, no regular file, or of another size."""
     try:
         check_regular(path, error=ConfigError)
         with path.open("rb") as file:
@@ -225,19 +215,10 @@ class Found(NamedTuple):
 
 
 class Datastore:
-    """An open datastore.
-
-    Attributes:
-        index: Content of `index.json`.
-        largest_id: Largest token id of the corpus.
-    """
+    """An open datastore; `largest_id` is the largest token id of the corpus."""
 
     def __init__(self, index: DatastoreIndex, tokens: mmap.mmap | bytes, suffixes: NDArray[np.uint32]) -> None:
-        """Takes the files' content, of the sizes in `index`; `open` checks them.
-
-        Raises:
-            ValueError: When a token id is out of range.
-        """
+        """Takes the files' content, of the sizes in `index`; raises `ValueError` for a token id out of range."""
         self.index, self._bytes, self._suffixes = index, tokens, suffixes
         self._width = np.dtype(index.dtype).itemsize
         self._tokens: NDArray[Any] = np.frombuffer(tokens, dtype=f">u{self._width}")
@@ -247,13 +228,9 @@ class Datastore:
 
     @classmethod
     def open(cls, directory: Path) -> Self:
-        """Maps a datastore into memory and reads it once, to check it.
+        """Maps a datastore and reads it once; raises `ConfigError` if it is missing or damaged.
 
-        Args:
-            directory: Written by `write_datastore`. Its files may not be changed while it is in use.
-
-        Raises:
-            ConfigError: When there is no datastore, or it is damaged.
+        The files must not change while the datastore is in use.
         """
         index = read_index(directory)
         width = np.dtype(index.dtype).itemsize
@@ -274,13 +251,7 @@ class Datastore:
         return len(self._suffixes)
 
     def longest_match(self, context: Sequence[int], *, shortest: int, longest: int) -> Found | None:
-        """Returns the longest run of last tokens that occurs in the corpus; None if not even the shortest occurs.
-
-        Args:
-            context: Token ids.
-            shortest: Fewest tokens of a run.
-            longest: Most tokens of a run.
-        """
+        """Returns the longest run of last tokens, `shortest` to `longest`, that occurs in the corpus, or None."""
         longest = self._num_known(context, min(longest, len(context)))
         found = self._find(context, shortest) if longest >= shortest else None
         if found is None:
@@ -299,9 +270,8 @@ class Datastore:
         """Returns what follows a run of tokens in the corpus.
 
         Args:
-            found: The run.
             depth: Most tokens D, at most as many as suffixes are sorted by, so that equal beginnings are adjacent.
-            most: Most continuations R; of more occurrences, so many evenly spread over their order.
+            most: Most continuations R; of more occurrences, R at even distances in their order.
 
         Returns:
             (R, D) token ids in ascending order, -1 after the end of a document and of the corpus.
@@ -330,7 +300,6 @@ class Datastore:
         return length
 
     def _find(self, context: Sequence[int], length: int) -> Found | None:
-        """Finds the last `length` tokens in the corpus; None if they do not occur."""
         run = context[len(context) - length :]
         pattern = np.array(run, dtype=self._tokens.dtype).tobytes()
         content, suffixes, width, size = self._bytes, self._suffixes, self._width, len(pattern)
@@ -347,7 +316,6 @@ class Datastore:
 
 
 def _token_counts(tokens: NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
-    """Returns how often each token occurs, up to the largest; raises `ValueError` for an id outside the vocabulary."""
     largest = largest_of(tokens)
     if largest >= vocab_size:
         raise ValueError(f"holds token {largest}, and ids are below {vocab_size}")

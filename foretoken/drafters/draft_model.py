@@ -43,7 +43,6 @@ class Options(DrafterOptions):
     """Options of a draft model.
 
     Attributes:
-        model: Directory or hub id of the draft model.
         revision: Of the hub, if `model` is a hub id; None for its main branch.
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
             requests; "greedy" always takes its most probable tokens.
@@ -71,12 +70,11 @@ class Options(DrafterOptions):
 
     @property
     def matching(self) -> VocabMatch:
-        """How vocabularies are matched."""
+        """The way to match vocabularies, by `vocab_match` and `use_heterogeneous_vocab`."""
         return self.vocab_match or ("intersection" if self.use_heterogeneous_vocab else "same")
 
     @model_validator(mode="after")
     def _vocabularies(self) -> Self:
-        """Refuses options that contradict each other."""
         if self.use_heterogeneous_vocab and self.matching not in ("auto", "intersection"):
             raise ConfigError(
                 "use_heterogeneous_vocab asks for a vocab_match of 'intersection', and vocab_match is "
@@ -107,13 +105,7 @@ class DraftModelDrafter:
         load: Callable[[TargetHandle], LoadedModel],
         match: Callable[[TargetHandle, LoadedModel], VocabularyMap | None] | None = None,
     ) -> None:
-        """Makes a drafter; `attach` loads the model.
-
-        Args:
-            options: Of the drafter.
-            load: Returns the draft model for a target.
-            match: Compares both vocabularies; None if they are the same.
-        """
+        """Makes a drafter; `attach` loads the model. `match` compares vocabularies; None if they are the same."""
         self._options, self._load, self._match = options, load, match
         self._take_shape(options.language_model_shape())
         self._texts: dict[int, Translation] = {}  # by slot, if vocabularies differ
@@ -122,9 +114,7 @@ class DraftModelDrafter:
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache.
 
-        Raises:
-            ConfigError: When its vocabulary does not fit the target's.
-            ModelError: When it cannot be loaded.
+        Raises `ConfigError` when its vocabulary does not fit the target's, `ModelError` when it cannot be loaded.
         """
         self._target = target
         model = self._load(target)
@@ -135,7 +125,6 @@ class DraftModelDrafter:
         self._levels = DraftLevels(self._runner, vocab_size=target.vocab_size, mapping=self._mapping)
 
     def _take_shape(self, shape: AnyShape) -> None:
-        """Sets the shape of later drafts, cut off at the allowed depth."""
         self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
@@ -150,7 +139,7 @@ class DraftModelDrafter:
             self._levels.begin(slot, request.prefix.slot, ids)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """Expands the shape level by level."""
+        """Returns trees, expanded level by level in the shape of the options."""
         tokens = context.tokens
         if self._mapping is not None:
             tokens = [self._texts[slot].of(ids) for slot, ids in zip(context.slots, context.tokens, strict=True)]
@@ -182,11 +171,7 @@ class DraftModelDrafter:
 
 
 def create(options: Options) -> Drafter:
-    """See `foretoken.drafters.registry`.
-
-    Raises:
-        ConfigError: Without a model.
-    """
+    """See `foretoken.drafters.registry`; raises `ConfigError` without a model."""
     if options.model is None:
         raise ConfigError("method 'draft_model' needs a model. Expected the draft model's directory. Set 'model'.")
     files = DraftModelFiles(options.model, options.revision)
@@ -196,13 +181,7 @@ def create(options: Options) -> Drafter:
 def drafter_of(
     options: Options, load: Callable[[TargetHandle], LoadedModel], load_tokenizer: Callable[[], Any | None]
 ) -> Drafter:
-    """Returns the drafter that options ask for, over any model.
-
-    Args:
-        options: Of the drafter.
-        load: Returns the draft model for a target.
-        load_tokenizer: Returns its tokenizer, or None.
-    """
+    """Returns the drafter that options ask for, over any model; `load_tokenizer` may return None."""
     if options.matching == "text":
         return TextDraftDrafter(
             load, lambda target, model: vocabularies(target, model, load_tokenizer()), chain_len=options.chain_len,

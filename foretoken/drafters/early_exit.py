@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 
 class Options(DrafterOptions):
-    """Options of early exit.
-
-    Attributes:
-        exit_layer: Number of the target's blocks that draft; None for a third of them.
-        draft_sample_method: See `foretoken.drafters.draft_model`.
-    """
+    """Options of early exit; a third of the target's blocks drafts unless `exit_layer` says how many."""
 
     is_trusted: ClassVar[bool] = True
     has_dynamic_trees: ClassVar[bool] = True
@@ -60,11 +55,7 @@ class EarlyExitDrafter:
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
-        """Checks that the target has more blocks.
-
-        Raises:
-            ConfigError: When no block would be left out.
-        """
+        """Checks that the target has more blocks; raises `ConfigError` when no block would be left out."""
         num_layers, wanted = target.model.num_layers, self._options.exit_layer
         if (wanted or 1) >= num_layers:
             raise ConfigError(
@@ -86,7 +77,7 @@ class EarlyExitDrafter:
         """Prepares nothing: all state is in the target's KV cache."""
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """Expands the shape level by level."""
+        """Returns trees, expanded level by level in the shape of the options."""
         target = self._target
         room = [
             min(depth, target.context_len - len(tokens))

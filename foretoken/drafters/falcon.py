@@ -70,9 +70,8 @@ class LastBlocks:
 
     Attributes:
         outputs: (B, P, K, W), features that the block estimates.
-        state: (B, P, L, 2, W), of the LSTM after the block.
-        ends: (B, P) int64, the last node of its chain in order, among the nodes of its sequence; -1 for committed
-            blocks.
+        state: (B, P, L, 2, W), state of the LSTM after the block.
+        ends: (B, P) int64, index of the block's last node among the nodes of its sequence; -1 for committed blocks.
     """
 
     outputs: Tensor
@@ -86,15 +85,7 @@ class FalconBlocks(WaitingFeatures):
     def __init__(
         self, head: FalconHead, parts: TargetParts, target: TargetHandle, stack: BlockStack, dtype: torch.dtype
     ) -> None:
-        """Starts without features.
-
-        Args:
-            head: The network.
-            parts: Modules that it shares with the target.
-            target: Gives slots and device.
-            stack: The decoder block, with rows for the context and the blocks of a draft.
-            dtype: Of the network.
-        """
+        """Starts without features; `stack` runs the decoder block, with rows for the context and drafted blocks."""
         super().__init__(stack, target, dtype)
         self._head, self._parts, self._block = head, parts, head.config.block
         self._plan = block_plan(self._block)
@@ -134,13 +125,7 @@ class FalconBlocks(WaitingFeatures):
         return outputs[integers_on(places, self._device)].view(len(slots), self._block, -1).to(self._dtype)
 
     def fill(self, expansion: Expansion, slots: Sequence[int], outputs: Tensor) -> None:
-        """Fills trees of roots, without reading any tensor.
-
-        Args:
-            expansion: Trees of roots; changed.
-            slots: Of the B sequences.
-            outputs: (B, K, W), from `of`.
-        """
+        """Fills trees of roots in place, without reading any tensor; outputs: (B, K, W), from `of`."""
         lengths = [self._fed[slot] for slot in slots]
         nodes, first = NodePasses(slots, lengths, self._device), integers_on(lengths, self._device)
         places = torch.zeros(len(slots), 1, dtype=torch.int64, device=self._device)  # of nodes among the blocks
@@ -161,14 +146,7 @@ class FalconBlocks(WaitingFeatures):
             expansion.grow(depth, of_slot if of_slot.shape[1] == 1 else _rows(of_slot, places))
 
     def _further(self, before: LastBlocks, tokens: Tensor, nodes: NodePasses, first: Tensor) -> LastBlocks:
-        """Returns the blocks after some nodes.
-
-        Args:
-            before: The blocks that the nodes end.
-            tokens: (B, P, K) int64, drafted from these, the node last.
-            nodes: Of the draft.
-            first: (B,) int64, the first position of the new blocks.
-        """
+        """Returns the blocks after some nodes; tokens: (B, P, K) int64, the node last; first: (B,) first position."""
         batch, width, _ = tokens.shape
         pairs = paired(before.outputs, self._parts.embed(tokens).to(before.outputs.dtype))
         fused, states = self._head.lstm.feed_pairs(pairs, before.state)
@@ -291,7 +269,6 @@ class FalconDrafter(HeadDrafter):
         return self._blocks
 
     def _most_blocks(self) -> int:
-        """Returns the most blocks of a draft, timed chains included."""
         options, config = self.options, self.head.config
         if options.tree == "dynamic":
             shape = options.dynamic_shape(config.steps)  # as wide as the widest trees that may be chosen

@@ -80,11 +80,9 @@ class HeadOptions(DrafterOptions):
 
 
 def checked_head(options: HeadOptions, model: LoadedModel) -> HeadCheckpoint:
-    """Returns the checkpoint that the options name, for a target.
+    """Returns the checkpoint that the options name; raises `ConfigError` for another method or target.
 
-    Raises:
-        ConfigError: Without a model, or when the head is of another method or for another target.
-        ModelError: When the checkpoint is missing or damaged, or cannot be downloaded.
+    A missing model also raises `ConfigError`. A checkpoint that is missing or damaged raises `ModelError`.
     """
     method = options.method
     if options.model is None:
@@ -117,12 +115,9 @@ class CapturedExpansion:
         *,
         capture: GraphCapture | None = None,
     ) -> None:
-        """Prepares; graphs are captured when a shape is first used.
+        """Prepares; `fill` fills a tree of roots from (B, E) features without reading any tensor.
 
-        Args:
-            fill: Fills a tree of roots from (B, E) features, without reading any tensor.
-            device: Where trees lie.
-            capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
+        Graphs are captured when a shape is first used, on GPUs by CUDA graphs if `capture` is None.
         """
         self._fill = fill
         if capture is None and has_cuda_graphs(device):
@@ -132,14 +127,7 @@ class CapturedExpansion:
             self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
 
     def expand(self, shape: AnyShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> ShapedExpansion:
-        """Returns a filled tree, which is valid until the next call.
-
-        Args:
-            shape: Of the tree.
-            roots: (B,) int64.
-            draws: How tokens are chosen.
-            features: (B, E), input of the head.
-        """
+        """Returns a tree of (B,) int64 roots, filled from (B, E) features; valid until the next call."""
         if self._graphs is None:
             expansion = begin_expansion(shape, roots, draws)
             self._fill(expansion, features)
@@ -196,11 +184,7 @@ class HeadDrafter:
     head: Head
 
     def __init__(self, options: HeadOptions, model: LoadedModel) -> None:
-        """Reads the head's files; `attach` makes the network.
-
-        Raises:
-            ConfigError, ModelError: See `checked_head`.
-        """
+        """Reads the head's files; `attach` makes the network. Raises the errors of `checked_head`."""
         self.name, self.options = options.method, options
         self.checkpoint = checked_head(options, model)
         self.reads = TargetReads(taps=self.checkpoint.config.taps, is_last_enough=self.reads_last)
@@ -242,7 +226,7 @@ class HeadDrafter:
         self._features.learn(committed)
 
     def release(self, slot: int) -> None:
-        """Keeps the features, for texts with the same prefix."""
+        """Stores the features of committed positions."""
 
     def reusable(self, slot: int, length: int) -> int:
         """See `PrefixKeeper`."""
@@ -270,21 +254,15 @@ class HeadDrafter:
         )  # fmt: skip
 
     def state_of(self, features: Tensor) -> Tensor:
-        """(B, W), the first state of steps, from (B, E) features."""
+        """Returns the first state of the steps, (B, W), from (B, E) features."""
         return features
 
     def fill(self, expansion: Expansion, state: Tensor) -> None:
-        """Fills a tree of roots level by level, without reading any tensor.
-
-        Args:
-            expansion: A tree of roots; changed.
-            state: (B, W), the first state of steps.
-        """
+        """Fills a tree of roots in place, level by level, from the first state, (B, W), without reading any tensor."""
         assert isinstance(self.head, StepHead), "other heads have a `fill` of their own"
         fill_by_steps(self.head, self.parts, expansion, state)
 
     def _prepared(self, quantization: Quantization | None) -> LastFeatures | WaitingFeatures:
-        """Makes network and features; raises `UnsuitableError` if their matrices cannot be quantised."""
         target, is_on_cpu = self._target, runs_cpu_kernels(self._target.device)
         if quantization is not None and not is_on_cpu:
             raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
@@ -299,7 +277,6 @@ class HeadDrafter:
         return self.features_for(target)
 
     def _native_kernels(self) -> HeadKernels | None:
-        """Returns kernels that draft with the head in one native call; None if they do not support the head."""
         if not isinstance(self.head, StepHead) or not runs_cpu_kernels(self._target.device):
             return None
         steps = self.head.native_steps(self.parts)
@@ -309,7 +286,6 @@ class HeadDrafter:
             return None
 
     def _fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
-        """Fills a tree from (B, E) features: in one native call where possible, else by `fill`."""
         kernels = self._kernels
         if kernels is not None and kernels.can_fill(expansion):
             kernels.fill(expansion, features)
@@ -329,7 +305,6 @@ class HeadDrafter:
         self._expansion.expand(shape, roots, draws, features)
 
     def _chosen_shape(self) -> AnyShape:
-        """Returns the tree that the options ask for; raises `ConfigError` if the head cannot draft so deep."""
         options, depth = self.options, self.head.config.max_depth
         if depth is None:
             return self._asked_shape()
@@ -347,7 +322,6 @@ class HeadDrafter:
         return shape.truncated(depth)
 
     def _asked_shape(self) -> AnyShape:
-        """Returns the tree that the options ask for; dynamic trees are as deep as the head was trained by default."""
         options = self.options
         if options.tree == "dynamic":
             depth = options.num_speculative_tokens or self.head.config.steps
@@ -355,7 +329,6 @@ class HeadDrafter:
         return options.shape(self._best_shape)
 
     def _best_shape(self) -> TreeShape:
-        """Returns the tree that pays most by the acceptance stored with the head, else the head's published tree."""
         checkpoint, max_nodes = self.checkpoint, self.options.max_nodes
         if checkpoint.acceptance is None:
             choices = PUBLISHED[_FALLBACK_TREE] if checkpoint.choices is None else checkpoint.choices
@@ -384,14 +357,7 @@ class HeadDrafter:
 
 
 def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, state: Tensor) -> None:
-    """Fills a tree of roots with a head that is evaluated at every node that has children.
-
-    Args:
-        head: Takes one token per step.
-        parts: Modules that it shares with the target.
-        expansion: A tree of roots; changed.
-        state: (B, W), the first state of steps.
-    """
+    """Fills a tree of roots in place from (B, W); evaluates the head at every node that has children."""
     states = state.unsqueeze(1)
     for depth in expansion.levels():
         frontier = expansion.frontier(depth)

@@ -30,7 +30,7 @@ CHUNK = 512  # positions of a long part per pass
 
 
 def rows_at(table: Tensor, slots: Sequence[int]) -> Tensor:
-    """(B, E), some rows of a table; not a copy if they are contiguous."""
+    """Returns (B, E), some rows of a table; a view if the rows are contiguous."""
     first = slots[0]
     if list(slots) == list(range(first, first + len(slots))):
         return table[first : first + len(slots)]
@@ -59,14 +59,14 @@ class LastFeatures:
         return length > 0 and self._known[slot] == length
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV cache."""
+        """Stores the features of positions that entered the target's KV cache."""
         assert committed.features is not None, "the drafter taps features"
         set_last(self._features, committed.slots, committed.features[:, 0], committed.offsets)
         for slot, start, length in zip(committed.slots, committed.starts, committed.lengths, strict=True):
             self._known[slot] = start + length
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, E), of some slots."""
+        """Returns (B, E), the last features of some slots."""
         del texts
         return rows_at(self._features, slots)
 
@@ -82,14 +82,9 @@ class LastFeatures:
 
 
 class WaitingFeatures(ABC):
-    """Committed features that wait until the next draft, beside a decoder block that was fed those before them.
-
-    Attributes:
-        stack: The block with its KV rows by slot.
-    """
+    """Committed features that wait until the next draft; earlier features are in the KV rows of `stack`."""
 
     def __init__(self, stack: BlockStack, target: TargetHandle, dtype: torch.dtype) -> None:
-        """Starts without features; dtype: of the block's inputs."""
         self.stack, self._dtype = stack, dtype
         self._fed = [0] * target.num_slots  # positions in the cache
         # (T, F, E) each, committed after those
@@ -103,7 +98,7 @@ class WaitingFeatures(ABC):
         return self._known[slot] == self._num_here(slot) == length
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV cache."""
+        """Stores the features of positions that entered the target's KV cache."""
         assert committed.features is not None, "the drafter taps features"
         lengths = committed.lengths
         parts = [committed.features] if len(lengths) == 1 else committed.features.split(lengths)
@@ -120,9 +115,7 @@ class WaitingFeatures(ABC):
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Returns the first states of drafts, (B, W) or for blocks (B, K, W); feeds what waits.
 
-        Args:
-            slots: B slots for which `is_known` holds.
-            texts: The committed tokens of each, one more than features.
+        `is_known` holds for the slots. Each text has one token more than features.
         """
 
     def reusable(self, slot: int, length: int) -> int:
@@ -130,7 +123,7 @@ class WaitingFeatures(ABC):
         return min(length, self._num_here(slot))
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
-        """Starts a sequence in a slot, with a prefix as `reusable` allowed; None for nothing."""
+        """Starts a sequence in a slot; `prefix` is a prefix that `reusable` allowed, or None."""
         source, length = prefix or (slot, 0)
         fed = self._known[source] if self._has_seen[source] else self._fed[source]
         waiting, self._fed[slot] = list[Tensor](), min(fed, length)
@@ -151,11 +144,9 @@ class WaitingFeatures(ABC):
 
 
 class WaitingPairs(NamedTuple):
-    """Committed positions that the block has not read.
+    """Committed positions that the block has not read, with (M, F E) features.
 
-    Attributes:
-        work: Their tokens, each the one after its features, with logits after the last position of each sequence.
-        features: (M, F E).
+    Tokens of `work` are those after the features. Its logits are those after the last position of each sequence.
     """
 
     work: Pass
@@ -176,13 +167,8 @@ class StackFeatures(WaitingFeatures):
     ) -> None:
         """Starts without features.
 
-        Args:
-            encode: Feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W), whose last
-                rows are stored.
-            stack: The block.
-            target: Gives slots and device.
-            width: W.
-            dtype: Of inputs and stored outputs.
+        `encode`: feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W); the last rows
+        are stored.
         """
         super().__init__(stack, target, dtype)
         self._encode = encode
@@ -191,7 +177,7 @@ class StackFeatures(WaitingFeatures):
 
     @override
     def is_known(self, slot: int, length: int) -> bool:
-        """Returns whether all features are here, the last not only with a prefix."""
+        """Returns whether all features are here; the last feature of a prefix alone does not count."""
         return super().is_known(slot, length) and (self._has_last[slot] or bool(self._waiting[slot]))
 
     @override
@@ -220,7 +206,7 @@ class StackFeatures(WaitingFeatures):
     def waiting(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> WaitingPairs | None:
         """Returns what waits of some slots, for drafts that feed it themselves; None if nothing waits of one of them.
 
-        Feeds all but the last position of long parts. The result keeps waiting, see `have_fed`. Arguments: as of `of`.
+        Feeds all but the last position of long parts. Arguments as of `of`.
         """
         if not all(self._waiting[slot] for slot in slots):
             return None
@@ -242,8 +228,8 @@ class StackFeatures(WaitingFeatures):
     def have_fed(self, slots: Sequence[int]) -> None:
         """Notes that the result of `waiting` is in the cache now.
 
-        It keeps waiting until more comes: only that draft knows the block's output, so another draft before that feeds
-        it again.
+        The features still wait until more features come, because only that draft has the block's output. Another draft
+        before then feeds the features again.
         """
         for slot in slots:
             self._has_seen[slot] = True

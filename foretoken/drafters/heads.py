@@ -125,8 +125,8 @@ class AutoregressiveDrafter(HeadDrafter):
     def _most_fed(self) -> int:
         """Returns the most nodes below the roots that a draft feeds; needed before drafts choose the tree.
 
-        The nodes lie behind as many committed pairs as the context holds: sequences near the context limit are drafted
-        for as deep as the others of their batch. No position lies further, because every fed level has a node.
+        The nodes lie behind as many committed pairs as the context holds. No position lies further, because every fed
+        level has a node.
         """
         options = self.options
         if options.tree == "tree":  # one of the trees of so many nodes, chosen by the seconds of a chain

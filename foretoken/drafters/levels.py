@@ -40,10 +40,7 @@ _LONGEST_MAPPED_CATCH_UP = 8  # longer if tokens of the target are several of th
 
 
 class _Drafted:
-    """The nodes that the last proposal fed below the roots. Read by the next proposal, so that nothing waits.
-
-    Fed nodes may differ from proposed ones: nodes without children are not fed, and fed nodes may have been left out.
-    """
+    """The nodes that the last proposal fed below the roots: nodes with children, some of them not proposed later."""
 
     def __init__(self, tokens: Tensor, parents: Tensor) -> None:
         """tokens: (B, W) int64; parents: (B, W) or (1, W) int64, indices among these nodes, -1 below the root."""
@@ -51,7 +48,6 @@ class _Drafted:
 
     @cached_property
     def rows(self) -> list[list[list[int]]]:
-        """Returns tokens and parents of each sequence."""
         rows: list[list[list[int]]] = torch.stack([self._tokens, self._parents.expand_as(self._tokens)], dim=1).tolist()
         return rows
 
@@ -70,13 +66,7 @@ class _Drafted:
 
 @dataclass(slots=True)
 class _SlotState:
-    """The draft model's KV rows of one sequence.
-
-    Attributes:
-        tokens: Tokens with rows, positions 0 …
-        drafted: Nodes that the last proposal fed after them, and the index of this sequence; node i is in cache row
-            `len(tokens) + i`.
-    """
+    """The draft model's KV rows of one sequence; node i of `drafted` is in cache row `len(tokens) + i`."""
 
     tokens: list[int]
     drafted: tuple[_Drafted, int] | None = None
@@ -86,13 +76,7 @@ class DraftLevels:
     """Fills expansions with a draft model's tokens."""
 
     def __init__(self, runner: Runner, *, vocab_size: int, mapping: VocabularyMap | None = None) -> None:
-        """Starts with an empty cache.
-
-        Args:
-            runner: Of the draft model.
-            vocab_size: V.
-            mapping: From the target's vocabulary to the draft model's; None if they are the same.
-        """
+        """Starts with an empty cache; `mapping` translates the target's ids, None for the same vocabulary."""
         self._runner, self._vocab_size, self._mapping = runner, vocab_size, mapping
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
@@ -101,8 +85,7 @@ class DraftLevels:
         """Starts a sequence; the first draft reads the prompt.
 
         Args:
-            slot: Of the sequence.
-            source: A slot whose text has the same prefix, possibly the same slot; None for an empty cache.
+            source: A slot with a text of the same prefix, possibly the same slot; None for an empty cache.
             tokens: The draft model's ids of the prompt, compared with those of that text.
         """
         length = 0
@@ -120,13 +103,7 @@ class DraftLevels:
             state.drafted = None
 
     def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], expansion: ShapedExpansion) -> None:
-        """Feeds the new tokens of some sequences, and expands drafts after them.
-
-        Args:
-            slots: B slots.
-            tokens: The draft model's ids of each whole sequence, the root last; they continue what was fed before.
-            expansion: Of B sequences; filled.
-        """
+        """Feeds new tokens of B sequences, and expands drafts after them; `tokens`: ids of each whole sequence."""
         if self._runner.follow_weights():
             self._slots = {slot: _SlotState([]) for slot in self._slots}
         work = self._catch_up(slots, tokens)
@@ -162,7 +139,6 @@ class DraftLevels:
         )
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
-        """Moves the rows of accepted drafted nodes into place; forgets the others."""
         state = self._slots[slot]
         del state.tokens[len(tokens) - 1 :]  # the last proposal was discarded: its root is fed again for its logits
         start = len(state.tokens)
@@ -184,7 +160,6 @@ class DraftLevels:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _embeddable(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Replaces ids that only the target has by an id that the draft model can embed."""
         last = self._runner.vocab_size - 1
         return tokens if last >= self._vocab_size - 1 else [min(token, last) for token in tokens]
 
@@ -219,22 +194,12 @@ class KeptDraws:
     """The draws of the last proposal."""
 
     def __init__(self, *, greedy: bool, pruning: Pruning | None = None) -> None:
-        """Starts without draws."""
         self._is_greedy, self._pruning = greedy, pruning
         self._draws: DraftDraws | None = None
         self._are_coupled: list[bool] = []
 
     def of(self, context: DraftContext, rows: Sequence[int], device: torch.device) -> tuple[Tensor, DraftDraws]:
-        """Returns roots and draws of some sequences of a batch.
-
-        Args:
-            context: Of the whole batch.
-            rows: B of its sequences, ascending.
-            device: Where trees lie.
-
-        Returns:
-            (B,) int64 root tokens, and the draws of these sequences.
-        """
+        """Returns (B,) int64 root tokens and the draws of some sequences of a batch; `rows` ascend."""
         last: list[int] = []
         lengths: list[int] = []
         are_coupled: list[bool] = []
@@ -254,7 +219,7 @@ class KeptDraws:
 
 
 class NodePasses:
-    """Passes over new nodes of trees whose earlier nodes were fed by the passes before.
+    """Passes over new nodes of trees; earlier passes have fed the earlier nodes.
 
     Attributes:
         positions: (B, W) int64, of all nodes so far.
@@ -262,7 +227,6 @@ class NodePasses:
     """
 
     def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        """Starts without nodes."""
         self._slots, self._prefix_lens = slots, prefix_lens
         self.positions = self.parents = torch.empty(len(slots), 0, dtype=torch.int64, device=device)
 
@@ -284,14 +248,9 @@ class NodePasses:
 
 
 class LevelPasses(NodePasses):
-    """The passes over the levels below the roots, from the first one on; the roots lie in the prefix.
-
-    Attributes:
-        tokens: (B, W) int64.
-    """
+    """The passes over the levels below the roots, of (B, W) int64 tokens; the roots lie in the prefix."""
 
     def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        """Starts before the first level."""
         super().__init__(slots, prefix_lens, device)
         self.tokens = self.parents
         self._next_positions = integers_on(prefix_lens, device).unsqueeze(1)
@@ -326,9 +285,7 @@ def draft_by_levels(
 
     Args:
         work: The pass that ends with the roots of the trees.
-        expansion: Filled.
         logits_of: Runs a pass; returns (R, V).
-        context_len: Of the model.
         vocab_size: Of the model, if the trees may have larger ids; these are fed as the last one.
         fed: Maps tokens of the trees to those that are fed; None for the same.
     """

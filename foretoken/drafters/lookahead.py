@@ -36,12 +36,7 @@ class NgramPool:
     """N-grams by the token before them. Drops the oldest n-gram of a token, and the token that was seen longest ago."""
 
     def __init__(self, *, per_key: int, max_ngrams: int) -> None:
-        """Makes an empty pool.
-
-        Args:
-            per_key: Most n-grams kept after one token.
-            max_ngrams: Most n-grams altogether, at least `per_key`.
-        """
+        """Makes an empty pool of at most `max_ngrams` n-grams, and at most `per_key` after one token."""
         self._per_key, self._max_ngrams = per_key, max_ngrams
         self._by_key: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()  # both: least recently seen first
         self._num_ngrams = 0
@@ -82,18 +77,10 @@ def most_nodes(width: int, ngram: int) -> int:
 
 
 class Answers:
-    """The target's most probable token after every path of a verified tree.
-
-    Equal paths have equal answers, so merging with other trees does not matter.
-    """
+    """The target's most probable token after every path of a verified tree; equal paths have equal answers."""
 
     def __init__(self, row: TreeRow, answers: Sequence[int]) -> None:
-        """Reads a tree.
-
-        Args:
-            row: The tree; nodes without a parent, which were cut off, are left out with their descendants.
-            answers: The target's most probable token after each node.
-        """
+        """Reads a tree; leaves out nodes without a parent, which were cut off, with their descendants."""
         self._children: dict[tuple[int, int], int] = {}
         self._answers = answers
         first: dict[int, int] = {0: 0}  # first node of each path
@@ -118,21 +105,14 @@ class Answers:
 
 
 class Window:
-    """The window of one sequence.
-
-    Attributes:
-        columns: Tokens of each column by row, all of one length; the first token of column 0 stands for the root.
-    """
+    """The window of one sequence: columns of tokens, by row; the first token of column 0 stands for the root."""
 
     def __init__(self, width: int, ngram: int, *, prompt: Sequence[int], unwanted: Container[int], seed: int) -> None:
         """Fills the window with tokens of the prompt.
 
         Args:
-            width: W.
-            ngram: N.
             prompt: Source of guesses that the target did not make.
             unwanted: Tokens that end a text; not used unless the prompt has no others.
-            seed: Chooses the tokens.
         """
         self._num_rows = ngram - 1
         self._unwanted, self._random = unwanted, random.Random(seed)
@@ -145,13 +125,7 @@ class Window:
         return len(self.columns) * len(self.columns[0])
 
     def add_to(self, trie: Trie, *, max_depth: int, max_nodes: int) -> None:
-        """Adds the window below a root: the first columns, as many as fit as a whole.
-
-        Args:
-            trie: Changed.
-            max_depth: Deepest node.
-            max_nodes: Most nodes of the trie.
-        """
+        """Adds the window below a root: the first columns, as many as fit into `max_nodes` nodes as a whole."""
         top, num_rows = 0, len(self.columns[0])
         for index, column in enumerate(self.columns):
             if index + num_rows - 1 > max_depth or len(trie.tokens) + num_rows - (index == 0) > max_nodes:
@@ -161,11 +135,7 @@ class Window:
                 node = trie.add(node, token)
 
     def learn_answers(self, root: int, answers: Answers) -> list[Ngram]:
-        """Advances the window by the target's answers.
-
-        Returns:
-            The n-grams of full columns with an answer, from the first column on.
-        """
+        """Advances the window by answers; returns the n-grams of full columns with an answer, in order."""
         found = self._answers(answers)
         if len(self.columns[0]) < self._num_rows:
             if any(answer is not None for answer in found[1:]):
@@ -182,7 +152,6 @@ class Window:
         return ngrams
 
     def _answers(self, answers: Answers) -> list[int | None]:
-        """Returns the target's answer below the last row of each column; None if it was not verified."""
         found: list[int | None] = []
         top: int | None = 0
         for index, column in enumerate(self.columns):
@@ -224,7 +193,6 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _fits(self) -> Options:
-        """Refuses trees without room for a window and a guess, and tree shapes that guesses cannot have."""
         if self.tree not in ("chain", "tree"):
             raise ConfigError(
                 "method 'lookahead' has no static trees: its guesses make the tree. Expected 'tree' to be \"tree\" or "
@@ -262,14 +230,6 @@ class Options(DrafterOptions):
 
 @dataclass(slots=True)
 class _State:
-    """State of one sequence.
-
-    Attributes:
-        window: Of the present root.
-        pool: N-grams seen.
-        num_pooled: Tokens of the text with n-grams in the pool.
-    """
-
     window: Window
     pool: NgramPool
     num_pooled: int = 0
@@ -289,7 +249,7 @@ class LookaheadDrafter:
         self._states: dict[int, _State] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees and the tokens that end a text."""
+        """Stores the device of trees and the tokens that end a text."""
         self._device, self._eos_ids = target.device, frozenset(target.model.eos_ids)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -335,7 +295,6 @@ class LookaheadDrafter:
         self._states.pop(slot, None)
 
     def _row(self, state: _State, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, int]:
-        """Returns one sequence's tree, and how many of its first nodes are drafts."""
         trie = Trie(tokens[-1])
         if depth <= 0:
             return trie.row(), 1
@@ -348,7 +307,6 @@ class LookaheadDrafter:
         return trie.row(), num_drafted
 
     def _follow(self, state: _State, tokens: Sequence[int]) -> None:
-        """Adds new n-grams of the whole text `tokens` to the pool, if the options ask for them."""
         length = self._options.lookahead_ngram
         if not self._options.lookahead_pool_from_prompt:
             return

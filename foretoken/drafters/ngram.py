@@ -4,8 +4,8 @@ Source: Saxena 2023, "Prompt Lookup Decoding". The longest match wins, the most 
 `tree="tree"` the continuations of several earlier occurrences share one tree: the four most recent of the longest
 match, then the four most recent of each shorter length, while nodes are left.
 
-A continuation that reaches the end of the text repeats itself, as the text did so far. For a run of one token, whose
-last match ends one token before the text, the draft is that token as often as asked for.
+A continuation that reaches the end of the text repeats itself, as the text did so far. For a run of one token, where
+the last match ends one token before the text, the draft is that token as often as asked for.
 
 Scores use the length m of the agreement before the match, at most 32 tokens: the next d tokens agree with probability
 (m + 1) / (m + 1 + d), Laplace's rule of succession. Scores do not decide which match is taken.
@@ -40,7 +40,6 @@ class NgramIndex:
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        """Makes an empty index of runs of `shortest` to `longest` tokens."""
         self._lengths = range(longest, shortest - 1, -1)
         self._last: dict[tuple[int, ...], int] = {}
         # For each match length and each end of a run: the end of its previous occurrence; 0 for none.
@@ -105,12 +104,7 @@ _LONGEST_AGREEMENT = 32  # tokens before a match that are compared
 
 
 class Options(DrafterOptions):
-    """Options of prompt lookup, with vLLM's names.
-
-    Attributes:
-        prompt_lookup_max: Longest match, in tokens.
-        prompt_lookup_min: Shortest match.
-    """
+    """Options of prompt lookup, with vLLM's names: longest and shortest match, in tokens."""
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
@@ -140,7 +134,7 @@ class NgramDrafter:
         self._indices: dict[int, NgramIndex] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees."""
+        """Stores the device on which trees are made."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -180,7 +174,6 @@ class NgramDrafter:
 
     @staticmethod
     def _chain(index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
-        """Returns the chain of the best match, and the scores of its nodes."""
         end = next(index.matches(), None) if depth else None
         if end is None:
             return TreeRow([tokens[-1]], [-1]), [0.0]
@@ -190,7 +183,6 @@ class NgramDrafter:
 
     @staticmethod
     def _tree(index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
-        """Returns the tree of several matches, and the scores of its nodes."""
         trie, scores = Trie(tokens[-1]), [0.0]
         if depth:
             for end in index.matches():

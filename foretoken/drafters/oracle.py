@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 
 class Options(DrafterOptions):
-    """Options of the oracle.
+    """Options of the oracle; `references` are token ids of whole texts, prompt and output, of plain decoding.
 
-    Attributes:
-        references: Token ids of whole texts, prompt and output, from plain decoding.
-        pattern: Right tokens in each pass of a sequence, repeated when it ends.
+    `pattern` is the number of right tokens in each pass of a sequence; it repeats when it ends.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -50,7 +48,7 @@ class OracleDrafter:
         self._passes: dict[int, int] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees and the vocabulary size."""
+        """Stores the device of trees and the vocabulary size."""
         self._target = target
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -78,7 +76,6 @@ class OracleDrafter:
         self._passes.pop(slot, None)
 
     def _trie(self, slot: int, tokens: Sequence[int], depth: int) -> Trie:
-        """Returns a chain, with a wrong sibling before every node if the options ask for siblings."""
         # Texts may share a prompt, so another reference may fit now.
         if list(self._references[slot][: len(tokens)]) != list(tokens):
             known = (r for r in self._options.references if list(r[: len(tokens)]) == list(tokens))

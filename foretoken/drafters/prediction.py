@@ -40,13 +40,7 @@ class FollowedText:
     """
 
     def __init__(self, text: Sequence[int], *, shortest: int, longest: int) -> None:
-        """Starts at the beginning of the text.
-
-        Args:
-            text: Token ids. Not copied; must not be changed.
-            shortest: Fewest tokens of a match.
-            longest: Most tokens of a match that are compared.
-        """
+        """Starts at the beginning of a text, which must not be changed; compares `shortest` to `longest` tokens."""
         self._text, self._shortest, self._longest = text, shortest, longest
         self._ends: dict[tuple[int, ...], list[int]] | None = None  # of each run of `shortest` tokens; made when needed
         self._place = 0  # of the token that comes next, or came next when the place was lost
@@ -82,14 +76,9 @@ class FollowedText:
     def places(self, output: Sequence[int], begin: int = 0) -> Iterator[int]:
         """Yields places at which the output may continue, the most likely first, each once.
 
-        Args:
-            output: The tokens that were last followed.
-            begin: Where the output begins in `output`.
-
-        Yields:
-            Indices into the text, less than its length: first the followed or assumed place; then matches of the
-                output's last
-            tokens, the longest first, among equals the nearest ahead, then the nearest behind.
+        A place is an index into the text: first the followed or assumed place, then matches of the output's last
+        tokens. The longest match comes first, among equals the nearest ahead, then the nearest behind. `begin` is where
+        the output begins in `output`, the tokens that were last followed.
         """
         expected = self._expected()
         if expected is not None:
@@ -125,7 +114,6 @@ class FollowedText:
 
 
 def _ends_of_runs(text: Sequence[int], length: int) -> dict[tuple[int, ...], list[int]]:
-    """Returns where each run of `length` tokens ends, ascending."""
     ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for end in range(length, len(text) + 1):
         ends[tuple(text[end - length : end])].append(end)
@@ -136,12 +124,7 @@ _MOST_PLACES = 4  # of the prediction in one tree
 
 
 class Options(DrafterOptions):
-    """Options of predicted output.
-
-    Attributes:
-        prediction_max_match: Most tokens compared when a place is searched after a change.
-        prediction_min_match: Shortest match.
-    """
+    """Options of predicted output: the longest and the shortest match of a search after a change, in tokens."""
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
@@ -160,8 +143,6 @@ class Options(DrafterOptions):
 
 
 class _Predicted(NamedTuple):
-    """A request's prediction, the place in it, and where the output begins."""
-
     prediction: Sequence[int]
     followed: FollowedText
     begin: int
@@ -182,7 +163,7 @@ class PredictionDrafter:
         self._predicted: dict[int, _Predicted] = {}
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees."""
+        """Stores the device on which trees are made."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:

@@ -43,12 +43,7 @@ class SuccessorMatrix:
         self._rows: NDArray[np.int32] = np.zeros((vocab_size + 1, width), dtype=np.int32)
 
     def update(self, tokens: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
-        """Replaces the successors of some tokens; for a repeated token the last entry counts.
-
-        Args:
-            tokens: (M,), each below V.
-            successors: (M, at most W), most probable first.
-        """
+        """Replaces the successors of (M,) tokens by (M, at most W), best first; the last entry of a token counts."""
         self._rows[tokens + 1, : successors.shape[1]] = successors + 1
 
     def of(self, token: int) -> list[int]:
@@ -96,7 +91,6 @@ class Options(DrafterOptions):
 
     @model_validator(mode="after")
     def _ranks(self) -> Options:
-        """Refuses static trees that use more successors than are kept."""
         if self.num_successors > _MOST_SUCCESSORS:
             raise ConfigError(
                 f"the tree has a node of rank {self.num_successors - 1}. Expected ranks below {_MOST_SUCCESSORS}: "
@@ -128,12 +122,7 @@ class RankRates:
         self._hits, self._seen = np.zeros(num_ranks), 0.0
 
     def learn_successor(self, successors: Sequence[int], token: int) -> None:
-        """Counts a token that followed.
-
-        Args:
-            successors: Known successors of the token before it, -1 for none.
-            token: Of the text.
-        """
+        """Counts a token that followed; successors: those known of the token before it, -1 for none."""
         if successors[0] < 0:
             return
         self._hits *= _FADE
@@ -233,7 +222,7 @@ class RecyclingDrafter:
         self._matrices[slot] = self._shared if request.cache_salt is None else self._matrix_of(request.cache_salt)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """Returns the tree of ranks, filled from each root."""
+        """Returns the tree with the greatest acceptance by rank, filled with the successors of each root."""
         filled = [
             self._template.fill(self._matrices[slot], root, max(depth, 0), min(nodes, self.nodes_by_depth[-1]))
             for slot, root, depth, nodes in zip(
@@ -296,7 +285,6 @@ class RecyclingDrafter:
         self._known.pop(slot, None)
 
     def _count(self, slot: int, text: Sequence[int]) -> None:
-        """Counts the rank of each new token of a text among the successors of the token before it."""
         matrix, known = self._matrices[slot], self._known.get(slot)
         for token in text:
             if known is not None:
@@ -316,7 +304,6 @@ class RecyclingDrafter:
         return SuccessorMatrix(self._vocab_size, self._num_ranks)
 
     def _matrix_of(self, salt: str) -> SuccessorMatrix:
-        """Returns the matrix of a salt; makes it if needed."""
         matrix = self._salted.pop(salt, None) or self._new_matrix()
         self._salted[salt] = matrix
         if len(self._salted) > _MOST_SALTS:

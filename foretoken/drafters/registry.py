@@ -57,12 +57,10 @@ def known_methods() -> list[str]:
 
 
 def _files() -> set[str]:
-    """Returns the methods with a file of their own."""
     return {module.name for module in pkgutil.iter_modules(foretoken.drafters.__path__)} - _SHARED
 
 
 def _installed() -> Mapping[str, str]:
-    """Returns import paths of other packages' methods, by name."""
     return _entry_points(tuple((place, _changed_at(place)) for place in sys.path))
 
 
@@ -73,7 +71,6 @@ def _entry_points(search_path: tuple[tuple[str, int | None], ...]) -> Mapping[st
 
 
 def _changed_at(place: str) -> int | None:
-    """Returns when a folder's entries last changed, in nanoseconds; None without a folder."""
     try:
         return Path(place).stat().st_mtime_ns
     except OSError:
@@ -98,12 +95,8 @@ def offered_methods() -> list[str]:
 def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = frozenset()) -> DrafterOptions:
     """Checks a drafter's part of `speculative_config`.
 
-    Args:
-        config: Method, model and the method's keys.
-        other_keys: Keys that are known elsewhere, for suggestions only.
-
-    Raises:
-        ConfigError: For an unknown method, an unknown key (with the nearest known one) or a value out of range.
+    `other_keys`: keys that are known elsewhere, for suggestions only. Raises `ConfigError` for an unknown method, an
+    unknown key (with the nearest known one) or a value out of range.
     """
     method = config.get("method")
     if not isinstance(method, str) or not is_method(method):
@@ -139,7 +132,6 @@ def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:
 
 
 def _module(method: str) -> Any:
-    """Returns the method's module; raises `ConfigError` if it cannot be imported or is incomplete."""
     path = method
     if not is_import_path(method):
         path = _installed().get(method, f"foretoken.drafters.{method if method in _files() else 'heads'}")

@@ -58,11 +58,9 @@ class _Prefixes(NamedTuple):
 
 
 def most_frequent(rows: NDArray[np.int64], most: int) -> FrequentPaths:
-    """Returns the most frequent beginnings; among equals the shorter, then the first in ascending order.
+    """Returns the most frequent beginnings, at most `most`; among equals the shorter, then the first in order.
 
-    Args:
-        rows: (R, D) token ids, equal beginnings together; -1 from where a continuation ends.
-        most: Most nodes.
+    `rows` are (R, D) token ids, equal beginnings together, -1 from where a continuation ends.
     """
     num_rows, depth = rows.shape
     if not (num_rows and depth and most > 0):
@@ -127,7 +125,7 @@ class Options(DrafterOptions):
         datastore: Directory that `foretoken data index` made with the target's tokenizer.
         rest_max_match: Longest suffix of the context to look for, in tokens.
         rest_min_match: Shortest suffix.
-        rest_max_matches: Most continuations read; of more occurrences, so many evenly spread over their order.
+        rest_max_matches: Most continuations read; of more, as many at even distances in their order.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -153,11 +151,7 @@ class RestDrafter:
     reads = TargetReads(is_last_enough=True)
 
     def __init__(self, options: Options) -> None:
-        """Opens the datastore.
-
-        Raises:
-            ConfigError: When no datastore is named, or it is missing or damaged.
-        """
+        """Opens the datastore; raises `ConfigError` when no datastore is named, or it is missing or damaged."""
         if options.datastore is None:
             raise ConfigError(
                 "method 'rest' needs a datastore. Set 'datastore' to a directory that `foretoken data index` made."
@@ -170,11 +164,9 @@ class RestDrafter:
         self._store = Datastore.open(Path(options.datastore))
 
     def attach(self, target: TargetHandle) -> None:
-        """Compares tokenizers, and takes the device of trees.
+        """Raises `ConfigError` if the datastore was made with another tokenizer than the target's.
 
-        Raises:
-            ConfigError: When the datastore holds ids of another tokenizer. If the target's tokenizer does not list its
-                vocabulary, ids only have to be below the target's vocabulary size.
+        If the target's tokenizer does not list its vocabulary, ids only have to be below the target's vocabulary size.
         """
         index, tokenizer = self._store.index, target.tokenizer
         is_other = hasattr(tokenizer, "get_vocab") and tokenizer_sha(tokenizer) != index.tokenizer_sha
@@ -227,7 +219,6 @@ class RestDrafter:
         return trie.row(), scores
 
     def _following(self, tokens: Sequence[int], depth: int) -> NDArray[np.int64] | None:
-        """Returns what followed the longest match, see `Datastore.continuations`; None without a match."""
         options = self._options
         found = self._store.longest_match(tokens, shortest=options.rest_min_match, longest=options.rest_max_match)
         return None if found is None else self._store.continuations(found, depth, options.rest_max_matches)

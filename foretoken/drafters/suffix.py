@@ -38,13 +38,7 @@ _SALT_BYTES = 256  # of a tree's entry, without the salt's characters
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A sequence of the pool.
-
-    Attributes:
-        salt: Of its request.
-        sequence: Its number in the tree of that salt.
-        is_present: Whether it is still in the pool.
-    """
+    """A sequence of the pool: the salt of its request, and its number in the tree of that salt."""
 
     salt: str | None
     sequence: int
@@ -52,20 +46,10 @@ class Member:
 
 
 class SuffixPool:
-    """Sequences by salt; the oldest make room for new ones.
-
-    Attributes:
-        num_bytes: Of all trees, see `SuffixTree.num_bytes`.
-    """
+    """Sequences by salt, `num_bytes` in all (see `SuffixTree.num_bytes`); the oldest make room for new ones."""
 
     def __init__(self, max_depth: int, *, max_sequences: int, max_bytes: int) -> None:
-        """Makes an empty pool.
-
-        Args:
-            max_depth: Of its trees.
-            max_sequences: Most sequences, growing ones included.
-            max_bytes: Bound of `num_bytes` after every call.
-        """
+        """Makes an empty pool; `max_bytes` bounds `num_bytes` after every call."""
         self._max_depth, self._max_sequences, self._max_bytes = max_depth, max_sequences, max_bytes
         self._trees: dict[str | None, SuffixTree] = {}
         self._members: deque[Member] = deque()  # oldest first
@@ -110,7 +94,6 @@ class SuffixPool:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Removes the oldest sequences until both bounds hold."""
         while self._members and (len(self._members) > self._max_sequences or self.num_bytes > self._max_bytes):
             member = self._members.popleft()
             member.is_present = False
@@ -157,7 +140,6 @@ class DraftLimits(NamedTuple):
 
     Attributes:
         most_nodes: Without the root.
-        most_depth: Levels below it.
         spec_factor: Nodes for each token of a match.
         least_prob: Of a node's path.
         is_path: Whether nodes have at most one child.
@@ -183,7 +165,6 @@ def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLi
 
 
 def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, known: SuffixDraft) -> SuffixDraft:
-    """Returns the best draft of one source, or `known` if none is better."""
     best, best_score, best_length = known, known.score, max_depth
     tried: dict[int, int] = {}  # greatest size by number of occurrences: as many occurrences are the same ones
     draw = _likely_path if limits.is_path else _likely_tree
@@ -280,8 +261,6 @@ def _likely_tree(matches: SuffixMatches, match: Match, room: int, limits: DraftL
 
 
 class _Growing:
-    """A draft to which nodes are added, and the depth of each."""
-
     __slots__ = ("depths", "most_depth", "parents", "probs", "score", "tokens")
 
     def __init__(self, most_depth: int) -> None:
@@ -291,7 +270,6 @@ class _Growing:
         self.depths, self.most_depth, self.score = [0], most_depth, 0.0
 
     def add(self, parent: int, token: int, prob: float) -> int:
-        """Returns the new node's number."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.probs.append(prob)
@@ -300,7 +278,6 @@ class _Growing:
         return len(self.tokens)
 
     def depth_below(self, node: int) -> int:
-        """Returns the levels that a node may have below it."""
         return self.most_depth - self.depths[node]
 
 
@@ -338,14 +315,7 @@ class Options(DrafterOptions):
 
 
 class _Sequence:
-    """One request's text.
-
-    Attributes:
-        tree: Of the text alone; its only sequence is number 0.
-        salt: Requests with the same salt share outputs.
-        num_prompt: Tokens of the prompt.
-        member: Its output in the pool; None before the first output.
-    """
+    """One request's text; `member` is the output in the pool, None before the first output."""
 
     def __init__(self, request: DraftRequest, max_depth: int) -> None:
         self.tree = SuffixTree(max_depth)
@@ -383,7 +353,7 @@ class SuffixDrafter:
         return self._pool
 
     def attach(self, target: TargetHandle) -> None:
-        """Takes the device of trees."""
+        """Stores the device on which trees are made."""
         self._device = target.device
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -432,7 +402,6 @@ class SuffixDrafter:
         return best_draft(self._sources(sequence, sequence.text.tokens), self._depth, limits)
 
     def _known(self, slot: int, tokens: Sequence[int]) -> _Sequence:
-        """Returns a sequence with all its committed tokens."""
         sequence = self._sequences[slot]
         num_known = len(sequence.text.tokens)
         if len(tokens) > num_known:
@@ -446,7 +415,6 @@ class SuffixDrafter:
         return sources if shared is None else [*sources, SuffixMatches(shared, text)]
 
     def _limits(self, depth: int, max_nodes: int) -> DraftLimits:
-        """Returns the limits of a draft of this depth and `max_nodes` nodes, root included."""
         return DraftLimits(
             most_nodes=max_nodes - 1,
             most_depth=min(depth, self._most_depth),
@@ -456,7 +424,6 @@ class SuffixDrafter:
         )
 
     def _extend(self, sequence: _Sequence, tokens: Sequence[int]) -> None:
-        """Adds new tokens to the sequence; tokens after the prompt also go to the pool."""
         first = max(sequence.num_prompt - len(sequence.text.tokens), 0)  # the first new token that is no prompt token
         sequence.tree.extend(0, tokens)
         output = tokens[first:]

@@ -54,13 +54,7 @@ _NODE_BYTES = getsizeof(Node(0, 0, 0, {})) + 2 * _INT_BYTES
 
 
 class Text:
-    """A sequence.
-
-    Attributes:
-        tokens: Known tokens. Must not be changed outside.
-        num_counted: Suffixes in the tree: those that begin before this offset.
-        is_open: Whether tokens may follow.
-    """
+    """A sequence, with `num_counted` suffixes in the tree; `is_open`: tokens may follow."""
 
     __slots__ = ("is_open", "num_counted", "tokens")
 
@@ -175,7 +169,6 @@ class SuffixTree:
         return [(token, children[token]) for token in node.frequent]
 
     def _count_to(self, sequence: int, text: Text, stop: int) -> None:
-        """Counts the uncounted suffixes that begin before an offset."""
         for offset in range(text.num_counted, stop):
             self._insert(sequence << _OFFSET_BITS | offset, text.tokens, offset)
             text.num_counted = offset + 1
@@ -207,7 +200,6 @@ class SuffixTree:
             node, depth = child, end
 
     def _add_leaf(self, node: Node, token: int, place: int) -> None:
-        """Adds a run that occurs once."""
         before = getsizeof(node.children)
         node.children[token] = place
         self.num_bytes += getsizeof(node.children) - before + 2 * _INT_BYTES
@@ -228,7 +220,6 @@ class SuffixTree:
         return upper
 
     def _note_frequent(self, node: Node, token: int) -> None:
-        """Adds a child to the frequent ones while these are few."""
         assert node.frequent is not None
         node.frequent.add(token)
         if len(node.frequent) >= 2 * FREQUENT_SHARE:  # the counts of most have fallen behind
@@ -236,7 +227,6 @@ class SuffixTree:
             node.frequent = {each for each in node.frequent if count_of(node.children[each]) >= bound}
 
     def _remove(self, tokens: array[int], offset: int, length: int) -> None:
-        """Removes the oldest counted suffix."""
         above, edge, node, depth = self._root, 0, self._root, 0
         while True:
             node.count -= 1
@@ -263,7 +253,6 @@ class SuffixTree:
 
     @staticmethod
     def _size(node: Node) -> int:
-        """Returns the bytes of a node that is not wide, without the nodes below it."""
         entries = sum(2 if isinstance(child, int) else 1 for child in node.children.values())
         return _NODE_BYTES + getsizeof(node.children) + _INT_BYTES * entries
 
@@ -303,18 +292,12 @@ class Match:
 
 
 class SuffixMatches:
-    """Matches of the end of one text with one tree. Valid until either changes.
-
-    Attributes:
-        longest: Tokens of the longest end of the text that has a match, below the depth of the tree.
-    """
+    """Matches of the end of a text with a tree, at most `longest` tokens; valid until either changes."""
 
     def __init__(self, tree: SuffixTree, text: array[int], num_counted: int | None = None) -> None:
         """Finds the longest match.
 
         Args:
-            tree: The tree to search.
-            text: Any text.
             num_counted: Suffixes of the text that the tree counts, if the text is one of the tree's open sequences or
                 begins with one; else None.
         """
@@ -356,7 +339,7 @@ class SuffixMatches:
         return tokens[start + depth : start + min(end, depth + most)] if depth < end else None
 
     def most_frequent(self, match: Match, least: float) -> tuple[int, Match] | None:
-        """Returns the first of `following`, in less time; None if there is none."""
+        """Returns the first entry of `following` in less time; None if there is none."""
         found = self._found(match, least)
         ends = self._ends_in_text(match)
         if ends or not found:
@@ -372,12 +355,8 @@ class SuffixMatches:
     def following(self, match: Match, least: float) -> list[tuple[int, Match]]:
         """Returns what followed a match: tokens with the longer matches that they make.
 
-        Args:
-            match: Of this object.
-            least: Count that is wanted; others may be among them.
-
-        Returns:
-            By falling count, the more recent first among equals.
+        Matches come by falling count, the more recent first among equals. `least` is the wanted count; rarer tokens may
+        be among the result.
         """
         return self._with_ends(self._found(match, least), self._ends_in_text(match), match.depth + 1)
 
@@ -403,7 +382,6 @@ class SuffixMatches:
     def _with_ends(
         self, found: Collection[tuple[int, Branch]], ends: Sequence[int], depth: int
     ) -> list[tuple[int, Match]]:
-        """Returns what followed in the tree and at the end of the text, in order."""
         places: dict[int, list[int]] = {}
         for end in ends:
             places.setdefault(self._text[end], []).append(end + 1)

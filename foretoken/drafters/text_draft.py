@@ -31,12 +31,7 @@ _LOOK_BEHIND = 12  # tokens before new text that are encoded again with it
 
 
 class TextNode(NamedTuple):
-    """A token of the target that a draft's text gives.
-
-    Attributes:
-        token: Its id.
-        num_drafted: Tokens of the draft that it takes.
-    """
+    """A token of the target in a draft's text; `num_drafted` counts the draft's tokens that it takes."""
 
     token: int
     num_drafted: int
@@ -46,7 +41,6 @@ class Retokenizer:
     """Translates between the vocabularies of target and draft model."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        """Compares the special tokens of both."""
         self.target, self.draft = target, draft
         self.specials = shared_specials(target, draft)
         self._back = {theirs: ours for ours, theirs in self.specials.items()}
@@ -80,7 +74,6 @@ class Retokenizer:
         return nodes[:-1] if len(nodes) > 1 and _may_go_on(data) else nodes
 
     def _behind(self, committed: Sequence[int], data: bytes) -> list[Piece]:
-        """Returns the target's tokens for text after committed tokens, which do not change."""
         before = b""
         for token in reversed(committed[-_LOOK_BEHIND:]):
             spelling = self.target.spellings[token] if token < len(self.target.spellings) else None
@@ -96,11 +89,7 @@ class Retokenizer:
 
 
 class DraftText:
-    """A growing sequence of the target's tokens as the draft model reads it.
-
-    Attributes:
-        ids: The draft model's ids of the text so far; at least one after the first `read`.
-    """
+    """A growing sequence of the target's tokens, as the draft model's `ids` of its text."""
 
     def __init__(self, retokenizer: Retokenizer) -> None:
         self._retokenizer = retokenizer
@@ -109,11 +98,7 @@ class DraftText:
         self._num_read = 0
 
     def read(self, tokens: Sequence[int]) -> int:
-        """Reads the new tokens of a sequence; returns how many of the earlier ids stay the same.
-
-        Args:
-            tokens: The target's, which continue those of the last call.
-        """
+        """Reads new tokens of the target, which continue the last call's; returns how many ids stay the same."""
         if self._num_read > len(tokens):
             self.ids, self._parts, self._num_read = [], [], 0
         if self._num_read == len(tokens):
@@ -147,7 +132,6 @@ class DraftText:
 
 
 def _whole_characters(data: bytes) -> bytes:
-    """Returns the bytes without an incomplete character at their end."""
     for back in range(1, min(3, len(data)) + 1):
         lead = data[-back]
         if lead >= 0xC0:
@@ -164,7 +148,7 @@ def _may_go_on(data: bytes) -> bool:
 
 
 class TextDraftDrafter:
-    """Drafts chains by text."""
+    """Drafts chains with a draft model of any tokenizer, see the module."""
 
     name = "draft_model"
     reads = TargetReads(is_last_enough=True)
@@ -177,14 +161,7 @@ class TextDraftDrafter:
         chain_len: int,
         quantization: QuantizationOption,
     ) -> None:
-        """Makes a drafter; `attach` loads the model.
-
-        Args:
-            load: Returns the draft model for a target.
-            vocabularies: Returns the tokens of the target and of the draft model.
-            chain_len: Most tokens of a chain, of either vocabulary.
-            quantization: Of the draft model.
-        """
+        """Makes a drafter; `attach` loads the model. Chains have at most `chain_len` tokens of each vocabulary."""
         self._load, self._vocabularies, self._quantization = load, vocabularies, quantization
         self._chain_len = chain_len
         self.nodes_by_depth: Sequence[int] = range(1, chain_len + 2)
@@ -194,9 +171,8 @@ class TextDraftDrafter:
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache.
 
-        Raises:
-            ConfigError: When a tokenizer does not list the bytes of its tokens.
-            ModelError: When the model cannot be loaded.
+        Raises `ConfigError` when a tokenizer does not list the bytes of its tokens, `ModelError` when the model cannot
+        be loaded.
         """
         model = self._load(target)
         self._retokenizer = Retokenizer(*self._vocabularies(target, model))
@@ -253,12 +229,7 @@ class TextDraftDrafter:
 
 
 class _Written(NamedTuple):
-    """Tokens of a draft model after a text.
-
-    Attributes:
-        tokens: Its ids.
-        scores: Log-probability of each token and all before it.
-    """
+    """A draft model's tokens after a text; `scores`: log-probability of each token and all before it."""
 
     tokens: list[int]
     scores: list[float]

@@ -53,15 +53,9 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Any, size: int, name: str) -> None:
-        """Reads the tokenizer without changing it.
+        """Reads a fast tokenizer of transformers without changing it; leaves out ids from `size` on.
 
-        Args:
-            tokenizer: A fast tokenizer of transformers.
-            size: V of its model; larger ids are left out.
-            name: Of the model, for messages.
-
-        Raises:
-            ConfigError: When the bytes of its tokens are unknown.
+        Raises `ConfigError` when the bytes of its tokens are unknown.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         with foreign_errors_as(
@@ -111,13 +105,11 @@ class Vocabulary:
         return pieces
 
     def _tokenized(self, text: str, data: bytes) -> list[Piece] | None:
-        """Returns the tokenizer's tokens of a text; None if they do not spell it."""
         ids = self._backend.encode(text, add_special_tokens=False).ids
         pieces = [Piece(token, self.spellings[token] or b"" if token < len(self.spellings) else b"") for token in ids]
         return pieces if b"".join(piece.data for piece in pieces) == data and all(p.data for p in pieces) else None
 
     def _longest_tokens(self, data: bytes) -> Iterator[Piece]:
-        """Yields tokens from left to right, each the longest possible."""
         start = 0
         while start < len(data):
             ends = range(min(len(data), start + self._longest), start, -1)
@@ -126,17 +118,14 @@ class Vocabulary:
             start = end
 
     def _text(self, token: int) -> str:
-        """Returns a token as the tokenizer writes it."""
         return str(self._backend.id_to_token(token))
 
 
 class _Rules(NamedTuple):
     """How a tokenizer writes bytes.
 
-    Attributes:
-        alphabet: Byte of each character of byte-level tokenizers; None for others.
-        replacements: Replacements of other tokenizers, such as ▁ for a space.
-        has_byte_tokens: Whether <0x0A> stands for one byte.
+    Byte-level tokenizers have an `alphabet`. Others have `replacements`, such as ▁ for a space, or byte tokens: <0x0A>
+    stands for one byte.
     """
 
     alphabet: Mapping[str, int] | None
@@ -145,7 +134,6 @@ class _Rules(NamedTuple):
 
     @classmethod
     def read(cls, decoder: Any) -> _Rules:
-        """Reads the rules of a decoder of `tokenizer.json`; raises `ValueError` if it has others."""
         steps = decoder["decoders"] if decoder is not None and decoder["type"] == "Sequence" else [decoder]
         kinds = {"none" if step is None else step["type"] for step in steps}
         replacements = []
@@ -171,7 +159,6 @@ class _Rules(NamedTuple):
 
 
 def _without_prefix(step: Any) -> Any:
-    """Returns a normaliser or pre-tokenizer of `tokenizer.json` that puts no space before a text."""
     if step is None or step["type"] == "Prepend":
         return None
     changed = dict(step)
@@ -194,7 +181,6 @@ class VocabularyMap:
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary, device: torch.device) -> None:
-        """Finds the shared tokens."""
         self._target, self._draft = target, draft
         self.pairs = {
             target.ids[data]: token for data, token in draft.ids.items() if data in target.ids
@@ -212,9 +198,9 @@ class VocabularyMap:
         self._translated: dict[int, tuple[int, ...]] = {token: (other,) for token, other in self.pairs.items()}
 
     def to_target(self, logits: Tensor) -> Tensor:
-        """Returns logits, (R, D), of a draft model over the target's ids, (R, V), -inf at ids that are not shared.
+        """Turns logits of a draft model, (R, D), into logits over the target's ids, (R, V), -inf at unshared ids.
 
-        Softmax makes them the draft distribution, restricted to the shared tokens and renormalised.
+        Softmax makes the result the draft distribution, restricted to the shared tokens and renormalised.
         """
         return logits.index_select(1, self._fed).masked_fill_(self._is_absent, float("-inf"))
 
@@ -223,11 +209,7 @@ class VocabularyMap:
         return float(logits.softmax(1).masked_fill(self._is_absent, 0.0).sum(1).mean())
 
     def fed(self, tokens: Tensor) -> Tensor:
-        """Returns the draft model's ids of drafted tokens, in their shape; its stand-in for tokens that are not shared.
-
-        Args:
-            tokens: Int64, of any shape, below V.
-        """
+        """Returns the draft model's ids of drafted tokens, int64 below V; a stand-in for tokens that are not shared."""
         return self._fed[tokens]
 
     def translated(self, token: int) -> tuple[int, ...]:
@@ -262,16 +244,14 @@ class Translation:
     """
 
     def __init__(self, mapping: VocabularyMap, prompt_len: int) -> None:
-        """Starts empty; prompt_len: tokens of the prompt."""
         self._mapping, self._prompt_len = mapping, prompt_len
         self._ids: list[int] = []
         self._num_read = 0
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the draft model's ids of the whole sequence; must not be changed, and valid until the next call.
+        """Returns the draft model's ids of the whole sequence, valid until the next call; not to be changed.
 
-        Args:
-            tokens: The target's, which continue those of the last call.
+        The tokens continue those of the last call.
         """
         if self._num_read > len(tokens):
             self._ids, self._num_read = [], 0
@@ -317,24 +297,15 @@ class DraftModelFiles:
     """A draft model in a directory or on the hub."""
 
     def __init__(self, name: str, revision: str | None) -> None:
-        """Loads nothing yet; revision: of the hub, or None."""
         self.name, self._revision = name, revision
 
     def model(self, target: TargetHandle | LoadedModel) -> LoadedModel:
-        """Loads the model on the target's device, in the target's dtype.
-
-        Raises:
-            ModelError: When it cannot be loaded.
-        """
+        """Loads the model on the target's device, in the target's dtype; raises `ModelError` if that fails."""
         dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
         return load_model(self.name, dtype=dtype, device=device, revision=self._revision)
 
     def tokenizer(self) -> Any | None:
-        """Loads its tokenizer; None if there is none.
-
-        Raises:
-            ModelError: When it cannot be loaded.
-        """
+        """Loads its tokenizer, None if there is none; raises `ModelError` if it cannot be loaded."""
         return load_tokenizer(self.name, self._revision)
 
 
@@ -343,15 +314,8 @@ def vocabulary_map(
 ) -> VocabularyMap | None:
     """Returns the map from a draft model's tokens to the target's; None if the vocabularies are the same.
 
-    Args:
-        match: "same", "intersection", or "auto" for the first of these that works.
-        target: The target.
-        model: The draft model.
-        tokenizer: Its tokenizer, or None.
-
-    Raises:
-        ConfigError: When the vocabularies differ and must not, have too little in common, or a tokenizer does not list
-            its tokens.
+    `match`: "same", "intersection", or "auto" for the first of these that works. Raises `ConfigError` when the
+    vocabularies differ and must not, have too little in common, or a tokenizer does not list its tokens.
     """
     ours = target.tokenizer
     if tokenizer is None or not hasattr(ours, "get_vocab"):
@@ -388,10 +352,7 @@ def vocabulary_map(
 
 
 def _bound(mapping: VocabularyMap, known: Vocabulary, target: TargetHandle) -> str:
-    """Returns the target's probability of shared tokens in words; empty if the target may not be run.
-
-    Runs one pass of the target, which writes the rows of slot 0.
-    """
+    """Returns the target's probability of shared tokens in words; one pass writes the rows of slot 0."""
     tokens = [piece.token for piece in known.encode(_SAMPLE)][: min(_SAMPLE_LEN, target.context_len)]
     work = Pass.of_chains([tokens], slots=[0], prefix_lens=[0], device=target.device)
     try:
@@ -404,14 +365,13 @@ def _bound(mapping: VocabularyMap, known: Vocabulary, target: TargetHandle) -> s
 
 
 def vocabularies(target: TargetHandle, model: LoadedModel, tokenizer: Any | None) -> tuple[Vocabulary, Vocabulary]:
-    """Returns the target's tokens and the draft model's by their bytes.
-
-    Raises:
-        ConfigError: When there is no tokenizer, or it does not list its tokens.
-    """
+    """Returns the tokens of target and draft model by bytes; raises `ConfigError` if a tokenizer does not list them."""
     for name, each in ((target.name, target.tokenizer), (model.name, tokenizer)):
         if each is None:
-            raise ConfigError(f"'{name}' has no tokenizer, which tells what its tokens spell. Expected one.")
+            raise ConfigError(
+                f"'{name}' has no tokenizer, and 'vocab_match' compares what tokens spell. Expected tokenizer files "
+                "beside the weights. Pass tokenizer=... for a model in memory."
+            )
     return (
         Vocabulary(target.tokenizer, target.vocab_size, target.name),
         Vocabulary(tokenizer, model.vocab_size, model.name),

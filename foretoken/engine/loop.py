@@ -65,12 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs sequences on a target with drafters.
-
-    Attributes:
-        target: The runner.
-        counts: Counts of all iterations so far.
-    """
+    """Runs sequences on a target with drafters; `counts` are those of all iterations so far."""
 
     def __init__(
         self,
@@ -88,12 +83,7 @@ class Engine:
 
         Args:
             target: The runner, with at least as many slots as `slots`.
-            drafting: The drafters and their controller.
-            policy: How sampled requests are verified.
-            slots: One slot for each sequence that is decoded at once.
-            on_step: Called with the record of every iteration.
             impossible_ids: (U,) int64, token ids that are never generated; None for none.
-            max_num_batched_tokens: See `PrefillBudget`.
             has_traces: Whether step records have a trace of every node; see `SequenceStep`.
         """
         self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
@@ -136,12 +126,7 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, sequences: Iterable[Sequence] | None = None, *, error: str | None = None) -> None:
-        """Ends sequences that are waiting or running and frees their slots.
-
-        Args:
-            sequences: The sequences to end; None for all.
-            error: Why they failed, in one sentence; None to abort them.
-        """
+        """Ends sequences, all if None, that wait or run, and frees their slots; without an `error` they are aborted."""
         for sequence in self._scheduler.all() if sequences is None else list(sequences):
             if sequence.finish_reason is not None:
                 continue
@@ -174,8 +159,7 @@ class Engine:
     def follow_weights(self) -> bool:
         """Drops all KV rows if weights were written to; running sequences are then read again.
 
-        Returns:
-            Whether the target can run on the weights. If not, all sequences end with an error.
+        Returns whether the target can run on the weights. If not, all sequences end with an error.
         """
         try:
             if self.target.follow_weights():
@@ -186,7 +170,6 @@ class Engine:
         return True
 
     def _feed_scored(self, sequence: Sequence, num_decoding: int) -> None:
-        """Reads one chunk of a prompt and scores its tokens; the next iteration reads the root."""
         begin = time.perf_counter()
         chunks = self._prefill.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
         output = contained(sequence, self._scored, chunks)
@@ -206,10 +189,8 @@ class Engine:
     def _iterate(self, decoding: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
         """Runs and commits one iteration. If the pass fails, retries with narrower trees, then one sequence at a time.
 
-        Args:
-            decoding: Sequences with all KV rows but the root's.
-            joining: Sequences whose prompts are being read; `decoding` and `joining` are not both empty.
-            most_nodes: Cap on the nodes of a tree, root included; None for the target's limit.
+        Sequences in `decoding` have all KV rows but the root's; the prompts of `joining` are being read. One of the two
+        is not empty.
         """
         clock = StageClock(self.target.device)
         draft: Draft | None = None
@@ -286,7 +267,6 @@ class Engine:
         return VerifiedBatch(asked, draft, output, outcomes, lossy_tv, traces)
 
     def _accept(self, asked: Verification, batch: SamplingBatch, output: PassOutput) -> tuple[list[Outcome], float]:
-        """Returns the outcome of each tree, and `StepRecord.lossy_tv`."""
         tree, logits = asked.tree.without_probes(), logits_of(output)
         if batch.is_all_greedy and not self._is_lossy:
             rules = ["greedy"] * len(asked.sequences)
@@ -333,7 +313,6 @@ class Engine:
     def _traces(
         self, asked: Verification, batch: SamplingBatch, output: PassOutput, outcomes: list[Outcome], clock: StageClock
     ) -> list[TreeTrace | None]:
-        """Returns the trace of every tree, or None for each if tracing fails, which is logged."""
         try:
             with torch.no_grad(), clock.paused():
                 scores, roots = self._node_scores(asked, asked.tree, batch, output)
@@ -346,7 +325,6 @@ class Engine:
             return [None] * len(asked.sequences)
 
     def _commit(self, verified: VerifiedBatch, clock: StageClock) -> None:
-        """Appends tokens to the sequences; tells drafters, controller and caller about the iteration."""
         asked, draft, features = verified.asked, verified.draft, verified.output.features
         sequences, num_decoding = asked.sequences, draft.tree.batch_size
         roots: list[int] = []

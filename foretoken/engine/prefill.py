@@ -27,11 +27,7 @@ _LEAST_FACTOR, _GREATEST_FACTOR = 0.75, 1.25  # bounds on the change that one st
 
 
 class PrefillBudget:
-    """Number of prompt tokens in each step.
-
-    Attributes:
-        max_num_batched_tokens: Cap on the tokens of a pass, drafted nodes included; None steers by measured times.
-    """
+    """Number of prompt tokens in each step; `max_num_batched_tokens` caps a pass, None steers by measured times."""
 
     def __init__(self, max_num_batched_tokens: int | None = None) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -66,15 +62,7 @@ class PrefillBudget:
 
 
 class Chunk(NamedTuple):
-    """Consecutive prompt tokens of one sequence.
-
-    Attributes:
-        sequence: The sequence.
-        slot: Its slot.
-        start: Number of rows filled before.
-        tokens: The tokens, at least one.
-        is_last: Whether the last token is the root; the pass then also chooses the sequence's next token.
-    """
+    """Consecutive prompt tokens of one sequence, from row `start` on; the last chunk ends with the root."""
 
     sequence: Sequence
     slot: int
@@ -89,11 +77,7 @@ class Chunk(NamedTuple):
 
 
 class Prefill:
-    """Reads prompts. The last token of each prompt is its first root; the pass returns its logits.
-
-    Attributes:
-        budget: Number of prompt tokens in each pass.
-    """
+    """Reads prompts, `budget` tokens a pass. A prompt's last token is the first root; the pass gives its logits."""
 
     def __init__(self, target: Runner, drafting: Drafting, max_num_batched_tokens: int | None = None) -> None:
         self.budget = PrefillBudget(max_num_batched_tokens)
@@ -106,7 +90,7 @@ class Prefill:
 
     @staticmethod
     def divided(sequences: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Returns the sequences that decode, and those whose prompts must still be read; leaves out finished ones."""
+        """Returns the sequences that decode, and the sequences with unread prompts; leaves out finished ones."""
         decoding: list[Sequence] = []
         unread: list[Sequence] = []
         for sequence in sequences:
@@ -115,12 +99,10 @@ class Prefill:
         return decoding, unread
 
     def next_chunks(self, sequences: Seq[Sequence], num_decoding: int, most: int | None = None) -> list[Chunk]:
-        """Returns the prompt chunks of the next pass, first come first served.
+        """Returns the prompt chunks of the next pass, first come first served; skips prompts in the cache.
 
-        Args:
-            sequences: Running sequences, in the order in which prompts are read; skips prompts in the cache.
-            num_decoding: Tokens of the pass that belong to decoding sequences.
-            most: Cap on the prompt tokens of the pass; None for the target's limit.
+        `num_decoding` tokens of the pass belong to decoding sequences. `most` caps the prompt tokens; None for the
+        target's limit.
         """
         if not sequences:
             return []
@@ -156,14 +138,7 @@ class Prefill:
         return replace(work, logit_rows=integers_on(roots, self._target.device)) if roots else work
 
     def finish_chunks(self, chunks: Seq[Chunk], features: Tensor | None, seconds: float, num_decoding: int) -> None:
-        """Records that a pass has filled the rows of chunks, and tells the drafters.
-
-        Args:
-            chunks: Chunks of the pass.
-            features: (M, F, D) features of their tokens, or None without taps.
-            seconds: Duration of the whole pass.
-            num_decoding: Tokens of the pass that belong to decoding sequences.
-        """
+        """Records that a pass has filled the rows of chunks, and tells the drafters; features: (M, F, D), or None."""
         num_tokens = sum(len(chunk.tokens) for chunk in chunks) if chunks else 0
         self.budget.learn_seconds(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
         if not chunks:

@@ -46,13 +46,13 @@ class EngineCounts:
         self._accepted_at: list[int] = []  # by position from 0
 
     def begin(self, sequence: Sequence) -> None:
-        """Counter a sequence that begins to run."""
+        """Counts a sequence that begins to run."""
         self._counts["vllm:prompt_tokens"] += sequence.num_prompt
         self._counts["vllm:prefix_cache_queries"] += sequence.metrics.num_prefix_queries
         self._counts["vllm:prefix_cache_hits"] += sequence.metrics.num_cached_tokens
 
     def add(self, record: StepRecord) -> None:
-        """Counter an iteration."""
+        """Counts an iteration."""
         is_decoding = False
         for step in record.sequences:
             is_decoding |= not step.ends_prompt
@@ -66,11 +66,11 @@ class EngineCounts:
         self._counts["foretoken:target_passes"] += is_decoding
 
     def preempt(self) -> None:
-        """Counter a preempted sequence."""
+        """Counts a preempted sequence."""
         self._counts["vllm:num_preemptions"] += 1
 
     def end(self, sequence: Sequence) -> None:
-        """Counter a finished sequence."""
+        """Counts a finished sequence."""
         self._ended[sequence.finish_reason or ""] += 1
 
     def metrics(
@@ -101,10 +101,9 @@ LEAST_PREFIX = 8  # positions; a choice: a shorter prefix is read about as fast 
 
 
 class Held(NamedTuple):
-    """The text whose KV rows a slot holds.
+    """The text of the KV rows that a slot holds.
 
     Attributes:
-        slot: The slot.
         tokens: Tokens of the text; the first ones fill the rows.
         length: Number of filled rows; 0 if nobody may reuse them.
         salt: `cache_salt` of the text's request; only requests with the same salt reuse the rows.
@@ -124,12 +123,7 @@ class Taken(NamedTuple):
 
 
 class SlotPool:
-    """Free slots and the prefixes that they hold.
-
-    Attributes:
-        num_slots: Number of slots, free or in use.
-        keeps_prefixes: Whether free slots keep prefixes.
-    """
+    """Free slots and the prefixes that they hold, if `keeps_prefixes`."""
 
     def __init__(self, num_slots: int, *, keeps_prefixes: bool = True) -> None:
         self.num_slots, self.keeps_prefixes = num_slots, keeps_prefixes
@@ -159,14 +153,9 @@ class SlotPool:
         running: Iterable[Held],
         reusable: Callable[[int, int], int],
     ) -> Taken:
-        """Takes a free slot for a text and finds its longest prefix in any slot. At least one slot must be free.
+        """Takes a free slot for a text and finds its longest prefix, at most `most` tokens, in any slot.
 
-        Args:
-            tokens: Tokens of the text.
-            most: Longest useful prefix.
-            salt: `cache_salt` of the request.
-            running: Contents of the slots in use.
-            reusable: See `Drafting.reusable`.
+        At least one slot must be free. `running` are the texts of the slots in use.
         """
         prefix, num_lost = self.longest_prefix(tokens, most=most, salt=salt, running=running, reusable=reusable)
         free = self.free
@@ -214,11 +203,7 @@ class SlotPool:
 
 
 class Scheduler:
-    """Waiting and running sequences.
-
-    Attributes:
-        running: Sequences with a slot, in the order in which they joined.
-    """
+    """Waiting and running sequences; `running`: sequences with a slot, in the order in which they joined."""
 
     def __init__(
         self, target: Runner, drafting: Drafting, history: HistoryTable, slots: SlotPool, counts: EngineCounts
@@ -328,11 +313,9 @@ class Scheduler:
             self._preempt([s for s in self.running if s.client == client][-1])
 
     def _fits(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether the cache has rows for the next pass over these sequences alone."""
         return self._target.cache.fits([self._rows_of(s) for s in sequences])
 
     def _rows_of(self, sequence: Sequence) -> int:
-        """Returns the number of rows that the next pass over a sequence may fill once the prompt is read."""
         return min(len(sequence.tokens) - 1 + self._target.max_nodes, self._target.cache.capacity)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -351,7 +334,6 @@ class Scheduler:
         self._target.cache.trim(sequence.slot, num_kept)
 
     def _is_being_read(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is reading a longer prefix of this prompt than any slot holds."""
         if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:
             return False
         most, salt = len(sequence.tokens) - 1, sequence.cache_salt
@@ -379,7 +361,6 @@ class Scheduler:
         sequence.has_begun = True
 
     def _taken_slot(self, sequence: Sequence) -> Taken:
-        """Takes a slot and its rows for a sequence; finds the cached prefix to reuse."""
         cache, prefix = self._target.cache, None
         if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # scores need the logits of all positions
             slot = self._slots.take_oldest()
@@ -414,7 +395,6 @@ class Scheduler:
         return True
 
     def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
-        """Starts the sequence in the cache, the history and the drafters."""
         slot, params = sequence.slot, sequence.params
         if slot is None:
             raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences begin")

@@ -31,14 +31,7 @@ NOT_FOLLOWED = "the grammar cannot be followed any further"
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities at one output token.
-
-    Attributes:
-        token: The output token.
-        logprob: Its log-probability.
-        rank: Its rank in the vocabulary, from 1.
-        top: The most probable tokens with their log-probabilities, best first.
-    """
+    """Log-probabilities at one output token, its rank from 1, and the most probable tokens, best first."""
 
     token: int
     logprob: float
@@ -50,20 +43,14 @@ class Sequence:
     """State of one completion.
 
     Attributes:
-        request_id: Id of the request.
         index: Index among the request's n completions.
         sampling: Parameters resolved against the tokenizer.
-        params: Those of the request, from `sampling`.
+        params: Parameters of the request, from `sampling`.
         is_seeded: Whether the request gave a seed.
         tokens: Prompt and output; the last token is the root.
-        num_prompt: Prompt length.
         num_cached: Filled KV rows of the target, a reused prefix included; `len(tokens) - 1` after prefill.
         slot: Cache slot while running, else None.
         has_begun: Whether the sequence ever had a slot.
-        finish_reason: Set when the sequence is over.
-        stop_reason: The token id or string that ended the sequence, else None.
-        error: Why the sequence failed, else None.
-        metrics: Times and counts of the sequence.
         accepted_from: For each output token the names of the drafters that proposed it; empty for the target's own.
         scores: Log-probabilities of output tokens, if requested.
         prompt_scores: Log-probabilities of the cached prompt tokens after the first, if requested.
@@ -239,7 +226,6 @@ class Sequence:
         )
 
     def _parts(self, begin: int, text: str) -> list[TextPart]:
-        """Splits a piece of the text, which starts at character `begin`, by the tokens that gave it."""
         if self._detokenizer is None or not text:
             return []
         ends, parts, at = self._detokenizer.ends, [], 0
@@ -252,7 +238,6 @@ class Sequence:
         return parts
 
     def _logprobs(self, scores: TokenScores) -> dict[int, Logprob]:
-        """Returns log-probabilities of one position: the token itself, then the most probable tokens."""
         ranked = {token: (value, rank) for rank, (token, value) in enumerate(scores.top.items(), start=1)}
         tokens = {scores.token: (scores.logprob, scores.rank)} | {
             token: entry for token, entry in ranked.items() if token != scores.token
@@ -266,7 +251,6 @@ class Sequence:
         return None if self._codec is None else self._codec.alone(token, skip_special_tokens=False)
 
     def _check_stop(self, token: int) -> None:
-        """Ends the sequence if the last appended token is a stop token, or ends a stop string or the grammar."""
         is_stop_id = token in self._stop_ids
         is_hidden = is_stop_id and not self.params.include_stop_str_in_output
         new_text = ""
@@ -298,7 +282,6 @@ class Sequence:
             self._unread = []
 
     def _cut_at_stop_string(self, num_new: int) -> bool:
-        """Ends the sequence if a stop string ends in the last `num_new` characters of its text."""
         found = self._stops.find(self.text, num_new)
         if found is None or self._detokenizer is None:
             return False
@@ -358,11 +341,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 class MemoryPressure:
-    """Counts passes that ran out of memory. After three within a minute, drafting is off for a minute.
-
-    Attributes:
-        num_failures: Passes that ran out of memory so far.
-    """
+    """Counts passes that ran out of memory; after three within a minute, drafting is off for a minute."""
 
     def __init__(self, device: torch.device, *, now: Callable[[], float] = time.monotonic) -> None:
         """Starts without failures; `device` is the target's, `now` a monotonic clock in seconds."""
@@ -393,12 +372,7 @@ class MemoryPressure:
 
 
 class SamplingState:
-    """Tensors of the sequences in slots, kept from one iteration to the next.
-
-    Attributes:
-        table: Tokens of each slot's sequence that processors read.
-        has_grammars: Whether a sequence of the last `batch` has a grammar.
-    """
+    """Tensors of the sequences in slots, kept between iterations: a `table` of tokens that processors read."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.table = HistoryTable(num_slots, vocab_size, device)

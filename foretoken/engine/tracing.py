@@ -38,13 +38,11 @@ def traced(
     credit: Callable[[int], Sequence[str]],
     impossible_ids: Tensor | None,
 ) -> list[TreeTrace]:
-    """Returns the traces of B trees; one transfer to the host.
+    """Returns the traces of B trees as verified, probes included; one transfer to the host.
 
     Args:
-        scores: Scores of the trees as verified, probes included.
         rules: B names, see `AcceptancePolicy.rule_for`.
         root_positions: (B,) int64.
-        outcomes: B decisions of acceptance.
         credit: Returns the names of the drafters in a bit set of `TokenTree.source`.
         impossible_ids: (U,) int64 token ids that are never generated, if the logits do not exclude them; else None.
     """
@@ -108,9 +106,8 @@ def _draft_probs(tree: TokenTree, nothing: Tensor) -> Tensor:
 def _answers(scores: NodeScores, rules: Sequence[str], root_positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the target's answer at every node; visits one node a sequence at a time, to bound memory by (B, V).
 
-    Returns:
-        (B, N) float32 probabilities of the nodes' tokens under their parents, NaN at roots; (B, N) int64 the target's
-        own tokens; (B, N) float32 their probabilities.
+    Answers are (B, N) float32 probabilities of the nodes' tokens under their parents (NaN at roots), (B, N) int64
+    tokens of the target, and (B, N) float32 probabilities of the target's tokens.
     """
     tree, batch, device = scores.tree, scores.batch, scores.logits.device
     # Acceptance used tokens drawn for all nodes at once; drawing them again could round differently.

@@ -38,8 +38,6 @@ class Outcome(NamedTuple):
     """Decision of acceptance for one sequence, on the host.
 
     Attributes:
-        path: Accepted nodes in order.
-        tokens: Accepted tokens and the correction or bonus token.
         num_valid: Number of leading tokens with finite target logits that the request's parameters allow.
         num_drafted: Drafted nodes of the tree that could be accepted.
         tree_depth: Greatest depth of these nodes.
@@ -131,14 +129,7 @@ def _facts_of_drafts(tree: TokenTree) -> HostFacts | None:
 
 
 class _Drafted(NamedTuple):
-    """Nodes of one tree that could be accepted.
-
-    Attributes:
-        sources: `TokenTree.source` of all nodes; None if one drafter proposed the tree.
-        num_drafted: See `Outcome`.
-        tree_depth: See `Outcome`.
-        drafted: See `Outcome`.
-    """
+    """Nodes of one tree that could be accepted; fields as in `TokenTree` and `Outcome`."""
 
     sources: list[int] | None
     num_drafted: int
@@ -163,13 +154,9 @@ def _drafted_of_rows(tree: TokenTree) -> list[_Drafted]:
 
 
 def greatest_on_host(logits: Tensor) -> list[int]:
-    """Returns the token with the greatest logit of each row of a CPU tensor, the lowest among equals.
+    """Returns R tokens with the greatest logit of (R, V) float32 on a CPU, the lowest among equals.
 
-    Args:
-        logits: (R, V) float32.
-
-    Returns:
-        R tokens, -1 if the greatest logit is not finite.
+    A token is -1 if the greatest logit is not finite.
     """
     rows = logits.numpy()  # NumPy's argmax is vectorised along a row, torch's is not
     best = rows.argmax(1)
@@ -179,13 +166,7 @@ def greatest_on_host(logits: Tensor) -> list[int]:
 
 
 def token_scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
-    """Returns log-probabilities at output tokens; one transfer to the host.
-
-    Args:
-        logits: (K, V) float32, the rows that decided the tokens.
-        tokens: K tokens.
-        count: Number of most probable tokens to return.
-    """
+    """Returns log-probabilities at K tokens, by (K, V) logits, and of the `count` best; one transfer to the host."""
     log_probs = logits.log_softmax(1)
     top = log_probs.topk(min(count, logits.shape[1]), dim=1)
     chosen = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1))
@@ -208,13 +189,8 @@ def newly_committed(
 ) -> Committed:
     """Returns what drafters learn: root and accepted path of every sequence, with their features.
 
-    Args:
-        roots: Root token of each of B sequences.
-        trees: The part of the pass with the trees.
-        tree: The verified tree.
-        outcomes: The outcome of each sequence.
-        features: (M, F, D) tapped features of the tokens of `trees`, perhaps followed by others, or None.
-        top_ids: See `foretoken.drafters.base.Verified`.
+    `trees` is the part of the pass with the trees. `features`, (M, F, D) or None, are of its tokens, perhaps followed
+    by others.
     """
     starts = trees.offsets[:-1]
     paths: list[list[int]] = []
@@ -248,17 +224,7 @@ def sequence_step(
     *,
     ends_prompt: bool = False,
 ) -> SequenceStep:
-    """Returns the record of one sequence's iteration.
-
-    Args:
-        drafting: Knows the drafters' names.
-        sequence: The sequence.
-        outcome: The decision of acceptance.
-        generated: Tokens added to its output.
-        num_proposed: See `SequenceStep`.
-        trace: The trace with the whole accepted path; cut if the sequence ended earlier.
-        ends_prompt: See `SequenceStep`.
-    """
+    """Returns the record of one sequence's iteration; cuts the trace if the sequence ended inside the path."""
     accepted = min(len(outcome.path), len(generated))
     if trace is not None and len(generated) <= len(outcome.path):
         trace = replace(trace, path=outcome.path[:accepted], next_token=None)
@@ -294,8 +260,8 @@ class Verification(NamedTuple):
     """The work of one iteration for the target: B trees, and chunks of prompts.
 
     Attributes:
-        sequences: B; decoding sequences, then sequences whose prompts end in this pass.
-        tree: Their trees, probes included; the root alone where a prompt ends.
+        sequences: B; decoding sequences, then sequences with prompts that end in this pass.
+        tree: The trees of the sequences, probes included; the root alone where a prompt ends.
         offsets: B + 1; node i of tree b has row `offsets[b] + i` of the logits.
         trees: The part of the pass with the trees of decoding sequences; None without any.
         num_decoding: Tokens of that part.
@@ -311,16 +277,7 @@ class Verification(NamedTuple):
 
 
 class VerifiedBatch(NamedTuple):
-    """One iteration of some sequences after acceptance and before commit.
-
-    Attributes:
-        asked: The work of the target.
-        draft: The trees of decoding sequences.
-        output: Output of the whole pass.
-        outcomes: Decision of acceptance for each sequence.
-        lossy_tv: See `StepRecord`.
-        traces: See `SequenceStep`; one for each sequence.
-    """
+    """One iteration of some sequences after acceptance and before commit, with a trace of each sequence."""
 
     asked: Verification
     draft: Draft
@@ -367,18 +324,10 @@ def verification(
 def token_choice(
     sequences: Seq[Sequence], offsets: Seq[int], impossible_ids: Tensor | None, device: torch.device
 ) -> TokenChoice | None:
-    """Tells a decoder how to choose tokens of requests that use temperature alone.
+    """Tells a decoder how to choose tokens of requests that use temperature alone; None if greatest logits are enough.
 
-    For other requests the decoder's choice is ignored.
-
-    Args:
-        sequences: One for each tree.
-        offsets: B + 1, first row of logits of each tree.
-        impossible_ids: (U,) int64, token ids that are never generated; None for none.
-        device: The decoder's device.
-
-    Returns:
-        None if the greatest logits are enough.
+    For other requests the decoder's choice is ignored. `offsets` are B + 1, the first row of logits of each tree.
+    `impossible_ids`, (U,) int64 or None, are never generated.
     """
     params = [s.params for s in sequences]
     scales = [0.0 if p.is_greedy or not p.is_plain else 1 / p.temperature for p in params]

@@ -36,10 +36,6 @@ class RequestStream:
     One reader at a time may use it, in any event loop. Leaving `async for`, cancelling the reader, or dropping the
     stream aborts the request. Chunks are made as they are read: tokens that come while a chunk is unread go into the
     next chunk, so a slow reader costs neither memory nor time.
-
-    Attributes:
-        request_id: Name of the request.
-        prompt_token_ids: Token ids of the prompt.
     """
 
     def __init__(self, engine: object, served: QueuedRequest, abort: Callable[[], None]) -> None:
@@ -77,7 +73,7 @@ class RequestStream:
     async def outputs(self) -> AsyncIterator[RequestOutput]:
         """Yields results on the way, each with all completions, in the form of `SamplingParams.output_kind`.
 
-        A result covers all tokens since the reader took the last one. Raises as `async for` over the stream does.
+        A result covers all tokens since the reader took the result before. Raises as `async for` over the stream does.
         """
         box, prompt_logprobs, sequences = self._served, None, self._served.request.sequences
         kind = sequences[0].params.output_kind
@@ -120,10 +116,7 @@ class RequestStream:
 
 
 class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
-    """A request: `await` gives the whole result, `async for` the results on the way.
-
-    The first `await` or `async for` submits it.
-    """
+    """A request, submitted at the first use: `await` gives the whole result, `async for` results on the way."""
 
     def __init__(self, submit: Callable[[], RequestStream]) -> None:
         self._submit = submit
@@ -155,8 +148,6 @@ class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
 
 
 class _Growing:
-    """Collects the chunks of one completion."""
-
     def __init__(self, index: int) -> None:
         self._index = index
         self._new: list[StreamChunk] = []
@@ -200,9 +191,6 @@ class AsyncLLM(BuiltPerProcess):
         async for chunk in engine.submit("def main():", SamplingParams(max_tokens=32)):
             print(chunk.text, end="")
     ```
-
-    Attributes:
-        llm: The `LLM`.
     """
 
     def __init__(self, llm: LLM, *, max_waiting_requests: int = 256, max_waiting_tokens: int | None = None) -> None:
@@ -300,9 +288,6 @@ class AsyncLLM(BuiltPerProcess):
         leaving the loop, aborts the request.
 
         Args:
-            prompt: As `submit` takes it.
-            sampling_params: As `submit` takes them. `output_kind` chooses the form of results on the way.
-            request_id: As `submit` takes it.
             others: Other arguments of vLLM, at neutral values.
         """
         check_other_keywords("generate", others, ("prompt", "sampling_params", "request_id"))

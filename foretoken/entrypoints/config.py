@@ -102,7 +102,6 @@ def _between_drafters(text: str, target: str | None) -> list[str]:
 
 
 def _from_words(text: str, target: str | None, reads_files: bool) -> Setup:
-    """Parses `DRAFTER:TREE:KEY=VALUE`."""
     drafter = _drafter_of(text)
     tree, *pairs = _BEFORE_KEY.split(text[len(drafter) :])
     tree = tree.removeprefix(":")
@@ -130,7 +129,6 @@ def _drafter_of(text: str) -> str:
 
 
 def _value(text: str, reads_files: bool) -> Any:
-    """Parses a value: the JSON in `@FILE`, else JSON, else text."""
     is_file = text.startswith("@")
     try:
         return json.loads(_read(text, reads_files) if is_file else text)
@@ -163,7 +161,6 @@ def _name(config: Mapping[str, Any]) -> str:
 
 
 def _names(drafters: Any) -> str:
-    """Returns the names of several drafters; `parse_speculative_config` reports errors in them."""
     each = drafters if isinstance(drafters, list) else []
     names = [one if isinstance(one, str) else _name(one) if isinstance(one, dict) else "?" for one in each]
     return "+".join(names) or "drafters"
@@ -266,7 +263,6 @@ def check_setup(setup: Setup, *, target: str) -> None:
 
 
 def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the configurations of several drafters; a method's name alone is a configuration too."""
     drafters = config["drafters"]
     is_list = isinstance(drafters, list | tuple) and all(isinstance(one, Mapping | str) for one in drafters)
     if not is_list or not 0 < len(drafters) <= _MOST_DRAFTERS:
@@ -289,7 +285,6 @@ def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
-    """Returns the options of one drafter, with the weights beside the target if no model is named."""
     own = {
         key: value
         for key, value in {**config, "method": _method(config)}.items()
@@ -327,7 +322,6 @@ def _mapping(config: Any) -> Mapping[str, Any]:
 
 
 def _method(config: Mapping[str, Any]) -> Any:
-    """Returns the method: the key `method`, else the one that the files or the other keys imply."""
     if config.get("method") is not None:
         return config["method"]
     model = config.get("model")

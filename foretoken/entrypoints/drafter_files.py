@@ -140,15 +140,9 @@ def check_is_no_model(place: str | Path) -> None:
 
 
 def check_model_of(method: str, model: str | None, target: str | None) -> None:
-    """Checks that a drafter's weights exist and fit its method.
+    """Checks that a drafter's weights exist and fit its method; raises `ConfigError` otherwise.
 
-    Args:
-        method: The drafter's method.
-        model: The directory or file of its weights; None if none were named or found beside the target.
-        target: The target's directory; None for a target in memory.
-
-    Raises:
-        ConfigError: When the weights are missing, or belong to a model or a head of another method.
+    `model` is None if no weights were named or found beside the target, `target` is None for a target in memory.
     """
     from foretoken.heads import head_methods
 
@@ -182,16 +176,10 @@ _MISSING = object()
 
 
 def make_drafter(create: Callable[[], Any], *, maker: str, is_trusted: bool, device: torch.device) -> Drafter:
-    """Makes a drafter and checks that it has all parts of `Drafter`.
+    """Makes a drafter and checks that it has all parts of `Drafter`; `maker` names `create` in messages.
 
-    Args:
-        create: Makes the drafter.
-        maker: Names `create` in messages.
-        is_trusted: Whether the drafter gets the engine's own values and is not checked later, see `UntrustedDrafter`.
-        device: Device of the trees.
-
-    Raises:
-        ConfigError: When `create` raises another error than `ForetokenError`, or its result is no drafter.
+    A trusted drafter gets the engine's own values and is not checked later, see `UntrustedDrafter`. Raises
+    `ConfigError` when `create` raises another error than `ForetokenError`, or its result is no drafter.
     """
     if is_trusted:
         drafter: Drafter = create()
@@ -221,7 +209,6 @@ def attach_drafter(drafter: Drafter, target: TargetHandle) -> None:
 
 
 def _explained(what: str, expected: str) -> AbstractContextManager[None]:
-    """Turns an error of a caller's code into a `ConfigError`; errors of the package pass."""
     return foreign_errors_as(
         ConfigError,
         lambda err: f"{what} raised {described(err)}. Expected it to {expected}.",
@@ -230,7 +217,6 @@ def _explained(what: str, expected: str) -> AbstractContextManager[None]:
 
 
 def _checked(drafter: object, parts: dict[str, Any], maker: str) -> tuple[str, TargetReads, list[int]]:
-    """Returns name, reads and sizes of a drafter; raises `ConfigError` if a part is missing or of a wrong type."""
     missing = [name for name in _ATTRIBUTES if parts[name] is _MISSING]
     if missing:
         raise ConfigError(

@@ -242,7 +242,7 @@ class LLM(BuiltPerProcess):
         *,
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Generator[StreamChunk]:
-        """Yields chunks of text as they become certain. Arguments and errors as in `generate`.
+        """Yields chunks of text as they become certain; arguments and errors as in `generate`.
 
         Closing the iterator ends its requests. Any thread may make other calls while it is open.
         """
@@ -278,13 +278,10 @@ class LLM(BuiltPerProcess):
             return self._requests.chats(messages, chat_format(form))
 
     def reset_prefix_cache(self) -> bool:
-        """Drops all cached KV rows. Call it after writes to weights through `.data`.
+        """Drops all cached KV rows; returns whether the model can run on the weights.
 
-        Other writes to the weights of a model in memory are noticed. Running requests are read again and go on with the
-        present weights.
-
-        Returns:
-            Whether the model can run on the weights. If not, running requests have ended with an error.
+        Call it after writes to weights through `.data`; other writes to a model in memory are noticed. Running requests
+        are read again and go on with the present weights. If the result is False, they have ended with an error.
         """
         with self.shared.turn():
             count_writes(self.target.model.module)
@@ -295,10 +292,7 @@ class LLM(BuiltPerProcess):
         return self._requests.default_params()
 
     def get_metrics(self) -> list[Metric]:
-        """Returns counts over all calls so far: `Counter`, `Gauge` and `Vector` of `foretoken.core.results`.
-
-        Names are vLLM's ("vllm:spec_decode_num_accepted_tokens") where it has one.
-        """
+        """Returns counts over all calls so far, under vLLM's names ("vllm:spec_decode_num_accepted_tokens") or ours."""
         with self.shared.turn():
             return self._engine.metrics()
 
@@ -309,18 +303,14 @@ class LLM(BuiltPerProcess):
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Returns the token ids of a text.
 
-        Args:
-            text: The text.
-            add_special_tokens: Whether to add the special tokens that the tokenizer adds to a prompt.
-            most_tokens: Refuses text before encoding, if its bytes need more tokens for certain; None for no limit.
-
-        Raises:
-            RequestError: When it is not text or too long, or the model has no tokenizer.
+        With `add_special_tokens` they include those that the tokenizer adds to a prompt. Text with bytes that need more
+        than `most_tokens` tokens for certain is refused before encoding. Raises `RequestError` when it is not text or
+        too long, or the model has no tokenizer.
         """
         return self._requests.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
 
     def decode(self, token_ids: Seq[int]) -> str:
-        """Returns the text of token ids, special tokens included; raises `RequestError` if they have none."""
+        """Returns the text of token ids, special tokens included; raises `RequestError` for ids without a token."""
         return self._requests.decode(token_ids)
 
     def _read(self, prompts: Any, sampling_params: Any, params: Any) -> list[Request]:
@@ -348,10 +338,7 @@ class LLM(BuiltPerProcess):
 
 
 class _DrafterSetup(NamedTuple):
-    """Drafters that are not attached yet, with their options and the acceptance rule.
-
-    `for_predictions` is the drafter for requests with predictions; empty if `drafters` already reads predictions.
-    """
+    """Drafters that are not attached yet; `for_predictions` is empty if `drafters` already reads predictions."""
 
     drafters: list[Drafter]
     options: Seq[DrafterOptions]
@@ -362,7 +349,6 @@ class _DrafterSetup(NamedTuple):
 def _drafter_setup(
     make: Callable[[], Drafter] | None, config: SpeculativeConfig, *, target: LoadedModel, is_trusted: bool
 ) -> _DrafterSetup:
-    """Makes the requested drafters: the caller's if `make` is given, else those of `config`."""
     predicting = [create_drafter(config.for_predictions, target)] if config.for_predictions else []
     if make is not None:
         maker = "the drafter function"
@@ -379,7 +365,6 @@ def _drafter_setup(
 
 
 def _make_runner(loaded: LoadedModel, setup: _DrafterSetup, max_model_len: int | None, **options: Any) -> Runner:
-    """Makes the runner with a KV cache; raises `ConfigError` if `max_model_len` tokens do not fit into memory."""
     drafters = [*setup.drafters, *setup.for_predictions]
     target = Runner(
         loaded,
@@ -399,7 +384,6 @@ def _make_runner(loaded: LoadedModel, setup: _DrafterSetup, max_model_len: int |
 
 
 def _attach_drafters(setup: _DrafterSetup, config: SpeculativeConfig, target: Runner, handle: TargetHandle) -> Drafting:
-    """Attaches the drafters and chooses their controllers."""
     drafters = [*setup.drafters, *setup.for_predictions]
     target.cache.reserve(0, target.cache.capacity)  # drafters may run the target while they are attached and timed
     for each in drafters:
@@ -432,10 +416,7 @@ _NOT_TYPED = {"drafter", "on_step", "trace"}  # functions, and `trace`, which ne
 
 
 class EngineArgs:
-    """Arguments of `LLM`, for `LLM.from_engine_args(args)` or `LLM(**vars(args))`. `LLM` checks the values.
-
-    An argument that was not given reads as its default.
-    """
+    """Arguments of `LLM`, for `LLM.from_engine_args(args)` or `LLM(**vars(args))`; a missing one has its default."""
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
         """Takes the arguments of `LLM`; raises `ConfigError` for a name that neither `LLM` nor vLLM has."""
@@ -480,5 +461,4 @@ class AsyncEngineArgs(EngineArgs):
 
 
 def _type(name: str) -> str:
-    """Returns the annotation of an argument; empty for an argument that only vLLM has."""
     return str(_PARAMETERS[name].annotation) if name in _PARAMETERS else ""

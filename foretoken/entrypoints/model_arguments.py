@@ -75,9 +75,8 @@ def check_context_len(max_model_len: int | None, target: LoadedModel) -> None:
 def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> LoadedModel:
     """Returns the target; loads it if needed. Arguments as in `LLM`.
 
-    Raises:
-        ConfigError: When an argument has another form.
-        ModelError: When the model cannot be loaded, or is in memory with another dtype or device.
+    Raises `ConfigError` for arguments of another form, `ModelError` if the model cannot be loaded, or is in memory with
+    another dtype or device.
     """
     kind, place = _dtype_name(dtype), _device_name(device)
     _check_revision("revision", revision, "model", model)
@@ -123,11 +122,8 @@ def directory_of(model: Any) -> str | None:
 def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_revision: Any = None) -> Any:
     """Returns the tokenizer: the given one, or loaded by path, else the model's own (None for a model in memory).
 
-    Without `tokenizer_revision` the model's own tokenizer has the revision of the model.
-
-    Raises:
-        ConfigError: When an argument has another form.
-        ModelError: When the tokenizer cannot be loaded.
+    Without `tokenizer_revision` the model's own tokenizer has the revision of the model. Raises `ConfigError` for
+    arguments of another form, `ModelError` when the tokenizer cannot be loaded.
     """
     name = model if given is None else given
     _check_revision("tokenizer_revision", tokenizer_revision, "tokenizer", name)
@@ -143,9 +139,8 @@ def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_rev
 def sampling_defaults(target: LoadedModel, generation_config: Any, override: Any) -> dict[str, Any]:
     """Returns the model's defaults for `SamplingParams`, by field; arguments as in `LLM`.
 
-    Raises:
-        ConfigError: When an argument has another form, or a value does not fit.
-        ModelError: When the configuration cannot be read.
+    Raises `ConfigError` for arguments that have another form or do not fit, `ModelError` if the configuration cannot be
+    read.
     """
     if not isinstance(generation_config, str | os.PathLike):
         raise ConfigError(f"generation_config is {shown(generation_config)}. Expected 'auto', 'vllm', or a directory.")
@@ -198,7 +193,6 @@ def checked_path(what: str, path: str | os.PathLike[Any]) -> str:
 
 
 def _check_revision(what: str, revision: Any, owner: str, name: Any) -> None:
-    """Raises `ConfigError` for a revision that is not text, or that comes with an `owner` in memory."""
     if revision is None:
         return
     check_text(what, revision, error=ConfigError)

@@ -86,11 +86,10 @@ class Request:
 class QueuedRequest:
     """A request, with the results that its readers have not taken yet.
 
-    The engine's thread fills it, readers in any event loop empty it. They share deques, whose operations are atomic:
+    The engine's thread fills it, readers in any event loop empty it. Operations on the shared deques are atomic:
     neither side takes a lock or waits for the other.
 
     Attributes:
-        request: The request.
         chunks: Unread chunks.
         output: The whole result, once the request is over.
         error: The reason if there will be no result.
@@ -153,10 +152,7 @@ class QueuedRequest:
         self.chunks.extend(chunks)
 
     def wake(self, *, is_forked: bool = False) -> None:
-        """Wakes all readers, in any event loop.
-
-        In a forked child readers are woken directly: its event loops share wake-up channels with the parent.
-        """
+        """Wakes all readers; in a forked child directly: its event loops share wake-up channels with the parent."""
         while self._readers:
             reader = self._readers.popleft()
             with suppress(RuntimeError):  # the loop is closed: the reader is gone
@@ -205,16 +201,15 @@ class RequestReader:
         return self._codec.encode(text, "the text", add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Any) -> str:
-        """Returns the text of token ids, special tokens included; raises `RequestError` if they have none."""
+        """Returns the text of token ids, special tokens included; raises `RequestError` for ids without a token."""
         if self._codec is None:
             raise RequestError("the model has no tokenizer to decode token ids.")
         return self._codec.decode(checked_token_ids(token_ids, self._target.vocab_size, "the token ids"))
 
     def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """Returns checked requests; `prompts` as `split_prompts` takes them, parameters for all or for each.
+        """Returns a checked request for each prompt; `sampling_params` are one for all prompts, or one for each.
 
-        Raises:
-            RequestError: When a prompt cannot be served, or the numbers of parameters and prompts differ.
+        Raises `RequestError` when a prompt cannot be served, or the numbers of parameters and prompts differ.
         """
         items = split_prompts(prompts)
         each = self._params_for_each(sampling_params, len(items))
@@ -234,7 +229,6 @@ class RequestReader:
         return str(next(self._ids))
 
     def _checked_prompt(self, index: int, prompt: Any) -> ReadPrompt:
-        """Returns a prompt that leaves room for at least one output token."""
         read, limit = self._prompts.read_prompt(prompt), self._target.context_len
         if len(read.token_ids) >= limit:
             raise RequestError(
@@ -244,7 +238,6 @@ class RequestReader:
         return read
 
     def _request(self, prompt: ReadPrompt, params: SamplingParams, request_id: str) -> Request:
-        """Returns the request with the n sequences of one prompt."""
         vocab_size, limit = self._target.vocab_size, self._target.context_len
         if params.stop_strings and self._codec is None:
             raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
@@ -304,7 +297,6 @@ class RequestReader:
         return SamplingParams(**self._defaults)
 
     def _params_for_each(self, given: Any, count: int) -> list[SamplingParams]:
-        """Returns copies of the sampling parameters, one for each of `count` prompts."""
         if given is None or isinstance(given, SamplingParams):
             return [self.default_params() if given is None else given.clone()] * count
         if not isinstance(given, Seq) or isinstance(given, str | bytes):
@@ -318,5 +310,4 @@ class RequestReader:
 
 
 def _spellings(word: str) -> list[str]:
-    """Returns a word without and with a space before it; white space alone stays as it is."""
     return [word] if word.isspace() else [word.lstrip(), f" {word.lstrip()}"]

@@ -53,11 +53,7 @@ _threads: weakref.WeakSet[ServingThread] = weakref.WeakSet()
 
 
 class FairLock:
-    """A lock for the thread that has waited longest, as a context manager.
-
-    A `threading.Lock` usually goes back to the thread that just released it. A thread that steps the engine in a loop
-    would then keep other threads from adding their requests.
-    """
+    """A lock for the thread that has waited longest: `threading.Lock` usually goes back to the last holder."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -108,7 +104,6 @@ class FairLock:
             return True
 
     def _skip_abandoned(self) -> None:
-        """Skips tickets of threads that stopped waiting, and wakes the others."""
         while self._serving in self._abandoned:
             self._abandoned.remove(self._serving)
             self._serving += 1
@@ -116,12 +111,7 @@ class FairLock:
 
 
 class SharedEngine:
-    """An engine that threads use in turn.
-
-    Attributes:
-        engine: The engine; use it within a `turn`.
-        requests: Reads requests; any thread may use it at any time.
-    """
+    """An engine that threads use in turn: `engine` may be used only within a `turn`, `requests` at any time."""
 
     def __init__(self, engine: Engine, requests: RequestReader) -> None:
         self.engine, self.requests = engine, requests
@@ -176,9 +166,9 @@ class SharedEngine:
             self.abort(sequences)
 
     def abort(self, sequences: list[Sequence], *, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Aborts unfinished sequences: at once, or at the next turn if another thread is at work.
+        """Aborts unfinished sequences, without waiting: at once, or at the next turn if another thread is at work.
 
-        Never waits, because the garbage collector may close a stream at any point of any thread.
+        The garbage collector may close a stream at any point of any thread.
         """
         if is_exiting():  # modules may be gone; the default argument is bound early for that reason
             return
@@ -235,10 +225,7 @@ class RequestQueue:
     """
 
     def __init__(self, max_requests: int, max_tokens: int | None, num_free_slots: Callable[[], int]) -> None:
-        """Makes an empty queue; caps on waiting requests, and on their prompt tokens; None for no cap.
-
-        `num_free_slots` returns the number of completions that can begin now.
-        """
+        """Makes an empty queue with caps on waiting requests and prompt tokens; `num_free_slots` counts completions."""
         self.running: dict[str, QueuedRequest] = {}
         self.throughput = Throughput()
         self._waiting: dict[str, QueuedRequest] = {}
@@ -266,11 +253,9 @@ class RequestQueue:
             self._check_room(0)
 
     def add(self, request: Request, hand_over: Callable[[QueuedRequest], None]) -> QueuedRequest:
-        """Adds a request, and passes it to `hand_over`, which may refuse by raising.
+        """Adds a request; raises `RequestError` if its id is in use, `QueueFull` if it cannot wait.
 
-        Raises:
-            RequestError: When another live request has the same id.
-            QueueFull: When the request cannot wait.
+        `hand_over` gets the request, and may refuse it by raising.
         """
         with self._lock:
             if self.get(request.request_id) is not None:
@@ -308,7 +293,6 @@ class RequestQueue:
         return requests
 
     def _check_room(self, num_prompt: int) -> None:
-        """Raises `QueueFull` if a prompt of `num_prompt` tokens can neither begin nor wait."""
         free, queued = self._num_free_slots(), list[QueuedRequest]()
         for served in self._waiting.values():
             if served.request.has_begun:
@@ -338,18 +322,12 @@ class RequestQueue:
 
 
 class _Order(Enum):
-    """Orders to the thread besides new requests."""
-
     ABORT = "move aborted requests out of the queue"
     CLOSE = "end all requests, and yourself"
 
 
 class ServingThread:
-    """A thread that serves the requests of a queue on an engine, until it is closed or fails.
-
-    Attributes:
-        stopped: Why requests are not served any more, or None.
-    """
+    """A thread that serves the requests of a queue until it is closed or fails; `stopped` says why, or is None."""
 
     def __init__(self, shared: SharedEngine, queue: RequestQueue) -> None:
         self.stopped: str | None = None
@@ -405,7 +383,6 @@ class ServingThread:
             self._stop(_FAILED.format(error=described(err)), error=_BROKEN_OFF.format(error=described(err)))
 
     def _serve_once(self) -> bool:
-        """Takes requests in, runs an iteration if there is work, hands out results; returns whether to go on."""
         orders = self._orders()
         if _Order.CLOSE in orders:
             return False
@@ -442,7 +419,6 @@ class ServingThread:
             return orders
 
     def _hand_out(self, requests: list[QueuedRequest]) -> None:
-        """Gives readers their new chunks, and removes requests that are over."""
         for served in requests:
             error = served.fill()
             if error is not None:

@@ -17,10 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class NeutralValues(NamedTuple):
-    """The neutral values of an argument, which change nothing, in words for docs/dropins.md; None is always neutral.
-
-    `has` decides whether a value other than None is neutral.
-    """
+    """The values of an argument that change nothing, in words for docs/dropins.md; None is always one of them."""
 
     words: str
     has: Callable[[Any], bool]
@@ -50,12 +47,10 @@ def is_one_of(value: Any, values: Iterable[Any]) -> bool:
 
 
 def _one_of(*values: Any) -> NeutralValues:
-    """Makes given values neutral."""
     return NeutralValues(", ".join(f"`{value!r}`" for value in (*values, None)), lambda value: is_one_of(value, values))
 
 
 def _any(words: str, *kinds: type) -> NeutralValues:
-    """Makes all values of some types neutral; a boolean is not a number."""
     return NeutralValues(
         words, lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     )
@@ -209,10 +204,7 @@ _SHORT = {
 
 
 def check_other_arguments(others: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises `ConfigError` for arguments of `LLM` that neither `LLM` nor vLLM has, and for values that are not neutral.
-
-    The error names the nearest of the `known` arguments, or an alternative.
-    """
+    """Raises `ConfigError` for arguments that neither `LLM` nor vLLM has (with the nearest), and unsupported values."""
     for name, value in others.items():
         if name not in OTHER_ARGUMENTS:
             raise ConfigError(f"LLM has no argument {shown(name)}. {nearest_name_hint(name, known)}")

@@ -44,7 +44,6 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
     """Yields the temporary name of a new empty file, which replaces `path` when the block ends without an error.
 
     Args:
-        path: The place, in a directory that exists.
         mode: Permissions; None for those of the replaced file, or of the umask for a new file.
         follows_links: Whether to write through a place that is a symbolic link; raises an error otherwise.
 
@@ -96,7 +95,6 @@ def new_directory(
     Missing parents are made at the end, and removed again if that fails.
 
     Args:
-        path: The place.
         existing: What to do with an existing directory. "refuse": an error, unless it is empty. "replace": it is
             removed with all its content. "merge": new files replace files of the same names; the others stay.
         last: Name of the file that is merged last.
@@ -142,7 +140,6 @@ def told_as(error: type[ForetokenError], what: str, advice: str) -> Iterator[Non
 
 
 def _check_place(place: Path, existing: str) -> None:
-    """Raises `OSError` if the content of a place must not be replaced."""
     if os.path.lexists(place) and not place.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
     if existing == "refuse" and place.exists() and any(place.iterdir()):
@@ -191,7 +188,6 @@ def _merge(new: Path, place: Path, old: Path, last: str) -> None:
 
 
 def _put_back(moves: dict[Path, Path], old: Path) -> None:
-    """Undoes renames; raises `NotPutBackError` if that fails."""
     try:
         for source, place in moves.items():
             source.rename(place)
@@ -206,7 +202,6 @@ def _remove_begun(path: Path) -> None:
 
 
 def _resolved(path: Path, *, follows_links: bool = True) -> Path:
-    """Returns the target of a path, which may not exist; raises `OSError` for loops of links, and for refused links."""
     if path.is_symlink() and not follows_links:
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     place = Path(os.path.realpath(path))
@@ -216,7 +211,6 @@ def _resolved(path: Path, *, follows_links: bool = True) -> Path:
 
 
 def _beside(place: Path, directory: Path) -> Path:
-    """Returns an unused hidden name for a file that will move to a place."""
     return directory / f".{place.name[:_LONGEST_NAME]}-{secrets.token_hex(4)}"
 
 
@@ -229,7 +223,6 @@ def _sync_tree(directory: Path) -> None:
 
 
 def _sync_names(directory: Path) -> None:
-    """Syncs a directory's names where the system can; the files are on disk already."""
     try:
         _sync(directory)
     except OSError as err:  # some systems open no directories, or sync files alone; it may also not be readable
@@ -246,12 +239,7 @@ def _sync(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OutputDirectory:
-    """A type of output directory.
-
-    Attributes:
-        what: Names its contents, such as "packed tokens".
-        holds_it: Whether a non-empty directory is of this type; `force` may replace only those.
-    """
+    """A type of output directory, such as "packed tokens"; `force` may replace only what `holds_it` recognises."""
 
     what: str
     holds_it: Callable[[Path], bool]
@@ -271,10 +259,9 @@ class OutputDirectory:
 
     @contextmanager
     def new(self, directory: Path, *, force: bool) -> Iterator[Path]:
-        """Yields a directory to write into, which moves to its place at the end; `force` replaces one of this type.
+        """Yields a directory that moves to its place at the end; `force` replaces one of this type.
 
-        Raises:
-            RequestError: When the place is taken or cannot be written to.
+        Raises `RequestError` when the place is taken or cannot be written to.
         """
         self.check(directory, force=force)
         with (
@@ -289,25 +276,13 @@ _MOST_BYTES = 512 * MIB  # largest journal that is read; a choice, far above the
 
 
 class JournalFile:
-    """A file of JSON lines with results.
-
-    Attributes:
-        conditions: Conditions of all lines.
-        date: Date when the file was begun, such as 2026-11-22.
-        lines: All results, the oldest first.
-    """
+    """A file of JSON lines with results, the oldest first, their conditions, and the `date` of its beginning."""
 
     def __init__(self, path: Path, conditions: Mapping[str, Any] | None = None, *, advice: str) -> None:
-        """Opens or begins the file.
+        """Opens or begins the file; makes missing parents, and ends messages with `advice`.
 
-        Args:
-            path: The file; missing parents are made.
-            conditions: JSON-ready; None for those of an existing file.
-            advice: A sentence at the end of messages.
-
-        Raises:
-            ConfigError: When the file has other conditions, is damaged before its last line, or cannot be read or
-                written.
+        `conditions` are JSON-ready; None for those of an existing file. Raises `ConfigError` when the file has other
+        conditions, is damaged before its last line, or cannot be read or written.
         """
         self._path, self._advice = path, advice
         # In JSON's types, for the comparison: JSON has no tuples.
@@ -335,7 +310,6 @@ class JournalFile:
         self.lines.append(json.loads(json.dumps(line)))
 
     def _check_conditions(self, ours: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` for the first condition that differs."""
         for name in dict.fromkeys([*ours, *self.conditions]):
             theirs, now = self.conditions.get(name), ours.get(name)
             if theirs != now:

@@ -30,9 +30,7 @@ _NONBLOCKING = getattr(os, "O_NONBLOCK", 0)  # Windows has neither the flag nor 
 def read_regular(path: Path, *, limit: int = MOST_JSON_BYTES, error: type[ForetokenError] = ModelError) -> bytes:
     """Returns the bytes of a regular file, or of a link to one, of at most `limit` bytes.
 
-    Raises:
-        ForetokenError: Of type `error`, when it is a device, a pipe, a socket or a directory, or too large.
-        OSError: When the system refuses.
+    Raises `error` for a device, pipe, socket or directory, and for a larger file; `OSError` when the system refuses.
     """
     check_regular(path, error=error)
     with os.fdopen(os.open(path, os.O_RDONLY | _NONBLOCKING | getattr(os, "O_BINARY", 0)), "rb") as file:
@@ -49,9 +47,7 @@ def check_regular(path: Path, *, error: type[ForetokenError] = ModelError) -> No
 def read_named(path: Path, *, limit: int = MOST_TEXT_BYTES, error: type[ForetokenError] = RequestError) -> bytes:
     """Returns the bytes of a file that a command line names, or of a pipe such as a shell's `<(command)`.
 
-    Raises:
-        ForetokenError: Of type `error`, when it is larger, or is a pipe without a writer.
-        OSError: When the system refuses.
+    Raises `error` for a larger file, and for a pipe without a writer; `OSError` when the system refuses.
     """
     if stat.S_ISFIFO(path.stat().st_mode):
         descriptor = os.open(path, os.O_RDONLY | _NONBLOCKING)
@@ -75,7 +71,6 @@ def read_stream(
 
 
 def _read_pipe(descriptor: int, where: str, limit: int, error: type[ForetokenError]) -> bytes:
-    """Reads all bytes of a pipe that was opened without waiting for a writer."""
     data, waits_until = bytearray(), time.monotonic() + _WRITER_WAIT_S
     has_writer = False
     while True:
@@ -100,7 +95,6 @@ def _read_pipe(descriptor: int, where: str, limit: int, error: type[ForetokenErr
 
 
 def _is_hung_up(descriptor: int) -> bool:
-    """Whether a pipe had a writer that has closed it."""
     poll = select.poll()
     poll.register(descriptor)
     return any(events & select.POLLHUP for _, events in poll.poll(0))
@@ -112,7 +106,6 @@ def _check_length(data: bytearray, where: str, limit: int, error: type[Foretoken
 
 
 def _kind(mode: int) -> str | None:
-    """Returns the kind of a file in words; None for a regular file."""
     if stat.S_ISREG(mode):
         return None
     if stat.S_ISDIR(mode):

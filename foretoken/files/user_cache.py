@@ -106,10 +106,7 @@ def say_nothing_is_kept(reason: str) -> None:
 
 
 def _check_directory(directory: Path, *, is_parent: bool) -> None:
-    """Raises `PermissionError` if another user can put files into a directory.
-
-    A parent with the sticky bit, such as /tmp, is safe: others cannot touch entries of this user.
-    """
+    """Refuses a directory that other users can write to; in a sticky parent, such as /tmp, entries are safe."""
     facts = directory.stat()
     if not stat.S_ISDIR(facts.st_mode):
         raise NotADirectoryError(f"'{directory}' is not a directory")
@@ -149,14 +146,7 @@ _LONGEST_AGE_S = 30 * 24 * 3600  # a choice: after a month drivers, clocks, text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEntries:
-    """A file of cached entries.
-
-    Attributes:
-        file: Name of the file in the cache directory.
-        mark: First key of the file, which shows that foretoken wrote it.
-        holder: Key of the entries.
-        what: Describes the entries in messages.
-    """
+    """A file of cached entries; the key `mark` shows that foretoken wrote it, `what` is for messages."""
 
     file: str
     mark: str
@@ -200,7 +190,6 @@ class KeptEntries:
             entries = {key: entries[key] for key in oldest_first[(len(entries) + 3) // 4 :]}
 
     def _entries(self, path: Path) -> dict[str, Any]:
-        """Returns the entries of the last month; none if the file is missing, foreign or damaged."""
         data = read_kept(path, limit=_LARGEST_FILE)
         if data is None or not data.startswith(self._beginning):
             return {}

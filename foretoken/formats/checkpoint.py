@@ -34,7 +34,6 @@ class TargetFingerprint(BaseModel):
     Attributes:
         name: Directory or hub id of the target, for people.
         architecture: Class of the transformers model, or None if unknown.
-        hidden_size: E.
         vocab_size: V, width of the logits.
         num_layers: Number of blocks, or None if unknown.
         weights: Hash of part of the LM head, or None if unknown.
@@ -96,7 +95,6 @@ class HeadCheckpoint:
     """A head with its target.
 
     Attributes:
-        config: Sizes of the head.
         weights: State dictionary of `build_head(config)`.
         target: The target that the head was trained for, or None if unknown.
         acceptance: Measured on held-out text: entry i, r is P(candidate r of head i is the target's token | the heads
@@ -154,11 +152,7 @@ class HeadCheckpoint:
 def check_keys(
     name: str, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, what: str = "head"
 ) -> None:
-    """Compares shapes by key with those of a configuration; name and what: of the file and its content, for messages.
-
-    Raises:
-        ModelError: With all missing, unexpected and mis-shaped keys; lists only the first of many.
-    """
+    """Compares shapes by key with those of a configuration; raises `ModelError` with the first keys that differ."""
     groups = {
         "missing": wanted.keys() - found.keys(),
         "unexpected": found.keys() - wanted.keys(),
@@ -190,11 +184,7 @@ def with_dtype(checkpoint: HeadCheckpoint, dtype: torch.dtype) -> HeadCheckpoint
 
 
 def first_heads(checkpoint: HeadCheckpoint, num_heads: int) -> HeadCheckpoint:
-    """Returns a head with only its first few heads.
-
-    Raises:
-        ConfigError: If there are fewer, or a head computes something else without the rest.
-    """
+    """Returns a head with its first few heads; raises `ConfigError` if it has fewer, or needs the rest."""
     config: Any = checkpoint.config
     if num_heads == config.num_heads:
         return checkpoint
@@ -271,10 +261,8 @@ class TargetWeights:
 class TargetInfo:
     """The known facts about the target; every part may be missing.
 
-    Attributes:
-        fingerprint: Identifies the target.
-        config: Its transformers text configuration.
-        load: Returns its weights; called once, and only by formats that need them.
+    `config` is its transformers text configuration. `load` returns its weights; called once, and only by formats that
+    need them.
     """
 
     fingerprint: TargetFingerprint | None = None
@@ -330,8 +318,7 @@ class TargetInfo:
     def copy_of_lm_head(self, what: str, *, with_bias: bool) -> tuple[Tensor, Tensor | None]:
         """Returns the target's LM head and bias, for the format `what` that has an LM head in each head.
 
-        Raises:
-            ConfigError: If the target is missing, or a copy would compute other logits, such as without its bias.
+        Raises `ConfigError` if the target is missing, or a copy would compute other logits, such as without its bias.
         """
         weights = self.weights
         if weights is None:

@@ -52,10 +52,7 @@ OLD_TGI = "TGI 2.0.3 to 2.2"
 class Reader(NamedTuple):
     """A program that may read a checkpoint.
 
-    Attributes:
-        program: Its name, with the version if that matters.
-        reads: Whether it computes the same network.
-        how: What to do; or, if it does not read the head, what happens.
+    `reads`: whether it computes the same network. `how`: what to do, or what happens if it does not read the head.
     """
 
     program: str
@@ -75,10 +72,8 @@ class Reader(NamedTuple):
 class WriteOptions:
     """How to write a head.
 
-    Attributes:
-        target: What is known of the target.
-        tp_size: Ranks to split the tensors over, for formats that do.
-        as_safetensors: Whether to write safetensors if the format's own file is a pickle.
+    Formats that split tensors take `tp_size` ranks. `as_safetensors` writes safetensors if the format's own file is a
+    pickle.
     """
 
     target: TargetInfo = field(default_factory=TargetInfo)
@@ -117,7 +112,7 @@ class Place(NamedTuple):
 
 
 def layer_table(theirs: str, ours: str, *, has_bias: bool = False) -> dict[str, Place]:
-    """Returns places by key of a Llama's block without its first norm, from the prefixes of both names."""
+    """Returns the places of the tensors of a Llama's block, without its first norm, by prefixes of both names."""
     names = {f"self_attn.{part}": part for part in (*ATTENTION_BIASES, "o_proj")}
     names |= {f"mlp.{part}": part for part in ("gate_proj", "up_proj", "down_proj")}
     places = {f"{theirs}.{name}.weight": Place(f"{ours}.{part}.weight") for name, part in names.items()}
@@ -155,9 +150,7 @@ def read_tensors(
     """Reads a head's state dictionary from a file.
 
     Args:
-        weights: The file.
         table: Places by the file's keys; a key may be missing if another key shares its place.
-        config: The head's sizes.
         ignored: Unused keys of the file.
         extra: Shapes of further tensors that must exist and be finite; the caller fetches them.
 
@@ -287,7 +280,7 @@ def needs_target_name(checkpoint: HeadCheckpoint) -> str:
 
 
 def own_entries(checkpoint: HeadCheckpoint, **more: Any) -> dict[str, Any]:
-    """Returns our key of a foreign `config.json`, which other readers ignore; more: further values in it."""
+    """Returns the entry under our key for a foreign `config.json`, with further values; others ignore the entry."""
     network = {key: getattr(checkpoint.config, key) for key in _NETWORK_KEYS if hasattr(checkpoint.config, key)}
     return {KEY: {**checkpoint.extras(), **network, **more}}
 
@@ -308,9 +301,7 @@ def finished(files: HeadFiles, sizes: HeadConfig, weights: Mapping[str, Tensor],
     """Returns the checkpoint of a format's reader, with the facts under our key in its `config.json`.
 
     Equal blocks of `weights` become tied unless the file says otherwise. `target` is used if the file names none.
-
-    Raises:
-        ModelError: If our key has invalid entries, or the head does not fit the target.
+    Raises `ModelError` if our key has invalid entries, or the head does not fit the target.
     """
     name, config = str(files.path), files.config
     stacked = [key for key in _REPEATED if key in weights and weights[key].shape[1] > 1]

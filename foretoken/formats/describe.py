@@ -65,7 +65,6 @@ _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norms", "feeds_normed
 def _facts(
     name: str, method: str, sizes: Mapping[str, Any], tensors: list[_Tensor], extras: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the facts about a head, JSON-ready; sizes and extras: as in our `config.json`."""
     choices = extras.get("choices")
     block = {}
     if _BLOCK in sizes:

@@ -70,7 +70,7 @@ def without_prefix(files: HeadFiles) -> Weights:
 
 
 def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0") -> dict[str, Place]:
-    """Returns places by key of an EAGLE head."""
+    """Returns the place of every tensor of an EAGLE head, by the file's key."""
     places = layer_table(layer, "layer", has_bias=config.layer.attention_bias)
     places[f"{fc}.weight"] = Place("fc.weight")
     if config.has_bias:
@@ -79,7 +79,7 @@ def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0")
 
 
 def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
-    """Returns places by key of an EAGLE-3 head, without the map of drafted tokens."""
+    """Returns the place of every tensor of an EAGLE-3 head, without the map of drafted tokens, by the file's key."""
     places = layer_table(layer, "layer", has_bias=config.layer.attention_bias)
     places["fc.weight"] = Place("fc.weight")
     places["norm.weight"] = Place("norm")
@@ -99,8 +99,7 @@ def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
 def layer_config(weights: Weights, layer: str, stated: Mapping[str, Any], *, width: int) -> LayerConfig:
     """Returns the sizes of the block `layer`, W wide; only the configuration of a Llama tells the attention heads.
 
-    Raises:
-        ModelError: If a size is missing, or the block is not a Llama's.
+    Raises `ModelError` if a size is missing, or the block is not a Llama's.
     """
     name, shapes = weights.name, weights.shapes
     _check_kind(weights, layer, stated)
@@ -200,10 +199,8 @@ def tokens_of(name: str, offsets: Tensor, is_drafted: Tensor | None, *, vocab_si
     """Returns (Vd,) int64, the target's token of each drafted token.
 
     Args:
-        name: Of the file, for messages.
         offsets: (Vd,) integers, `d2t`.
         is_drafted: (V,), `t2d`, or None if the file lacks it.
-        vocab_size: V.
 
     Raises:
         ModelError: If they are not a map of different tokens of the vocabulary, or contradict each other.
@@ -293,7 +290,6 @@ def _recognises(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head; compares its embedding and LM head with the target's, if these are available."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     wrapped = config.get("model")
     sizes, tensors = read_eagle(
@@ -310,7 +306,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head, and the target's embedding if available."""
     sizes = cast("EagleConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, eagle_table(sizes))
     dtype = tensors["fc.weight"].dtype
@@ -356,11 +351,6 @@ def read_eagle(
     """Reads the network of a file; compares a repeated embedding and LM head with the target's.
 
     Args:
-        weights: The file.
-        stated: The configuration of a Llama.
-        target: The known facts about the target.
-        fc: Name of the layer that fuses.
-        layer: Name of the block.
         num_steps: K if the file states it.
         has_bias: Whether the layer that fuses has a bias; None if only its tensors tell.
 

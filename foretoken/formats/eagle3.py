@@ -76,11 +76,8 @@ def read_eagle3(
     """Reads the network of a file; raises as `Format.read`.
 
     Args:
-        files: The checkpoint.
-        weights: Its tensors under the authors' names, except the block's.
-        stated: The configuration of a Llama.
+        weights: The file's tensors under the authors' names, except the block's.
         target: Its number of blocks gives unnamed taps; its embedding tells whether the file repeats it.
-        layer: Name of the block.
         boundaries: The taps, or None if the file does not name them.
         variant: Options of `Eagle3Config` that tensors do not tell.
     """
@@ -166,7 +163,6 @@ def flag(name: str, config: Mapping[str, Any], key: str, *, default: bool = Fals
 
 
 def _unstated_boundaries(name: str, num_taps: int, target: TargetInfo) -> list[int]:
-    """Returns the taps of the authors' code; raises `ModelError` if the target does not fit them."""
     if target.num_layers is None:
         raise ModelError(
             f"'{name}' is an EAGLE-3 head that does not name the layers it reads: they follow from how many its target "
@@ -240,7 +236,6 @@ _MARKS = re.compile(r"(?:model\.)?(d2t|layers\.0\.hidden_norm\.weight)")
 
 
 def _recognises(files: HeadFiles) -> bool:
-    """Decides whether `fc` stands beside `midlayer`, or beside a layer with a second norm or a token map."""
     weights = files.weights
     if "fc.weight" not in weights.shapes and "model.fc.weight" not in weights.shapes:
         return False
@@ -249,7 +244,6 @@ def _recognises(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads a head; the target's number of blocks gives taps that the file does not name."""
     weights, config, name = without_prefix(files), files.config, str(files.path)
     nested = config.get("eagle_config")
     of_specforge = nested if isinstance(nested, dict) else {}
@@ -271,7 +265,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head in SpecForge's words, which name its taps."""
     checkpoint = with_plain_vocabulary(checkpoint)
     sizes = cast("Eagle3Config", checkpoint.config)
     _refuse_variants(sizes)
@@ -347,7 +340,6 @@ def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -
 
 
 def _refuse_variants(sizes: Eagle3Config) -> None:
-    """Raises `ConfigError` for options that other programs compute as another network."""
     words = {
         "norm_before_residual": sizes.norm_before_residual,
         "norm_before_fc": sizes.norm_before_fc,

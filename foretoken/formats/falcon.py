@@ -41,7 +41,6 @@ _OWN_KEYS = ("num_steps", "lstm_mode", "dropout")  # entries that other programs
 
 
 def _recognises(files: HeadFiles) -> bool:
-    """Decides whether there is an LSTM beside a decoder layer."""
     shapes = files.weights.shapes
     return any(
         prefix + _LSTM in shapes and f"{prefix}{_LAYER}.mlp.up_proj.weight" in shapes for prefix in ("", "model.")
@@ -79,7 +78,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head, and the target's embedding if available."""
     sizes = cast("FalconConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, _table(sizes))
     dtype = tensors[_LSTM].dtype

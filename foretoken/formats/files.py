@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint, whose tensors are read on demand, and writes new ones.
+"""Opens the files of a checkpoint, reads their tensors on demand, and writes new files.
 
 Files are not trusted. Only torch's restricted reader, which runs no code, loads pickles. Shard names must be plain file
 names.
@@ -51,7 +51,6 @@ def local_head(name: str, revision: str | None = None, *, what: str = "head") ->
     Args:
         name: A directory, a file of weights, or a hub id `owner/name`. A local path always wins.
         revision: Branch, tag or commit of the hub repository; None for its main branch.
-        what: Kind of the checkpoint, for messages.
 
     Raises:
         ModelError: If the head does not exist or cannot be downloaded; with `HF_HUB_OFFLINE=1` if it is not in the
@@ -93,13 +92,7 @@ _RANK = re.compile(r"rank(\d{1,4})\.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Tensors by name, from one or several files.
-
-    Attributes:
-        name: The file or directory, for messages.
-        shapes: By key.
-        fetch: Reads some of the tensors.
-    """
+    """Tensors by name, from one or several files; `fetch` reads some of them."""
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -131,12 +124,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A checkpoint of unknown format.
+    """A checkpoint of unknown format; `path` is a directory, or one file of weights.
 
-    Attributes:
-        path: A directory, or one file of weights.
-        config: Its `config.json`; empty without this file.
-        ranks: Weights by rank, if the checkpoint is split for tensor parallelism.
+    `config` is its `config.json`, or empty. `ranks` has weights by rank, if the checkpoint is split for tensor
+    parallelism.
     """
 
     path: Path
@@ -153,11 +144,7 @@ class HeadFiles:
 
 
 def open_files(path: Path) -> HeadFiles:
-    """Opens a checkpoint: a directory with weights, or one file of weights; each may have a `config.json`.
-
-    Raises:
-        ModelError: If the path does not exist, or a file is damaged.
-    """
+    """Opens a directory with weights, or one file of weights; raises `ModelError` if it is missing or damaged."""
     directory = path if path.is_dir() else path.parent
     if not path.exists():
         raise ModelError(f"there is no head '{path}'. Expected a directory with weights, or a file of weights.")
@@ -232,8 +219,6 @@ def _open_safetensors(path: Path) -> Weights:
 
 
 def _open_pickle(path: Path) -> Weights:
-    """Maps the tensors of a state dictionary, which may lie inside a training checkpoint."""
-
     def told(error: Exception) -> str:
         if isinstance(error, pickle.UnpicklingError):  # torch's own advice is to load the file without restrictions
             return (
@@ -272,9 +257,7 @@ def whole_files(directory: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yields a new directory to write into; its files move to `directory` when the block ends without an error.
 
     With `replaces` they replace everything in it; otherwise each replaces the file of its name, `config.json` last.
-
-    Raises:
-        ConfigError: If the files cannot be written.
+    Raises `ConfigError` if the files cannot be written.
     """
     advice = "Expected a directory with enough room that may be written to. Name another place, or make room."
     existing: Any = "replace" if replaces else "merge"

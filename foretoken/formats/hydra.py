@@ -78,7 +78,7 @@ class HydraNames:
     prefix: tuple[str, str] | None = None
 
     def table(self, config: HydraConfig) -> dict[str, Place]:
-        """Returns places by key; tied blocks share a place."""
+        """Returns the place of every tensor by the file's key; tied blocks share a place."""
         places: dict[str, Place] = {}
         for head in range(config.num_heads):
             first = self.first.format(head=head)
@@ -99,11 +99,7 @@ class HydraNames:
         return places
 
     def config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> HydraConfig:
-        """Returns the configuration that a file's tensors show.
-
-        Other sizes come from `stated`, the file's `config.json`, then from `target`. Raises `ModelError` for unknown
-        sizes.
-        """
+        """Returns the configuration by tensors, then `stated`, then `target`; raises `ModelError` for unknown sizes."""
         name = weights.name
         size = partial(most_common, name=name)
         first = weights.matches(template_pattern(self.first, r"\.(linear|res_connection)\.(weight|bias)"))
@@ -159,11 +155,7 @@ def prefix_entries(config: HydraConfig) -> dict[str, Any]:
 def with_own_lm_heads(
     config: HydraConfig, weights: Mapping[str, Tensor], options: WriteOptions, *, what: str
 ) -> tuple[HydraConfig, dict[str, Tensor]]:
-    """Copies the target's LM head into each head, for formats without a shared one.
-
-    Raises:
-        ConfigError: If the target's LM head is missing or cannot be copied.
-    """
+    """Copies the target's LM head into each head; raises `ConfigError` if that is missing or cannot be copied."""
     if config.own_lm_head:
         return config, dict(weights)
     lm_head, bias = options.target.copy_of_lm_head(what, with_bias=True)
@@ -228,7 +220,6 @@ def _recognises(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads; the target gives attention sizes that files leave out."""
     weights, config, name = files.weights, files.config, str(files.path)
     _check_architecture(name, config, weights)
     spelling = next((one for one in _SPELLINGS if any(key.startswith(one) for key in weights.shapes)), None)
@@ -244,7 +235,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads, each with an LM head, and the target's embedding if available."""
     what = "format 'hydra'"
     config = cast("HydraConfig", checkpoint.config)
     if not options.as_safetensors:
@@ -316,7 +306,6 @@ def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, targ
 
 
 def _factor(scaling: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """Returns the factor that the original code reads from a rotary scaling."""
     return (None, None) if scaling is None else (scaling.get("rope_type"), scaling.get("factor"))
 
 

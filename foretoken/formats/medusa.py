@@ -59,12 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaNames:
-    """Templates of tensor names; {head}, {layer} and {layers} stand for numbers.
-
-    Attributes:
-        block: Of a residual block, without `.weight` or `.bias`.
-        lm_head: Of a head's LM head, whole.
-    """
+    """Templates of names of residual blocks and LM heads; {head}, {layer} and {layers} stand for numbers."""
 
     block: str
     lm_head: str
@@ -83,7 +78,7 @@ class MedusaNames:
         return MedusaNames(block=prefix + self.block, lm_head=prefix + self.lm_head)
 
     def table(self, config: MedusaConfig) -> dict[str, Place]:
-        """Returns places by key; tied blocks of a head share a place."""
+        """Returns the place of every tensor by the file's key; tied blocks of a head share a place."""
         places: dict[str, Place] = {}
         kinds = ("weight", "bias") if config.has_bias else ("weight",)
         for head in range(config.num_heads):
@@ -96,11 +91,7 @@ class MedusaNames:
         return places
 
     def sizes(self, weights: Weights) -> dict[str, Any]:
-        """Returns fields of `MedusaConfig` from a file's tensors, and `rows` of the LM heads or None.
-
-        Raises:
-            ModelError: If the tensors do not tell them.
-        """
+        """Returns fields of `MedusaConfig`, and `rows` of the LM heads or None; raises `ModelError` if unknown."""
         blocks, lm_heads = self.match(weights)
         name, shapes = weights.name, weights.shapes
         keys = [match[0] for match in blocks if match["kind"] == "weight"] + [match[0] for match in lm_heads]
@@ -121,8 +112,7 @@ class MedusaNames:
     def config(self, weights: Weights, *, vocab_size: int | None) -> MedusaConfig:
         """Returns the configuration from a file's tensors; vocab_size: for heads without LM heads.
 
-        Raises:
-            ModelError: If the tensors do not tell it.
+        Raises `ModelError` if the tensors do not tell it.
         """
         sizes = self.sizes(weights)
         rows = sizes.pop("rows")
@@ -141,8 +131,7 @@ def for_writing(
 ) -> tuple[MedusaConfig, dict[str, Tensor]]:
     """Converts a network for formats that have neither a shared LM head nor blocks without bias.
 
-    Raises:
-        ConfigError: If there is a token map, or the target's LM head is needed and cannot be copied.
+    Raises `ConfigError` if there is a token map, or the target's LM head is needed and cannot be copied.
     """
     if config.draft_vocab_size is not None:
         raise ConfigError(f"{what} cannot hold LM heads over part of the vocabulary. Convert to 'vllm_medusa'.")
@@ -181,7 +170,6 @@ def _recognises_v2(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads; those without LM heads share the target's, whose vocabulary they need."""
     weights, config, name = files.weights, files.config, str(files.path)
     prefix = next(prefix for prefix in _PREFIXES if _NAMES.prefixed(prefix).recognises(weights))
     names = _NAMES.prefixed(prefix)
@@ -197,7 +185,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads alone, each with an LM head."""
     if not options.as_safetensors and has_different_blocks(checkpoint.weights):
         raise ConfigError(
             f"the {checkpoint.weights['weight'].shape[1]} blocks of each head differ, and {MEDUSA_CODE}, which opens "
@@ -211,7 +198,6 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
 
 
 def _write_v2(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes blocks alone."""
     config = cast("MedusaConfig", checkpoint.config)
     if config.own_lm_head or config.num_layers == 0:
         raise ConfigError("format 'medusa_v2' holds blocks and no LM heads. Convert this head to 'medusa'.")
@@ -231,7 +217,6 @@ def _write_heads(
     directory: Path,
     options: WriteOptions,
 ) -> None:
-    """Writes a network under the file names of the original code."""
     config = {
         **target_name(checkpoint),
         "medusa_num_heads": sizes.num_heads,
@@ -288,7 +273,6 @@ def _compiled_or_not(files: HeadFiles) -> Weights:
 
 
 def _read_gorgon(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads; warns if their norm differs from the target's, if that is available."""
     weights, known = _compiled_or_not(files), target.weights
     sizes = _GORGON.config(weights, vocab_size=target.vocab_size)
     norms = [match[0] for match in weights.matches(_GORGON_NORM)]

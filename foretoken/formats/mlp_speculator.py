@@ -45,7 +45,6 @@ _DEFAULT_TREE = (4, 3, 2)  # then 2 for each further stage, as published for lla
 
 
 def _recognises(files: HeadFiles) -> bool:
-    """Decides whether there are embeddings and projections of stages."""
     found = {match[2] for match in files.weights.matches(_KEY)}
     return {"emb", "proj"} <= found
 
@@ -59,7 +58,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a speculator with every key that some reader needs."""
     sizes = cast("MlpSpeculatorConfig", checkpoint.config)
     epsilon = MlpSpeculatorConfig.model_fields["rms_norm_eps"].default
     if sizes.rms_norm_eps != epsilon:
@@ -103,7 +101,6 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _table(config: MlpSpeculatorConfig, prefix: str) -> dict[str, Place]:
-    """Returns places by key; tied stages share places."""
     places: dict[str, Place] = {}
     for stage in range(config.num_heads):
         own = 0 if config.tie_weights else stage

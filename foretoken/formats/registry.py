@@ -52,7 +52,6 @@ _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 @cache
 def _foreign() -> dict[str, Format]:
-    """Returns the formats besides ours, by name, in the order in which they are tried."""
     modules = (import_module(f"foretoken.formats.{name}") for name in _MODULES)
     return {each.name: each for module in modules for each in module.FORMATS}
 
@@ -72,10 +71,8 @@ def head_format(files: HeadFiles) -> str | None:
 def holds_head(path: Path) -> bool:
     """Decides whether a directory or file is meant to hold a head.
 
-    Heads of families that are not served count as well: `read_head` names them.
-
-    Raises:
-        ModelError: For damaged files that only a head can have: a target is never read from pickles.
+    Heads of families that are not served count as well: `read_head` names them. Raises `ModelError` for damaged files
+    that only a head can have: a target is never read from pickles.
     """
     directory = path if path.is_dir() else path.parent
     if not path.is_file() and not any(directory.glob("*.safetensors")) and not holds_pickles(directory):
@@ -104,7 +101,6 @@ def read_head(
     """Reads a head of any format.
 
     Args:
-        directory: The checkpoint, or its only file of weights.
         target: The target that the caller assumes; the result has it if the file names none.
         base_config: The target's transformers text configuration, for sizes that files leave out.
         weights: Returns the target's tensors, for formats that compare theirs with them.
@@ -148,10 +144,7 @@ def write_head(
     """Writes a head: all of its files, or none and an error.
 
     Args:
-        name: The format.
-        checkpoint: The head.
         directory: Created if missing.
-        target: For formats that repeat tensors or sizes of the target.
         dtype: Of the weights; None keeps theirs.
         tp_size: Ranks, for formats that split tensors.
         as_safetensors: Whether to write safetensors if the format's own file is a pickle.

@@ -53,7 +53,6 @@ _VERSION = "0.9.0"  # version of the package that writes such files
 
 
 def _recognises(files: HeadFiles) -> bool:
-    """Decides by the configuration's kind, or by a tensor name that only these heads have."""
     kind = files.config.get("speculators_model_type")
     return kind in KINDS if isinstance(kind, str) else "fusion_fc.weight" in files.weights.shapes
 
@@ -88,7 +87,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head with all entries for speculators and vLLM; adds a shared embedding if available."""
     checkpoint = with_plain_vocabulary(checkpoint)
     sizes = cast("Eagle3Config", checkpoint.config)
     tensors = eagle3_tensors(checkpoint, layer=_LAYER)
@@ -152,7 +150,6 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _shared_embedding(target: TargetWeights, dtype: torch.dtype) -> Tensor:
-    """Returns (V, E), a copy of the target's embedding; raises `ConfigError` if a copy would compute other values."""
     if not target.is_embedding_plain:
         raise ConfigError(
             "the head shares the target's embeddings, which are scaled, and format 'speculators' keeps them as they "
@@ -162,7 +159,6 @@ def _shared_embedding(target: TargetWeights, dtype: torch.dtype) -> Tensor:
 
 
 def _verifier(checkpoint: HeadCheckpoint, target: TargetInfo) -> dict[str, Any]:
-    """Returns the `verifier` entry, by which both programs load the target."""
     known = checkpoint.target or target.fingerprint
     if known is None or not known.name:
         raise ConfigError(
@@ -178,7 +174,6 @@ def _outer(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _steps(config: Mapping[str, Any]) -> Any:
-    """Returns the number of drafted tokens that the file proposes."""
     methods = _outer(config).get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
     return first.get("speculative_tokens") if isinstance(first, dict) else None
@@ -195,7 +190,6 @@ def _norm_before_residual(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _without_output_bias(weights: Weights, stated: Mapping[str, Any]) -> Weights:
-    """Returns the tensors without a zero bias of attention's output; raises `ModelError` for other values."""
     if _OUTPUT_BIAS not in weights.shapes or not stated.get("attention_bias"):
         return weights
     bias = weights.fetch([_OUTPUT_BIAS])[_OUTPUT_BIAS]

@@ -55,14 +55,12 @@ _REPLICATED = re.compile(r".*(layernorm|\.norm)\.weight")
 
 
 def _split_dim(key: str) -> int | None:
-    """Returns the dimension along which a tensor is split; None if every rank holds the whole tensor."""
     if _REPLICATED.fullmatch(key):
         return None
     return 1 if _ROW_PARALLEL.fullmatch(key) else 0
 
 
 def _split(key: str, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
-    """Returns a rank's part of a tensor as a copy; raises `ConfigError` if it cannot be split evenly."""
     dim = _split_dim(key)
     if dim is None or tp_size == 1:
         return tensor.clone()
@@ -72,7 +70,6 @@ def _split(key: str, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
 
 
 def _head_ranks(files: HeadFiles) -> dict[int, Weights]:
-    """Returns the heads' tensors by rank of the last pipeline stage; raises `ModelError` if a rank is missing."""
     mapping = files.config.get("mapping") or {}
     tp_size = mapping.get("tp_size", mapping.get("world_size", max(files.ranks, default=0) + 1))
     stages = mapping.get("pp_size", 1)
@@ -94,7 +91,6 @@ def _head_ranks(files: HeadFiles) -> dict[int, Weights]:
 
 
 def _merged(name: str, ranks: Mapping[int, Weights]) -> Weights:
-    """Returns the whole tensors of all ranks; a shape is the sum of the parts that exist."""
     shapes: dict[str, tuple[int, ...]] = {}
     for key in dict.fromkeys(key for part in ranks.values() for key in part.shapes):
         found, dim = [part.shapes[key] for part in ranks.values() if key in part.shapes], _split_dim(key)
@@ -117,7 +113,6 @@ def _merged(name: str, ranks: Mapping[int, Weights]) -> Weights:
 
 
 def _check_parts(name: str, ranks: Mapping[int, Weights], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Compares every rank's shapes with the whole shapes, see `check_keys`; keys name the rank if there are several."""
     prefixes = {rank: f"rank{rank}: " if len(ranks) > 1 else "" for rank in ranks}
     found = {prefixes[rank] + key: shape for rank, part in ranks.items() for key, shape in part.shapes.items()}
     parts: dict[str, tuple[int, ...]] = {}
@@ -162,7 +157,6 @@ def _recognises(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads from all ranks; the target gives sizes that the configuration leaves out."""
     config, name = files.config, str(files.path)
     algorithm = (config.get("quantization") or {}).get("quant_algo")
     if algorithm is not None:
@@ -188,7 +182,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads, split over the ranks."""
     what = "format 'tensorrt_llm'"
     config, tp_size = checkpoint.config, options.tp_size
     _check_ranks(config, tp_size)
@@ -229,7 +222,6 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 def _config(
     checkpoint: HeadCheckpoint, sizes: MedusaConfig | HydraConfig, options: WriteOptions, dtype: str
 ) -> dict[str, Any]:
-    """Returns `config.json`, with the target's sizes if they are known."""
     method, base = sizes.method, options.target.config
     known = {} if base is None else {key: getattr(base, name, None) for key, name in _BASE_KEYS.items()}
     if base is not None:
@@ -259,7 +251,6 @@ def _config(
 
 
 def _prefix_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration with the target's attention sizes in place of the prefix layer's."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     found = {
         "prefix_num_attention_heads": heads,
@@ -292,7 +283,7 @@ def _check_ranks(sizes: HeadConfig, tp_size: int) -> None:
 
 
 def _padded(key: str, tensor: Tensor, tp_size: int) -> Tensor:
-    """Pads LM heads, whose dimension 0 is the vocabulary, with rows of zeros to a multiple of the ranks."""
+    """Pads dimension 0 of LM heads, the vocabulary, with rows of zeros to a multiple of the ranks."""
     missing = -tensor.shape[0] % tp_size if ".lm_head." in key or ".hydra_lm_head." in key else 0
     return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
 

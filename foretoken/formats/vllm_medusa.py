@@ -48,7 +48,6 @@ _DEFAULT_VOCAB_SIZE = 32001  # vLLM's default, without a vocab_size in the file
 
 
 def _recognises(files: HeadFiles) -> bool:
-    """Decides whether there are keys of this family, or only an LM head that heads without blocks share."""
     if any(names.recognises(files.weights) for names in (_NAMES, _NAMES.prefixed(_PREFIX))):
         return True
     is_shared = files.config.get("original_lm_head") is True and files.config.get("model_type") == "medusa"
@@ -56,7 +55,6 @@ def _recognises(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """Reads heads; the target's LM head, if available, tells whether a shared LM head is the target's."""
     weights, config, name = files.weights, files.config, str(files.path)
     if config.get("logit_scale") not in (None, 1):
         raise ModelError(
@@ -93,7 +91,6 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes heads; an LM head that is shared with the target is written once."""
     what = "format 'vllm_medusa'"
     sizes = cast("MedusaConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, _NAMES.table(sizes))
@@ -133,7 +130,6 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _shared_key(files: HeadFiles, prefix: str) -> str | None:
-    """Returns the name of the LM head that all heads share, or None if each head has its own."""
     shapes = files.weights.shapes
     if not files.config.get("original_lm_head") and prefix + _SHARED not in shapes:
         return None
@@ -141,7 +137,6 @@ def _shared_key(files: HeadFiles, prefix: str) -> str | None:
 
 
 def _sizes_without_blocks(files: HeadFiles) -> dict[str, Any]:
-    """Returns `MedusaNames.sizes` of a file that holds a shared LM head alone."""
     heads, shape = files.config.get("num_heads"), files.weights.shapes[_SHARED]
     if not isinstance(heads, int) or isinstance(heads, bool) or files.config.get("num_hidden_layers") != 0:
         raise ModelError(
@@ -159,7 +154,6 @@ def _sizes_without_blocks(files: HeadFiles) -> dict[str, Any]:
 
 
 def _stated_vocab_size(config: Mapping[str, Any]) -> Any:
-    """Returns the configured vocabulary size, or vLLM's default."""
     return config.get("vocab_size", _DEFAULT_VOCAB_SIZE)
 
 
@@ -195,7 +189,6 @@ def _with_token_map(
 def _with_shared_lm_head(
     name: str, stored: MedusaConfig, tensors: dict[str, Tensor], shared: Tensor, target: TargetInfo
 ) -> MedusaConfig:
-    """Shares the target's LM head if the file repeats it, and copies any other into each head."""
     known = target.weights
     if known is None:
         logging.getLogger(__name__).warning("%s: its LM head is taken to be the target's", name)

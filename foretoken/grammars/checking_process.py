@@ -38,7 +38,6 @@ def serve() -> None:
 
 
 def _converted(kind: Any, text: str, options: Any, before: str) -> str:
-    """Returns a form in llguidance's own syntax."""
     from llguidance import LLMatcher, grammar_from
 
     is_schema = kind == "json"

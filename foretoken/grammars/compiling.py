@@ -53,9 +53,8 @@ class GrammarChecks:
     def __init__(self, setup: Callable[[], Mapping[str, Any]]) -> None:
         """Starts nothing yet.
 
-        Args:
-            setup: Returns the input of the process: `tokenizer`, as JSON of tokenizers, `vocab_size`, `eos_ids` and
-                `limits`, of llguidance's `LLParserLimits`.
+        `setup` returns the input of the process: `tokenizer`, as JSON of tokenizers, `vocab_size`, `eos_ids` and
+        `limits`, of llguidance's `LLParserLimits`.
         """
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,10 +64,8 @@ class GrammarChecks:
     def grammar(self, form: Form) -> str:
         """Returns a form in llguidance's own syntax, after it was compiled once.
 
-        Raises:
-            ValueError: When the form does not compile.
-            TooSlow: When compiling takes too long.
-            ForetokenError: When the process cannot be started.
+        Raises `ValueError` for a form that does not compile, `TooSlow` if compiling takes too long, and
+        `ForetokenError` if the process cannot be started.
         """
         process = self._running()
         asked = {**form._asdict(), "options": json.loads(form.options), "longest_s": _LONGEST_S}
@@ -118,7 +115,6 @@ class GrammarChecks:
 
 
 def _exchange(process: subprocess.Popen[bytes], line: Mapping[str, Any]) -> bytes:
-    """Sends a line and returns the answer; empty if the process has ended."""
     assert process.stdin is not None, "it has pipes"
     assert process.stdout is not None, "it has pipes"
     try:
@@ -145,18 +141,10 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class ByteCache(Generic[T]):
-    """Values by key, least recently used values dropped first. Thread-safe.
-
-    Attributes:
-        num_bytes: Of all values together.
-    """
+    """Values by key, least recently used values dropped first; `num_bytes` of all together. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Makes an empty cache.
-
-        Args:
-            most_bytes: Limit of all values together; a larger value is not kept.
-        """
+        """Makes an empty cache of at most `most_bytes`; a larger value is not kept."""
         self.num_bytes = 0
         self._most_bytes = most_bytes
         self._entries: OrderedDict[Hashable, _Entry[T]] = OrderedDict()
@@ -202,13 +190,6 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Compiles nothing yet.
-
-        Args:
-            tokenizer: The target's, or None.
-            vocab_size: V of the target.
-            eos_ids: Its end-of-sequence ids.
-        """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         own = getattr(tokenizer, "eos_token_id", None)
         self._eos_ids = list(eos_ids) or ([] if own is None else [int(own)])
@@ -218,8 +199,7 @@ class Grammars:
     def state_of(self, params: SamplingParams) -> GrammarState | None:
         """Returns the state before the first output token; None for requests without a form.
 
-        Raises:
-            RequestError: When the form does not compile, matches nothing, or is not supported here.
+        Raises `RequestError` when the form does not compile, matches nothing, or is not supported here.
         """
         asked = params.structured_outputs
         if asked is None:
@@ -238,7 +218,6 @@ class Grammars:
         return state
 
     def _thoughts(self, begin: str, end: str) -> str:
-        """Returns a rule in Lark's syntax for reasoning before a form; see `StructuredOutputsParams.reasoning`."""
         tokens = getattr(self._tokenizer, "added_tokens_decoder", {})
         special = {str(token): id_ for id_, token in tokens.items() if token.special}
         first, last = (f"<[{special[tag]}]>" if tag in special else json.dumps(tag) for tag in (begin, end))
@@ -272,7 +251,6 @@ class Grammars:
         return matcher
 
     def _setup(self) -> dict[str, Any]:
-        """Returns the input of the checking process."""
         tokenizer = copy(self._tokenizer.backend_tokenizer)  # as `from_tokenizer` does
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -281,7 +259,6 @@ class Grammars:
 
     @cached_property
     def _library(self) -> Any:
-        """Imports llguidance; raises `RequestError` if it is not installed."""
         try:
             import llguidance
         except ImportError as err:
@@ -293,7 +270,6 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> Any:
-        """Returns the tokens' bytes; raises `RequestError` if the tokenizer lacks them, or no token ends a text."""
         if not hasattr(self._tokenizer, "backend_tokenizer"):
             raise RequestError(
                 f"structured_outputs needs to know the text of every token, and the tokenizer is "

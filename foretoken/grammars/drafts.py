@@ -45,15 +45,9 @@ class Constrained(NamedTuple):
 
 
 def constrained_tree(tree: TokenTree, bounds: Sequence[GrammarBounds | None], *, source: int) -> Constrained:
-    """Removes forbidden nodes and adds forced ones. Synchronises with the host.
+    """Removes forbidden nodes and adds forced ones; the tree itself if nothing changes. Synchronises with the host.
 
-    Args:
-        tree: Of B sequences; may hold probes.
-        bounds: Of each; None for sequences without a grammar.
-        source: Of forced nodes, see `TokenTree`.
-
-    Returns:
-        The tree itself if nothing changes.
+    `bounds` are None for sequences without a grammar. `source` is that of forced nodes, see `TokenTree`.
     """
     rows = tree.rows()
     probes = [[False] * len(row.tokens) for row in rows]
@@ -84,7 +78,6 @@ def constrained_tree(tree: TokenTree, bounds: Sequence[GrammarBounds | None], *,
 
 
 def _states(root: GrammarState, row: TreeRow, probes: Sequence[bool]) -> list[GrammarState | None]:
-    """Returns the grammar's state after each node of a tree; None at forbidden nodes and at probes."""
     states: list[GrammarState | None] = [root]
     for node in range(1, len(row.tokens)):
         above = states[row.parents[node]]
@@ -100,7 +93,6 @@ def _forced(
     source: int,
     scores: Sequence[float] | None,
 ) -> list[Graft]:
-    """Returns chains of forced tokens below nodes that have no such child, while there is room."""
     children = set(zip(row.parents, row.tokens, strict=True))
     depths = [0] * len(row.tokens)
     room = min(_MOST_FORCED, bound.max_nodes - len(row.tokens))

@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
 
 class HeadConfig(BaseModel):
-    """Sizes of a head; each method derives its own configuration.
-
-    Attributes:
-        hidden_size: E, of the target.
-        vocab_size: V, width of the target's logits.
-    """
+    """Sizes of a head, E and V of its target; each method derives its own configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     method: ClassVar[str]
@@ -59,12 +54,7 @@ class HeadConfig(BaseModel):
 
 
 class Head(nn.Module, ABC):
-    """A network that drafts from the target's features.
-
-    Attributes:
-        config: Sizes.
-        token_map: (Vd,) int64 buffer, the token of each logit, if drafts cover a part of the vocabulary; else None.
-    """
+    """Drafts from the target's features; `token_map` is (Vd,) int64, the token of each logit, or None for all."""
 
     config: HeadConfig
     token_map: Tensor | None
@@ -81,13 +71,12 @@ class Head(nn.Module, ABC):
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
         """Computes the inputs of each step's LM head when the text itself is fed.
 
+        Yields K tensors (B, S, …); step i is valid at positions t <= S - 2 - i, where x_{t+1+i} exists.
+
         Args:
             features: (B, S, F E), the taps of a position side by side.
             tokens: (B, S) int64.
             parts: The modules shared with the target.
-
-        Yields:
-            K tensors (B, S, …); step i is valid at positions t <= S - 2 - i, where x_{t+1+i} exists.
         """
 
     @abstractmethod
@@ -135,11 +124,7 @@ def build_head(config: HeadConfig, *, device: torch.device | None = None, dtype:
 
 
 class StepHeadConfig(HeadConfig):
-    """Sizes of a head with one network for each step.
-
-    Attributes:
-        num_heads: K, the largest depth of a draft.
-    """
+    """Sizes of a head with one network for each step; K is the largest depth of a draft."""
 
     num_heads: int = Field(ge=1, le=64)
 
@@ -160,16 +145,9 @@ class StepHead(Head):
 
     @abstractmethod
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Takes one token.
+        """Takes token x_{t+1+i}, (...) int64, in step i from `state`, (..., W), of `encode` or the step before.
 
-        Args:
-            index: The step i.
-            state: (..., W), from `encode` or the step before.
-            tokens: (...) int64, x_{t+1+i}.
-            parts: The modules shared with the target.
-
-        Returns:
-            The state after the token and the input of `draft_logits`, (..., any width) each.
+        Returns the state after the token and the input of `draft_logits`, (..., any width) each.
         """
 
     def native_steps(self, parts: TargetParts) -> HeadSteps | None:
@@ -189,12 +167,7 @@ class StepHead(Head):
 
 
 class AutoregressiveConfig(HeadConfig):
-    """Sizes of an autoregressive head.
-
-    Attributes:
-        num_steps: K, steps that training unrolls and measures; drafts may be deeper.
-        layer: Sizes of the decoder block.
-    """
+    """Sizes of an autoregressive head; training unrolls and measures K steps, drafts may be deeper."""
 
     num_steps: int = Field(default=7, ge=1, le=64)
     layer: LayerConfig
@@ -223,19 +196,14 @@ class BlockInputs(NamedTuple):
 
 
 class BlockOutputs(NamedTuple):
-    """Values computed from the block's output, (..., W) each.
-
-    Attributes:
-        state: Replaces the next feature.
-        hidden: The input of `Head.draft_logits`.
-    """
+    """Values from the block's output, (..., W) each: the next feature, and the input of `Head.draft_logits`."""
 
     state: Tensor
     hidden: Tensor
 
 
 class AutoregressiveHead(Head):
-    """A head with one decoder block, `layer`, whose output goes to `outputs`."""
+    """A head with one decoder block, `layer`; the block's output goes to `outputs`."""
 
     config: AutoregressiveConfig
     layer: DecoderLayer
@@ -289,7 +257,6 @@ class AutoregressiveHead(Head):
         Args:
             features: (B, S, F E).
             tokens: (B, S) int64.
-            parts: The modules shared with the target.
             starts: Q positions of the drafts that go on after the first step: later tensors are (B, Q, …).
             is_detached: Whether gradients stop between steps, as in HASS; else they flow through all steps, as in
                 EAGLE-3's training-time test.

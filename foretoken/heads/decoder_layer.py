@@ -27,14 +27,9 @@ if TYPE_CHECKING:
 
 
 class LayerConfig(BaseModel):
-    """Sizes of the block, usually those of the target's blocks.
+    """Sizes H, Hk, Dh and I of the block, usually those of the target's blocks.
 
     Attributes:
-        num_attention_heads: H.
-        num_key_value_heads: Hk.
-        head_dim: Dh.
-        intermediate_size: I.
-        attention_bias: Whether queries, keys and values have a bias.
         rms_norm_eps: Epsilon of all norms.
         rope_theta: Base of the rotary frequencies. Most released heads have 10000, whatever the target has.
         rope_scaling: Scaling of the frequencies, in transformers' words without the base, such as {"rope_type":
@@ -135,15 +130,12 @@ class DecoderLayer(nn.Module):
                     weight.fill_(1.0)
 
     def forward(self, inputs: Tensor, positions: Tensor | None = None, side: Tensor | None = None) -> Tensor:
-        """Computes whole texts with causal attention.
+        """Computes whole texts with causal attention; returns (B, T, E).
 
         Args:
             inputs: (B, T, E).
             positions: (B, T) or (1, T) int64; 0 … T - 1 when None.
             side: (B, T, E), the second input, in blocks that have one.
-
-        Returns:
-            (B, T, E).
         """
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0)
@@ -237,19 +229,16 @@ class DecoderLayer(nn.Module):
 
 
 def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Sequence[Heads]) -> Tensor:
-    """Computes attention of step j of drafts that begin at some positions of a text and are fed with the text.
+    """Returns (B, Q, H, Dh), the attention of step j of Q drafts that are fed with a text.
 
     The draft that begins at position t sees the text's keys 0 … t, and its own key at each of its j steps. Scores are
     at least float32.
 
     Args:
-        query: (B, Q, H, Dh), of step j of Q drafts.
+        query: (B, Q, H, Dh), of step j.
         starts: (Q,) int64, the first positions.
         first: Of the text, (B, T, …).
         later: Of steps 1 … j, (B, Q, …) each.
-
-    Returns:
-        (B, Q, H, Dh).
     """
     batch, width, heads, size = query.shape
     length, groups = first.key.shape[1:3]

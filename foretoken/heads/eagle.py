@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class EagleConfig(AutoregressiveConfig):
-    """Sizes of an EAGLE head.
-
-    Attributes:
-        has_bias: Whether the fusing layer has a bias; heads of vLLM have none.
-    """
+    """Sizes of an EAGLE head; only the fusing layer of vLLM's heads has no bias."""
 
     method: ClassVar[str] = "eagle"
 

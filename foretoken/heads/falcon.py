@@ -37,12 +37,7 @@ NUM_LAYERS = 2  # of the LSTM, as in the published model
 
 
 class PairLstm(nn.Module):
-    """LSTM layers over pairs of embedding and feature.
-
-    Attributes:
-        weights: Torch's layers, with dropout between them while training; None after `split`.
-        cells: After `split`: for each layer the linear layer of its input, and that of h in mode "recurrent".
-    """
+    """LSTM layers over pairs of embedding and feature; after `split` each has linear `cells` instead of `weights`."""
 
     weights: nn.LSTM | None
 
@@ -56,16 +51,7 @@ class PairLstm(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Creates the layers with uninitialized weights.
-
-        Args:
-            width: W.
-            mode: "recurrent", or "per_position": every position starts from a zero state.
-            has_bias: Whether the layers have b_ih and b_hh.
-            dropout: Between the layers while training.
-            device: Device of the weights.
-            dtype: Dtype of the weights.
-        """
+        """Creates layers with uninitialized weights; "per_position": every position starts from a zero state."""
         super().__init__()
         self._width, self._mode = width, mode
         self.weights = nn.LSTM(
@@ -90,14 +76,10 @@ class PairLstm(nn.Module):
         return result
 
     def feed_pairs(self, pairs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Continues over some positions from a state, without dropout.
+        """Continues over (..., T, 2 W) pairs from a state, without dropout.
 
-        Args:
-            pairs: (..., T, 2 W).
-            state: (..., L, 2, W), h and c of each layer after the position before; None for zeros.
-
-        Returns:
-            (..., T, W), and (..., T, L, 2, W), the state after each position; meaningless in mode "per_position".
+        `state` is (..., L, 2, W), h and c of each layer after the position before; None for zeros. Returns (..., T, W),
+        and (..., T, L, 2, W), the state after each position; meaningless in mode "per_position".
         """
         x = pairs
         if state is None:
@@ -159,7 +141,6 @@ class FalconConfig(AutoregressiveConfig):
         block: K, tokens of a pass; 2 in the released heads.
         num_steps: Steps that training measures, a multiple of K; drafts may be deeper.
         lstm_mode: "recurrent" as in the paper, or "per_position" like the released heads, see `PairLstm`.
-        has_bias: Whether the LSTM layers have biases.
         dropout: Between the LSTM layers, while training.
     """
 
@@ -203,14 +184,10 @@ class FalconHead(Head):
         self.layer.initialize()
 
     def block_outputs(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """Computes a whole text as blocks 0 … K - 1, K … 2 K - 1, …, all at once, for training.
+        """Returns (B, S, E), the estimate of feature j + K at j, for training.
 
-        Args:
-            features: (B, S, E).
-            embedded: (B, S, E), of the token after each position.
-
-        Returns:
-            (B, S, E), the estimate of feature j + K at j.
+        Computes a whole text as blocks 0 … K - 1, K … 2 K - 1, …, all at once. `features` and `embedded`, of the token
+        after each position, are (B, S, E).
         """
         x = self.lstm(paired(features, embedded)).to(features.dtype)
         heads = self.layer.projected(x, torch.arange(x.shape[1], device=x.device).unsqueeze(0))

@@ -66,7 +66,6 @@ class HydraConfig(StepHeadConfig):
         num_layers: L, blocks of each head.
         tied_blocks: Whether the blocks after the first share weights, as in the released checkpoints.
         own_lm_head: Whether each head has its own LM head, with a bias; else all share the target's.
-        prefix: The decoder block of Hydra++, or None for plain Hydra.
         dropout: Before every block and LM head while training, in [0, 1).
     """
 
@@ -204,13 +203,7 @@ class HydraHeads(StepHead):
 
 
 class FirstBlock(nn.Module):
-    """Computes R u + c + silu(W u + b); R is there because the width changes.
-
-    Attributes:
-        linear: W and b.
-        residual: R and c.
-        both: R above W and c above b, in place of the two others; None before `stack`.
-    """
+    """Computes R u + c + silu(W u + b), R because the width changes; after `stack` R and W are one matrix."""
 
     def __init__(
         self, inputs: int, outputs: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None

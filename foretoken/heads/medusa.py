@@ -54,7 +54,6 @@ class MedusaConfig(StepHeadConfig):
 
     Attributes:
         num_layers: L, residual blocks of each head; 0 leaves the LM head alone.
-        has_bias: Whether blocks have a bias.
         tied_blocks: Whether the L blocks of a head share weights, as in checkpoints of code that repeated a module.
         own_lm_head: Whether each head has its own LM head; else all share the target's.
         draft_vocab_size: Vd, if the LM heads cover only part of the vocabulary; None for all of it.

@@ -30,7 +30,6 @@ class MlpSpeculatorConfig(StepHeadConfig):
 
     Attributes:
         num_heads: K stages; alpha depends on K, not on the stages that a draft uses.
-        inner_dim: D.
         tie_weights: Whether stages share embedding, LM head and norm, and stages after the first their projection.
         scale_input: Whether the feature is first scaled to a root mean square of 1 / sqrt(2).
         top_k: Candidates at each depth of the published tree; None for a tree chosen by this program.
@@ -66,13 +65,9 @@ class MlpSpeculatorConfig(StepHeadConfig):
 
 
 class MlpSpeculatorHead(StepHead):
-    """The network.
+    """The network: K embeddings (V, D), projections (D, E) and then (D, D), LM heads (V, D) and norms.
 
-    Attributes:
-        embeddings: K modules (V, D), one when tied.
-        projections: K modules, (D, E) and then (D, D); the latter are one module when tied.
-        lm_heads: K modules (V, D), one when tied.
-        norms: K modules, one when tied.
+    Tied embeddings, LM heads and norms are one module each, as are tied projections after the first.
     """
 
     config: MlpSpeculatorConfig
@@ -110,7 +105,7 @@ class MlpSpeculatorHead(StepHead):
 
     @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Takes the token into the state; `logits` also reads the state."""
+        """Computes the state after the token; `logits` also reads the state."""
         projected = _stage_module(self.projections, index)(state)
         token = _stage_module(self.embeddings, index)(tokens)
         state = gelu(_stage_module(self.norms, index)(projected + self.config.alpha * token))

@@ -10,12 +10,10 @@ if TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, without the modules of this package."""
     return __all__
 
 
 def __getattr__(name: str) -> Any:
-    """Imports one of the two functions."""
     if name not in __all__:
         raise AttributeError(f"module 'foretoken.hf' has no attribute {name!r}")
     from importlib import import_module

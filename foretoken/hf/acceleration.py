@@ -44,7 +44,6 @@ class Acceleration(BuiltPerProcess):
     """The handle of an accelerated model; as a context manager it undoes the acceleration at the end of the block.
 
     Attributes:
-        model: The accelerated model.
         is_released: Whether the acceleration was undone.
         last: Counts and seconds of the last call that the engine served, over all its rows: tokens per pass
             (`mean_acceptance_length`), `num_drafted`, `num_accepted`, `tokens_per_second` of a row, and `speedup` over
@@ -210,12 +209,9 @@ def _drafts_with(module: torch.nn.Module) -> Callable[[], Drafter]:
 
 
 class AcceleratedGenerate:
-    """Replaces a model's `generate`; a copied or unpickled model has the original one.
+    """Replaces a model's `generate` by one over `beneath`: transformers' own, or an enclosing acceleration.
 
-    Attributes:
-        beneath: The replaced bound method: transformers' own, or an enclosing acceleration.
-        original: transformers' own bound method.
-        engine: Serves the calls.
+    A copied or unpickled model has the original one.
     """
 
     def __init__(self, model: Any, engine: Acceleration, tokenizer: Any) -> None:
@@ -244,7 +240,6 @@ class AcceleratedGenerate:
         return self.original(**{**given, **more, **changes, "custom_generate": self._decoder(given.get("streamer"))})
 
     def _changes(self, given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments that the hook changes; raises `Unserved` if transformers has to serve the call."""
         _check_state(self._model)
         tokenizer = more.get("tokenizer") or self._tokenizer
         config, others = self._prepared(given.get("generation_config"), more)
@@ -265,15 +260,12 @@ class AcceleratedGenerate:
     def _prepared(
         self, config: GenerationConfig | None, more: dict[str, Any]
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Returns the full configuration and the other keywords; raises `Unserved` if transformers refuses them."""
         inputs = {name: value for name, value in more.items() if name not in ("tokenizer", "trust_remote_code")}
         with foreign_errors_as(Unserved, lambda _: "transformers refuses its arguments"):
             prepared: tuple[GenerationConfig, dict[str, Any]] = self._model._prepare_generation_config(config, **inputs)
         return prepared
 
     def _decoder(self, streamer: Any) -> Callable[..., Any]:
-        """Returns the replacement of the decoding loop; transformers calls it with prepared arguments."""
-
         def decode(
             model: Any,
             input_ids: Tensor,
@@ -300,14 +292,12 @@ class AcceleratedGenerate:
 
     @staticmethod
     def _asked(ask: Callable[[], _Answer]) -> _Answer:
-        """Calls the engine; raises `Unserved` if it cannot serve the request or the present model."""
         try:
             return ask()
         except (RequestError, ModelError, ConfigError) as err:
             raise Unserved(str(err)) from err
 
     def _warn_once(self, reason: str) -> None:
-        """Logs once for each reason why transformers serves a call."""
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("generate() is served by transformers, without speculation: %s", reason.rstrip("."))
@@ -338,7 +328,6 @@ def replay(
         chunks: Chunks of B sequences; `prompt_index` is the row.
         input_ids: (B, T) int64, the prompts with their padding.
         criteria: All stopping criteria.
-        config: As `read_request` takes it.
         streamer: Gets the tokens, one of each row at a time; None for no streamer.
 
     Raises:
@@ -368,7 +357,6 @@ def replay(
 
 
 def _take_chunk(chunks: Iterator[StreamChunk], waiting: list[deque[int]]) -> None:
-    """Adds the next tokens of the engine to the waiting ones."""
     chunk = next(chunks, None)
     if chunk is None or chunk.finish_reason in ("error", "abort"):
         reason = "it was ended." if chunk is None or chunk.error is None else chunk.error

@@ -173,7 +173,10 @@ def read_request(
     config: GenerationConfig,
     target: Runner,
 ) -> tuple[list[list[int]], SamplingParams]:
-    """Reads what `generate` prepared for its decoding loop.
+    """Reads what `generate` prepared for its decoding loop; raises `Unserved` when transformers has to serve the call.
+
+    Returns token ids of each row without padding, and the parameters of all rows. A row ends where transformers ends
+    it, or later.
 
     Args:
         input_ids: (B, T) int64, padded.
@@ -181,13 +184,6 @@ def read_request(
         criteria: All stopping criteria.
         config: With defaults and `generate`'s own tensors of special tokens.
         target: Bounds the tokens of a sequence.
-
-    Returns:
-        Token ids of each row without padding, and the parameters of all rows. A row ends where transformers ends it,
-        or later.
-
-    Raises:
-        Unserved: When transformers has to serve the call.
     """
     prompts, width = _prompts(input_ids, attention_mask), input_ids.shape[1]
     if criteria.max_length is None:
@@ -223,7 +219,6 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """Returns the rows without padding; raises `Unserved` for empty rows, and for masks within a row."""
     rows: list[list[int]] = input_ids.tolist()
     if attention_mask is not None:
         if bool(

@@ -35,13 +35,7 @@ TWIN_KEY = "cost_twin"
 
 
 class TwinRecord(BaseModel):
-    """The trained model behind a cost twin.
-
-    Attributes:
-        of: Name of the trained model that computes the same function.
-        layers: Layers of the twin; for a draft model or a head, of the twin that it drafts for.
-        hidden_size: Hidden size of the same model.
-    """
+    """The trained model behind a cost twin; a draft model or head states the sizes of the twin that it drafts for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -111,14 +105,8 @@ def check_quantization(config: Any, name: str) -> None:
 def end_tokens(generation_config: Any, config: Any, *, vocab_size: int, name: str) -> tuple[int, ...]:
     """Returns the end-of-sequence tokens of a model: of its generation configuration, else of its configuration.
 
-    Args:
-        generation_config: Of the transformers model, or None.
-        config: Its text configuration.
-        vocab_size: Width of the logits. Larger tokens are dropped with a warning: the model never writes them.
-        name: The model's name in messages.
-
-    Raises:
-        ModelError: If an entry is not a token id.
+    Tokens outside the vocabulary are dropped with a warning: the model never writes them. Raises `ModelError` for an
+    entry that is not a token id.
     """
     given = getattr(generation_config, "eos_token_id", None)
     given = getattr(config, "eos_token_id", None) if given is None else given
@@ -150,15 +138,7 @@ _MOST_TEXT_BYTES = 256 * MIB  # a choice: tokenizers of 260,000 tokens have 40 M
 
 
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
-    """Checks a model directory before any library reads it.
-
-    Args:
-        name: A directory, or a hub id; a hub id without local files passes.
-        may_be_hub_id: Whether a hub id is allowed.
-
-    Raises:
-        ModelError: If the directory is missing, lacks a configuration or safetensors, or has a damaged file.
-    """
+    """Checks a model directory before any library reads it; raises `ModelError` if it is missing or damaged."""
     directory = Path(name)
     if not directory.is_dir():
         if may_be_hub_id and _is_hub_id(name):
@@ -204,10 +184,9 @@ def check_readable(directory: Path) -> None:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """Returns the weight files that an index such as `model.safetensors.index.json` names, sorted.
+    """Returns the weight files that an index names, sorted; raises `ModelError` if it or a file is missing.
 
-    Raises:
-        ModelError: If the index is damaged, has no weight_map, or names a missing file or one outside its directory.
+    Files outside the index's directory also raise `ModelError`.
     """
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -233,7 +212,6 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _nearby(directory: Path) -> str:
-    """Returns the names of model directories beside a missing one."""
     known = {path.name: str(path) for path in _model_directories(directory.parent)}
     close = get_close_matches(directory.name, known, n=1, cutoff=0.5)
     question = f"Did you mean '{known[close[0]]}'? " if close else ""

@@ -33,11 +33,8 @@ _YES = "yes, if it loads and the self-test agrees"
 def describe_plain(directory: Path) -> dict[str, Any] | None:
     """Returns the facts of `describe_directory` for a common architecture, without transformers or torch.
 
-    Returns:
-        None for other directories, and for unusual ones: a draft head may have such a configuration.
-
-    Raises:
-        ModelError: If a file is damaged.
+    Returns None for other directories, and for unusual ones: a draft head may have such a configuration. Raises
+    `ModelError` if a file is damaged.
     """
     try:
         config = read_json_object(directory / "config.json")
@@ -94,7 +91,6 @@ def describe_directory(directory: Path) -> dict[str, Any]:
 def _facts(
     directory: Path, paths: list[Path], architecture: str, sizes: Mapping[str, int | None], target: str
 ) -> dict[str, Any]:
-    """Returns the facts in order; paths: files with weights, target: whether the model can be a target."""
     num_parameters, dtypes = _weights(paths)
     twin = read_twin_record(read_json_object(directory / "config.json"), str(directory))
     return {
@@ -116,7 +112,6 @@ def _keys(path: Path) -> list[str]:
 
 
 def _weights(paths: list[Path]) -> tuple[int, set[str]]:
-    """Returns the number of parameters and their dtypes over several safetensors files."""
     total, dtypes = 0, set()
     for path in paths:
         for header in tensor_headers(path).values():

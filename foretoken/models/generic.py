@@ -67,16 +67,7 @@ class Taps:
     """Hooks on a model that store the wanted features in the current pass."""
 
     def __init__(self, model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
-        """Places and checks the hooks.
-
-        Args:
-            model: The causal LM.
-            num_layers: L.
-            wanted: Boundary indices 0..L and `final`.
-
-        Raises:
-            ModelError: If a tap does not exist, or the blocks cannot be found.
-        """
+        """Places and checks the hooks; raises `ModelError` if a tap does not exist, or the blocks cannot be found."""
         blocks = find_blocks(model, num_layers)
         for tap in wanted:
             if tap == "final":

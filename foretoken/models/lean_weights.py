@@ -84,15 +84,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
-    """Finds the weights of a model; copies norms alone.
-
-    Args:
-        model: A loaded causal LM.
-        num_positions: P.
-
-    Raises:
-        UnsuitableError: If a part of the model is unknown.
-    """
+    """Finds the weights of a model, copies norms alone; raises `UnsuitableError` if a part is unknown."""
     module: Any = model.module
     architecture = _known_architecture(module, model.config)
     backbone = module.model
@@ -115,7 +107,6 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
 
 
 def _known_architecture(module: Any, config: Any) -> _Architecture:
-    """Returns the architecture of a model; raises `UnsuitableError` for the first unknown part."""
     name = type(module).__name__
     if name not in _ARCHITECTURES or not _is_of_transformers(module):
         raise UnsuitableError(f"{name} is not among the architectures it knows.")
@@ -145,7 +136,6 @@ def _known_architecture(module: Any, config: Any) -> _Architecture:
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields all modules that multiply by a weight, except embedding and LM head."""
     for key, part in module.named_modules():
         if key.endswith(("_proj", ".c_fc", ".mlp.gate", ".mlp.experts")):
             yield key, part
@@ -247,7 +237,6 @@ def _mlp(module: Any) -> FeedForward | Experts:
 
 
 def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int]) -> list[Matrix]:
-    """Returns projections that a module holds separately, or joined in one matrix with their rows in order."""
     if not hasattr(owner, joined):
         return [_matrix(getattr(owner, name)) for name in names]
     whole = getattr(owner, joined)

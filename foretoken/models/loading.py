@@ -55,13 +55,8 @@ class LoadedModel:
 
     Attributes:
         module: The transformers model in evaluation mode, with our attention plug-in.
-        config: Its text configuration.
-        name: Its directory or hub id.
-        vocab_size: Width of the logits.
         context_len: Number of positions that it can embed, whatever other sequences of a batch do.
-        num_layers: L.
         dtype: Dtype of weights and cache.
-        device: Device of weights and cache.
         eos_ids: End-of-sequence tokens of its generation configuration.
         is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
     """
@@ -104,7 +99,6 @@ def load_model(
         name: A directory in Hugging Face layout, or a hub id.
         dtype: "auto" (float32 on CPU, else the checkpoint's), or a key of `placement.DTYPES`.
         device: "auto" (an accelerator if there is one), or a torch device.
-        revision: Hub revision.
 
     Raises:
         ModelError: If the model is missing, damaged, incomplete or not safetensors, or its architecture cannot be
@@ -158,7 +152,6 @@ def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device
     Args:
         name: A directory with `config.json`, which also names the dtype.
         tensors: Every weight with its name; each is copied.
-        device: Device of the model.
 
     Raises:
         ModelError: If the configuration cannot be read, the architecture cannot be served, or weights are missing,
@@ -193,7 +186,6 @@ def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "au
 
     Args:
         module: The model. Its mode, attention, hooks and configuration are not changed.
-        name: The model's name in messages.
         dtype: "auto", or the name of the model's dtype.
         device: "auto", or the model's device.
 
@@ -222,7 +214,6 @@ def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
 
 
 def _ready(module: Any, name: str) -> LoadedModel:
-    """Prepares a model in place for passes over a slot cache."""
     config = module.config.get_text_config()
     check_architecture(module.config, name, is_stateful=bool(getattr(module, "_is_stateful", False)))
     module.eval()
@@ -319,8 +310,7 @@ def load_generation_values(name: str) -> dict[str, Any]:
 def _context_len(config: Any) -> int:
     """Returns the number of positions at which a token's embedding depends on its position alone.
 
-    LongRoPE has two sets of frequencies. One position past the pretrained length switches the whole batch to the long
-    set, so other sequences and drafted nodes would change a text. The context therefore ends before that length.
+    LongRoPE switches the whole batch to other frequencies past the pretrained length, so the context ends there.
     """
     longest = int(getattr(config, "max_position_embeddings", None) or 4096)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -333,9 +323,8 @@ def _context_len(config: Any) -> int:
 class WeightFindings(NamedTuple):
     """The findings in a target's weights.
 
-    Attributes:
-        findings: Tensors that are missing, of a wrong shape or dtype, or not finite.
-        warnings: Tensors that the architecture does not use; published checkpoints carry some.
+    `findings`: tensors that are missing, of a wrong shape or dtype, or not finite. `warnings`: tensors that the
+    architecture does not use; published checkpoints carry some.
     """
 
     findings: list[str]
@@ -345,9 +334,8 @@ class WeightFindings(NamedTuple):
 def weight_findings(directory: Path) -> WeightFindings:
     """Compares the safetensors of a model directory with its architecture; reads one tensor at a time.
 
-    Raises:
-        ModelError: If there is nothing to compare with: quantised weights, architectures that cannot be built, and
-            weights stored under other names.
+    Raises `ModelError` if there is nothing to compare with: quantised weights, architectures that cannot be built, and
+    weights stored under other names.
     """
     config, headers = load_config(str(directory)), read_headers(directory)
     check_architecture(config, str(directory))
@@ -386,7 +374,6 @@ def weight_findings(directory: Path) -> WeightFindings:
 
 
 def _told(check: Callable[[], None]) -> str | None:
-    """Returns the error of a check; None if it passes."""
     try:
         check()
     except ModelError as err:
@@ -395,7 +382,6 @@ def _told(check: Callable[[], None]) -> str | None:
 
 
 def _named(key: str, used: set[str], prefix: str) -> str:
-    """Returns the architecture's name of a tensor; files may omit or add its prefix."""
     names = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
     return next((name for name in names if name in used), key)
 

@@ -31,7 +31,6 @@ def model_structure(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _module_structure(module: nn.Module) -> tuple[Any, ...]:
-    """Returns everything that decides what a module computes, except the values of its tensors."""
     own = vars(module)
     tensors = (*module._parameters.values(), *module._buffers.values())
     return (
@@ -76,13 +75,9 @@ def count_writes(model: nn.Module) -> None:
 
 
 class WeightWrites:
-    """Detects writes to the weights and buffers of a model; a look takes some 100 ns a tensor.
-
-    It does not detect replaced weights: a runner keeps the weights with which it was made.
-    """
+    """Detects writes to weights and buffers of a model in some 100 ns a tensor, but no replaced weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Starts at the present state of the weights."""
         counted = [each for each in (*model.parameters(), *model.buffers()) if not each.is_inference()]
         # `detach` shares the version counter, and `_version` of a plain tensor is read faster than a parameter's.
         self._tensors = [each.detach() if is_plain(each) else each for each in counted]
@@ -97,7 +92,7 @@ class WeightWrites:
         self._versions = self._now()
 
     def are_new(self) -> bool:
-        """Whether anything was written since `mark_known`, or since this was made."""
+        """Whether anything was written since `mark_known`, or since the object was made."""
         self._seen = self._now()
         return self._seen != self._versions
 

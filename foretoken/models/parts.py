@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 class NativeParts(NamedTuple):
-    """The shared modules for the native kernels.
-
-    Attributes:
-        embedding: (V, E) rows.
-        head: The LM head, with the target's scale and cap of logits.
-    """
+    """The shared modules for the native kernels; the LM head has the target's scale and cap of logits."""
 
     embedding: ScaledEmbedding
     head: LmHead
@@ -63,7 +58,6 @@ def target_parts(
     """Returns the shared modules of a loaded target.
 
     Args:
-        model: The target.
         dtype: The caller's dtype; the target's weights then get no gradients. None for the target's modules as they
             are.
         is_inference: Whether no gradients are needed. Nothing is copied then, and the LM head may run on native kernels
@@ -100,7 +94,6 @@ def target_parts(
 
 
 def _native(embedding: Any, head: LmHead) -> NativeParts | None:
-    """Describes the modules for the native kernels; None unless they are a native layer and a table of rows."""
     scale = getattr(embedding, "embed_scale", None)
     is_table = type(embedding) is nn.Embedding or scale is not None
     if not is_table or not isinstance(head.layer, NativeLinear):
@@ -146,14 +139,8 @@ def scaled_frequencies(
 ) -> tuple[Tensor, float]:
     """Returns (Dh / 2,) float32 angles per position, and the factor of cosines and sines.
 
-    Args:
-        scaling: transformers' `rope_parameters` without the base; one of `STATIC_KINDS`.
-        theta: Base.
-        head_dim: Dh.
-        device: Device of the result.
-
-    Raises:
-        ValueError: If the parameters are invalid.
+    `scaling`: transformers' `rope_parameters` without the base; one of `STATIC_KINDS`. Raises `ValueError` if the
+    parameters are invalid.
     """
     kind = scaling.get("rope_type")
     if kind not in STATIC_KINDS:

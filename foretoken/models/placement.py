@@ -76,10 +76,7 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
 def gather_weights(module: nn.Module) -> None:
-    """Moves the weights of each block into one allocation, block after block, in place.
-
-    Weights on other devices and subclasses of tensors, as in quantised layers, stay where they are.
-    """
+    """Moves the weights of each block into one allocation, in place; leaves other devices and tensor subclasses."""
     plain = set(map(id, plain_tensors(module)))
     blocks: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
     for name, parameter in module.named_parameters():
@@ -93,7 +90,6 @@ def gather_weights(module: nn.Module) -> None:
 
 
 def _gather(weights: list[Tensor]) -> None:
-    """Moves weights of one dtype into one allocation."""
     step = _ALIGNMENT // weights[0].itemsize
     starts = [0]
     for weight in weights:
@@ -106,17 +102,14 @@ def _gather(weights: list[Tensor]) -> None:
 
 
 def shared_copy(model: Any) -> Any:
-    """Copies the structure of a transformers model and shares its weights.
+    """Copies the structure of a transformers causal LM and shares its weights.
 
     The copy has its own modules, configuration, mode and attention. Its parameters and buffers lie in the original's
     memory: a weight that is changed in place changes in both, one that is replaced (`model.to(...)`) changes in the
     original alone. Tied weights stay tied. Both call the hooks.
 
-    Args:
-        model: A transformers causal LM; also inside `torch.compile`, or with peft adapters.
-
-    Raises:
-        ModelError: If it is anything else, or its weights are not in memory, or on several devices.
+    `torch.compile` and peft adapters may wrap the model. Raises `ModelError` for anything else, and for weights that
+    are not in memory, or on several devices.
     """
     source = _plain_model(model)
     with foreign_errors_as(  # an attribute may hold locks, files, generators
@@ -130,7 +123,6 @@ def shared_copy(model: Any) -> Any:
 
 
 def _plain_model(model: Any) -> PreTrainedModel:
-    """Returns the transformers model inside wrappers that leave its arithmetic as it is."""
     model = getattr(model, "_orig_mod", model)  # torch.compile
     name = type(model).__name__
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):

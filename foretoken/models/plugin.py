@@ -199,7 +199,6 @@ def _from_scores(
 def _falcon(
     layer: Any, own: Callable[..., Any], hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Replaces the forward of a Falcon attention with rotary positions."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     layout, cache = current_layout(), kwargs.get("layer_past")

@@ -119,7 +119,6 @@ def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> Non
 
 
 def _wanted_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of an architecture's weights, tied ones once; empty if it cannot be built."""
     module = meta_model(config)
     return {} if module is None else untied_shapes(module)
 

@@ -44,13 +44,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A picture of the page.
-
-    Attributes:
-        name: Name of its file, without suffix.
-        light: A data URL.
-        dark: A data URL for a dark page, or None.
-    """
+    """A picture of the page, as data URLs for a light and perhaps a dark page."""
 
     name: str
     light: str
@@ -59,13 +53,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepView:
-    """Results of a sweep as a table.
-
-    Attributes:
-        name: Name of the directory.
-        headings: Columns with at least one value.
-        rows: Cells as text, the fastest point first.
-    """
+    """Results of a sweep as a table: columns with at least one value, the fastest point first."""
 
     name: str
     headings: list[str]
@@ -83,11 +71,9 @@ class RunView:
 
 
 def read_run(run: Path) -> RunView:
-    """Reads a trace, or every trace, `results.jsonl` and SVG picture in a directory.
+    """Reads a trace, or all traces, `results.jsonl` and SVG pictures of a directory.
 
-    Raises:
-        ConfigError: When there is none of these, or a file is damaged.
-        OSError: When a file cannot be read.
+    Raises `ConfigError` when there is none of these, or a file is damaged; `OSError` when a file cannot be read.
     """
     if not run.exists():
         raise ConfigError(f"there is no '{run}'. Expected a file of `foretoken generate --trace`, or a directory.")
@@ -111,7 +97,6 @@ def read_run(run: Path) -> RunView:
 
 
 def _pictures(files: Iterable[Path], base: Path) -> list[Picture]:
-    """Returns the pictures; joins versions for light and dark pages."""
     by_name = {str(path.relative_to(base).with_suffix("")): path for path in files}
     return [
         Picture(
@@ -125,7 +110,6 @@ def _pictures(files: Iterable[Path], base: Path) -> list[Picture]:
 
 
 def _data_url(path: Path) -> str:
-    """Returns a picture as a URL that browsers show as an image, without scripts or requests."""
     data = read_named(path, limit=_MOST_PICTURE_BYTES, error=ConfigError)
     return f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
 
@@ -148,7 +132,6 @@ def _sweep(path: Path, name: str) -> SweepView:
 
 
 def _value_at(value: Any, keys: tuple[str, ...]) -> Any:
-    """Returns a value of nested mappings, or None."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -168,16 +151,7 @@ _COMMON = "foretoken.report"  # the package with the common style
 
 
 def render_inlined(package: str, name: str, **values: Any) -> tuple[str, str]:
-    """Renders a page from templates/NAME.html, NAME.css and NAME.js of a package.
-
-    Args:
-        package: The package with the files.
-        name: NAME.
-        values: Further variables of the template, which also has `script`, `style` and `policy`.
-
-    Returns:
-        The page as HTML, and its content security policy.
-    """
+    """Renders NAME.html, NAME.css and NAME.js of a package's templates; returns HTML and its security policy."""
     environment = Environment(
         loader=PackageLoader(package),
         autoescape=True,
@@ -201,7 +175,6 @@ def _asset(package: str, name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Returns the hash by which a content security policy allows an inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

@@ -39,14 +39,7 @@ _LineT = TypeVar("_LineT", bound=_Line)
 
 
 class Header(_Line):
-    """The first line.
-
-    Attributes:
-        format: "foretoken trace".
-        version: Version of the format.
-        conditions: Model, drafter, machine, versions and sampling parameters, by name.
-        prompt: The prompt as text.
-    """
+    """The first line: format "foretoken trace", its version, the prompt, and conditions (model, machine, …)."""
 
     format: str
     version: int
@@ -75,7 +68,6 @@ class TreeLine(_Line):
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> TreeLine:
-        """Checks that lists have equal lengths and that every parent comes before its children."""
         count = len(self.tokens)
         for name in ("parents", "depths", "drafters", "scores", "draft_probs", "token_probs", "target_tokens"):
             values = getattr(self, name)
@@ -96,11 +88,6 @@ class Iteration(_Line):
     Attributes:
         tokens: Tokens added to the text: accepted ones, then the target's own if there was room.
         accepted_from: The drafters that proposed each accepted token.
-        num_drafted: See `SequenceStep`.
-        num_proposed: See `SequenceStep`.
-        seconds: Seconds by stage.
-        declined: Why no drafter was asked.
-        draft_error: Why a drafter was ignored.
         tree: The outcome of every node; None if the tree was not traced.
         texts: Text of each token of this line, by id, decoded alone.
     """
@@ -123,13 +110,9 @@ class Iteration(_Line):
 
 
 class End(_Line):
-    """The last line.
+    """The last line; an interrupted generation has no `finish_reason`.
 
-    Attributes:
-        text: The whole output.
-        parts: The text that each output token added.
-        finish_reason: See `CompletionOutput`; None for an interrupted generation.
-        metrics: `GenerationMetrics.as_dict`.
+    `parts` are the texts that each output token added. `metrics` is `GenerationMetrics.as_dict`.
     """
 
     text: str
@@ -147,14 +130,9 @@ class Trace(_Line):
 
 
 class TraceRecorder:
-    """Collects the iterations of one sequence as lines.
-
-    Attributes:
-        metrics: Metrics of these iterations.
-    """
+    """Collects the iterations of one sequence as lines, and their metrics."""
 
     def __init__(self, codec: Codec, prompt: Sequence[int]) -> None:
-        """Takes the tokenizer, for the texts of tokens, and the prompt's token ids."""
         self._codec, self._prompt, self._lines = codec, list(prompt), list[str]()
         self._spans = TokenSpans(codec, prompt)
         self.metrics = GenerationMetrics()
@@ -186,17 +164,9 @@ class TraceRecorder:
     def write_file(
         self, path: Path, *, conditions: dict[str, Any], prompt: str, text: str | None, finish_reason: str | None
     ) -> None:
-        """Writes the file, whole or not at all; replaces an existing file.
+        """Writes the file, whole or not at all; replaces an existing file. Arguments as in `Header` and `End`.
 
-        Args:
-            path: The path of the file.
-            conditions: See `Header`.
-            prompt: See `Header`.
-            text: See `End`; None for the text so far.
-            finish_reason: See `End`.
-
-        Raises:
-            ConfigError: When the file cannot be written.
+        `text` is None for the text so far. Raises `ConfigError` when the file cannot be written.
         """
         header = {
             "format": FORMAT, "version": VERSION, "conditions": conditions, "prompt": prompt,
@@ -221,9 +191,8 @@ def is_trace(path: Path) -> bool:
 def read_trace(path: Path) -> Trace:
     """Reads and checks a trace.
 
-    Raises:
-        ConfigError: When the file is not a trace, of another version, or damaged; names the line.
-        OSError: When the file cannot be read.
+    Raises `ConfigError` for a file that is no trace, of another version, or damaged; names the line. Raises `OSError`
+    when the file cannot be read.
     """
     lines = read_named(path, limit=MOST_TRACE_BYTES, error=ConfigError).split(b"\n")
     lines = [line for line in lines if line.strip()]

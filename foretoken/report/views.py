@@ -54,13 +54,7 @@ BY_OUTCOME = {
 
 
 def reason(trace: TreeTrace, node: int, shown: Callable[[int], str]) -> str:
-    """Returns why a node was rejected.
-
-    Args:
-        trace: The trace of its tree.
-        node: A node with the outcome `REJECTED`.
-        shown: Returns the text of a token id.
-    """
+    """Returns why a node with the outcome `REJECTED` was rejected; `shown` returns the text of a token id."""
     parent = trace.parents[node]
     written, target, prob = trace.written_after(parent), trace.target_tokens[parent], trace.target_probs[parent]
     own = f"this node had {_probability(trace.token_probs[node])}"
@@ -89,10 +83,9 @@ _OUTCOMES = list(NodeOutcome)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenView:
-    """One output token.
+    """One output token, its text cut at newlines.
 
     Attributes:
-        lines: Its text, cut at newlines.
         iteration: The iteration that wrote the token, from 0.
         origin: Index of its drafter; 0 for the target.
         is_shown: Whether the token added any text; if not, `lines` describes it.
@@ -119,15 +112,10 @@ class TraceView:
     """One trace on a page; its text is escaped and never markup.
 
     Attributes:
-        name: Name of the file.
-        conditions: Conditions by name.
         figures: Name and value of the summary's large numbers.
-        prompt: The prompt as text.
-        tokens: The output tokens, in order.
         origins: Origins of tokens; the target first.
         acceptance: For each depth from 1: the acceptance rate, and its counts if the trace has them.
         stages: Name and share of the time.
-        finish_reason: Why the text ended.
         data: Data for the script.
     """
 
@@ -181,13 +169,11 @@ def view_of(name: str, trace: Trace) -> TraceView:
 
 
 def _token(part: str, alone: str, iteration: int, origin: int) -> TokenView:
-    """Returns a token with the text that it added; without any, with the text of the token alone."""
     lines = visible(part).split("\n") if part else [label(alone)]
     return TokenView(lines=lines, iteration=iteration, origin=_colour(origin), is_shown=bool(part))
 
 
 def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dict[str, Any]:
-    """Returns the data of an iteration for the script; adds new origins to `origins`."""
     texts = {token: label(text) for token, text in iteration.texts.items()}
     view: dict[str, Any] = {
         "written": [texts.get(token, str(token)) for token in iteration.tokens],
@@ -224,7 +210,6 @@ def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dic
 
 
 def _drafts(iteration: Iteration) -> str:
-    """Returns the counts of proposed, verified and accepted nodes, and why the first two differ."""
     verified, proposed = iteration.num_drafted, iteration.num_proposed
     counts = f"Drafted nodes: {verified} verified, {len(iteration.accepted_from)} accepted"
     if proposed is None or proposed == verified:

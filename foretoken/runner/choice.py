@@ -32,10 +32,7 @@ _TREE_TOKENS = 2  # of a verification; a choice: published acceptance lengths ar
 class PassWidths(NamedTuple):
     """The widths of a runner's passes.
 
-    Attributes:
-        num_slots: Sequences decoded at once.
-        max_nodes: Nodes of the widest tree of a sequence, root included; 1 for plain decoding.
-        prompt_chunk: Prompt tokens of one pass.
+    `max_nodes`: nodes of the widest tree of a sequence, root included; 1 for plain decoding.
     """
 
     num_slots: int
@@ -108,12 +105,7 @@ def choose_decoder(
     """Makes the fastest decoder that fits, and proves it on the model; says why others do not fit.
 
     Args:
-        model: A loaded causal LM.
         cache: For the decoder; no sequence is in it. Measured candidates have caches of their own.
-        taps: Features to read.
-        runner: One of `RUNNERS`.
-        widths: Of the engine's passes.
-        context_len: Most tokens a sequence may reach.
         costs: Returns pass costs by decoder, see `pass_costs`; called only if there is a choice.
 
     Raises:
@@ -159,7 +151,6 @@ class _Candidates:
         self._generic_error: ModelError | None = None
 
     def in_order(self) -> Iterator[tuple[str, str]]:
-        """Yields names, the preferred one first, and the measured costs that were compared. Measures lazily."""
         for group in self._groups():
             fitting = [name for name in group if len(group) == 1 or self._is_known(name)]
             costs, unmeasured = {}, []
@@ -184,7 +175,6 @@ class _Candidates:
         return " ".join(f"{', '.join(names)}: {reason}" for reason, names in self.reasons.items())
 
     def failure(self) -> ModelError:
-        """Returns the error when no decoder is left: the generic decoder's, if that was tried."""
         return self._generic_error or ModelError(
             f"runner '{self._runner}' cannot run '{self._model.name}'. {self.refusals()}"
         )
@@ -199,7 +189,6 @@ class _Candidates:
         return [[name for name in names if name in EXACT], [name for name in names if name not in EXACT]]
 
     def _is_known(self, name: str) -> bool:
-        """Decides whether a decoder knows the model's architecture; notes the reason otherwise."""
         try:
             check_architecture(name, self._model)
         except ModelError as err:
@@ -209,7 +198,6 @@ class _Candidates:
 
 
 def _why_alone(name: str, runner: str) -> str:
-    """Returns why there was nothing to compare."""
     if name == runner:
         return "it was asked for"
     is_promised = name in EXACT and runner != "fastest"

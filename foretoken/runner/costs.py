@@ -144,9 +144,7 @@ _LIKELY_S = (1e-7, 3600.0)  # bounds of a plausible pass; kept files with other 
 def read_points(key: str, widths: Mapping[str, Sequence[int]]) -> dict[str, list[tuple[int, float]]] | None:
     """Returns (width, seconds) pairs of each curve that was measured in the last month, or None.
 
-    Args:
-        key: Names what was measured.
-        widths: The required curves, with the widths that each may have, ascending; the first width is required.
+    `widths` has the required curves, with the widths that each may have, ascending; the first width is required.
     """
     entry = _KEPT.read(key)
     if entry is None or not all(_is_likely(entry.get(name), allowed) for name, allowed in widths.items()):
@@ -163,7 +161,6 @@ def keep_points(key: str, points: Mapping[str, Sequence[tuple[int, float]]]) -> 
 
 
 def _is_likely(curve: Any, allowed: Sequence[int]) -> bool:
-    """Decides whether a stored curve can be true: some of the widths, from the first on, with their seconds."""
     if not isinstance(curve, dict):
         return False
     widths: Any = curve.get("widths")
@@ -203,7 +200,7 @@ class PassCosts(NamedTuple):
     prompt: CostCurve
 
     def verification(self, num_sequences: int, num_tokens: int) -> float:
-        """Returns the seconds of a verification of trees with `num_tokens` nodes in total."""
+        """Returns the seconds of a verification of `num_sequences` trees with `num_tokens` nodes in total."""
         further_sequences = max(self.step(num_sequences) - self.tree(num_sequences), 0.0)  # beyond their tokens
         return self.tree(num_tokens) + further_sequences
 
@@ -214,14 +211,8 @@ def pass_costs(model: LoadedModel, decoder: str, *, is_refreshed: bool = False) 
     The first call measures and logs a line. Later calls read `foretoken-costs.json` in the cache directory, for a
     month.
 
-    Args:
-        model: A loaded causal LM.
-        decoder: One of `DECODERS`.
-        is_refreshed: Whether to measure again.
-
-    Raises:
-        ModelError: If the decoder is measured and does not fit the model.
-        PassError: If there is no memory for the passes; also torch.OutOfMemoryError.
+    `is_refreshed`: whether to measure again. Raises `ModelError` if the decoder is measured and does not fit the model,
+    `PassError` if there is no memory for the passes; also torch.OutOfMemoryError.
     """
     key = _key(model, decoder)
     known = None if is_refreshed else read_points(key, _CURVES)
@@ -234,15 +225,9 @@ def pass_costs(model: LoadedModel, decoder: str, *, is_refreshed: bool = False) 
 
 
 def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S) -> PassCosts:
-    """Times passes of a new decoder on its own KV slots, and frees both.
+    """Times passes of a new decoder, one of `DECODERS`, on its own KV slots, and frees both.
 
-    Args:
-        model: A loaded causal LM.
-        decoder: One of `DECODERS`.
-        limit_s: Seconds for trees, see `CostCurve.measure`; steps and prompts get a sixth each.
-
-    Raises:
-        ModelError, PassError: As `pass_costs`.
+    Trees take `limit_s` seconds, see `CostCurve.measure`; steps and prompts get a sixth each. Raises as `pass_costs`.
     """
     shapes = probe_layer_shapes(model.module)
     num_slots = _STEP_WIDTHS[-1]
@@ -295,7 +280,6 @@ class _Passes:
 
 
 def _key(model: LoadedModel, decoder: str) -> str:
-    """Names what the costs depend on: machine, threads, versions, decoder and sizes of the model."""
     sizes = {name: value for name, value in model.config.to_dict().items() if isinstance(value, int)}
     facts = {
         "format": _FORMAT,

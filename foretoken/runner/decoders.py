@@ -41,8 +41,7 @@ NUM_ROWS = max(_PROMPT_LENS) + max(map(len, _PARENTS))  # cache rows of the self
 def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
     """Returns the sizes of each layer's keys and values, from the cache of an ordinary forward.
 
-    Raises:
-        ModelError: If the model cannot run, or a layer keeps anything but keys and values.
+    Raises `ModelError` if the model cannot run, or a layer keeps anything but keys and values.
     """
     with _refusing(model, "cannot run two tokens", "Check its config.json."):
         output = run_plain(model, torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
@@ -67,14 +66,8 @@ def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
 def check_tree_attention(model: LoadedModel, decoder: Decoder, cache: SlotCache, *, context_len: int) -> None:
     """Compares a batch of small trees with their paths; writes the first rows of the first and the last slot.
 
-    Args:
-        model: The decoder's model.
-        decoder: Made for the cache.
-        cache: The two slots are free; `NUM_ROWS` rows or more.
-        context_len: Most tokens that a sequence will reach.
-
-    Raises:
-        ModelError: If the logits differ by more than rounding, or sliding windows are lost.
+    Both slots are free; the cache has `NUM_ROWS` rows or more. Raises `ModelError` if the logits differ by more than
+    rounding, or sliding windows are lost.
     """
     if model.context_len <= _PATH_LEN:
         raise ModelError(
@@ -166,7 +159,6 @@ def _errors(tested: _Tested, first_token: int) -> list[float]:
 
 
 def _refusing(model: nn.Module, what: str, advice: str) -> AbstractContextManager[None]:
-    """Turns errors of a model into a `ModelError`, except memory errors."""
     return foreign_errors_as(
         ModelError,
         lambda err: f"{type(model).__name__} {what} ({one_line(err)}). {advice}",
@@ -241,10 +233,8 @@ def proven_decoder(
     """Makes a decoder, one of `DECODERS`, and proves on the model that it computes trees correctly.
 
     No sequence is in the cache. The first rows of its first and last slot are written, see `check_tree_attention`.
-
-    Raises:
-        ModelError: If the decoder does not know the model or cannot run here, a tap cannot be read, or the model
-            ignores the attention plug-in.
+    Raises `ModelError` if the decoder does not know the model or cannot run here, a tap cannot be read, or the model
+    ignores the attention plug-in.
     """
     decoder = DECODERS[name](model, cache, taps)
     check_tree_attention(model, decoder, cache, context_len=context_len)
@@ -257,9 +247,7 @@ def quantized_decoder(
     """Returns a decoder of a draft model with quantised copies of its matrices, one byte a weight.
 
     The self-test does not run: the logits are those of other weights. The decoder passed it with the original ones.
-
-    Raises:
-        UnsuitableError: If the decoder has no kernels for the format, or the weights cannot be quantised.
+    Raises `UnsuitableError` if the decoder has no kernels for the format, or the weights cannot be quantised.
     """
     if name != NativeDecoder.name:
         raise UnsuitableError(f"the {name} runner has no kernels for {quantization}, only {NativeDecoder.name} has.")

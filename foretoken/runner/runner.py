@@ -44,10 +44,7 @@ class Runner:
     """Runs a model over preallocated KV slots.
 
     Attributes:
-        model: The loaded model.
-        device: The device of inputs and outputs.
         vocab_size: V, the width of the logits.
-        cache: KV rows by slot.
         context_len: Most tokens a sequence may reach.
         last_position: The largest position of a pass.
         max_nodes: Nodes of the widest tree, root included.
@@ -73,13 +70,9 @@ class Runner:
         """Allocates the cache and proves on the model that tree attention is correct.
 
         Args:
-            model: A loaded causal LM.
-            num_slots: Sequences held at once.
             context_len: Most tokens a sequence may reach; None for the model's limit. Cut, with a warning, to fit into
                 memory.
-            max_nodes: Nodes of the widest tree, root included.
             usual_nodes: Nodes of a frequent wide tree, for the choice of the decoder; None for `max_nodes`.
-            taps: Features to read, see `foretoken.models.generic`.
             prefill_chunk: Prompt tokens of a pass.
             runner: A decoder, or a way to choose one; see `foretoken.runner.choice`.
             costs: Returns pass costs by decoder; None reads or measures them, see `pass_costs`.
@@ -152,11 +145,8 @@ class Runner:
     def follow_weights(self) -> bool:
         """Renews the decoder's joined, packed and copied weights after writes to the model's weights.
 
-        Returns:
-            Whether the weights changed since the last call. All KV rows are then invalid.
-
-        Raises:
-            ModelError: If the decoder cannot run on the new weights; the next call tries again.
+        Returns whether the weights changed since the last call. All KV rows are then invalid. Raises `ModelError` if
+        the decoder cannot run on the new weights; the next call tries again.
         """
         if not self._writes.are_new():
             return False
@@ -180,8 +170,7 @@ class Runner:
     def run(self, work: Pass) -> PassOutput:
         """Computes one pass over new tokens of several sequences; writes the cache rows of their nodes.
 
-        Raises:
-            PassError: If the rows do not fit the cache, or the pass does not fit the model.
+        Raises `PassError` if the rows do not fit the cache, or the pass does not fit the model.
         """
         return self._decoder.run(self._placed(work))
 
@@ -197,18 +186,9 @@ class Runner:
         )  # fmt: skip
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:
-        """Feeds up to `prefill_chunk` prompt tokens of one sequence, without logits.
+        """Feeds up to `prefill_chunk` prompt tokens of one sequence, from position `start` on, without logits.
 
-        Args:
-            slot: Slot of the sequence.
-            tokens: Tokens at positions start, start + 1, …
-            start: Rows of the slot that are filled already.
-
-        Returns:
-            (T, F, D) tapped features, or None without taps.
-
-        Raises:
-            RequestError: If the prompt does not fit.
+        Returns (T, F, D) tapped features, or None without taps. Raises `RequestError` if the prompt does not fit.
         """
         end = start + len(tokens)
         if end > self.context_len:
@@ -218,13 +198,9 @@ class Runner:
     def verification(
         self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree, *, has_features: bool = True
     ) -> Pass:
-        """Returns the pass that computes target logits at every node of the trees. Committed rows stay unchanged.
+        """Returns the pass that computes target logits at every node of B trees. Committed rows stay unchanged.
 
-        Args:
-            slots: B slots.
-            lengths: Committed KV rows of each: the root goes to position `lengths[b]`.
-            tree: (B, N) candidates.
-            has_features: See `Pass`.
+        `lengths` are the committed KV rows of each: the root goes to position `lengths[b]`.
         """
         return Pass.of_tree(
             tree, slots=slots, prefix_lens=lengths, last_position=self.last_position, has_features=has_features
@@ -235,17 +211,14 @@ class Runner:
         return self.run(self.verification(slots, lengths, tree))
 
     def commit(self, slots: Sequence[int], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Moves the KV rows of the accepted paths behind the committed rows.
+        """Moves the KV rows of the accepted paths, without their roots, behind the committed rows.
 
-        Args:
-            slots: B slots.
-            lengths: Committed rows of each before this iteration; the root's row is `lengths[b]`.
-            paths: The accepted nodes of each sequence in order, without the root.
+        `lengths` are the committed rows before this iteration; the root's row is `lengths[b]`.
         """
         self.cache.move_paths(slots, lengths, paths)
 
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
-        """Copies the first `length` rows of slot `source` to `slot`, whose text begins with the same tokens."""
+        """Copies the first `length` rows of slot `source` to `slot`; both texts begin with the same tokens."""
         self.cache.copy_rows(source, slot, length)
 
     def _use(self, decoder: Decoder) -> None:
@@ -253,7 +226,6 @@ class Runner:
         self._tree_drafting = decoder if isinstance(decoder, TreeDrafting) else None
 
     def _placed(self, work: Pass, num_drafted: int = 0) -> Pass:
-        """Returns the pass over the rows of its slots; num_drafted: nodes drafted behind it."""
         cache, ends = self.cache, work.node_offsets
         for row, (slot, prefix) in enumerate(zip(work.slots, work.prefix_lens, strict=True)):
             needed = prefix + ends[row + 1] - ends[row]

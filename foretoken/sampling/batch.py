@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """Which tokens occurred in the prompt and in the output.
-
-    Attributes:
-        in_prompt: (B, V) bool, tokens of the prompt.
-        in_output: (B, V) int32, occurrences in the output.
-    """
+    """Which tokens occurred in the prompt, (B, V) bool, and how often in the output, (B, V) int32."""
 
     in_prompt: Tensor
     in_output: Tensor
@@ -125,14 +120,7 @@ class HistoryTable:
     def view(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], num_prompt: Sequence[int], tail_len: int
     ) -> History:
-        """Returns the history of B slots.
-
-        Args:
-            slots: The slots.
-            tokens: All committed tokens of each.
-            num_prompt: Prompt length of each.
-            tail_len: L.
-        """
+        """Returns the history of B slots with a tail of L tokens; `tokens` are all committed tokens of each."""
         device = self._device
         has_counts = any(self._counts[slot] is not None for slot in slots)
         empty_seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=device)
@@ -169,12 +157,7 @@ class Processor(Protocol):
         ...
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """Returns new logits, (R, V) float32, -inf for forbidden tokens.
-
-        Args:
-            logits: (R, V) float32, one row for each of its rows.
-            nodes: The tokens before each row.
-        """
+        """Returns new logits, (R, V) float32, -inf for forbidden tokens; `nodes` are the tokens before each row."""
         ...
 
 
@@ -195,12 +178,7 @@ class _PerRequest:
 
 @dataclass(frozen=True, slots=True)
 class MinTokens(_PerRequest):
-    """Forbids tokens that end the text until it is long enough.
-
-    Attributes:
-        terminators: (R, V) bool, end-of-sequence and stop tokens.
-        min_tokens: (R,) int64, output tokens before which they are impossible.
-    """
+    """Forbids (R, V) bool `terminators` until (R,) int64 `min_tokens` output tokens are there."""
 
     terminators: Tensor
     min_tokens: Tensor
@@ -224,11 +202,7 @@ class AllowedTokens(_PerRequest):
 
 @dataclass(frozen=True, slots=True)
 class BadWords(_PerRequest):
-    """Forbids the last token of every forbidden sequence when its other tokens were just generated.
-
-    Attributes:
-        words: (R, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
-    """
+    """Forbids the last token of each of the (R, W, L) int64 `words` after its other tokens; -1 pads on the left."""
 
     words: Tensor
 
@@ -274,12 +248,7 @@ class RepetitionPenalty(_PerRequest):
 
 @dataclass(frozen=True, slots=True)
 class OutputPenalties(_PerRequest):
-    """Subtracts numbers from the logits of tokens of the output.
-
-    Attributes:
-        presence: (R, 1) float32, once for each such token.
-        frequency: (R, 1) float32, for every occurrence.
-    """
+    """Subtracts `presence`, (R, 1), from logits of output tokens, and `frequency` for every occurrence."""
 
     presence: Tensor
     frequency: Tensor
@@ -352,12 +321,7 @@ def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
 
 
 def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Applies temperature and truncation; returns (B, V) float32 log-probabilities, -inf for tokens cut off.
-
-    Args:
-        logits: (B, V) float32.
-        batch: Parameters of the same B requests; the temperature of greedy rows counts as 1.
-    """
+    """Returns (B, V) float32 log-probabilities after temperature (1 for greedy requests) and truncation (-inf)."""
     logits = logits / batch.temperature
     if batch.top_k is not None:
         largest = logits.topk(batch.largest_top_k, dim=1).values
@@ -374,10 +338,7 @@ def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def one_hot_log_probs(logits: Tensor) -> Tensor:
-    """Returns the target distribution of greedy decoding: 0 at the first largest logit, -inf elsewhere; (B, V) float32.
-
-    A row without a possible token is -inf throughout.
-    """
+    """Returns (B, V) float32: 0 at the first largest logit, else -inf; -inf throughout without a finite logit."""
     best = best_possible(logits).unsqueeze(1)
     certain = torch.zeros_like(logits[:, :1]).masked_fill(best < 0, -inf)
     return torch.full_like(logits, -inf).scatter(1, best.clamp_min(0), certain)
@@ -398,10 +359,8 @@ class SamplingRequest:
     """One request's sampling, resolved against its tokenizer.
 
     Attributes:
-        params: Of the request.
-        seed: Its own seed, or a drawn one; an int64, as `derive_seed` returns.
+        seed: The request's own seed, or a drawn seed; an int64, as `derive_seed` returns.
         terminators: Token ids that `min_tokens` holds back: end-of-sequence and stop token ids.
-        bad_words: Forbidden token sequences.
     """
 
     params: SamplingParams
@@ -415,8 +374,6 @@ class SamplingBatch:
     """Parameters of B requests; a field is None if no request of the batch uses it.
 
     Attributes:
-        noise: The requests' random numbers.
-        vocab_size: V.
         greedy: (B,) bool.
         is_all_greedy: Host copy of `greedy.all()`.
         is_any_greedy: Host copy of `greedy.any()`.

@@ -28,7 +28,6 @@ class DraftDraws:
     """How drafts of B sequences are chosen; a sequence that is neither coupled nor sampled is drafted greedily.
 
     Attributes:
-        batch: Sampling parameters of the requests.
         root_positions: (B,) int64, absolute position of each root.
         is_coupled: (B,) bool.
         is_sampled: (B,) bool.
@@ -51,14 +50,7 @@ class DraftDraws:
     def build(
         cls, batch: SamplingBatch, is_coupled: Sequence[bool], root_positions: Tensor, *, greedy: bool = False
     ) -> DraftDraws:
-        """Decides how each request's drafts are chosen.
-
-        Args:
-            batch: Sampling parameters of the B requests.
-            is_coupled: Whether each is verified by coupling.
-            root_positions: (B,) int64.
-            greedy: Whether to draft all requests greedily.
-        """
+        """Decides how each request's drafts are chosen; `greedy`: all greedily. `root_positions`: (B,) int64."""
         has_coupled, has_sampled = possible_draws(batch, is_coupled, greedy=greedy)
         if not (has_coupled or has_sampled):
             none = torch.zeros_like(batch.greedy)
@@ -112,7 +104,7 @@ class DraftDraws:
         return log_probs, keys
 
     def guesses(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities as `keys` does, and keys whose largest are the target's most probable choices.
+        """Returns log-probabilities as `keys` does, and keys: the largest keys are the target's most probable choices.
 
         Nothing is drawn: the keys are the log-probabilities, plus the target's noise for coupled requests. Arguments as
         in `keys`; both results have the shape of `logits`.

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 class Ends(NamedTuple):
-    """Tokens that may end a text.
-
-    Attributes:
-        token_ids: End-of-sequence tokens.
-        unwanted: Those that are impossible while the text can continue.
-    """
+    """Tokens that may end a text; `unwanted` are impossible while the text can continue."""
 
     token_ids: Sequence[int]
     unwanted: Sequence[int] = ()
@@ -115,11 +110,7 @@ class GrammarState:
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """A processor that forbids what each request's grammar does not allow after the path down to a node.
-
-    Attributes:
-        states: After the committed text of each of R requests; None for requests without a grammar.
-    """
+    """Forbids tokens by each request's grammar after the path down to a node; states are None without a grammar."""
 
     states: Sequence[GrammarState | None]
     reads_counts = False

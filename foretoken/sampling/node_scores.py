@@ -24,7 +24,7 @@ class NodeScores:
     """The target's logits at the nodes of a tree, with the requests' sampling parameters.
 
     Attributes:
-        tree: That was verified.
+        tree: The verified tree.
         logits: (R, V) float32, target logits at the nodes, without padding: each row predicts the token after a node.
         starts: (B,) int64, the row of each root; node i of a sequence has the i-th row after it.
         has_row_for_each: Whether the rows are all B N nodes in order, without padding and other sequences.
@@ -96,8 +96,8 @@ class NodeScores:
     def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
         """Returns the target's draw after every node: argmax of logits / temperature plus the noise of its position.
 
-        For requests whose distribution temperature alone changes. Each request must always use this function, or never:
-        it rounds differently from the walk node by node, so two almost equal tokens could swap.
+        For requests with temperature as the only change of the distribution. Each request must always use this
+        function, or never: it rounds differently from the walk node by node, so two almost equal tokens could swap.
 
         root_positions: (B,) int64, absolute position of each root; returns (B, N) int64.
         """

@@ -35,7 +35,6 @@ class Purpose(IntEnum):
 
 
 def _signed(value: int) -> int:
-    """Returns a 64-bit pattern as the int64 that torch takes."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -51,7 +50,6 @@ _UGAMMA, _UMIX_1, _UMIX_2 = (np.uint64(word & _WORD) for word in (_GAMMA, _MIX_1
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -73,22 +71,17 @@ def _mix_unsigned(z: Tensor) -> Tensor:
 
 
 def _words(z: Tensor) -> Words:
-    """(n,) unsigned words of a CPU tensor."""
     return z.numpy().view(np.uint64).reshape(-1)
 
 
 def _mixed(words: Words) -> Words:
-    """`mix` of unsigned words."""
     words = (words ^ (words >> _U30)) * _UMIX_1
     words = (words ^ (words >> _U27)) * _UMIX_2
     return words ^ (words >> _U31)
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Returns an int64 seed for the `index`-th completion of a request, from 0; index 0 keeps the request's own.
-
-    seed: Any Python integer; taken modulo 2^64.
-    """
+    """Returns an int64 seed for a request's `index`-th completion; index 0 keeps the seed itself, modulo 2^64."""
     signed = _signed(seed & _WORD)
     if index == 0:
         return signed
@@ -103,11 +96,7 @@ def _counters(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KeyedNoise:
-    """Random numbers of the sequences of a batch.
-
-    Attributes:
-        seeds: (B,) int64, one seed per request.
-    """
+    """Random numbers of the sequences of a batch; seeds: (B,) int64, one seed per request."""
 
     seeds: Tensor
 
@@ -116,10 +105,7 @@ class KeyedNoise:
         return KeyedNoise(self.seeds[rows])
 
     def of_drafter(self, drafter: int, rows: Tensor) -> KeyedNoise:
-        """Returns noise that is independent of this one and of any other drafter's; drafter: above 0.
-
-        rows: (B,) bool, sequences that change; the others keep their noise.
-        """
+        """Returns noise that is independent of all other noise in the (B,) bool `rows`; `drafter` is above 0."""
         return KeyedNoise(torch.where(rows, mix(self.seeds ^ _signed(_DRAFTER * drafter & _WORD)), self.seeds))
 
     def uniform(self, positions: Tensor, purpose: Purpose, lane: int = 0) -> Tensor:
@@ -157,12 +143,10 @@ class KeyedNoise:
         return mix(key ^ _signed(_tag(purpose, lane)))
 
     def _unsigned_keys(self, positions: Tensor, purpose: Purpose, lane: int) -> Words:
-        """`_keys` in numpy's unsigned words, on a CPU."""
         key = _mixed(_words(self.seeds) + _UGAMMA)
         key = _mixed(key ^ (_words(positions) * _UGAMMA))
         return _mixed(key ^ np.uint64(_tag(purpose, lane)))
 
 
 def _tag(purpose: Purpose, lane: int) -> int:
-    """The last component of a key, an unsigned word."""
     return (lane * 8 + int(purpose) + 1) * _MIX_2 & _WORD

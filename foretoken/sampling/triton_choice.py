@@ -177,7 +177,6 @@ def _merge_kernel(
     parts: tl.tensor,
     BLOCK_S: tl.constexpr,
 ) -> None:
-    """Returns the best token of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_S)
     is_part = part < parts

@@ -34,15 +34,11 @@ class EchoedPrompt:
 
     @classmethod
     def of_prompt(cls, llm: LLM, text: str | None, token_ids: list[int]) -> EchoedPrompt:
-        """Returns a prompt without log-probabilities; text: None for a prompt of token ids.
-
-        Raises:
-            RequestError: When the model has no tokenizer, or the tokenizer fails.
-        """
+        """Returns a prompt without log-probabilities; raises `RequestError` if the tokenizer is missing or fails."""
         return cls(text=llm.decode(token_ids) if text is None else text, first_token=llm.decode(token_ids[:1]))
 
     def scored(self, logprobs: Sequence[dict[int, Logprob] | None], num_top: int) -> EchoedPrompt:
-        """Returns the same prompt with `RequestOutput.prompt_logprobs`, and `num_top` alternatives for each token.
+        """Returns the prompt with `RequestOutput.prompt_logprobs` and `num_top` alternatives for each token.
 
         Every token begins where the tokens before it end. A first token that the tokenizer adds has no characters.
         """
@@ -78,12 +74,8 @@ def seconds_since_1970() -> int:
 class Envelope:
     """Builds the bodies of an answer to completions or a chat.
 
-    Attributes:
-        model: The name under which the model is served.
-        has_draft_metrics: Whether the answer has draft metrics.
-        name: A unique name, the end of the answer's id.
-        created: Seconds since 1970.
-        readers: The reader of each message of a stream, by the message's index.
+    `name` is unique, the end of the answer's id. `created` is in seconds since 1970. `readers` has the reader of each
+    message of a stream, by the message's index.
     """
 
     request: ServedRequest
@@ -140,7 +132,6 @@ class Envelope:
     def _logprobs(
         self, entries: Sequence[dict[int, Logprob]] | None, offset: int, echo: EchoedPrompt | None
     ) -> dict[str, Any] | None:
-        """Returns one entry for each token; offset: characters before the completion; `echo` comes first."""
         num_top = self.request.num_top_logprobs
         if entries is None or num_top is None:
             return None
@@ -160,7 +151,6 @@ class Envelope:
         return "tool_calls" if reason == "stop" and form is not None and form.forced is None else reason
 
     def _delta(self, index: int, chunk: StreamChunk, choice: dict[str, Any]) -> dict[str, Any]:
-        """Returns the parts that a chunk adds to a message; sets the choice's finish_reason after calls."""
         form = self.request.message_form
         if form is None:
             return {"content": chunk.text}
@@ -193,11 +183,8 @@ class Envelope:
         If a call and the end come together, there are two chunks: some clients expect the call first.
 
         Args:
-            index: The index of the choice.
-            chunk: The new tokens.
             echo: The prompt, in the first chunk of a choice that echoes it.
             offset: Characters of the choice before this chunk, prompt included; for `text_offset`.
-            more: Further fields of the body.
         """
         choice: dict[str, Any] = {
             "index": index, "finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason,
@@ -321,12 +308,10 @@ def completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offs
 
 
 def _best(entry: dict[int, Logprob], num_top: int) -> list[Logprob]:
-    """Returns the most probable tokens of an entry, which begins with the generated token."""
     return sorted(entry.values(), key=lambda each: each.rank)[:num_top]
 
 
 def _by_id(entry: dict[int, Logprob]) -> dict[str, Any]:
-    """Returns the log-probabilities of a prompt token in vLLM's form."""
     return {
         str(token): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
         for token, each in entry.items()

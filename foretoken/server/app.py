@@ -112,9 +112,8 @@ class ServerConfig:
     Attributes:
         names: The names of the model; answers carry the first.
         api_keys: Requests need one of these keys; empty for an open server.
-        allowed_origins: Origins whose pages may read answers, "*" for all; empty for the server's own page alone.
+        allowed_origins: Origins of pages that may read answers, "*" for all; empty for the server's own page alone.
         has_vllm_metrics: Whether /metrics also shows figures under vLLM's names.
-        has_draft_metrics: Whether answers have draft metrics, unless a request says otherwise.
         chat_template: The chat template in Jinja; None for the tokenizer's own.
         tool_call_parser: See `tool_format`.
         reasoning_parser: See `thinking_tags`.
@@ -157,8 +156,6 @@ def make_app(engine: AsyncLLM, config: ServerConfig) -> App:
 
 
 class _Server:
-    """The handlers of all routes."""
-
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._engine, self._config, self._created, llm = engine, config, seconds_since_1970(), engine.llm
         template = config.chat_template
@@ -190,8 +187,6 @@ class _Server:
         ]
 
     def _answering(self, handler: _Handler, name: str | None = None) -> _Handler:
-        """Wraps a handler: exceptions become answers; name: of the route, by default that of the handler."""
-
         async def answer(request: Request) -> Response:
             try:
                 return await handler(request)
@@ -205,7 +200,6 @@ class _Server:
         return answer
 
     async def not_routed(self, request: Request, error: Exception) -> Response:
-        """Answers an unknown path or method."""
         status = getattr(error, "status_code", 404)
         paths = sorted({path for path, *_ in self.routes()})
         message = (
@@ -223,7 +217,6 @@ class _Server:
         return page_response()
 
     async def generate(self, path: str, request: Request) -> Response:
-        """Answers the paths of `GENERATING`."""
         shape = await self._reader.shape(path, await self._body(request))
         live = await LiveRequest.submit(self._engine, shape, self.metrics)
         return await live.response(request.receive, self.metrics.count_disconnect)

@@ -42,11 +42,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yields the lines that are not empty, with one in memory at a time.
-
-    Raises:
-        RequestError: When the file is missing or not a regular file.
-    """
+    """Yields the lines that are not empty, one in memory at a time; raises `RequestError` without a regular file."""
     try:
         check_regular(path, error=RequestError)
         with path.open("rb") as file:
@@ -67,16 +63,11 @@ def read_lines(path: Path) -> Iterator[Line]:
 class AnswerFile:
     """Collects answers in `OUT.part`, which is renamed to `OUT` when all answers are there.
 
-    Attributes:
-        answered: Names of the answered lines: the custom_id, or the id of a line without one.
+    `answered` names the answered lines: the custom_id, or the id of a line without one.
     """
 
     def __init__(self, out: Path, model: str) -> None:
-        """Opens the file of an earlier run, or starts one. Removes a last line that was cut off.
-
-        Raises:
-            ConfigError: When the file holds other data, or answers of another model.
-        """
+        """Opens or starts the file, and cuts an unfinished line; raises `ConfigError` if it holds other data."""
         self._out, self._part, self._model = out, out.with_name(f"{out.name}.part"), model
         self.answered: set[str] = set()
         with told_as(ConfigError, f"'{self._part}'", "Choose another OUT, or remove it to start again."):
@@ -114,7 +105,6 @@ class AnswerFile:
         return length
 
     def _checked(self, data: bytes) -> str:
-        """Returns the name of an answered line."""
         try:
             answer = json.loads(data)
             name, theirs = name_of(answer), answer["response"]["body"].get("model", self._model)
@@ -148,11 +138,7 @@ _log = logging.getLogger(__name__)
 
 
 class OpenLines:
-    """The lines of a file that have no answer yet.
-
-    Attributes:
-        kept: Lines passed so far that an earlier run answered.
-    """
+    """The lines of a file that have no answer yet; `kept` counts lines that an earlier run answered."""
 
     def __init__(self, source: Path, answers: AnswerFile) -> None:
         self._source, self._answered, self._seen, self.kept = source, frozenset(answers.answered), set[str](), 0
@@ -170,7 +156,6 @@ class OpenLines:
                 yield line, asked
 
     def _parsed(self, line: Line) -> dict[str, Any]:
-        """Parses a line; raises `ApiError` unless its custom_id is unique."""
         if line.data is None:
             raise ApiError(f"line {line.number} is too long. Send less in one request.", status=413)
         asked = parse_object(line.data)
@@ -239,21 +224,13 @@ def _answer(line: Line, asked: dict[str, Any] | ApiError, status: int, body: dic
 
 
 def _identity(line: Line, asked: dict[str, Any] | ApiError) -> dict[str, Any]:
-    """Returns the fields that name a line: its custom_id, or None, and an id from its number."""
     custom = None if isinstance(asked, ApiError) else asked["custom_id"]
     return {"id": f"batch_req_{line.number}", "custom_id": custom}
 
 
 @dataclass(slots=True)
 class BatchCounts:
-    """The progress of a batch.
-
-    Attributes:
-        kept: Lines that an earlier run answered.
-        answered: Lines of this run, including lines with errors.
-        failed: Lines of this run with errors.
-        tokens: Tokens generated in this run.
-    """
+    """The progress of a batch: lines kept from an earlier run; lines, failures and tokens of this run."""
 
     kept: int = 0
     answered: int = 0
@@ -283,17 +260,8 @@ async def run_batch(
 ) -> BatchCounts:
     """Answers all lines that have no answer yet, writes answers as they are ready, and returns the final counts.
 
-    Args:
-        engine: Serves requests; its queue must have room for all lines in flight.
-        source: Lines of requests.
-        answers: Takes the answers.
-        model: The name of the model in requests and answers.
-        max_in_flight: Lines that are served at once.
-        chat_template: The chat template in Jinja; None for the tokenizer's own.
-        on_answer: Called with the counts after every line.
-
-    Raises:
-        ForetokenError: When a file cannot be read or written, or the engine fails; finished answers are kept.
+    `engine`: serves requests; its queue must have room for all lines in flight. Raises `ForetokenError` when a file
+    cannot be read or written, or the engine fails; finished answers are kept.
     """
     lines, todo, counts = LineAnswers(engine, model, chat_template), OpenLines(source, answers), BatchCounts()
     still_open = iter(todo)

@@ -29,8 +29,7 @@ KEY_VARIABLE = "FORETOKEN_API_KEY"
 def api_keys(path: Path | None) -> list[str]:
     """Returns the key in `KEY_VARIABLE`, if set, and the keys of a file, one a line, if there is one.
 
-    Raises:
-        ConfigError: When a key is empty or not plain ASCII, or the file cannot be read or has no key.
+    Raises `ConfigError` when a key is empty or not plain ASCII, or the file cannot be read or has no key.
     """
     given = [os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else []
     if path is not None:
@@ -66,13 +65,7 @@ class Guards:
     """Refuses requests with wrong keys or too many headers, and compressed, too large and too slow bodies."""
 
     def __init__(self, app: App, *, api_keys: Sequence[str], refused: Callable[[int], None]) -> None:
-        """Guards an application; without keys all paths are open.
-
-        Args:
-            app: An ASGI application.
-            api_keys: Accepted keys; `OPEN_PATHS` need none.
-            refused: Called with the status of every refusal.
-        """
+        """Guards an ASGI application, if there are keys; calls `refused` with the status of every refusal."""
         self._app, self._keys, self._refused = app, [key.encode() for key in api_keys], refused
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -182,7 +175,6 @@ class _Body:
                     size += len(await self._part() or b"")
 
     async def _part(self) -> bytes | None:
-        """Returns the next part of the body; None if the client has disconnected."""
         message = await self._receive()
         self._is_over = not message.get("more_body", False)
         return message.get("body", b"") if message["type"] == "http.request" else None

@@ -21,12 +21,9 @@ _HTTPProtocol: Any = AutoHTTPProtocol  # httptools if it is installed, else h11
 
 
 def http_server(app: Any, *, port: int = 0, drain_seconds: int = _DRAIN_SECONDS) -> uvicorn.Server:
-    """Makes a server; `serve` or `run` starts it.
+    """Makes a server; `serve` or `run` starts the server, on a free port if `port` is 0.
 
-    Args:
-        app: An ASGI application.
-        port: The port to listen on if `serve` gets no sockets; 0 for a free one.
-        drain_seconds: Time for running requests after a signal to end.
+    After a signal, running requests have `drain_seconds`.
     """
     return uvicorn.Server(
         uvicorn.Config(

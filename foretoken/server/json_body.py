@@ -26,15 +26,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An error answer.
-
-    Attributes:
-        status: HTTP status.
-        message: One or two sentences.
-        param: The field of the request with the error, if any.
-        code: A name for programs, if any.
-        headers: Further headers of the answer.
-    """
+    """An error answer: a status, one or two sentences, the request's field, a name for programs, and headers."""
 
     def __init__(
         self,
@@ -81,9 +73,8 @@ _SMALL = 1 << 18  # bytes; a smaller body cannot reach these counts
 def parse_object(body: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body in UTF-8.
 
-    Raises:
-        ApiError: With status 400, unless the body is one JSON object of Unicode text and finite numbers, at most
-            `DEEPEST` deep, without repeated keys, and with a bounded number of values.
+    Raises `ApiError` with status 400, unless the body is one JSON object of Unicode text and finite numbers, at most
+    `DEEPEST` deep, without repeated keys, and with a bounded number of values.
     """
     if len(body) > _SMALL:
         _check_counts(body)
@@ -111,11 +102,11 @@ def _check_counts(body: bytes) -> None:
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # removes escaped quotes
     num_texts = bare.count(b'"') // 2
     if num_texts > _MOST_TEXTS:
-        raise ApiError(f"The body has {num_texts} texts. Expected at most {_MOST_TEXTS}.")
+        raise ApiError(f"The body has {num_texts} strings. Expected at most {_MOST_TEXTS}. Send less in one request.")
     outside = b"".join(bare.split(b'"')[::2])
     for what, (sign, most) in _MOST.items():
         if (count := outside.count(sign)) > most:
-            raise ApiError(f"The body has {count} {what}. Expected at most {most}.")
+            raise ApiError(f"The body has {count} {what}. Expected at most {most}. Send less in one request.")
 
 
 def _finite(digits: str) -> float:
@@ -127,12 +118,10 @@ def _finite(digits: str) -> float:
 
 
 def _no_number(name: str) -> NoReturn:
-    """Refuses NaN and the infinities, which are not JSON."""
     raise ApiError(f"The body holds {name}, which is not JSON. Expected finite numbers.")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object; refuses a repeated key."""
     made = dict(pairs)
     if len(made) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -142,7 +131,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_containers(value: Any) -> None:
-    """Raises `ApiError` for containers nested too deeply and for text with a lone surrogate."""
     level = [value]
     for _ in range(DEEPEST):
         inner: list[Any] = []
@@ -178,7 +166,6 @@ def dumped_in_pieces(body: Any) -> bytes:
 
 
 def _pieces(value: Any, depth: int) -> Iterator[bytes]:
-    """Yields the JSON of a value in short pieces; depth: levels of containers to encode value by value."""
     if isinstance(value, list) and (len(value) > _LONGEST_PIECE or not depth):
         slices = (value[at : at + _LONGEST_PIECE] for at in range(0, len(value), _LONGEST_PIECE))
         yield b"[" + b",".join(dumped(each)[1:-1] for each in slices) + b"]"
@@ -201,7 +188,7 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
 async def send_json(
     send: Send, body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None, *, is_end: bool = True
 ) -> None:
-    """Sends a JSON answer; is_end: whether the answer ends here, else the caller sends an empty last part."""
+    """Sends a JSON answer; without `is_end` the caller must send an empty last part."""
     content = dumped(body)
     named = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
     raw = [(name.lower().encode(), value.encode()) for name, value in named.items()]

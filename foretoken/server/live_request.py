@@ -52,8 +52,7 @@ async def in_thread(call: Callable[_Given, _Result], *given: _Given.args, **opti
 async def in_pool(pool: Executor | None, call: Callable[[], _Result]) -> _Result:
     """Runs a call in a thread of a pool, None for the event loop's own, with the context variables of the caller.
 
-    Raises:
-        RuntimeError: When the call raises `StopIteration`, with which a future would never end.
+    Raises `RuntimeError` when the call raises `StopIteration`, with which a future would never end.
     """
     return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, _ended, call)
 
@@ -74,11 +73,7 @@ GENERATING = {"completions": "/v1/completions", "chat": "/v1/chat/completions", 
 
 
 class BodyReader:
-    """Checks the bodies of requests to the paths of `GENERATING`.
-
-    Attributes:
-        has_template: Whether conversations can be rendered.
-    """
+    """Checks the bodies of requests to the paths of `GENERATING`; `has_template`: can render conversations."""
 
     def __init__(
         self,
@@ -90,16 +85,7 @@ class BodyReader:
         formats: AnswerFormats,
         has_draft_metrics: bool = False,
     ) -> None:
-        """Makes a reader.
-
-        Args:
-            llm: The model, with its tokenizer.
-            model: The name of the model in answers.
-            template: The chat template in Jinja; None for the tokenizer's own.
-            advice: Ends the error about a missing template.
-            formats: The model's formats of tool calls and thoughts.
-            has_draft_metrics: Whether answers have draft metrics, unless a request says otherwise.
-        """
+        """Makes a reader; `template` is None for the tokenizer's own, `advice` ends the error about a missing one."""
         self._llm, self._model, self._template, self._advice, self._formats = llm, model, template, advice, formats
         self._unknown, self._has_draft_metrics = UnknownFields(), has_draft_metrics
         self.has_template = bool(template or getattr(llm.tokenizer, "chat_template", None))
@@ -153,9 +139,8 @@ class LiveRequest:
     async def submit(cls, engine: AsyncLLM, envelope: Envelope, metrics: ServerMetrics | None) -> LiveRequest:
         """Submits every prompt, or none.
 
-        Raises:
-            ForetokenError: From `AsyncLLM.submit` and `EchoedPrompt.of_prompt`; prompts submitted before are aborted.
-            ApiError: When the context has no room for the requested number of tokens.
+        Raises errors of `AsyncLLM.submit` and `EchoedPrompt.of_prompt`, and `ApiError` when the context has no room for
+        the requested tokens. Prompts submitted before are aborted.
         """
         streams: list[RequestStream] = []
         echoes: list[EchoedPrompt] = []
@@ -203,11 +188,7 @@ class LiveRequest:
             self.abort()
 
     async def whole(self, make: Callable[[dict[str, Any]], _Answer]) -> _Answer:
-        """Returns the whole answer; `make` builds it from the body, in a thread since log-probabilities take long.
-
-        Raises:
-            ApiError: When a completion failed.
-        """
+        """Returns the answer, built by `make` in a thread; raises `ApiError` when a completion failed."""
         try:
             outputs = [await stream.output() for stream in self._streams]
         finally:
@@ -262,11 +243,7 @@ class LiveRequest:
             yield body
 
     async def _chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
-        """Yields the chunks of all prompts as they come, each with its prompt's position.
-
-        The first completion brings the log-probabilities of an echoed prompt: chunks of other completions wait for
-        them.
-        """
+        """Yields chunks with their prompt's position; they wait for the log-probabilities of an echoed prompt."""
         held: list[list[StreamChunk]] = [[] for _ in self._streams]
         are_scored = bool(self._echoes) and self.envelope.request.num_top_logprobs is not None
         is_open = [not are_scored] * len(held)
@@ -282,13 +259,11 @@ class LiveRequest:
                 yield at, held[at].pop(0)
 
     def _score(self, at: int, logprobs: Sequence[dict[int, Logprob] | None] | None) -> None:
-        """Stores the log-probabilities of an echoed prompt."""
         num_top = self.envelope.request.num_top_logprobs
         if self._echoes and num_top is not None and logprobs is not None:
             self._echoes[at] = self._echoes[at].scored(logprobs, num_top)
 
     def _told(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Removes the generated token from results if the request asks for the prompt alone."""
         if not self.envelope.request.is_prompt_alone:
             return outputs
         return [replace(output, outputs=list(map(without_tokens, output.outputs))) for output in outputs]
@@ -299,10 +274,7 @@ class LiveRequest:
 
 
 def _check_entries(request: ServedRequest, num_prompt: Sequence[int]) -> None:
-    """Raises `ApiError` for an answer with too many log-probabilities.
-
-    Counts the log-probabilities of prompts, and of all completions at their largest; num_prompt: tokens of each prompt.
-    """
+    """Refuses an answer with too many log-probabilities, those of prompts included."""
     params, n = request.params, request.params.n
     is_several = n * len(request.prompts) > 1 and not request.is_streamed
     generated = (params.max_tokens or 0) if is_several and params.logprobs is not None else 0
@@ -316,7 +288,6 @@ def _check_entries(request: ServedRequest, num_prompt: Sequence[int]) -> None:
 
 
 def _check_room(num_prompt: int, max_tokens: int | None, context_len: int) -> None:
-    """Raises `ApiError` unless `max_tokens` tokens fit behind the prompt."""
     if max_tokens is not None and num_prompt + max_tokens > context_len:
         raise ApiError(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, more together than the context of "
@@ -326,7 +297,6 @@ def _check_room(num_prompt: int, max_tokens: int | None, context_len: int) -> No
 
 
 async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, StreamChunk]]:
-    """Yields the chunks of several streams as they come, each with the stream's position."""
     if len(streams) == 1:
         async for chunk in streams[0]:
             yield 0, chunk
@@ -351,7 +321,6 @@ def _abort(streams: Sequence[RequestStream]) -> None:
 
 
 async def _next(stream: RequestStream) -> StreamChunk | None:
-    """Returns the next chunk of a stream; None after the last one."""
     try:
         return await stream.__anext__()
     except StopAsyncIteration:
@@ -391,13 +360,10 @@ class EventStream(Response):
     def __init__(
         self, bodies: AsyncGenerator[Any], on_disconnect: Callable[[], None], *, is_numbered: bool = False
     ) -> None:
-        """Prepares a stream.
+        """Prepares a stream, which always closes `bodies`; bytes are JSON already.
 
-        Args:
-            bodies: The events' bodies; bytes are JSON already. The stream always closes this generator.
-            on_disconnect: Called if the reader disconnects before the end.
-            is_numbered: Whether each event has its body's type as a name, and a `sequence_number` from 0. Otherwise
-                `[DONE]` ends the stream.
+        `on_disconnect` is called if the reader disconnects before the end. With `is_numbered` each event has its body's
+        type as a name, and a `sequence_number` from 0. Otherwise `[DONE]` ends the stream.
         """
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]

@@ -29,7 +29,6 @@ class MessageForm:
         schemas: The JSON schema of each tool's parameters, by the tool's name.
         forced: The named tool; the whole answer is its arguments. None if the request names no tool.
         is_parallel: Whether an answer may have several calls.
-        decode: Decodes token ids to text, special tokens included.
     """
 
     tags: Tags | None = None
@@ -62,8 +61,7 @@ class MessageForm:
 class AnswerFormats:
     """The formats in which a model writes calls and thoughts; see `MessageForm`.
 
-    Attributes:
-        has_special_markers: Whether a marker of calls or thoughts is a special token, which decoded text omits.
+    `has_special_markers`: whether a marker of calls or thoughts is a special token, which decoded text omits.
     """
 
     calls: ToolFormat | None = None
@@ -75,10 +73,7 @@ class AnswerFormats:
     def of_llm(
         cls, llm: LLM, template: str | None, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> AnswerFormats:
-        """Returns the formats of a model, for a chat template in Jinja, or None for the tokenizer's own.
-
-        The parsers are named as in `tool_format` and `thinking_tags`, which raise `ConfigError` for an unknown name.
-        """
+        """Returns the formats of a model and its template; raises `ConfigError` for an unknown name of a parser."""
         tokenizer = llm.tokenizer
         own = template or getattr(tokenizer, "chat_template", None) or ""
         source = own if isinstance(own, str) else "\n".join(map(str, own.values()))
@@ -94,10 +89,7 @@ class AnswerFormats:
         return f"tool calls {calls or 'none'}, thoughts {thoughts or 'none'}"
 
     def form(self, prompt: str, tools: ToolUse | None) -> MessageForm | None:
-        """Returns how to read an answer to a rendered conversation; None if all of its text is content.
-
-        The conversation may end with the opening tag of thoughts, or with the closing tag.
-        """
+        """Returns how to read an answer to a rendered conversation; None if all text is content."""
         text, tags = prompt.rstrip(), self.tags
         if tags is not None and text.endswith(tags.end):
             tags = None
@@ -179,7 +171,6 @@ class MessageReader:
         return self._read_edge if self._form.forced is None else self._read_arguments
 
     def _find_thoughts(self, _: MessageParts) -> bool:
-        """Decides whether the text begins with thoughts."""
         assert self._form.tags is not None, "there are thoughts"
         begin, text = self._form.tags.begin, self._rest.lstrip()
         is_far = len(self._rest) - len(text) > _MOST_SPACES
@@ -203,7 +194,6 @@ class MessageReader:
         return bool(end)
 
     def _read_edge(self, parts: MessageParts) -> bool:
-        """Reads separators, and the bracket of a call without a marker."""
         form = self._form.calls
         if form is not None and form.bare:
             text = self._rest.lstrip(form.between + " \t\r\n")
@@ -245,7 +235,6 @@ class MessageReader:
         return end is not None
 
     def _end_call(self, parts: MessageParts, *, is_closed: bool = True) -> None:
-        """Parses the held text; text that does not parse as a call is content."""
         text = "".join(self._held)
         calls = self._calls(text) if is_closed else []
         if calls:
@@ -267,7 +256,6 @@ class MessageReader:
         return calls if is_known else []
 
     def _read_arguments(self, parts: MessageParts) -> bool:
-        """Reads the arguments of the tool that the request names."""
         text, self._rest = self._rest, ""
         if self.num_calls and text:
             parts.calls.append({"index": 0, "function": {"arguments": text}})
@@ -299,7 +287,6 @@ class _Spaced:
     """Holds back white space at the end of a text until more text follows."""
 
     def __init__(self, *, is_begun: bool) -> None:
-        """is_begun: whether leading white space is part of the text."""
         self._spaces: list[str] = []
         self._is_begun = is_begun
 

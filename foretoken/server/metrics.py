@@ -44,14 +44,7 @@ class ServerMetrics:
     """Counts requests, and exports the engine's own counts."""
 
     def __init__(self, engine: AsyncLLM, model: str, *, has_vllm_names: bool = False, name: str = "0") -> None:
-        """Starts all counts at zero.
-
-        Args:
-            engine: Serves the requests.
-            model: The name under which the model is served.
-            has_vllm_names: Whether figures that vLLM has too also appear under its names.
-            name: The label of the engine.
-        """
+        """Starts all counts at zero; `has_vllm_names` also shows figures that vLLM has under its names."""
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": name}
         self._prefixes = ("foretoken:", "vllm:") if has_vllm_names else ("foretoken:",)
@@ -73,11 +66,9 @@ class ServerMetrics:
         self._errors, self._disconnects = dropped.labels(**self._labels), left.labels(**self._labels)
 
     def _counter(self, name: str, text: str, *more: str) -> Counter:
-        """Makes a counter; more: labels besides the common ones."""
         return Counter(f"foretoken:{name}", text, [*self._labels, *more], registry=self._registry)
 
     def _histograms(self, name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
-        """Makes a histogram under each of its names."""
         return [
             Histogram(prefix + name, text, self._labels, buckets=buckets, registry=self._registry).labels(
                 **self._labels
@@ -129,8 +120,6 @@ _Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
 
 
 class _EngineFigures:
-    """A collector that asks the engine for its counts at every export."""
-
     def __init__(self, engine: AsyncLLM, labels: dict[str, str], prefixes: tuple[str, ...]) -> None:
         self._engine, self._labels, self._prefixes = engine, labels, prefixes
 

@@ -37,7 +37,6 @@ class RayWorkers:
         number: The most workers; there are never more workers than lines.
         make_engine: Makes the engine of a worker; its queue must have room for `max_in_flight` lines.
         max_in_flight: Lines that a worker answers at once.
-        num_cpus: Processors of each worker.
         uses_gpu: Whether each worker has its own GPU; None to decide by whether the cluster has GPUs.
         on_start: Called with the number of ready workers and of all workers, while they start.
     """
@@ -63,11 +62,9 @@ def run_ray_batch(
 
     Uses the cluster that this process is connected to, else the one that `RAY_ADDRESS` names, else a new one on this
     machine for this call alone. Workers start once and together; each gets lines as soon as it is ready. Only this
-    process reads and writes the two files. A worker that ends is started again and gets its lines again.
-
-    Raises:
-        ConfigError: When Ray is not installed.
-        ForetokenError: When a file cannot be read or written, or a worker fails; finished answers are kept.
+    process reads and writes the two files. A worker that ends is started again and gets its lines again. Raises
+    `ConfigError` when Ray is not installed, `ForetokenError` when a file cannot be read or written, or a worker fails;
+    finished answers are kept.
     """
     counts, todo = BatchCounts(), OpenLines(source, answers)
 
@@ -93,7 +90,6 @@ def run_ray_batch(
 
 
 def _asked(todo: OpenLines, add: Callable[[dict[str, Any]], None]) -> Iterator[Line]:
-    """Yields the lines for the workers; answers invalid lines at once."""
     for line, asked in todo:
         if isinstance(asked, ApiError):
             add(refused_line(line, asked))
@@ -106,10 +102,7 @@ def _has_gpus(ray: Any, workers: RayWorkers) -> bool:
 
 
 def _answered(ray: Any, workers: RayWorkers, actors: list[Any], lines: Iterator[Line]) -> Iterator[dict[str, Any]]:
-    """Yields answers as they come; `actors` are the workers; some may still load.
-
-    Ends all workers at the end. Raises `ForetokenError` when a worker cannot start or fails.
-    """
+    """Yields answers as they come, while some `actors` may still load; ends all workers at the end."""
     starting = {actor.__ray_ready__.remote(): actor for actor in actors}
     asked: dict[Any, Any] = {}  # the worker of each line, by the reference of its answer
     is_read = False
@@ -134,14 +127,11 @@ def _answered(ray: Any, workers: RayWorkers, actors: list[Any], lines: Iterator[
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the last line of an error from another process, as a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{lines[-1].rstrip('.')}." if lines else f"{type(error).__name__}."
 
 
 class _Worker:
-    """A worker: answers many lines at once with an engine of its own."""
-
     def __init__(self, make_engine: Callable[[], AsyncLLM], model: str, chat_template: str | None) -> None:
         self._lines = LineAnswers(make_engine(), model, chat_template)
 
@@ -152,7 +142,6 @@ class _Worker:
 
 @contextmanager
 def _cluster(workers: RayWorkers) -> Iterator[Any]:
-    """Yields the package `ray`, connected to a cluster; raises `ConfigError` if Ray is not installed."""
     # Ray reads these at its first import. They turn off usage reports and Ray's own messages about ended workers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")

@@ -89,9 +89,8 @@ class Replica:
     ) -> None:
         """Loads the model; the drafter comes as `LLM` takes it, the chat template in Jinja.
 
-        Raises:
-            ConfigError: When an option is invalid.
-            ModelError: When the model cannot be loaded, or has no tokenizer.
+        Raises `ConfigError` when an option is invalid, `ModelError` when the model cannot be loaded, or has no
+        tokenizer.
         """
         from ray import serve
 
@@ -146,11 +145,7 @@ class Front:
     """Receives requests and forwards them to replicas; see `ray_forwarding`."""
 
     def __init__(self, replicas: Any, arguments: RayArguments) -> None:
-        """Reads the API keys; replicas: handle of the deployment of `Replica`.
-
-        Raises:
-            ConfigError: When an API key or an allowed origin is invalid.
-        """
+        """Reads the API keys; raises `ConfigError` when an API key or an allowed origin is invalid."""
         from foretoken.server.guards import api_keys, check_origins
 
         check_origins(arguments.allowed_origins)
@@ -158,7 +153,6 @@ class Front:
         self._keys = api_keys(None if arguments.api_key_file is None else Path(arguments.api_key_file))
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Returns the application that Ray Serve puts behind its address."""
         from starlette.applications import Starlette
         from starlette.routing import Mount
 
@@ -171,10 +165,9 @@ class Front:
 
 
 def app(arguments: RayArguments) -> Any:
-    """Returns the Ray Serve application for `serve run`, `serve deploy` and `ray.serve.run`.
+    """Returns the application for `serve run`, `serve deploy` and `ray.serve.run`.
 
-    Raises:
-        ConfigError: When Ray Serve is not installed, the drafter is invalid, or the template cannot be read.
+    Raises `ConfigError` when Ray Serve is not installed, the drafter is invalid, or the template cannot be read.
     """
     try:
         from ray import serve

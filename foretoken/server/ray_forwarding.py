@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 def prefix_key(body: bytes, length: int) -> str | None:
     """Returns a key that prompts with the same first characters and the same `cache_salt` share.
 
-    Only the beginning of a conversation counts, up to the first user message: all its turns have one key.
-
-    Args:
-        body: The body of a request to a path that generates.
-        length: The number of characters that count; for prompts of token ids, of tokens.
-
-    Returns:
-        A hash as hexadecimal digits, which reveals nothing of the prompt; None for a body without a prompt.
+    Only the beginning of a conversation counts, up to the first user message: all its turns have one key. `length`
+    counts characters; for prompts of token ids, tokens. The key is a hash, which reveals nothing of the prompt; None
+    for a body without a prompt.
     """
     try:
         asked = json.loads(body)
@@ -49,7 +44,6 @@ def prefix_key(body: bytes, length: int) -> str | None:
 
 
 def _beginning(asked: dict[str, Any], length: int) -> Any:
-    """Returns the part of the prompt that counts."""
     messages = asked.get("messages", asked.get("input"))
     if isinstance(messages, list) and messages and isinstance(messages[0], dict):
         at = next((at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"), 0)
@@ -72,13 +66,7 @@ def portable_scope(scope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def answer_messages(app: App, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
-    """Yields the messages of an application; closing the iterator tells the application that the client disconnected.
-
-    Args:
-        app: An ASGI application.
-        scope: See `portable_scope`.
-        body: The whole body of the request.
-    """
+    """Yields an application's messages; closing the iterator tells it that the client disconnected."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     gone = asyncio.Event()
@@ -134,12 +122,7 @@ class Forwarding:
     """Forwards every request to one of the replicas."""
 
     def __init__(self, replicas: Any, *, prefix_characters: int) -> None:
-        """Makes a forwarder.
-
-        Args:
-            replicas: Handle of the deployment of `foretoken.server.ray_deployment.Replica`.
-            prefix_characters: The number of first characters of a prompt that choose its replica.
-        """
+        """Forwards to `replicas`, a handle of `Replica`; the first `prefix_characters` of a prompt choose one."""
         self._replicas, self._length = replicas, prefix_characters
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -158,7 +141,6 @@ class Forwarding:
             await asyncio.wait((answering,))
 
     async def _page(self, send: Send) -> None:
-        """Sends the figures of all replicas."""
         response = self._replicas.broadcast("metrics_page")
         pages = await response.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         page = merged_pages(page for page in pages if isinstance(page, str)).encode()
@@ -167,7 +149,6 @@ class Forwarding:
         await send({"type": "http.response.body", "body": page})
 
     async def _answered(self, scope: dict[str, Any], body: bytes, send: Send) -> None:
-        """Tries one replica after another."""
         key = prefix_key(body, self._length) or uuid.uuid4().hex
         for attempt in range(_MOST_ATTEMPTS):
             try:
@@ -203,10 +184,7 @@ class Forwarding:
             response.cancel()
 
     async def _forward(self, messages: AsyncGenerator[Message], send: Send) -> None:
-        """Forwards messages; holds the status until the first part of the body: until then another replica can answer.
-
-        Raises `_Begun` if the replica ends after that, and `_Stopped` if the replica reports that it has stopped.
-        """
+        """Forwards messages; holds the status until the first part of the body: another replica may still answer."""
         held: list[Message] = []
         has_begun = False
         try:
@@ -224,7 +202,6 @@ class Forwarding:
             raise
 
     async def _break_off(self, path: str, send: Send) -> None:
-        """Ends a stream with an error, as the engine's server does."""
         error = ApiError("The server that wrote this answer ended. Send the request again.", status=503)
         told, name = error.body, ""
         if path.endswith("/responses"):

@@ -101,11 +101,8 @@ class ServedRequest:
     """The checked fields of a request; the engine checks the rest.
 
     Attributes:
-        prompts: The prompts, in the forms that the engine takes; a chat has one.
-        params: The sampling parameters of every prompt.
         has_max_tokens: Whether the request gives the number of tokens; the context must then have room for all of them.
         is_chat: Whether the answer is a message.
-        is_streamed: Whether the answer is sent as a stream.
         has_usage: Whether the stream ends with a chunk of token counts.
         has_running_usage: Whether every chunk of the stream has token counts.
         num_top_logprobs: The number of alternatives for each token; None for no log-probabilities.
@@ -152,16 +149,7 @@ class UnknownFields:
 
 
 def completion_request(body: Mapping[str, Any], unknown: UnknownFields, defaults: Mapping[str, Any]) -> ServedRequest:
-    """Reads a body of /v1/completions.
-
-    Args:
-        body: The fields of the request.
-        unknown: Logs unknown fields.
-        defaults: See `LLM.sampling_defaults`; fields of the body replace them.
-
-    Raises:
-        ApiError: When a field is invalid.
-    """
+    """Reads a body of /v1/completions; `defaults` fill missing fields. Logs unknown fields; raises `ApiError`."""
     given = _known(body, unknown, {"prompt", "echo"})
     is_echoed = checked_boolean(given, "echo")
     num_logprobs = checked_integer(given, "logprobs", 0, _MOST_LOGPROBS)
@@ -182,10 +170,7 @@ def chat_request(
     prompt: Mapping[str, Any],
     formats: AnswerFormats,
 ) -> ServedRequest:
-    """Reads a body of /v1/chat/completions, as `completion_request` does.
-
-    `prompt` is the rendered conversation; see `chat_form`. `formats` are the model's.
-    """
+    """Reads a body of /v1/chat/completions like `completion_request`; `prompt` is the rendered conversation."""
     own = {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM}
     given = _known(body, unknown, own)
     tools = tool_use(given)
@@ -215,11 +200,7 @@ _FORM = ("add_generation_prompt", "continue_final_message", "chat_template_kwarg
 
 
 def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the messages of a chat request and the keyword arguments of `LLM.chat_prompts` that render them.
-
-    Raises:
-        ApiError: When messages are missing or too many, or a template variable is invalid.
-    """
+    """Returns messages, and arguments of `LLM.chat_prompts` that render them; raises `ApiError` if invalid."""
     if body.get("messages") is None:
         raise ApiError("messages is missing. Expected a list of messages with role and content.", param="messages")
     if not isinstance(body["messages"], list) or not all(isinstance(each, Mapping) for each in body["messages"]):
@@ -256,7 +237,7 @@ _RENDERING = frozenset({
 def supported(body: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:
     """Returns the fields that are neither null nor in `refused`.
 
-    `refused` has neutral values and advice for each field; raises `ApiError` for any other value.
+    Raises `ApiError` for values of `refused` fields that are not neutral.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name in refused.keys() & given.keys():
@@ -267,7 +248,6 @@ def supported(body: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ..
 
 
 def _known(body: Mapping[str, Any], unknown: UnknownFields, own: set[str]) -> dict[str, Any]:
-    """Returns the known fields that are not null; raises `ApiError` for unsupported ones."""
     given = supported(body, {name: told for name, told in _REFUSED.items() if name not in own})
     known = _SAMPLING | _SHARED | own
     unknown.log_names(given.keys() - known - _IGNORED)
@@ -318,9 +298,8 @@ def _params(
 ) -> SamplingParams:  # fmt: skip
     """Returns the sampling parameters of a request; the engine checks their values.
 
-    `defaults` fill missing fields, and their `max_tokens` bounds every request, as in vLLM's server. `max_tokens`
-    applies if the request has none. `thoughts` are the tags before structured output; see
-    `StructuredOutputsParams.reasoning`.
+    The `max_tokens` of `defaults` bounds every request, as in vLLM's server; the argument `max_tokens` fills a missing
+    one.
     """
     for name in _MOST_ITEMS:
         _check_size(name, given.get(name))
@@ -348,11 +327,7 @@ def _params(
 
 
 def structured_outputs(form: Any, name: str = "response_format") -> dict[str, Any] | None:
-    """Returns OpenAI's `response_format` as `structured_outputs`; None for free text.
-
-    Raises:
-        ApiError: When the type is unknown or has no schema.
-    """
+    """Returns OpenAI's `response_format` as `structured_outputs`; None for free text. Raises `ApiError` if unknown."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     if form is None or kind == "text":
         return None
@@ -385,7 +360,6 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 def _with_extras(prompt: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the fields that change speed but no text."""
     made = dict(prompt) if isinstance(prompt, Mapping) else {
         "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt
     }  # fmt: skip
@@ -396,7 +370,6 @@ def _with_extras(prompt: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _predicted(prediction: Any) -> Any:
-    """Returns OpenAI's predicted output as text; the engine reads other forms."""
     if not isinstance(prediction, Mapping):
         return prediction
     content = prediction.get("content")
@@ -446,7 +419,6 @@ def checked_integer(given: Mapping[str, Any], name: str, low: int, high: int) ->
 
 @contextmanager
 def _named(field: str) -> Iterator[None]:
-    """Turns a `RequestError` into an `ApiError` that names a field."""
     try:
         yield
     except RequestError as err:

@@ -48,11 +48,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of an equivalent chat request, with all sampling and speculation fields.
-
-    Raises:
-        ApiError: When a field is invalid or not supported.
-    """
+    """Returns the fields of an equivalent chat request; raises `ApiError` when a field is invalid or not supported."""
     given = supported(body, _REFUSED)
     chat = {name: value for name, value in given.items() if name not in _OWN | _IGNORED}
     chat["messages"] = _instructions(given.get("instructions")) + _messages(given.get("input"))
@@ -64,11 +60,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a request that its answer repeats; `as_chat` has checked the body.
-
-    Raises:
-        ApiError: When the metadata are invalid, or the repeated fields are too large.
-    """
+    """Returns the fields that an answer repeats, after `as_chat`; raises `ApiError` if metadata are wrong or large."""
     metadata, text = body.get("metadata"), body.get("text") or {}
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, Mapping) or len(metadata) > 16 or not all(map(_is_pair, metadata.items())):
@@ -86,7 +78,6 @@ def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_pair(pair: tuple[str, Any]) -> bool:
-    """Decides whether a key and its value are valid metadata, by OpenAI's bounds."""
     key, value = pair
     return len(key) <= 64 and isinstance(value, str) and len(value) <= 512
 
@@ -145,7 +136,6 @@ def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: Any) -> Any:
-    """Returns functions in a chat's form; `tool_use` refuses other tools."""
     if not isinstance(tools, list):
         return tools
     return [
@@ -189,7 +179,6 @@ def _format(text: Any) -> Any:
 
 
 def _has_logprobs(given: Mapping[str, Any]) -> bool:
-    """Decides whether `include` asks for log-probabilities; other names in `include` have no effect."""
     include = given.get("include", [])
     if not isinstance(include, list) or not all(isinstance(each, str) for each in include):
         raise ApiError(f"include is {shown(include)}. Expected a list of names.", param="include")
@@ -206,11 +195,7 @@ _TYPES = {
 
 
 class OutputItems:
-    """Builds the output items of a response; the last item is open until `close`.
-
-    Attributes:
-        done: The closed items.
-    """
+    """Builds the output items of a response; the last item is open until `close`."""
 
     def __init__(self, name: str) -> None:
         """Starts without items; name: a unique part of every item's id."""
@@ -235,10 +220,7 @@ class OutputItems:
         return events
 
     def add(self, kind: str, text: str, logprobs: Sequence[Any] = (), **named: str) -> list[dict[str, Any]]:
-        """Adds text with its log-probabilities to the open item, or to a new one, and returns the events.
-
-        An open item of another `kind` is closed first. `call_id` and `name` in `named` begin a new call.
-        """
+        """Adds text to the open item of a kind, or to a new one; returns the events. `call_id` begins a new call."""
         events = []
         if named or self._fields.get("type") != kind:
             events = self.close("completed")
@@ -276,7 +258,6 @@ class OutputItems:
         return events
 
     def _taken(self) -> list[Any]:
-        """Returns and forgets the log-probabilities that wait for a message."""
         taken, self._waiting = self._waiting, []
         return taken
 
@@ -299,12 +280,7 @@ class OutputItems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseEnvelope(Envelope):
-    """Builds the bodies of a response, as `Envelope` does for a chat.
-
-    Attributes:
-        told: Fields of the request that every body of the response repeats.
-        items: The items of the response's output.
-    """
+    """Builds the bodies of a response, as `Envelope` does for a chat; every body repeats the fields `told`."""
 
     told: Mapping[str, Any]
     items: OutputItems = field(default_factory=lambda: OutputItems(uuid.uuid4().hex))
@@ -359,7 +335,6 @@ class ResponseEnvelope(Envelope):
         return [*begun, *self.items.close(_status(outputs))]
 
     def _ended(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Returns the ended response; `incomplete` if it reached the token limit."""
         status = _status(outputs)
         return {
             **self._response(status, self.items.done),

@@ -28,14 +28,7 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request.
-
-    Attributes:
-        schemas: The JSON schema of each tool's parameters, by the tool's name.
-        choice: "none", "auto" or "required".
-        forced: The tool that `tool_choice` names; None if it names no tool.
-        is_parallel: Whether an answer may have several calls.
-    """
+    """The tools of a request, their choice ("none", "auto" or "required"), and the tool that it names, or None."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     choice: str
@@ -91,7 +84,6 @@ def tool_use(body: Mapping[str, Any]) -> ToolUse | None:
 
 
 def _schema(tool: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the name of a tool and the schema of its parameters."""
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping):
         expected = (
@@ -109,7 +101,6 @@ def _schema(tool: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _forced(choice: Any, schemas: Mapping[str, Any]) -> str | None:
-    """Returns the tool that `tool_choice` names; None for "none", "auto" and "required"."""
     if choice is None or choice in _CHOICES:
         return None
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
@@ -153,7 +144,6 @@ class ToolFormat:
     """The tool call format of a family of models.
 
     Attributes:
-        names: vLLM's names of the parser.
         clues: Texts that identify the family's chat templates; one of them suffices.
         parse: Parses the text between the markers, given the tools' schemas. Raises `ValueError`, `SyntaxError`,
             `TypeError`, `RecursionError` or `MemoryError` for a text that is not a call.
@@ -184,14 +174,7 @@ class ToolFormat:
 
 
 class Tags(NamedTuple):
-    """The tags around the thoughts of a family of models.
-
-    Attributes:
-        names: vLLM's names of the parser.
-        begin: The opening tag; some chat templates write it into the prompt.
-        end: The closing tag.
-        is_certain: Whether every answer begins with thoughts, even without `begin`.
-    """
+    """The tags around thoughts; `is_certain`: every answer begins with thoughts, even without `begin`."""
 
     names: tuple[str, ...]
     begin: str
@@ -252,7 +235,6 @@ class CallEnd:
 
 
 def _arguments(value: Any) -> str:
-    """Returns arguments as JSON text; raises `ValueError` unless they are an object."""
     if isinstance(value, str):
         value = _loaded(value)
     if not isinstance(value, dict):
@@ -273,7 +255,6 @@ def _called(name: Any, arguments: Any) -> Call:
 
 
 def _json_calls(text: str, _: Schemas) -> list[Call]:
-    """Parses a JSON object with name and arguments, or a list of such objects."""
     told = _loaded(text)
     calls = told if isinstance(told, list) else [told]
     if not calls or not all(isinstance(each, dict) for each in calls):
@@ -295,7 +276,6 @@ def _marker(words: str) -> str:
 
 
 def _deepseek_calls(text: str, _schemas: Schemas) -> list[Call]:
-    """Parses a call of V3 (a name and a block of code) or of V3.1 (a name and its arguments)."""
     name, separator, rest = text.partition(_marker("tool sep"))
     if not separator:
         raise ValueError("no separator")
@@ -306,7 +286,6 @@ def _deepseek_calls(text: str, _schemas: Schemas) -> list[Call]:
 
 
 def _python_calls(text: str, _: Schemas) -> list[Call]:
-    """Parses a list of Python calls with keyword arguments; runs no code."""
     # Doubles the backslash of unknown escapes, for which Python would warn.
     text = re.sub(r"\\(.)", lambda found: found[0] if found[1] in _ESCAPES else "\\" + found[0], text, flags=re.DOTALL)
     body = ast.parse(text.strip(), mode="eval").body
@@ -322,7 +301,6 @@ def _python_call(node: ast.expr) -> Call:
 
 
 def _xml_calls(text: str, schemas: Schemas) -> list[Call]:
-    """Parses calls as `<function=NAME>` with a `<parameter=NAME>` for each argument."""
     calls = []
     before, *functions = text.split("<function=")
     if before.strip() or not functions:
@@ -341,7 +319,6 @@ def _xml_calls(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _xml_value(value: str, known: Any, key: str) -> Any:
-    """Returns the text itself if the schema allows text, else the text parsed as JSON."""
     text = value.rstrip().removesuffix("</parameter>").removeprefix("\n").removesuffix("\n")
     schema = known.get(key) if isinstance(known, dict) else None
     kinds = _kinds(schema) if isinstance(schema, dict) else ["string"]
@@ -354,7 +331,6 @@ def _xml_value(value: str, known: Any, key: str) -> Any:
 
 
 def _kinds(schema: Mapping[str, Any]) -> list[Any]:
-    """Returns the types that a JSON schema names; none for a reference."""
     if "$ref" in schema:
         return []
     kinds, several = schema.get("type"), schema.get("anyOf")
@@ -405,12 +381,9 @@ TAGS = (
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """Returns the format of tool calls under vLLM's name of its parser; None if there is none, or for "none".
+    """Returns the format of tool calls by vLLM's name of its parser; None if there is none, or for "none".
 
-    "auto" takes the format that the chat template shows.
-
-    Raises:
-        ConfigError: When the name is unknown.
+    "auto" takes the format that the chat template shows. Raises `ConfigError` when the name is unknown.
     """
     _check_name("tool-call-parser", name, [each for form in TOOL_FORMATS for each in form.names])
     for form in TOOL_FORMATS:

@@ -25,7 +25,7 @@ _BYTES = [*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5)]  # bytes that oc
 def longest_token_bytes(tokenizer: Any) -> int | None:
     """Returns an upper bound of the bytes of text in one token; None if unknown.
 
-    A bound is known for fast tokenizers of transformers that encode every byte, and drop or shorten no part of a text.
+    The bound is known for fast tokenizers that encode every byte, and drop or shorten no part of a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -37,7 +37,6 @@ def longest_token_bytes(tokenizer: Any) -> int | None:
 
 
 def _longest(parts: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
-    """Returns the result of `longest_token_bytes` for the parts of a `tokenizer.json`."""
     model, splitting = parts["model"], list(_steps(parts["pre_tokenizer"], "pretokenizers"))
     added = {token["content"]: token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]}
     shrinking = _shrinking(parts["normalizer"])
@@ -57,7 +56,6 @@ def _longest(parts: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | N
 
 
 def _shrinking(normalizer: Any) -> int | None:
-    """Returns an upper bound of how much a normalizer shortens a text, in bytes; None if unknown."""
     product = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step["type"]
@@ -72,12 +70,10 @@ def _shrinking(normalizer: Any) -> int | None:
 
 
 def _keeps(step: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer drops no part of a text."""
     return step["type"] in _KEEPING or (step["type"] in _KEEPING_BY_BEHAVIOR and step["behavior"] != "Removed")
 
 
 def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """Yields the steps of a normalizer or pre-tokenizer; `inner` is the key of the steps of a sequence."""
     if step is None:
         return
     if step["type"] != "Sequence":
@@ -106,14 +102,7 @@ class Codec:
         self._longest: int | None = None  # bytes of one token; found when a text is long
 
     def check_length(self, text: str, where: str, most: int, limit: str) -> None:
-        """Raises `RequestError` for text whose bytes need too many tokens; encoding it would delay other requests.
-
-        Args:
-            text: The text.
-            where: Names the text in messages.
-            most: Most tokens of the text.
-            limit: Names that limit in messages.
-        """
+        """Raises `RequestError` for text of more than `most` tokens: encoding it would delay other requests."""
         if len(text) <= _SHORT_TOKEN * most:
             return
         if self._longest is None:
@@ -126,15 +115,10 @@ class Codec:
             )
 
     def encode(self, text: str, where: str, **options: Any) -> list[int]:
-        """Returns the token ids of text.
+        """Returns the token ids of text; options of the tokenizer, such as `add_special_tokens`, pass through.
 
-        Args:
-            text: The text.
-            where: Names the text in messages.
-            options: Options of the tokenizer, such as `add_special_tokens`.
-
-        Raises:
-            RequestError: When the tokenizer fails, or returns anything but ids of the target's vocabulary.
+        `where` names the text in messages. Raises `RequestError` when the tokenizer fails, or returns anything but ids
+        of the target's vocabulary.
         """
         expected = "a call that gives a mapping with 'input_ids', as transformers tokenizers do"
         with _telling(f"encode {where}", expected), self._lock:
@@ -165,9 +149,9 @@ class Codec:
         return self._alone[key]
 
     def added(self, token: int, *, skip_special_tokens: bool) -> str | None:
-        """Returns the text that a token adds after another token, found by decoding it twice; caches it.
+        """Returns the text that a token adds after another token; None for no text, or a part of a character.
 
-        Returns None if the token adds no text, or bytes that make no character alone.
+        The codec decodes the token twice, and keeps the result.
         """
         key = token, skip_special_tokens
         if key not in self._added:
@@ -179,7 +163,6 @@ class Codec:
 
 
 def _telling(what: str, expected: str) -> AbstractContextManager[None]:
-    """Turns any error of a tokenizer into a `RequestError`."""
     return foreign_errors_as(
         RequestError,
         lambda err: f"the tokenizer cannot {what}: {type(err).__name__}: {one_line(err)}. Expected {expected}.",
@@ -230,10 +213,7 @@ class Detokenizer:
                     self.push(token)
 
     def _push_together(self, tokens: Sequence[int]) -> bool:
-        """Adds tokens if each adds its own text alone, which decoding them together confirms; returns whether it did.
-
-        Bytes of a character, hidden tokens, and text that changes beside other text need `push`.
-        """
+        """Adds tokens if each adds its own text alone, which decoding them together confirms; returns whether so."""
         added = [self._codec.added(token, skip_special_tokens=self._skip) for token in tokens]
         text = "".join(part for part in added if part is not None)
         if len(tokens) < 2 or None in added:

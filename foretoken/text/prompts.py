@@ -42,14 +42,10 @@ def check_vocabulary(tokenizer: Any) -> None:
 
 
 def ids_without_token(tokenizer: Any, target: Runner) -> Tensor | None:
-    """Returns ids that the tokenizer lacks; many models pad their vocabulary to a round number of rows.
+    """Returns (U,) int64 ids on the target's device that the tokenizer lacks; None without such ids.
 
-    Args:
-        tokenizer: A transformers tokenizer. None, or a tokenizer without `get_vocab`, has every id.
-        target: The runner; its end-of-sequence ids always exist.
-
-    Returns:
-        (U,) int64 on the target's device, or None without such ids.
+    Many models pad their vocabulary to a round number of rows. A tokenizer that is None or has no `get_vocab` has every
+    id. The target's end-of-sequence ids always exist.
     """
     if not hasattr(tokenizer, "get_vocab"):
         return None
@@ -96,11 +92,9 @@ _LONGEST_SALT = 1024  # characters; a choice: salts are keys of tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPrompt:
-    """A checked prompt.
+    """A checked prompt; `text` is None for a prompt of token ids, which are at least one.
 
     Attributes:
-        text: The text of a text prompt; None for token ids.
-        token_ids: At least one token.
         prediction: Token ids that the output probably repeats in part; None for none.
         cache_salt: See `foretoken.drafters.base.DraftRequest`.
         max_nodes: Most nodes of a tree, root included, so 1 for no drafts; None for no limit.
@@ -114,17 +108,10 @@ class ReadPrompt:
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """Returns a list of prompts from one or several prompts.
+    """Returns a list of prompts, not checked yet, from one or several prompts.
 
-    Args:
-        prompts: One prompt, or a list, tuple, array or tensor of prompts, or the output of a tokenizer (`input_ids`,
-            with `attention_mask` for padded rows).
-
-    Returns:
-        Prompts, not checked yet.
-
-    Raises:
-        RequestError: For anything else.
+    The argument is one prompt, or a list, tuple, array or tensor of prompts, or the output of a tokenizer (`input_ids`,
+    with `attention_mask` for padded rows). Raises `RequestError` for anything else.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         return _encoded(prompts)
@@ -146,9 +133,8 @@ class PromptReader:
     def read_prompt(self, prompt: Any) -> ReadPrompt:
         """Returns a prompt as token ids, with its other keys.
 
-        Raises:
-            RequestError: When a part has an unknown form, is empty or too long, is text without a tokenizer, or holds
-                ids that do not exist.
+        Raises `RequestError` when a part has an unknown form, is empty or too long, is text without a tokenizer, or
+        holds ids that do not exist.
         """
         more = prompt if isinstance(prompt, Mapping) else {}
         given = _value(prompt) if isinstance(prompt, Mapping) else prompt
@@ -187,7 +173,6 @@ class PromptReader:
         return checked_token_ids(ids, self._vocab_size, where)
 
     def _encode(self, text: str, where: str) -> list[int]:
-        """Returns the token ids of text; a prompt gets the special tokens that the tokenizer adds."""
         if self._codec is None:
             raise RequestError(f"{where} is text but the model has no tokenizer. Pass token ids.")
         check_text(where, text)
@@ -206,7 +191,6 @@ def _salt(given: Any) -> str:
 
 
 def _max_nodes(speculative: Any) -> int | None:
-    """Returns the most nodes of a request's trees by its checked `speculative`; None for no limit."""
     if speculative is None:
         return None
     if not isinstance(speculative, Mapping) or not set(speculative) <= set(_SPECULATIVE_KEYS):
@@ -227,7 +211,6 @@ def _is_list(value: Any) -> bool:
 
 
 def _value(prompt: Mapping[str, Any]) -> Any:
-    """Returns the token ids of a mapping, else its text."""
     for key in _MEDIA_KEYS:
         if prompt.get(key):
             raise RequestError(f"the prompt has {key}, which is not supported. Expected text or token ids alone.")
@@ -242,13 +225,11 @@ def _value(prompt: Mapping[str, Any]) -> Any:
 
 
 def _names(prompt: Mapping[str, Any]) -> str:
-    """Returns the first keys of a mapping, for a message."""
     names = [shown(key) for key in islice(prompt, _KEYS_SHOWN + 1)]
     return f"[{', '.join(names if len(names) <= _KEYS_SHOWN else [*names[:-1], '…'])}]"
 
 
 def _encoded(encoding: Mapping[str, Any]) -> list[list[Any]]:
-    """Returns the rows of a tokenizer's output, without padding."""
     rows, mask = (_plain(encoding.get(name)) for name in ("input_ids", "attention_mask"))
     if not _is_list(rows):
         raise RequestError(f"input_ids are {shown(rows)}. Expected token ids or rows of them.")
@@ -269,7 +250,6 @@ def _plain(value: Any) -> Any:
 
 
 def _length(row: Any) -> int:
-    """Returns the length of a row; -1 for other values."""
     return len(row) if _is_list(row) else -1
 
 
@@ -323,10 +303,8 @@ def chat_prompts(
 ) -> list[dict[str, Any]]:
     """Returns prompts with text and token ids for one or several conversations.
 
-    Conversations that are longer than `context_len` tokens are refused before they are encoded.
-
-    Raises:
-        RequestError: When there is no template, a conversation is invalid, or the template refuses it.
+    Conversations that are longer than `context_len` tokens are refused before they are encoded. Raises `RequestError`
+    when there is no template, a conversation is invalid, or the template refuses it.
     """
     if codec is None or not callable(getattr(tokenizer, "apply_chat_template", None)):
         raise RequestError("the model has no tokenizer that knows chat templates. Pass one as LLM(tokenizer=...).")
@@ -349,7 +327,6 @@ def _prompt(
 
 
 def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, form: ChatFormat) -> Any:
-    """Renders a conversation; tries the forms of tool calls until the template accepts one."""
     forms = _CALL_FORMS if any("tool_calls" in message for message in conversation) else _CALL_FORMS[:1]
     for as_text, content in forms:
         messages = [_with_arguments(message, as_text=as_text, content=content) for message in conversation]
@@ -380,7 +357,6 @@ def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Returns a checked message with its content as text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message is {shown(message)}. Expected {{'role': 'user', 'content': 'text'}}.")
     made = {name: value for name, value in message.items() if value is not None}
@@ -405,7 +381,6 @@ def _check_calls(calls: Any) -> None:
 
 
 def _with_arguments(message: dict[str, Any], *, as_text: bool, content: str | None) -> dict[str, Any]:
-    """Returns a message with the arguments of its calls as text or as objects; `content` replaces missing content."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -416,7 +391,6 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool, content: str | No
 
 
 def _arguments(given: Any, as_text: bool) -> Any:
-    """Returns the arguments of a call as text or as an object; other values unchanged."""
     try:
         told = json.loads(given) if isinstance(given, str) else given
         text = given if isinstance(given, str) else json.dumps(given)
@@ -426,7 +400,6 @@ def _arguments(given: Any, as_text: bool) -> Any:
 
 
 def _text(content: Any) -> str:
-    """Returns content as text; joins several parts by line breaks, as vLLM does."""
     if isinstance(content, str):
         return content
     parts = content if _is_list(content) else [content]

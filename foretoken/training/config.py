@@ -25,7 +25,6 @@ class Schedule(BaseModel):
 
     Attributes:
         peak: Highest learning rate.
-        num_steps: Optimiser steps in all.
         warmup_steps: Steps of linear rise from near 0.
         floor: Last learning rate as a part of `peak`; above 0, or a resumed or extended run would silently stop
             learning.
@@ -51,12 +50,9 @@ class TrainConfig(BaseModel):
     """Batches and optimiser.
 
     Attributes:
-        schedule: Learning rate.
         batch_size: Windows of a global batch, over all processes.
         micro_batch_size: Windows computed at once by one process; None for all of its share.
         length: Tokens of a window.
-        weight_decay: Weight decay of AdamW, for parameters of two and more dimensions.
-        betas: Betas of AdamW.
         clip_norm: Greatest norm of the gradient.
         precision: Precision of the arithmetic: "float32", or "bfloat16" by autocast with float32 weights.
         seed: Seed of weights, order of the data and dropout.
@@ -90,7 +86,6 @@ class JointConfig(BaseModel):
         warmup_part: Part of the steps until lambda is largest.
         rate_factor: Learning rate of the backbone as a part of the heads'.
         self_distillation: Train the backbone towards the original's distributions instead of the text.
-        lora_rank: Rank of the adapters.
         lora_alpha: Scale of the adapters times the rank.
         lora_dropout: Dropout before the adapters in training.
     """
@@ -115,15 +110,11 @@ class JointConfig(BaseModel):
 
 
 def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> HeadConfig:
-    """Returns the configuration of a new head; sizes: values that replace the defaults of `METHODS`.
-
-    Raises:
-        ConfigError: For an unknown method or key, with the nearest name, or a value out of range.
-    """
+    """Returns a new head's configuration with `sizes`; raises `ConfigError` for unknown names and wrong values."""
     found = trained_method(method)
     fixed = sorted({"hidden_size", "vocab_size"} & sizes.keys())
     if fixed:
-        raise ConfigError(f"'{fixed[0]}' of a {method} head is the target's. Expected other keys. Leave it out.")
+        raise ConfigError(f"'{fixed[0]}' of a {method} head is the target's. Expected no value here. Leave it out.")
     given = {
         "hidden_size": int(target.config.hidden_size),
         "vocab_size": target.vocab_size,

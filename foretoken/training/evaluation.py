@@ -40,10 +40,6 @@ def measured_acceptance(
 
     Args:
         drafter: A head in float32, which is moved to the target's device, or a draft model.
-        target: The drafter's target.
-        tokenizer: The target's tokenizer.
-        workload: Prompts and sampling parameters.
-        progress: Counts every iteration and every run.
 
     Returns:
         K rows of R shares: entry i, r is P(candidate r of head i is the token | the tokens before were given); one row
@@ -107,9 +103,8 @@ def _model_guesses(model: LoadedModel, vocab_size: int) -> Callable[[Tensor, int
 class TunedTree:
     """The best static tree of an acceptance table.
 
-    Attributes:
-        tokens_by_nodes: Expected tokens of a target pass, its own included, for the best trees of some sizes, root
-            included. A size with too few candidates in the table stands for all of them.
+    `tokens_by_nodes`: expected tokens of a target pass, its own included, for the best trees of some sizes, root
+    included. A size with too few candidates in the table stands for all of them.
     """
 
     shape: TreeShape
@@ -119,13 +114,9 @@ class TunedTree:
 def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: Sequence[int] = ()) -> TunedTree:
     """Returns the tree with the most expected tokens a pass, see `foretoken.trees.choices`.
 
-    Args:
-        acceptance: K rows, the most levels of the tree.
-        max_nodes: Most nodes, root included, at least 2; the tree omits candidates that were never right.
-        sizes: Further sizes for `tokens_by_nodes`.
-
-    Raises:
-        ConfigError: When no first candidate was ever right, or when `best_nodes` refuses the arguments.
+    It has at most K levels and `max_nodes` nodes, root included, and omits candidates that were never right. `sizes`
+    are further sizes for `tokens_by_nodes`. Raises `ConfigError` when no first candidate was ever right, or when
+    `best_nodes` refuses the arguments.
     """
     wanted = sorted({*sizes, max_nodes})
     bought = best_nodes(acceptance, wanted[-1])
@@ -141,13 +132,7 @@ _WINDOWS = 8  # of held-out tokens for each point of the curve; a choice: less n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """The interval and the text of evaluations; changes no weight.
-
-    Attributes:
-        every: Optimiser steps from one evaluation to the next.
-        tokens: (B, S) int64.
-        supervised: (B, S) bool, tokens that count as labels.
-    """
+    """The interval, in steps, and the text of evaluations, (B, S) int64; `supervised`: which are labels."""
 
     every: int
     tokens: Tensor
@@ -162,11 +147,7 @@ class EvaluationConfig:
         return cls(every=every, tokens=tokens, supervised=supervised)
 
     def starts(self, num_steps: int) -> Tensor:
-        """Returns (B, S) bool: positions from which all K steps have a label.
-
-        Raises:
-            ConfigError: When there is none.
-        """
+        """Returns (B, S) bool: positions from which all K steps have a label; raises `ConfigError` without any."""
         length = self.tokens.shape[1]
         found = torch.zeros_like(self.supervised)
         if length >= num_steps + 2:
@@ -184,11 +165,8 @@ class EvaluationConfig:
     ) -> Callable[[], list[float]]:
         """Returns a function that evaluates a float32 head in training; GEMMs are computed in `precision`.
 
-        The function returns K shares of drafts whose first d steps are all right, from d = 1. It draws no random number
-        and leaves the head in evaluation mode.
-
-        Raises:
-            ConfigError: When the windows are too short for the head.
+        The function returns K shares of drafts with d right first steps, from d = 1. It draws no random number
+        and leaves the head in evaluation mode. Raises `ConfigError` when the windows are too short for the head.
         """
         teacher, device, vocab_size = Teacher(target, head.config.taps), target.device, head.config.vocab_size
         tokens, supervised = self.tokens.to(device), self.supervised.to(device)

@@ -49,8 +49,7 @@ class JointTrainer(Trainer):
     ) -> None:
         """Prepares a run at step 0, see `Trainer`; adapts the module of `target`, in float32, in place.
 
-        Raises:
-            ConfigError: When adapters need peft and it is missing, or the head reads other features than the last.
+        Raises `ConfigError` when adapters need peft and it is missing, or the head reads other features than the last.
         """
         if head.config.taps != ("final",):
             raise ConfigError(
@@ -163,10 +162,7 @@ class _Trained(nn.Module):
 
 
 def _with_adapters(target: LoadedModel, joint: JointConfig) -> Any:
-    """Adds adapters to the projections, and to an untied LM head.
-
-    Raises `ConfigError` if peft is not installed, or the model has none of the known projections.
-    """
+    """Adds adapters to the projections, and to an untied LM head."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as err:

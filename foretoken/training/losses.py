@@ -32,7 +32,6 @@ class LossWeights(NamedTuple):
         tv: Total variation: one minus the probability that a drawn draft is accepted (Leviathan 2211.17192, 3.2).
         top: -sum of p log q over the target's `num_top` most probable tokens, p not renormalised (HASS 2408.15766,
             3.2).
-        num_top: The number of these tokens.
     """
 
     token: float = 0.0
@@ -43,12 +42,10 @@ class LossWeights(NamedTuple):
 
 
 class TargetRows(NamedTuple):
-    """The target's distributions at M positions.
+    """The target's distributions at M positions; `best`, (M,) int64, are its most probable tokens.
 
-    Attributes:
-        best: (M,) int64, its most probable tokens.
-        probs: (M, V), in float32 at least; rows sum to 1. None if only `best` is needed.
-        entropy: (M,) nats; None if `probs` is None.
+    `probs` are (M, V), in float32 at least, rows sum to 1; `entropy` is (M,) nats. Both are None if only `best` is
+    needed.
     """
 
     best: Tensor
@@ -103,7 +100,6 @@ def distances(
         logits: (M, V), the head's, in any floating dtype; computed in float32 at least.
         target: The target's distributions; with probabilities if `weights` has `kl`, `tv` or `top`.
         labels: (M,) int64, the text itself.
-        weights: Weight of each distance.
         scale: Factor of the gradient alone.
     """
     exact = _exact(logits)
@@ -122,7 +118,7 @@ def distances(
 def _of_block(
     logits: Tensor, best: Tensor, target: TargetRows, labels: Tensor, weights: LossWeights, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (N,) losses and (N, V) gradient of a block, whose logits are overwritten; best: (N,) their argmax."""
+    """Returns (N,) losses and (N, V) gradient of a block; overwrites the logits; best: (N,) their argmax."""
     own = logits.softmax(1)  # becomes the gradient
     best, labels = best.unsqueeze(1), labels.unsqueeze(1)
     # The greatest probability is 1 / sum(exp(logits - greatest)) and at least 1 / V.
@@ -161,10 +157,7 @@ def _of_block(
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yields rows and a copy of their logits, in float32 at least; the copy is valid until the next block.
-
-    Blocks fit a CPU's cache; other devices get one block.
-    """
+    """Yields rows and a copy of their logits, in float32 at least; a block fits a CPU's cache. Copies are reused."""
     count, width = logits.shape
     is_cached = runs_cpu_kernels(logits.device)
     size = max(1, torch.get_num_threads() * _BLOCK_VALUES // width) if is_cached else max(1, count)

@@ -44,7 +44,7 @@ class Fed(NamedTuple):
     stride: int = 1
 
     def has(self, positions: Tensor) -> Tensor:
-        """Returns which positions are among these."""
+        """Returns which of some positions belong to the step."""
         return (positions >= self.offset) & ((positions - self.offset) % self.stride == 0)
 
 
@@ -52,9 +52,6 @@ class Objective(BaseModel):
     """Weights of the terms of a loss; a method's own defaults derive from it.
 
     Attributes:
-        ce_weight: Weight of the cross-entropy with the text.
-        kl_weight: Weight of KL(target || head).
-        tv_weight: Weight of the total variation between target and head.
         feature_weight: Weight of the smooth L1 distance between the head's feature and the target's.
         head_decay: Head i has the weight `head_decay ** i`.
         noise: Uniform noise on features, within noise / sqrt(S E) (after NEFTune 2310.05914), or within
@@ -88,7 +85,7 @@ class Objective(BaseModel):
         return config.steps
 
     def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
-        """Yields `Head.teacher_forced` for this objective; given: with noise on the features that the head reads."""
+        """Yields `Head.teacher_forced` for this objective; `given` has noise on the features that the head reads."""
         for hidden in head.teacher_forced(given.features, given.tokens, parts):
             yield Fed(hidden)
 
@@ -111,7 +108,6 @@ class Examples:
         supervised: (B, S) bool, tokens that count as labels.
         features: (B, S, F E), the target's features that the head reads, side by side.
         final: (B, S, E), input of the target's LM head.
-        progress: Completed part of the training, from 0 to 1.
     """
 
     tokens: Tensor
@@ -131,12 +127,10 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class HeadSums:
-    """Sums over the supervised positions of each head; they add up over micro-batches and processes.
+    """Sums over the supervised positions of each head, which may be added over micro-batches and processes.
 
-    Attributes:
-        loss: (K,) float64, weighted losses before the decay.
-        matches: (K,) float64, positions at which the head's first candidate is the target's.
-        count: (K,) float64, positions.
+    `loss`, (K,) float64, has weighted losses before the decay. `matches` counts positions at which the head's first
+    candidate is the target's.
     """
 
     loss: Tensor
@@ -163,13 +157,8 @@ def accumulate(
 ) -> HeadSums:
     """Adds the gradients of one micro-batch to the head's, in place; returns sums for reports.
 
-    Args:
-        objective: The objective.
-        head: In training mode or not; without parameters that need a gradient, none is computed.
-        examples: The micro-batch.
-        parts: The modules that the head shares with the target.
-        counts: (K,) positions of the whole batch, see `Objective.divisors`.
-        weight: Weight of the whole objective among others.
+    Without parameters that need a gradient, none is computed. `counts` are (K,) positions of the whole batch, see
+    `Objective.divisors`. `weight` is that of the whole objective among others.
     """
     given = replace(examples, features=_noisy(examples.features, objective))
     sequence, place, num_rows = _labelled(examples.supervised, len(counts))
@@ -251,12 +240,7 @@ def _portion(
 
 
 class _StepLoss:
-    """The loss of one step over a micro-batch, a portion of places at a time.
-
-    Attributes:
-        read: (N, W), input of its `logits` at its positions, with a graph.
-        grad: (N, W), the loss's gradient there; None without a gradient.
-    """
+    """The loss of one step; `read`, (N, W), is the input of `logits`, and `grad` the loss's gradient there."""
 
     def __init__(
         self,
@@ -314,16 +298,13 @@ class _StepLoss:
         self._matches += matches.sum()
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns loss, matches and count, float64 scalars."""
         count = torch.full_like(self._loss, len(self.read))
         return self._loss * self._stride, self._matches * self._stride, count * self._stride
 
 
 def _noisy(features: Tensor, objective: Objective) -> Tensor:
     bound = objective.noise_bound(features.shape[1], features.shape[2])
-    if not bound:
-        return features
-    return features + torch.empty_like(features).uniform_(-bound, bound)
+    return features + torch.empty_like(features).uniform_(-bound, bound) if bound else features
 
 
 def first_candidates(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:

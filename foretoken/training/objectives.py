@@ -62,8 +62,8 @@ class UnrolledObjective(Objective):
 
     Attributes:
         passes: Steps that are unrolled, K at most.
-        stride: Distance of positions whose drafts are followed beyond the first step, with a new offset in each batch;
-            1 as published.
+        stride: Distance of positions with drafts that are followed beyond the first step, with a new offset in each
+            batch; 1 as published.
     """
 
     is_detached: ClassVar[bool] = False  # whether no gradient flows from a step into earlier ones
@@ -88,7 +88,7 @@ class UnrolledObjective(Objective):
 
 
 class EagleObjective(UnrolledObjective):
-    """Published weights."""
+    """EAGLE's objective with the published weights."""
 
     noise_window: ClassVar[int | None] = _NOISE_WINDOW
 
@@ -98,12 +98,9 @@ class EagleObjective(UnrolledObjective):
 
 
 class HassObjective(EagleObjective):
-    """Published weights.
+    """Published weights; `passes` steps are aligned with drafting.
 
-    Attributes:
-        passes: Steps that are aligned with drafting.
-        top_weight: Weight of -sum of p log q over the target's most probable tokens.
-        num_top: The number of these tokens.
+    `top_weight` is that of -sum of p log q over the target's `num_top` most probable tokens.
     """
 
     is_detached: ClassVar[bool] = True
@@ -122,7 +119,7 @@ class HassObjective(EagleObjective):
 class Eagle3Objective(UnrolledObjective):
     """Published weights; the gradient flows through all steps, and later steps count less.
 
-    Over a draft vocabulary, the target's distribution is its part in that vocabulary; positions whose choice lies
+    Over a draft vocabulary, the target's distribution is its part in that vocabulary; positions with a choice
     outside teach nothing. With s_j the sum of pass j's losses over its supervised positions and n_j their number, the
     loss is
 
@@ -137,7 +134,7 @@ class Eagle3Objective(UnrolledObjective):
 
     @override
     def divisors(self, counts: Tensor) -> Tensor:
-        """Returns the first pass's positions for all passes."""
+        """Returns the number of positions of the first pass, for all passes."""
         return counts[:1].expand_as(counts)
 
 
@@ -214,8 +211,8 @@ def learning_rows(supervised: Tensor, block: int) -> Rows:
 def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
     """Draws the rows that get their answers, with torch's global generator.
 
-    In each sequence every K-th learning row may be drawn. The number of draws is `share` of its wrong rows, rounded
-    down. For K above 2 one draw stands for K of these: the first of a run of 1 to K - 1 learning rows. `rows` has (N,)
+    Draws come from every K-th learning row of a sequence. Their number is `share` of the sequence's wrong rows, rounded
+    down; for K above 2 it is divided by K, and each draw begins a run of 1 to K - 1 learning rows. `rows` has (N,)
     learning rows, sequence by sequence in order; `is_wrong` is (N,) bool; `block` is K.
     """
     chosen: list[tuple[int, int]] = []
@@ -239,7 +236,6 @@ def with_answers(values: Tensor, answers: Tensor, chosen: Rows, block: int) -> T
 
 
 def _layer_like(target: LoadedModel) -> dict[str, Any]:
-    """Returns values of `LayerConfig` like the target's, with its rotary scaling if that is static."""
     config = target.config
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -262,7 +258,6 @@ def _layer_like(target: LoadedModel) -> dict[str, Any]:
 
 
 def _eagle3_sizes(target: LoadedModel) -> dict[str, Any]:
-    """Returns the published taps, and a decoder block like the target's."""
     last = target.num_layers
     published = (2, last // 2, last - 3)
     is_deep = last >= 7
@@ -270,12 +265,7 @@ def _eagle3_sizes(target: LoadedModel) -> dict[str, Any]:
 
 
 class TrainedMethod(NamedTuple):
-    """A trainable method.
-
-    Attributes:
-        config: Sizes of its head.
-        default_sizes: Returns sizes of a new head for a target, besides vocabulary and hidden size.
-    """
+    """A trainable method; `default_sizes` returns a new head's sizes besides vocabulary and hidden size."""
 
     config: type[HeadConfig]
     objective: type[Objective]

@@ -103,19 +103,16 @@ prompts, 128 tokens each; tau with the static tree `mc_sim_7b_63`{_dynamic(facts
 
 
 def _unit(checkpoint: HeadCheckpoint) -> str:
-    """Returns the word for a drafter of one token: "head", or "step" of a single head."""
     return "step" if isinstance(checkpoint.config, AutoregressiveConfig) else "head"
 
 
 def _dynamic(facts: Mapping[str, Any]) -> str:
-    """Returns the further conditions of the quoted tau."""
     nodes = facts.get("dynamic_tree_nodes")
     static = f", {facts['tree_nodes']} nodes at this depth" if "tree_nodes" in facts else ""
     return static if nodes is None else f"{static}, and with dynamic trees (EAGLE-2) of at most {nodes} nodes"
 
 
 def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns rows about taps, draft vocabulary and unrolled steps of EAGLE and Falcon heads; empty for others."""
     config = checkpoint.config
     if not isinstance(config, AutoregressiveConfig):
         return {}
@@ -132,7 +129,6 @@ def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> 
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values as text, nested ones in brackets, without the target's own sizes."""
     shown = {}
     for key, value in values.items():
         if key in ("hidden_size", "vocab_size") or value is None:
@@ -143,7 +139,6 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the measurements on held-out prompts, if any."""
     rows = {}
     if checkpoint.acceptance is not None:
         first = " ".join(f"{row[0]:.3f}" for row in checkpoint.acceptance)
@@ -196,24 +191,14 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
     command: str,
     on_progress: Callable[[int, int], None] = no_progress,
 ) -> dict[str, Any] | None:
-    """Measures a trained head on held-out prompts and writes it.
+    """Measures a trained head on held-out prompts and writes it; returns the JSON-ready facts.
 
-    Args:
-        checkpoint: The head.
-        out: Directory of the head; appears whole or not at all.
-        target: The head's target.
-        tokenizer: The target's tokenizer.
-        dtype: Dtype of the weights; "auto" for that of the target's checkpoint.
-        workload: Held-out prompts; None for no measurement.
-        run: The run's directory, for the curve on the card.
-        command: The command of the training, see `head_card`.
-        on_progress: Called with held-out tokens decoded and such tokens in all.
+    `out` appears whole or not at all. `dtype` "auto" is that of the target's checkpoint. Without a `workload` nothing
+    is measured. `run` has the curve, `command` the training for the card, see `head_card`. Returns None in every
+    process but the first.
 
-    Returns:
-        The facts, JSON-ready; None in every process but the first.
-
-    Raises:
-        ConfigError: When a file cannot be written, or `out` is taken.
+    `on_progress`: called with held-out tokens decoded and such tokens in all. Raises `ConfigError` when a file cannot
+    be written, or `out` is taken.
     """
     if training_processes().process_index:
         return None
@@ -269,10 +254,8 @@ def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | N
 def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) -> LoadedModel:
     """Writes a target that was trained with its heads as a model directory, in the dtype of the model `like`.
 
-    `out` appears whole or not at all; the first process writes. Returns the target under its new name.
-
-    Raises:
-        ConfigError: When a file cannot be written, or `out` is taken.
+    `out` appears whole or not at all; the first process writes. Returns the target under its new name. Raises
+    `ConfigError` when a file cannot be written, or `out` is taken.
     """
     if training_processes().process_index == 0:
         module: Any = target.module
@@ -284,7 +267,6 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
 
 
 def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a model's files from its configuration, which may hold a name or a dtype."""
     stored = getattr(config, "dtype", None)
     return stored if isinstance(stored, torch.dtype) else DTYPES.get(str(stored), default)
 
@@ -297,14 +279,10 @@ def _drafting(
     workload: Workload,
     progress: TokenProgress,
 ) -> dict[str, Any]:
-    """Returns the engine's tokens a target pass and acceptance by depth, at every temperature.
-
-    Uses a static tree, then dynamic trees of at most as many nodes; the keys of the latter begin with "dynamic".
-    """
+    """Returns tokens a target pass and acceptance by depth; keys of dynamic trees begin with "dynamic"."""
     facts: dict[str, Any] = {}
 
     def run(tree: dict[str, Any], name: str) -> int:
-        """Adds the facts of a tree; returns its nodes."""
         llm = LLM(
             target,
             tokenizer=tokenizer,

@@ -46,11 +46,8 @@ class RunSettings:
     """The settings that determine a run's weights, and its directories.
 
     Attributes:
-        head: Sizes of the head.
-        train: Batches and optimiser.
         data: Identifies the training tokens, such as a hash of them.
         directory: Directory of checkpoints, settings and curves.
-        save_every_s: Seconds between checkpoints.
         cache: Directory of features that are kept between steps and runs; None to compute them every time.
         cache_bytes: Most bytes of the cache.
         joint: Settings of the target's training, for `train_jointly`.
@@ -86,12 +83,7 @@ class RunSettings:
 
 
 class Interrupted(Exception):
-    """A signal stopped the run after its state was saved.
-
-    Attributes:
-        number: The number of the signal.
-        directory: The directory of the state.
-    """
+    """A signal stopped the run after its state was saved in `directory`."""
 
     def __init__(self, number: int, directory: Path) -> None:
         super().__init__(f"training was stopped by signal {number}; the same call goes on from '{directory}'")
@@ -109,11 +101,7 @@ def train_head(
     """Starts a run, or resumes the one in its directory, and trains to the last step; returns the trained head.
 
     Args:
-        target: The frozen target.
-        batches: Training tokens.
-        settings: The settings of the run.
         initial: Initial weights; None for neutral ones.
-        on_step: Called after every step.
 
     Raises:
         ConfigError: When the directory holds a run with other settings.
@@ -175,7 +163,6 @@ def _train_to_the_end(
     on_step: Callable[[StepReport], None] | None,
     evaluate: Callable[[], list[float]] | None = None,
 ) -> dict[str, Any]:
-    """Trains to the last step, from the last checkpoint if any; returns the notes for the head."""
     # Every process has its own dropout; weights are the same in all.
     torch.manual_seed(settings.train.seed + 1 + processes.process_index)
     trainer.resume(settings.directory)
@@ -218,10 +205,7 @@ def _train_to_the_end(
 def _claimed(
     settings: RunSettings, target: LoadedModel, initial: HeadCheckpoint | None, processes: Processes
 ) -> Iterator[None]:
-    """Locks the run's directory and checks the settings; the system releases the lock with the process.
-
-    Raises `ConfigError` if another run holds the directory, its settings differ, or the head could never learn.
-    """
+    """Locks the run's directory and checks the settings; the system releases the lock with the process."""
     heads, length = settings.head.steps, settings.train.length
     if length < heads + 2:
         raise ConfigError(
@@ -248,7 +232,6 @@ def _claimed(
 
 
 def _compare(directory: Path, ours: dict[str, Any]) -> None:
-    """Writes the settings of a new run, or raises `ConfigError` if they differ from those in the directory."""
     path = directory / _SETTINGS
     if not path.is_file():
         with told_as(ConfigError, f"'{path}'", "Expected a place for the run. Pass another --run-dir, or make room."):
@@ -273,14 +256,12 @@ def _weights_sha(head: HeadCheckpoint) -> str:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Returns nested settings as dotted names and JSON text, without nulls."""
     if not isinstance(value, dict):
         return {} if value is None else {prefix or _SETTINGS: json.dumps(value)}
     return {k: v for key, part in value.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()}
 
 
 def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int) -> Callable[[int, Tensor], Tensor]:
-    """Returns the teacher, behind a cache if the settings ask for one."""
     train, taps = settings.train, settings.head.taps
     teacher = Teacher(target, taps)
 

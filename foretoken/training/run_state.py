@@ -29,13 +29,9 @@ _STATE, _PROGRESS = "state.safetensors", "progress.json"
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a run.
+    """The progress of a run; `skipped` counts steps without a change.
 
-    Attributes:
-        step: Optimiser steps done.
-        tokens: Tokens seen.
-        seconds: Seconds spent in steps.
-        skipped: Steps without a change: loss or gradient was not finite, or the batch had no label.
+    They had a loss or gradient that was not finite, or a batch without labels.
     """
 
     step: int = 0
@@ -45,11 +41,7 @@ class Progress:
 
 
 def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Writes a checkpoint of a run and removes all but the last two.
-
-    Raises:
-        ModelError: When the checkpoint cannot be written, as on a full disk; earlier checkpoints stay.
-    """
+    """Writes a checkpoint, keeps the last two; raises `ModelError` when it cannot be written, as on a full disk."""
     final = run / f"checkpoint-{progress.step:08d}"
     if final.is_dir():
         return
@@ -77,11 +69,7 @@ def saved_states(run: Path) -> list[Path]:
 
 
 def load_state(checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restores a run in place, with random states.
-
-    Raises:
-        ModelError: When the checkpoint is damaged or of another run.
-    """
+    """Restores a run in place, with random states; raises `ModelError` for a damaged checkpoint or another run."""
     try:
         tensors = load_file(checkpoint / _STATE)
         progress = Progress(**json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8")))
@@ -115,7 +103,6 @@ def _restore(tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.opt
 
 
 def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Returns the names of parameters by their index in the optimiser's state."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: names[id(parameter)] for index, parameter in enumerate(ordered)}
@@ -156,7 +143,6 @@ class MetricsLog:
 
 
 def _board(directory: Path, first_step: int) -> Any:
-    """Returns a tensorboard writer that hides curves of repeated steps; None if tensorboard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

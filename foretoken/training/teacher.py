@@ -42,8 +42,8 @@ class Teacher:
     def read_features(self, tokens: Tensor) -> Tensor:
         """Returns the features that a head reads and learns from, for (B, S) int64 tokens.
 
-        Returns:
-            (B, S, F E) in the target's dtype, the taps side by side, followed by `final` unless it is the last tap.
+        They are (B, S, F E) in the target's dtype, the taps side by side, followed by `final` unless it is the last
+        tap.
         """
         with running(ForwardPass(layout=None)) as forward_pass:
             final = self.features(tokens)

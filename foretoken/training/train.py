@@ -49,7 +49,7 @@ class TrainingResult:
         target: The target that the head belongs to; with `joint` the new one.
         losses: Training loss of each step, from step 1.
         acceptance: For each evaluated step, the acceptance rate at depths 1, 2, …: the share of drafts on held-out
-            text whose first d tokens are all the target's choice at temperature 0.
+            text with d right first tokens, by the target's choice at temperature 0.
         facts: What was measured on held-out prompts, and the head's size, as `foretoken train --json` prints them.
             Empty in every process but the first, as `losses` and `acceptance` are.
     """
@@ -67,17 +67,10 @@ class TrainingResult:
         return {step: 1.0 + sum(by_depth) for step, by_depth in self.acceptance.items()}
 
     def plot(self, file: str | os.PathLike[str] | IO[str] | None = None) -> Any:
-        """Draws the training loss and the acceptance rate at each depth over the steps.
+        """Draws loss and acceptance rate at each depth over the steps; returns the `matplotlib.figure.Figure`.
 
-        Args:
-            file: Where to write the picture, in the format of the name's suffix, or an open file for SVG; None to
-                write nothing.
-
-        Returns:
-            The `matplotlib.figure.Figure`.
-
-        Raises:
-            ConfigError: When matplotlib is not installed (`pip install '.[report]'`).
+        `file` takes the picture, in the format of the name's suffix; an open file gets SVG. Raises `ConfigError` when
+        matplotlib is not installed (`pip install '.[report]'`).
         """
         mpl = load_matplotlib()
         from matplotlib.figure import Figure
@@ -101,7 +94,6 @@ class TrainingResult:
         return figure
 
     def _repr_svg_(self) -> str:
-        """Returns the picture for notebooks, which show it where a cell ends with the result."""
         picture = io.StringIO()
         self.plot(picture)
         return picture.getvalue()
@@ -172,14 +164,12 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         init: Directory or hub id of a head to begin from; None for neutral weights.
         draft_vocab: File of `foretoken data vocab` with the tokens that the head drafts; None for all.
         objective: Weights of the loss that differ from the method's defaults, such as `{"ce_weight": 1.0}`.
-        steps: Optimizer steps.
         lr: Highest learning rate of AdamW.
         warmup_steps: Steps of linear warm-up.
         lr_floor: Last learning rate of the cosine schedule as a fraction of `lr`, above 0.
         batch_size: Windows of the global batch, over all processes.
         micro_batch_size: Windows that one process computes at once; None for all of its share.
         length: Tokens of a window.
-        weight_decay: Weight decay of AdamW.
         clip_norm: Greatest norm of the gradient.
         precision: "float32", or "bfloat16" for autocast.
         seed: Seed of the order of the data, of new weights and of dropout.
@@ -272,7 +262,6 @@ def _with_seconds_after(
 
 
 def _call_text(arguments: Mapping[str, Any]) -> str:
-    """Returns a call of `train` as text, without default arguments."""
     given = {
         name: arguments[name]
         for name, each in inspect.signature(train).parameters.items()
@@ -298,7 +287,6 @@ def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_pr
 
 
 def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Path | None, *, is_joint: bool) -> None:
-    """Raises `ConfigError` if files would be replaced or mixed with those of a run."""
     if is_joint != (target_out is not None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     for place in (out, target_out):
@@ -318,7 +306,6 @@ def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Pa
 
 
 def _check_data(packed: PackedTokens, tokenizer: Any, vocab_size: int, *, data: str, model: str) -> None:
-    """Raises `ConfigError` if the tokens come from another tokenizer."""
     if packed.meta["tokenizer_sha"] != tokenizer_sha(tokenizer) or packed.meta["largest_token_id"] >= vocab_size:
         raise ConfigError(
             f"'{data}' was not packed with the tokenizer of '{model}'. Expected data for this target: make it with "
@@ -327,7 +314,6 @@ def _check_data(packed: PackedTokens, tokenizer: Any, vocab_size: int, *, data: 
 
 
 def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> Path | None:
-    """Returns the tokens' path for evaluations, None without them; raises `ConfigError` if it is missing."""
     if every < 0:
         raise ConfigError(f"--eval-every is {every}. Expected a number of steps, or 0 for no evaluations.")
     if not every:
@@ -358,7 +344,6 @@ def _evaluation(
 
 
 def _drafted_tokens(path: Path, packed: PackedTokens, vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids of a draft vocabulary; raises `ConfigError` if it is of another tokenizer than data or target."""
     drafted = DraftVocabulary.read(path)
     if drafted.tokenizer_sha != packed.meta["tokenizer_sha"] or drafted.token_ids[-1] >= vocab_size:
         raise ConfigError(
@@ -369,7 +354,6 @@ def _drafted_tokens(path: Path, packed: PackedTokens, vocab_size: int) -> tuple[
 
 
 def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...] | None) -> dict[str, Any]:
-    """Adds the draft vocabulary to a head's sizes; raises `ConfigError` if the method or the sizes forbid it."""
     if drafted is None:
         return sizes
     if "draft_vocab_size" not in trained_method(method).config.model_fields:

@@ -47,8 +47,6 @@ class Processes:
 
 
 class _Launched(Processes):
-    """Processes that were started together."""
-
     def __init__(self) -> None:
         try:
             from accelerate import PartialState
@@ -90,9 +88,6 @@ class StepReport:
         loss: Weighted sum of the heads' mean losses.
         head_losses: Mean loss of each head.
         head_matches: Share of positions at which each head's first candidate is the target's.
-        rate: Learning rate.
-        grad_norm: Norm of the gradient before clipping.
-        tokens_per_s: Speed of the last steps.
         held_out_tau: After an evaluation, the expected tokens of a target pass that verifies a chain of K tokens, the
             target's own included; else None.
         held_out_acceptance: After an evaluation, the shares of `EvaluationConfig.evaluator`; else None.
@@ -117,12 +112,7 @@ class StepReport:
 
 
 class Trainer:
-    """A head in training.
-
-    Attributes:
-        head: The trained head, in float32.
-        progress: The progress of the run.
-    """
+    """A head in training, in float32, and the progress of the run."""
 
     def __init__(
         self,
@@ -152,8 +142,7 @@ class Trainer:
     def save(self, run: Path) -> None:
         """Writes a checkpoint; only the first process does.
 
-        Raises:
-            ModelError: When weights are not finite (good checkpoints stay), or the checkpoint cannot be written.
+        Raises `ModelError` when weights are not finite (good checkpoints stay), or the checkpoint cannot be written.
         """
         if not all(bool(p.isfinite().all()) for p in self._module.parameters()):
             raise ModelError(
@@ -234,7 +223,6 @@ class Trainer:
         return self.head
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Returns the optimiser's parameter groups, each with its factor of the learning rate."""
         return parameter_groups(self.head, self._config.weight_decay)
 
     def _counts(self, supervised: Tensor) -> Tensor:
@@ -246,12 +234,10 @@ class Trainer:
         return self._objective.divisors(counts)
 
     def _weights(self, step: int) -> list[float]:
-        """Returns the weight of each of these losses in a step."""
         del step
         return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
 
     def _backward(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
-        """Adds the gradient of one micro-batch to the parameters; features: see `Teacher.read_features`."""
         progress = step / self._config.schedule.num_steps
         examples = Examples.of_batch(tokens, supervised, features, self.head.config, progress=progress)
         return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
@@ -290,7 +276,6 @@ class Trainer:
         return HeadSums(*packed.cpu().unbind(0))
 
     def _count_bad_step(self, step: int, loss: float) -> None:
-        """Skips a step; raises `ModelError` after several in a row."""
         self.progress.skipped += 1
         self._bad_steps += 1
         if self._bad_steps >= _BAD_STEPS_IN_A_ROW:

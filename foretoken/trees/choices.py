@@ -6,9 +6,11 @@ after that candidate. A shape is a prefix-closed set of choices. Chains, static 
 `best_shape` finds the shape with the most tokens per second from measured acceptance. a(d, r) is the probability that
 candidate r of depth d is right if its parent is right, assumed independent of all else. The value of a node is the
 product of these along its path: the probability that the node is accepted. The sum of all values is the expected number
-of accepted tokens. No node is worth more than its parent. Buying the most valuable node below bought nodes, again and
-again, thus gives the best tree of every size (the search of Medusa, arXiv 2401.10774). An acceptance table is a
-sequence of K rows, one per head. Rows may differ in length and need not fall with the rank.
+of accepted tokens.
+
+No node is worth more than its parent. Buying the most valuable node below bought nodes, again and again, thus gives the
+best tree of every size (the search of Medusa, arXiv 2401.10774). An acceptance table has K rows, one per head. Rows may
+differ in length and need not fall with the rank.
 """
 
 from __future__ import annotations
@@ -44,21 +46,13 @@ OF_LANGUAGE_MODELS: tuple[Choice, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A prefix-closed set of choices in level order, siblings by rank; node 0 is the root.
-
-    Attributes:
-        choices: One choice per drafted node, without the root.
-    """
+    """A prefix-closed set of choices in level order, siblings by rank, without the root, node 0."""
 
     choices: tuple[Choice, ...]
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeShape:
-        """Returns a static tree from choices in Medusa's notation.
-
-        Raises:
-            ConfigError: When a choice is empty, out of range, repeated or lacks its prefix, or there are too many.
-        """
+        """Returns a static tree from choices in Medusa's notation; raises `ConfigError` if they are no tree."""
         ordered = sorted((tuple(choice) for choice in choices), key=lambda choice: (len(choice), choice))
         known: set[Choice] = {()}
         for choice in ordered:
@@ -82,8 +76,7 @@ class TreeShape:
     def cartesian(cls, widths: Sequence[int]) -> TreeShape:
         """Returns all combinations of the best `widths[d]` candidates at depth d + 1.
 
-        Raises:
-            ConfigError: When a width is below 1, or the widths give too many nodes.
+        Raises `ConfigError` when a width is below 1, or the widths give too many nodes.
         """
         if not widths or min(widths) < 1:
             raise ConfigError(f"tree widths {shown(widths)} are not valid. Expected at least one, each of at least 1.")
@@ -98,14 +91,7 @@ class TreeShape:
 
     @classmethod
     def parse(cls, value: Any) -> TreeShape:
-        """Returns a static tree from a user's value.
-
-        Args:
-            value: Choices such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}.
-
-        Raises:
-            ConfigError: When the value is neither, a number is no integer, or the choices are no tree.
-        """
+        """Returns a tree from [[0], [1], [0, 0]] or {"widths": [3, 2, 1]}; raises `ConfigError` for other values."""
         if isinstance(value, Mapping):
             if value.keys() != {"widths"}:
                 raise ConfigError(f"tree {shown(value)} is not valid. Expected {{'widths': [3, 2, 1]}}.")
@@ -148,7 +134,6 @@ class TreeShape:
 
 
 def _integers(value: Any, *, what: str) -> tuple[int, ...]:
-    """Returns a list of integers as a tuple; refuses bools and floats."""
     if isinstance(value, str) or not isinstance(value, Sequence) or any(type(number) is not int for number in value):
         raise ConfigError(f"{what} {shown(value)} is not valid. Expected a list of integers.")
     return tuple(value)
@@ -276,11 +261,9 @@ class Level:
     num_candidates: int
 
     def narrowed(self, places: Tensor, above: Tensor | None) -> Level:
-        """Returns a part of the level.
+        """Returns a part of the level: the nodes at `places`, (P',) int64, ascending.
 
-        Args:
-            places: (P',) int64, which of the P nodes, ascending.
-            above: The same of the level above; None at the root.
+        `above` are the places in the level above; None at the root.
         """
         device = places.device
         new_place = torch.full((len(self.indices),), -1, device=device)
@@ -306,8 +289,6 @@ class Level:
 
 
 class _Table(NamedTuple):
-    """Parent, children and rank of every node of a shape."""
-
     parents: list[int]
     children: list[list[int]]
     ranks: list[int]
@@ -347,7 +328,6 @@ def whole_places(relations: Relations, batch: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _level(nodes: list[int], above: list[int], relations: _Table, device: torch.device) -> Level:
-    """Returns the nodes of one depth that have children; above: those of the depth above."""
     parents, children, ranks = relations
     columns = [
         (child, node, place, ranks[child], order, _kind(len(children[node])))

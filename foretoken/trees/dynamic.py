@@ -94,8 +94,7 @@ class DraftLattice:
     def best_nodes(self, count: int) -> list[LatticeLevel]:
         """Returns the most probable nodes of each depth; together they hold the `count` best. No synchronisation.
 
-        Args:
-            count: At least 1. A depth has fewer nodes if there are fewer paths.
+        `count`: at least 1. A depth has fewer nodes if there are fewer paths.
         """
         num_candidates = self.ids.shape[2]
         scores, ranks = self.log_probs.new_zeros(len(self.ids), 1), None
@@ -113,13 +112,7 @@ class DraftLattice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicShape:
-    """The bounds of dynamic trees.
-
-    Attributes:
-        top_k: Candidates of a node, and nodes expanded per level; at least 1.
-        depth: Levels; 0 for the root alone.
-        max_nodes: Most nodes of a tree, root included.
-    """
+    """The bounds of dynamic trees: candidates of a node and expanded nodes of a level (`top_k`), depth, and nodes."""
 
     top_k: int
     depth: int
@@ -146,13 +139,7 @@ AnyShape = TreeShape | DynamicShape
 
 
 def begin_expansion(shape: AnyShape, roots: Tensor, draws: DraftDraws) -> ShapedExpansion:
-    """Returns an expansion that holds the roots alone.
-
-    Args:
-        shape: Static or dynamic.
-        roots: (B,) int64.
-        draws: How tokens are chosen.
-    """
+    """Returns an expansion that holds the (B,) int64 roots alone."""
     if isinstance(shape, DynamicShape):
         return DynamicExpansion(shape, roots, draws)
     return TreeExpansion(shape, roots, draws)
@@ -177,13 +164,10 @@ class _Candidates(NamedTuple):
 class DynamicExpansion:
     """Dynamic trees under construction. Only `finish` may synchronise; on GPUs without pruning nothing does.
 
-    Nodes stand in level order, siblings by rank. A tree has N nodes if there are enough candidates. On devices whose
-    tensors the host reads freely, candidates that the draft distribution excludes are left out.
+    Nodes stand in level order, siblings by rank. A tree has N nodes if there are enough candidates. If the host
+    reads the device's tensors freely, candidates that the draft distribution excludes are left out.
 
-    Attributes:
-        roots: (B,) int64.
-        shape: Bounds of the trees.
-        draws: How tokens are chosen.
+    `roots`: (B,) int64.
     """
 
     def __init__(self, shape: DynamicShape, roots: Tensor, draws: DraftDraws) -> None:
@@ -238,9 +222,7 @@ class DynamicExpansion:
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
         """Returns the tensors that a kernel fills instead of `grow`: all levels at once, each `top_k` wide.
 
-        Args:
-            vocab_size: One past the greatest token that the kernel may choose; at least `top_k` tokens must remain.
-            is_shared: Must be False, see `grow_levels`.
+        `vocab_size`: one past the greatest token that the kernel may choose; at least `top_k` tokens must remain.
         """
         assert not is_shared, "each node has a row of its own"
         parents, ranks, depths = _whole_levels(self.shape.top_k, self.depth, self.roots.device)
@@ -372,14 +354,12 @@ class DynamicExpansion:
         return torch.where(pruning.path_passes(scores), scores, float("-inf"))
 
     def _add(self, level: _Candidates, *, is_last: bool) -> None:
-        """Adds the candidates of a level, and chooses the tree after the last level."""
         self._candidates.append(level)
         self._ends.append(self._ends[-1] + len(level.depths))
         if is_last:
             self._best = self._chosen(None)
 
     def _advance(self, level: _Candidates, *, num_siblings: int) -> None:
-        """Makes the best candidates of a level the next frontier, the best first."""
         values, order = (part[:, : self.shape.top_k] for part in _best_first(level.scores))
         if self.draws.pruning is not None and reads_are_free(values.device):
             order = order[:, : int((values > float("-inf")).sum(1).max())]
@@ -436,7 +416,6 @@ def _best_first(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _among_roots(chosen: TokenTree, rows: Sequence[int], roots: Sequence[int]) -> TokenTree:
-    """Puts the trees of some sequences among the roots of the other sequences of the batch."""
     index = integers_on(rows, chosen.tokens.device)
     ones = chosen.num_nodes.new_ones(len(roots))
     spread = chosen.mapped(

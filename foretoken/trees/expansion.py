@@ -2,7 +2,7 @@
 
 One loop expands static trees (`TreeExpansion`) and dynamic trees (`foretoken.trees.dynamic`): for each depth of
 `levels()`, a drafter evaluates the nodes of `frontier(depth)` and passes their logits to `grow(depth, logits)`. A
-drafter whose logits do not depend on the nodes passes the logits of all levels at once to `grow_levels(logits)`.
+drafter with logits that do not depend on the nodes passes the logits of all levels at once to `grow_levels(logits)`.
 
 Pruned nodes (`foretoken.trees.merge`) are in no later frontier. The loop ends when no node is left.
 
@@ -46,14 +46,7 @@ class Frontier(NamedTuple):
     origins: Tensor | None
 
     def inherited(self, values: Tensor) -> Tensor:
-        """Returns each node's value from its parent.
-
-        Args:
-            values: (B, P', ...), of the nodes of the frontier above.
-
-        Returns:
-            (B, P, ...).
-        """
+        """Returns (B, P, ...), each node's value from its parent; `values` are (B, P', ...), of the frontier above."""
         if self.origins is None:
             return values
         if len(self.origins) == 1:
@@ -83,19 +76,10 @@ class Expansion(Protocol):
         """
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        """Chooses the children of a frontier; changes this object.
-
-        Args:
-            depth: Of the frontier.
-            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
-        """
+        """Chooses the children of a frontier in place; logits: (B, P, V) float32 after nodes, (B, 1, V) for all."""
 
     def grow_levels(self, logits: Tensor) -> None:
-        """Chooses all nodes at once; changes this object.
-
-        Args:
-            logits: (B, D, V) float32 with D = `depth`; row d serves all nodes of depth d.
-        """
+        """Chooses all nodes at once in place; row d of (B, D, V) float32 logits serves all nodes of depth d."""
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         """Returns the trees of a whole batch in which only some sequences were drafted for.
@@ -147,11 +131,7 @@ class TreeTensors(NamedTuple):
 class TreeExpansion:
     """A draft tree under construction: the same shape for every sequence, filled from the root down.
 
-    Attributes:
-        tokens: (B, N) int64; levels above the one that was expanded last are final.
-        shape: Of the tree.
-        draws: How tokens are chosen.
-        depth: Greatest depth.
+    `tokens`: (B, N) int64; levels above the one that was expanded last are final.
     """
 
     def __init__(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
@@ -207,21 +187,15 @@ class TreeExpansion:
         return len(self._relations.depths) - 1
 
     def fed_nodes(self) -> tuple[Tensor, Tensor]:
-        """Returns the W nodes below the roots that were fed if every level but the last was fed.
+        """Returns the nodes that a whole draft feeds: below the roots, of every level but the last.
 
-        Returns:
-            (B, W) int64 tokens, and (1, W) int64 parents among these, -1 below the root.
+        They are (B, W) int64 tokens, and (1, W) int64 parents among these tokens, -1 below the root.
         """
         nodes = slice(1, bisect_right(self._relations.depths, self.depth - 1))
         return self.tokens[:, nodes], self._relations.places[:1, nodes] - 1
 
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
-        """Returns the tensors that a kernel fills instead of `grow`, level by level or all at once.
-
-        Args:
-            vocab_size: V, one past the greatest token that the kernel may choose.
-            is_shared: Whether one row of logits serves all nodes of a level.
-        """
+        """Returns tensors that a kernel fills instead of `grow`; `is_shared`: one row of logits serves a level."""
         relations, draws = self._relations, self.draws
         rows = None
         if draws.has_sampled:
@@ -287,7 +261,6 @@ class TreeExpansion:
         return compacted(tree, kept).narrowed()
 
     def _unpruned(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
-        """Returns the trees with all nodes within the room, pruned nodes included."""
         total, device, places = len(room), self.tokens.device, self._relations.places
         deepest: list[int] = []
         num_nodes: list[int] = []

@@ -8,8 +8,8 @@
   divided by the greatest possible, ln V. The less certain the drafter is, the more candidates it keeps.
 
 Each threshold that is set counts. Nothing is drafted below a pruned node. The probabilities are those of the draft
-distribution. For coupled requests, whose noise is known, they are the probabilities that a candidate is the target's
-choice given that noise, see `DraftDraws.likelihoods`.
+distribution. The noise of coupled requests is known: for them they are the probabilities that a candidate is the
+target's choice given that noise, see `DraftDraws.likelihoods`.
 
 A pruned node is removed if it was chosen. It stays, without descendants, if it was drawn from a draft distribution:
 removing a draw because of its token would bias the output. Ending a chain after a draw does not bias the output,
@@ -171,11 +171,9 @@ def _united_distributions(first: TokenTree, second: TokenTree, width: int) -> Dr
 
 
 def compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
-    """Returns a tree without some of its nodes; their descendants must be removed too or stand under kept nodes.
+    """Returns the tree of the kept nodes; `kept` is (B, N) bool.
 
-    Args:
-        tree: Of N nodes.
-        kept: (B, N) bool; the root is kept.
+    The root and the parent of every kept node must be kept.
     """
     order = (~kept).int().argsort(dim=1, stable=True)
     width = int(kept.shape[1])
@@ -189,11 +187,9 @@ def compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
 def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
     """Returns a tree without some of its chosen nodes. No synchronisation.
 
-    Args:
-        tree: Any tree.
-        kept: (B, N) bool, which chosen nodes stay. The root, drawn nodes and their ancestors always stay: `kept` may
-            depend on drawn tokens, and leaving out a draw by its token would bias the output. Descendants of a removed
-            node are removed too.
+    `kept`, (B, N) bool, says which chosen nodes stay. The root, drawn nodes and their ancestors always stay: `kept` may
+    depend on drawn tokens, and leaving out a draw by its token would bias the output. Descendants of a removed node are
+    removed too.
     """
     parents = tree.parents.clamp_min(0)
     needed = _drawn(tree)
@@ -256,15 +252,14 @@ class Trie:
 
 
 class Graft(NamedTuple):
-    """A chain below a node.
+    """A chain of `tokens` to be added below a node of a tree.
 
     Attributes:
         row: Index of the tree in the batch.
         node: A node without a child that holds the chain's first token.
-        depth: Of the node.
-        tokens: Of the chain, from the top.
-        scores: Log-probabilities that the whole path down to each of them is accepted.
-        source: Of its nodes, see `TokenTree`.
+        depth: Depth of the node.
+        scores: For each token the log-probability that the whole path down to the token is accepted.
+        source: Source of the new nodes, see `TokenTree`.
     """
 
     row: int
@@ -276,15 +271,10 @@ class Graft(NamedTuple):
 
 
 def grafted(tree: TokenTree, grafts: Sequence[Graft], *, max_nodes: int) -> TokenTree:
-    """Returns a tree with chains of chosen (one-hot) nodes below some of its nodes. No synchronisation.
+    """Returns the tree with chains of chosen (one-hot) nodes behind its nodes. No synchronisation.
 
-    Args:
-        tree: With scores and sources.
-        grafts: Most valuable first; at most one per node.
-        max_nodes: Most nodes of a tree and its chains, root included. The ends of chains beyond that are left out.
-
-    Returns:
-        The nodes of the tree at their places, then the chains.
+    Scores and sources must exist. The grafts come most valuable first, at most one per node. The ends of chains beyond
+    `max_nodes` nodes, root included, are left out.
     """
     room = [max_nodes - tree.width] * tree.batch_size
     # (tokens, parents, depths, sources) and scores of each sequence's new nodes
@@ -362,12 +352,8 @@ class Pruning(BaseModel):
     def token_passes(self, own: Tensor, entropies: Tensor | None) -> Tensor:
         """Returns which nodes pass by their own probability; NaN does not pass if `looks_at_tokens`.
 
-        Args:
-            own: Log-probability of each node after its parent, in any shape.
-            entropies: See `normalised_entropy`, in a shape that broadcasts; needed for `entropy_weighted`.
-
-        Returns:
-            Bool, in the shape of `own`.
+        `own` are log-probabilities after the parent, in any shape. `entropies`, see `normalised_entropy`, broadcast to
+        it; `entropy_weighted` needs them.
         """
         result = torch.ones_like(own, dtype=torch.bool)
         if self.token_probability is not None:
@@ -385,14 +371,7 @@ class Pruning(BaseModel):
 
 
 def normalised_entropy(log_probs: Tensor) -> Tensor:
-    """Returns the entropy divided by the greatest possible.
-
-    Args:
-        log_probs: (..., V), -inf for impossible tokens.
-
-    Returns:
-        (...), 0 to 1; NaN for rows that hold a NaN.
-    """
+    """Returns (...), 0 to 1, the entropy of (..., V) over the greatest possible; NaN for rows with a NaN."""
     greatest = max(math.log(log_probs.shape[-1]), 1e-9)  # a single token has no entropy
     entropies: Tensor = torch.special.entr(log_probs.exp()).sum(-1) / greatest
     return entropies.clamp(0.0, 1.0)
@@ -401,14 +380,8 @@ def normalised_entropy(log_probs: Tensor) -> Tensor:
 def pruned(tree: TokenTree, pruning: Pruning) -> TokenTree:
     """Returns a whole tree without pruned nodes, for drafters that do not draft level by level, such as lookups.
 
-    Drawn nodes and their ancestors stay. Synchronises with the host.
-
-    Args:
-        tree: With `scores`.
-        pruning: Without `entropy_weighted`: a tree does not hold the distributions of chosen nodes.
-
-    Raises:
-        TreeError: When the tree has no scores.
+    Drawn nodes and their ancestors stay. Synchronises with the host. `entropy_weighted` is not possible: a tree does
+    not hold the distributions of chosen nodes. Raises `TreeError` when the tree has no `scores`.
     """
     if tree.scores is None:
         raise TreeError("a tree without scores cannot be pruned by probabilities. Expected scores, see TokenTree.")

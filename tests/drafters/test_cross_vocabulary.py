@@ -274,5 +274,5 @@ def test_the_bundled_draft_model_under_other_ids_is_accepted_as_often() -> None:
 
 def test_text_needs_tokenizers() -> None:
     made = draft_model(noisy(), tokenizer=tokenizer(), vocab_match="text")
-    with pytest.raises(ConfigError, match="has no tokenizer, which tells"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer, and .vocab_match. compares what tokens spell"):
         LLM(noisy(), drafter=made, trust_drafter=True)

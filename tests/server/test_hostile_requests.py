@@ -368,7 +368,7 @@ def test_tokens_there_and_back(speculative: LiveServer) -> None:
     [
         (b"[]," * (1 << 18), "262145 lists"),
         (b"{}," * (1 << 18), "262145 objects"),
-        (b'"",' * (1 << 19), "524292 texts"),
+        (b'"",' * (1 << 19), "524292 strings"),
         (b"1," * 3_000_000, "3000002 values"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Cost twins: a small trained model padded, function preserved, to what a larger model costs."""
+"""Cost twins: small trained models, padded to the cost of a larger model without a change of their text."""

@@ -34,9 +34,7 @@ class TwinCheck(NamedTuple):
     """One comparison of a twin with its original.
 
     Attributes:
-        what: "logits", "greedy text", or the name of a drafter whose drafts were compared.
-        dtype: The dtype of both.
-        decoder: The decoder of both.
+        what: "logits", "greedy text", or the name of the compared drafter.
         num_compared: Positions with logits, output tokens, or drafted nodes.
         difference: Largest difference of two logits; None for text and drafts.
         is_same: Whether the twin does the same as the original.
@@ -65,7 +63,6 @@ def check_twin(
     Args:
         parts: The result of `make_twin`.
         prompts: Token ids of real text.
-        max_tokens: Output tokens a prompt.
         on_progress: Called with comparisons done and comparisons in all.
     """
     target = next(part for part in parts if part.role == TARGET)
@@ -111,7 +108,7 @@ def _logits(pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]]) -> Tw
 def _decoded(
     pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]], part: TwinPart | None, max_tokens: int
 ) -> TwinCheck:
-    """Compares greedy text without a drafter, or with one whose drafts are compared as well."""
+    """Compares greedy text, and a drafter's drafts if `part` has a drafter."""
     texts, drafts = [], []
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for index, model in enumerate(pair):
@@ -139,7 +136,6 @@ def _decoded(
 
 
 def _maker(part: TwinPart, path: Any, model: LoadedModel, seen: list[Any]) -> Callable[[], Drafter]:
-    """Returns a function that makes a drafter whose proposals are kept in `seen`."""
     facts = native_facts(part.path)  # None for a draft model
     widths = _WIDTHS if facts is None else _WIDTHS[: facts.get("heads")]
     options = drafter_options({"method": part.role, "model": str(path), "tree": {"widths": widths}})

@@ -56,7 +56,6 @@ def padded_head(
 
 
 def _medusa(config: Any) -> Rules:
-    """Residual blocks on the feature, then LM heads."""
     del config
     return {"weight": _BLOCK, "bias": _BLOCK_BIAS, "lm_head": _LM_HEAD, "token_map": _SAME}
 
@@ -91,7 +90,7 @@ def _decoder_block(name: str, read_parts: int = 1) -> Rules:
 
 
 def _decoder_block_sizes(config: LayerConfig, factor: int) -> dict[str, Any]:
-    """Sizes of a decoder block, whose attention heads keep their size, and the epsilon of all its norms."""
+    """Sizes of a decoder block (attention heads keep their size), and the epsilon of all its norms."""
     sizes = config.model_dump()
     counts = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     return {
@@ -136,7 +135,7 @@ def _eagle3_sizes(config: Any, factor: int) -> dict[str, Any]:
 
 
 def _falcon(config: Any) -> Rules:
-    """LSTM layers, whose new cells stay zero, and a decoder block; the target's LM head reads its output."""
+    """LSTM layers (new cells stay zero) and a decoder block; the target's LM head reads its output."""
     del config
     gates: dict[str, Rule] = {}
     for layer in range(NUM_LAYERS):

@@ -1,6 +1,6 @@
 """Makes cost twins: a small trained model and its drafters, padded to the cost of a larger model.
 
-No drafter is cheap beside a model whose pass takes a fraction of a millisecond. The twin has the function of that model
+No drafter is cheap beside a model with passes of a fraction of a millisecond. The twin has the function of that model
 (its text, the drafts of its heads, their acceptance) and another size. Hidden size, attention heads and MLP grow by a
 power of four. Further layers add nothing, but every number is read and multiplied. Draft heads grow with the target's
 hidden size. The draft model also grows in depth, so that its share of the cost stays the same.
@@ -92,8 +92,6 @@ class TwinPlan:
         draft_model: "pad" for a padded `MODEL-draft`, "keep" for its size, "none" for no copy.
         fill: Values of added weights; see `Padding`.
         dtype: Dtype of all weights; None keeps theirs.
-        seed: Seed of random weights.
-        device: Device that pads the weights, as torch names it.
     """
 
     model: Path
@@ -113,8 +111,6 @@ class TwinPart(NamedTuple):
 
     Attributes:
         role: "target", "draft_model", or a head's method.
-        source: The original.
-        path: The directory.
         num_parameters: Numbers in its files.
         num_bytes: Bytes of its weights.
     """
@@ -157,16 +153,10 @@ def _nothing() -> None:
 
 
 def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progress) -> list[TwinPart]:
-    """Writes the twin of a target and of its drafters, each directory whole or not at all.
+    """Writes the twin of a target and of its drafters; returns the parts, the target first.
 
-    Checks sizes, heads, directories, disk and memory before anything is written. An existing twin is replaced.
-
-    Args:
-        plan: The settings.
-        on_progress: Called with tensors written and tensors in all.
-
-    Returns:
-        The parts, the target first.
+    Every directory is written whole or not at all. Sizes, heads, directories, disk and memory are checked first. An
+    existing twin is replaced. `on_progress` is called with tensors written and tensors in all.
 
     Raises:
         ConfigError: When sizes do not fit, disk or memory is too small, a directory holds anything but a twin, or a
@@ -211,10 +201,7 @@ def planned_parts(plan: TwinPlan) -> PlannedParts:
 def write_planned_model(
     model: PlannedModel, plan: TwinPlan, generator: torch.Generator, on_tensor: Callable[[], None] = _nothing
 ) -> None:
-    """Writes the directory of one model; calls `on_tensor` after each tensor.
-
-    generator: For random weights, on the plan's device.
-    """
+    """Writes the directory of one model; `generator`, on the plan's device, is for random weights."""
     padding = Padding(model.factor, plan.fill, generator)
     with whole_files(model.path, replaces=True) as new:
         write_model(
@@ -230,7 +217,7 @@ def write_heads(
     generator: torch.Generator,
     on_tensor: Callable[[], None] = _nothing,
 ) -> None:
-    """Writes the directories of all heads; of_twin: of the target's twin. Otherwise like `write_planned_model`."""
+    """Writes the directories of all heads, like `write_planned_model`; `of_twin` is the target of the twin's heads."""
     target = planned.models[0]
     padding = Padding(target.factor, plan.fill, generator)
     for head in planned.heads:
@@ -240,7 +227,6 @@ def write_heads(
 
 
 def _check_room(planned: PlannedParts, plan: TwinPlan) -> None:
-    """Raises `ConfigError` for a twin that does not fit on the disk, or in memory if it is to be compared."""
     sizes = [model.small.num_bytes(model.num_layers, model.factor, plan.dtype) for model in planned.models]
     place = next(above for above in plan.out.absolute().parents if above.is_dir())
     wanted = {f"free on the disk of '{place}'": (sum(sizes), shutil.disk_usage(place).free)}
@@ -272,7 +258,6 @@ def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> Planne
 
 
 def _draft_models(plan: TwinPlan, target: PlannedModel) -> list[PlannedModel]:
-    """Returns the draft model, which grows in width and depth like the target; an empty list without one."""
     path = plan.model.with_name(f"{plan.model.name}-draft")
     if plan.draft_model == "none" or not path.is_dir():
         return []
@@ -286,7 +271,6 @@ def _draft_models(plan: TwinPlan, target: PlannedModel) -> list[PlannedModel]:
 
 
 def _heads(plan: TwinPlan) -> list[PlannedHead]:
-    """Reads the heads; raises `ConfigError` for a wrong target, method or `dtype`, `ModelError` for damage."""
     sources = plan.heads
     if sources is None:
         beside = sorted(plan.model.parent.glob(f"{plan.model.name}-*"))

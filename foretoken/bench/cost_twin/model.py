@@ -142,13 +142,7 @@ _OUTSIDE = {
 
 
 class SmallModel(NamedTuple):
-    """A model before it is padded.
-
-    Attributes:
-        path: The model's directory.
-        config: The contents of `config.json`.
-        weights: The tensors, not read yet.
-    """
+    """A model before it is padded: directory, contents of `config.json`, and tensors that are not read yet."""
 
     path: Path
     config: Mapping[str, Any]
@@ -208,8 +202,7 @@ class SmallModel(NamedTuple):
 def open_model(path: Path) -> SmallModel:
     """Opens a model to pad.
 
-    Raises:
-        ModelError: When there is no model, or it is damaged, a cost twin, quantised, or of another architecture.
+    Raises `ModelError` when there is no model, or it is damaged, a cost twin, quantised, or of another architecture.
     """
     name = str(path)
     check_model_files(name, may_be_hub_id=False)
@@ -251,10 +244,6 @@ def write_model(
     """Writes a padded model, with configuration and tokenizer, into an empty directory.
 
     Args:
-        model: The model to pad.
-        padding: The padding.
-        record: For the configuration.
-        new: The directory.
         num_layers: Layers of the padded model, at least the model's.
         dtype: Dtype of its weights; None keeps theirs.
         on_tensor: Called after each tensor.
@@ -320,7 +309,6 @@ def fingerprint(path: Path, name: str) -> TargetFingerprint:
 
 
 def _shards(model: SmallModel, origins: Mapping[str, str], factor: int) -> list[list[str]]:
-    """Returns the keys of each file."""
     shards: list[list[str]] = [[]]
     size = 0
     for key, origin in origins.items():

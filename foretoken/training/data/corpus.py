@@ -44,7 +44,6 @@ class Corpus:
     """The result of `build_corpus`.
 
     Attributes:
-        parts: "train" and perhaps "held_out", opened.
         skipped: Number of records left out, by reason.
         num_resumed: Documents of an earlier run.
         progress: Documents, tokens, seconds and speed of the whole run.
@@ -72,7 +71,6 @@ class CorpusPlan:
     """The selection of training data.
 
     Attributes:
-        sources: Sources, read one after another.
         held_out_fraction: Share of records for `held_out/`, chosen by a hash of their content: a record goes to the
             same side in every order and every mixture. 0 for none.
         held_out_sources: Sources of `held_out/` instead.
@@ -126,14 +124,8 @@ def build_corpus(
     """Makes `directory/train` and, if the plan has it, `directory/held_out`; both appear or neither.
 
     Args:
-        directory: The new directory; `force` replaces an existing one.
-        plan: The selection of data.
-        tokenizer: The target's tokenizer.
         makers: Returns the maker of documents for "train" (the main sources) or "held_out" sources.
         vocab_size: Upper bound of token ids; None for the tokenizer's.
-        meta: Further entries for `meta.json`.
-        force: See `directory`.
-        on_progress: Called after every document.
 
     Raises:
         ConfigError: When a source cannot be used.
@@ -173,7 +165,6 @@ def _limited(
 
 
 def _finish_part(writer: PackedWriter, part: str, plan: CorpusPlan, meta: dict[str, Any]) -> None:
-    """Completes one part, or raises an error that says what is missing."""
     sources = plan.held_out_sources if part == HELD_OUT and plan.held_out_sources else plan.sources
     try:
         writer.finish(
@@ -207,7 +198,6 @@ class _Clock:
     _is_main: bool = False
 
     def use_maker(self, maker: DocumentMaker) -> None:
-        """Starts a pass over some sources; the first pass is over the main ones, with known size."""
         self._is_main = self._maker is None
         self._maker, self._made, self._size = maker, 0, 0
 
@@ -235,7 +225,6 @@ class _Clock:
         )
 
     def _share(self) -> float:
-        """Returns the completed share of the main sources, by the limit that comes first; 0 if unknown."""
         plan = self.plan
         limits = ((self._size, plan.total), (self._made, plan.num_documents), (self.tokens, plan.max_tokens))
         return max((done / limit for done, limit in limits if limit), default=0.0)

@@ -50,7 +50,10 @@ class ChatEncoder:
         self._is_warned: set[str] = set()
 
     def documents(self, chats: Sequence[Sequence[Message]]) -> list[Document | str]:
-        """Returns a document or the reason for none for each conversation; ends after the last assistant turn."""
+        """Returns for each conversation a document, or the reason why there is none.
+
+        A document ends after the last assistant turn.
+        """
         return [self._by_mask(chat) for chat in chats] if self._has_mask else self._by_prefixes(chats)
 
     def prompt(self, messages: Sequence[Message], limit: int) -> list[int] | str:
@@ -66,7 +69,6 @@ class ChatEncoder:
         return "prompts too long for the context" if asked else "conversations without a user turn"
 
     def _by_mask(self, chat: Sequence[Message]) -> Document | str:
-        """Returns a document with the labels of the template's own mask."""
         turns = _to_last_assistant(chat)
         if not turns:
             return NO_ASSISTANT
@@ -80,7 +82,6 @@ class ChatEncoder:
         return Document(list(out["input_ids"]), flags) if any(flags) else NO_ASSISTANT
 
     def _by_prefixes(self, chats: Sequence[Sequence[Message]]) -> list[Document | str]:
-        """Returns documents from rendered prefixes; encodes all texts of all conversations in one call."""
         rendered = [self._prefixes(chat) for chat in chats]
         texts = [text for parts in rendered if not isinstance(parts, str) for text in parts]
         encoded = iter(_encode(self._tokenizer, texts, add_special_tokens=False))
@@ -120,12 +121,10 @@ class ChatEncoder:
         return texts if len(texts) > 1 else DISAGREES
 
     def _render(self, messages: Sequence[Message], *, is_open: bool) -> str | None:
-        """Returns the template's text, with the start of an assistant turn if `is_open`; None if it refuses."""
         text = self._applied(list(messages), tokenize=False, add_generation_prompt=is_open)
         return None if text is None else str(text)
 
     def _applied(self, messages: list[Message], **options: Any) -> Any | None:
-        """Applies the template; returns None, with a warning, if it refuses the messages."""
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
         except Exception as err:  # noqa: BLE001 - templates raise what they like
@@ -133,7 +132,6 @@ class ChatEncoder:
             return None
 
     def _warned(self, reason: str, cause: str) -> str:
-        """Returns the reason; logs it once, with its first cause."""
         if reason not in self._is_warned:
             self._is_warned.add(reason)
             logging.getLogger(__name__).warning("there are %s; these turns teach nothing: %s", reason, cause)
@@ -164,17 +162,11 @@ NO_TOKENS = "records without a token"
 
 
 class Encoder:
-    """Encodes records.
-
-    Attributes:
-        skipped: Number of records left out, by reason.
-        num_resumed: Documents of an earlier run; always 0 here.
-    """
+    """Encodes records; counts records left out, by reason. `num_resumed` is always 0 here."""
 
     num_resumed = 0
 
     def __init__(self, tokenizer: Any) -> None:
-        """Takes the tokenizer; its chat template is read at the first conversation."""
         self._tokenizer = tokenizer
         self._chats: ChatEncoder | None = None
         self.skipped: Counter[str] = Counter()
@@ -202,7 +194,6 @@ class Encoder:
         return _encode(self._tokenizer, texts)
 
     def _encoded(self, batch: list[Record]) -> Iterator[tuple[Record, Document]]:
-        """Encodes one batch, with one call of the tokenizer for each form of record."""
         chats = [record.messages for record in batch if record.messages is not None]
         conversations = iter(self.chats.documents(chats) if chats else [])
         texts = [record for record in batch if record.messages is None]
@@ -226,7 +217,6 @@ class Encoder:
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Yields lists of records with bounded length and text."""
     batch: list[Record] = []
     characters = 0
     for record in records:
@@ -246,16 +236,10 @@ _FORMAT, _VERSION = "foretoken-self-distillation", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
-    """Settings of the responses, besides target and prompts.
+    """Settings of the responses, besides target and prompts; raises `ConfigError` for numbers out of range.
 
-    Attributes:
-        prompt_tokens: Number of first tokens of a plain text that form its prompt; other prompts are taken whole.
-        max_new_tokens: Most tokens of a response.
-        temperature: 0 for greedy decoding.
-        seed: Seed of the first document; the i-th gets `seed + i`.
-
-    Raises:
-        ConfigError: When a number is out of range.
+    The first `prompt_tokens` of a plain text form its prompt; other prompts are taken whole. Document i gets `seed +
+    i`. Temperature 0 decodes greedily.
     """
 
     prompt_tokens: int = 64
@@ -278,9 +262,7 @@ class DistillSettings:
 class SelfDistiller:
     """Makes documents of prompts and the target's own responses.
 
-    Attributes:
-        skipped: Number of records left out, by reason.
-        num_resumed: Documents of the last call of `documents` that its file already held.
+    `num_resumed` counts the documents that the file of responses already held.
     """
 
     def __init__(
@@ -288,10 +270,8 @@ class SelfDistiller:
     ) -> None:
         """Prepares responses of an `LLM` with a tokenizer; a drafter makes it faster and changes no response.
 
-        `max_num_seqs` is that of `llm`. With `supervise_all` prompts count as labels too.
-
-        Raises:
-            ConfigError: When prompts and responses do not fit the target.
+        `max_num_seqs` is that of `llm`. With `supervise_all` prompts count as labels too. Raises `ConfigError` when
+        prompts and responses do not fit the target.
         """
         self._prompt_limit = llm.target.context_len - settings.max_new_tokens
         if settings.prompt_tokens > self._prompt_limit:
@@ -314,11 +294,8 @@ class SelfDistiller:
 
         A prompt is the start of a plain text, the prompt of a completion, or a conversation up to the last user turn
         that leaves room for the response. Only the response is supervised. An EOS that the target did not write is
-        appended unsupervised.
-
-        Raises:
-            RequestError: When the file is of other settings, another target or other records, or cannot be written.
-            ModelError: When the target fails.
+        appended unsupervised. Raises `RequestError` when the file is of other settings, another target or other
+        records, or cannot be written, `ModelError` when the target fails.
         """
         stored = self._stored()
         self.num_resumed = len(stored)
@@ -351,7 +328,6 @@ class SelfDistiller:
                     yield record, prompt
 
     def _prompt(self, record: Record, tokens: list[int]) -> list[int] | str:
-        """Returns the prompt of a record, or the reason why there is none."""
         if record.messages is not None:
             return self._encoder.chats.prompt(record.messages, self._prompt_limit)
         eos_id = self._tokenizer.eos_token_id
@@ -364,7 +340,6 @@ class SelfDistiller:
         return tokens or NO_TOKENS
 
     def _generated(self, prompts: list[list[int]], first: int) -> list[dict[str, Any]]:
-        """Returns lines of the file for some prompts."""
         outputs = self._llm.generate(prompts, [self._settings.sampling(first + i) for i in range(len(prompts))])
         lines = []
         for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=first):
@@ -383,7 +358,6 @@ class SelfDistiller:
         return Document(tokens, flags)
 
     def _header(self) -> dict[str, Any]:
-        """Returns the first line: all settings that the responses depend on."""
         model = self._llm.target.model
         return {
             "format": _FORMAT,

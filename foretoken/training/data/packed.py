@@ -79,14 +79,7 @@ class PackedTokens:
 
     @classmethod
     def open(cls, directory: Path) -> PackedTokens:
-        """Opens packed tokens without reading them.
-
-        Args:
-            directory: The output of `foretoken data`, whose `train/` is opened, or one part of it.
-
-        Raises:
-            RequestError: When there is no such data, or it is of another version or incomplete.
-        """
+        """Opens packed tokens or their `train/` without reading them; raises `RequestError` if they are incomplete."""
         directory = Path(directory)
         if not (directory / META).is_file() and (directory / "train" / META).is_file():
             directory = directory / "train"
@@ -145,7 +138,6 @@ class PackedTokens:
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
-    """Reads and checks `meta.json`."""
     if not (directory / META).exists():
         raise RequestError(
             f"'{directory}' holds no packed tokens. Expected {META} and {TOKENS}. Make them with `foretoken data`."
@@ -163,7 +155,6 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> np.ndarray:
-    """Maps a file as a read-only array; raises `RequestError` unless it has the size in `meta.json`."""
     found = path.stat().st_size if path.is_file() else 0
     if found != size * dtype.itemsize:
         raise RequestError(
@@ -173,11 +164,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> np.ndarray:
 
 
 class PackedWriter:
-    """Appends documents to the files of one directory, which `finish` completes.
-
-    Attributes:
-        num_documents, num_tokens, num_supervised: Written so far.
-    """
+    """Appends documents to the files of one directory, which `finish` completes; counts what is written."""
 
     def __init__(self, directory: Path, tokenizer: Any, vocab_size: int | None = None) -> None:
         """Creates the files; vocab_size: of the target, if it has more ids than its tokenizer."""
@@ -199,11 +186,7 @@ class PackedWriter:
         self._flags.close()
 
     def add(self, document: Document) -> int:
-        """Appends a document and its EOS; returns the tokens written, 0 for an empty document.
-
-        Raises:
-            RequestError: When a token id is outside the vocabulary.
-        """
+        """Appends a document and its EOS; returns the tokens written. Raises `RequestError` for an unknown id."""
         if not len(document.tokens):
             return 0
         tokens = np.asarray(document.tokens, dtype=np.int64)
@@ -257,14 +240,7 @@ class PackedWriter:
 
 
 class DraftVocabulary(BaseModel):
-    """The tokens of a draft vocabulary, and their source.
-
-    Attributes:
-        token_ids: Ascending.
-        coverage: Share of the data's labels that are in the vocabulary.
-        tokenizer_sha: Hash of the tokenizer, see `foretoken.core.token_ids`.
-        tokens_sha256: Hash of the data.
-    """
+    """Ascending tokens of a draft vocabulary, their share of the data's labels, and hashes of tokenizer and data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -300,12 +276,7 @@ class DraftVocabulary(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedVocabulary:
-    """A new vocabulary.
-
-    Attributes:
-        vocabulary: The tokens.
-        num_filled: Tokens that are not labels, which fill the vocabulary to its size.
-    """
+    """A new vocabulary; `num_filled` of its tokens are not labels, and fill it to its size."""
 
     vocabulary: DraftVocabulary
     num_labels: int
@@ -315,10 +286,8 @@ class CountedVocabulary:
 def count_vocabulary(packed: PackedTokens, size: int) -> CountedVocabulary:
     """Returns the `size` most frequent labels of packed tokens; of equally frequent ones the lower id.
 
-    If fewer tokens are labels, the lowest other ids fill the vocabulary.
-
-    Raises:
-        RequestError: When the tokenizer has fewer tokens, or the data is damaged.
+    If fewer tokens are labels, the lowest other ids fill the vocabulary. Raises `RequestError` when the tokenizer has
+    fewer tokens, or the data is damaged.
     """
     missing = {"vocab_size", "tokenizer_sha", "tokens_sha256"} - packed.meta.keys()
     if missing:

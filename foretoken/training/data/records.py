@@ -69,9 +69,7 @@ def read_row(row: Any, where: str, *, text_column: str = "text", size: int = 0) 
     Args:
         row: With `messages` (role, content) or `conversations` (from, value), `prompt` with `completion` or
             `response`, or `text`.
-        where: Its place, for messages.
         text_column: The column of plain text; a name other than "text" comes before all other forms.
-        size: See `Record`.
 
     Raises:
         RequestError: When no form fits, a value is not of its type, or a role is unknown.
@@ -132,12 +130,7 @@ def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document as tokens.
-
-    Attributes:
-        tokens: Token ids, special ones included.
-        supervised: Whether each token counts as a label; None for all.
-    """
+    """One document as tokens, special ones included; `supervised`: which count as labels, None for all."""
 
     tokens: Sequence[int]
     supervised: Sequence[bool] | None = None
@@ -193,10 +186,7 @@ def text_source(path: str) -> Source:
 
 
 def json_source(path: str, *, text_column: str = "text") -> Source:
-    """Returns rows of JSON files: `.jsonl`, `.jsonl.gz`, or `.json` with one array, as ShareGPT is published.
-
-    Takes paths as `text_source`, and `text_column` as `read_row`, which lists the forms of a row.
-    """
+    """Returns rows of `.jsonl`, `.jsonl.gz`, or `.json` with an array; arguments as `text_source` and `read_row`."""
     files = _files(path, _JSON_SUFFIXES)
 
     def records() -> Iterator[Record]:
@@ -232,7 +222,6 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _records(rows: Iterable[_Row], text_column: str) -> Iterator[Record]:
-    """Yields the records of rows that hold text."""
     for row, where, size in rows:
         record = read_row(row, where, text_column=text_column, size=size)
         if record is not None:
@@ -279,15 +268,8 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
     Articles of WikiText are cut into rows. If the first row with text is such a heading (` = Title = `), rows are
     joined into documents that begin at headings. Rows without text are left out.
 
-    Args:
-        name: Hub name, a directory (data files, or the output of `save_to_disk`) or a data file.
-        config: Configuration, for data sets with several.
-        split: Split.
-        text_column: See `read_row`.
-
-    Raises:
-        ConfigError: When `datasets` is not installed.
-        RequestError: When the data set or split cannot be opened.
+    `name`: hub name, a directory (data files, or the output of `save_to_disk`) or a data file. Raises `ConfigError`
+    when `datasets` is not installed, `RequestError` when the data set or split cannot be opened.
     """
     try:
         import datasets
@@ -312,7 +294,6 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
 
 
 def _open(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any, int | None]:
-    """Returns the rows of a split, and their number if known."""
     datasets.disable_progress_bars()
     place = Path(name)
     if any((place / file).is_file() for file in ("dataset_dict.json", "state.json")):

@@ -210,12 +210,10 @@ def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int, token_map: 
 
 
 def _num_heads(config: HeadConfig) -> int:
-    """Returns the number of parallel heads; each may be damaged or untrained. 0 for one recurrent network."""
     return config.num_heads if isinstance(config, StepHeadConfig) else 0
 
 
 def _parts(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, dict[str, Tensor]]:
-    """Returns floating-point tensors by head, stacked ones taken apart; "shared" for the rest."""
     numbered = {key: re.match(r"(\w+)\.(\d+)\.", key) for key in weights}
     counts: dict[str, set[str]] = {}
     for match in filter(None, numbered.values()):
@@ -245,7 +243,6 @@ def _relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _check_rounding(name: str, error: float, target: LoadedModel, fine: str, wrong: str) -> Check:
-    """Returns the check that an error is within rounding, by the bounds of the runner's self-test."""
     bound = 2e-4 if target.dtype in (torch.float32, torch.float64) else 5e-2
     is_close = error <= bound  # False for NaN
     message = fine if is_close else wrong[0].upper() + wrong[1:]
@@ -300,7 +297,6 @@ def check_feature(agreement: Agreement) -> Check:
 
 
 def _other_blocks(taps: Sequence[Tap], reading: str) -> str:
-    """Returns the sentence about a head that fits taps one block off."""
     by = MOVED_BLOCKS[reading]
     meant = _listed([tap if tap == "final" else tap + by for tap in taps])
     cause = (
@@ -355,7 +351,6 @@ def check_knowledge(agreement: Agreement) -> Check:
 
 
 def _undertrained(agreement: Agreement) -> str:
-    """Returns the sentence about heads that have not learnt their own tokens yet."""
     reading = agreement.best_reading
     said, own = agreement.next_token[reading], [row[0] for row in agreement.table[reading]]
     lagging = "; ".join(f"head {i}: {said[i]:.3f} and {own[i]:.3f}" for i in agreement.lagging)
@@ -415,7 +410,6 @@ def _answers(index: int, shift: int) -> str:
 
 
 def _mixed(shifts: Sequence[int]) -> str:
-    """Says what shifts mean that differ between heads."""
     asked = [index + shift for index, shift in enumerate(shifts)]
     if sorted(asked) == list(range(len(shifts))):
         return "the heads are in another order than they were trained in; a conversion mixed them up"

@@ -78,7 +78,6 @@ def examine_training(
 
 
 def _check_start(target: LoadedModel, fresh: Callable[[int], Head], parts: TargetParts, texts: Texts) -> Check:
-    """Checks that a fresh head predicts the target's own next token, for methods that start there."""
     config = fresh(0).config
     features = read_features(target, texts.tokens, config.taps)[IN_PLACE]
     one, other = (predictions(fresh(seed), parts, features, texts) for seed in (0, 1))
@@ -156,13 +155,10 @@ class Examination:
     """The case to examine.
 
     Attributes:
-        head: Directory of a trained head, or None.
-        method: Method of a head to be trained, or None.
         train_check: Whether to try training with the trained head's sizes too.
         prompts: Texts that the target continues; held out from training.
         max_tokens: Tokens of each continuation.
         data: Training data for the trial; None for the texts.
-        runner: See `LLM`.
         allow_other_target: Whether to accept a head for another target of the same sizes.
     """
 
@@ -179,9 +175,7 @@ class Examination:
 def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Check]:
     """Makes all checks that the case allows. Writes nothing.
 
-    Raises:
-        RequestError: When the prompts are too short.
-        ConfigError: For an unknown method.
+    Raises `RequestError` when the prompts are too short, `ConfigError` for an unknown method.
     """
     # First, since an unknown method must not cost a run of the target.
     config = None if what.method is None else head_config(what.method, target, {})
@@ -210,7 +204,6 @@ def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Chec
 def _examine_head(
     target: LoadedModel, tokenizer: Any, head: Path, texts: Texts, what: Examination
 ) -> tuple[list[Check], HeadCheckpoint | None]:
-    """Loads a head strictly and examines it; also returns the head if it loads."""
     fingerprint, whole = TargetFingerprint.of(target), "every tensor of its sizes, and no other"
     try:
         _, checkpoint = read_head(

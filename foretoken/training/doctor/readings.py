@@ -49,13 +49,7 @@ _SURE = 3.0  # standard deviations; a choice: by chance, one of 370 readings dif
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """Prompts and the target's continuations.
-
-    Attributes:
-        prompts: Token ids of each prompt.
-        texts: Token ids of each prompt with its continuation.
-        device: Device of the tensors.
-    """
+    """Prompts and the target's continuations; `texts` are the prompts with their continuations."""
 
     prompts: Sequence[Sequence[int]]
     texts: Sequence[Sequence[int]]
@@ -70,10 +64,8 @@ class Texts:
     def judged(self, *, last: int = 0) -> Tensor:
         """Returns (B, S) bool: positions from which drafts start, without the last ones of each text.
 
-        The first draft is made when the last token of the prompt is the root, from the feature before it.
-
-        Raises:
-            RequestError: When no position is left.
+        The first draft is made when the last token of the prompt is the root, from the feature before it. Raises
+        `RequestError` when no position is left.
         """
         mask = torch.zeros(self.tokens.shape, dtype=torch.bool)
         for row, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
@@ -97,8 +89,8 @@ class Agreement:
         reads_tokens: Whether heads read the tokens between the feature and their own.
         is_autoregressive: Whether heads read their own states.
         taps: The taps that the head reads.
-        gains: By reading one block off: by how many standard deviations the first step is right more often than with
-            the reading in place, at positions where exactly one of them is right.
+        gains: For each reading one block off, by how many standard deviations its first step is right more often than
+            that of the present reading; over positions at which exactly one of the two is right.
     """
 
     table: Mapping[str, Sequence[Sequence[float]]]
@@ -112,7 +104,7 @@ class Agreement:
 
     @property
     def margin(self) -> float:
-        """Differences below are chance: three standard deviations of a share, at least 0.05."""
+        """The difference below which shares differ by chance: three standard deviations, at least 0.05."""
         return max(0.05, 1.5 / math.sqrt(max(self.num_positions, 1)))
 
     def score(self, reading: str) -> float:
@@ -121,7 +113,7 @@ class Agreement:
 
     @property
     def best_reading(self) -> str:
-        """The best reading for the head; the one in place unless another is better beyond chance."""
+        """The best reading for the head: the present reading unless another is better beyond chance."""
         return max((name for name in self.table if self._is_better(name)), key=self.score, default=IN_PLACE)
 
     def _is_better(self, name: str) -> bool:
@@ -152,7 +144,10 @@ class Agreement:
 
     @property
     def lagging(self) -> list[int]:
-        """The heads that predict the token right after their feature more often than their own, if labels fit."""
+        """The heads that predict the token right after their feature more often than their own token.
+
+        Empty if a head fits shifted labels better, see `best_shifts`.
+        """
         if any(self.best_shifts):
             return []
         rows = zip(self.table[self.best_reading], self.next_token[self.best_reading], strict=True)
@@ -162,10 +157,7 @@ class Agreement:
 def greedy_texts(target: LoadedModel, tokenizer: Any, prompts: Sequence[str], *, max_tokens: int, runner: str) -> Texts:
     """Continues prompts greedily; cuts long prompts, and leaves out those below two tokens.
 
-    Writes `max_tokens`, or fewer if the context is short.
-
-    Raises:
-        RequestError: When no prompt is long enough.
+    Writes `max_tokens`, or fewer if the context is short. Raises `RequestError` when no prompt is long enough.
     """
     max_tokens = min(max_tokens, target.context_len // 2)
     longest = min(_LONGEST_PROMPT, target.context_len - max_tokens - 1)
@@ -188,9 +180,8 @@ def greedy(max_tokens: int) -> SamplingParams:
 def read_features(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap] = ("final",)) -> dict[str, Tensor]:
     """Returns the features of a head's F taps for (B, S) int64 tokens, and features that are confused with them.
 
-    Returns:
-        (B, S, F E) float32 by reading, the right one first. For `final` also the features around the norm, if the norm
-        is found; for other taps also those one block earlier and later, if these exist.
+    The result is (B, S, F E) float32 by reading, the right one first. For `final` also the features around the norm, if
+    the norm is found; for other taps also those one block earlier and later, if these exist.
     """
     if tuple(taps) == ("final",):
         readings = _around_the_norm(target, tokens)
@@ -315,8 +306,7 @@ class DraftingFigures:
     Attributes:
         accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
         expected: The same, from the head with the text as input.
-        num_passes: Passes after prefill.
-        num_errors: Passes whose draft was dropped because the drafter failed.
+        num_errors: Passes with a draft that was dropped because the drafter failed.
     """
 
     accepted: Sequence[float]
@@ -326,7 +316,7 @@ class DraftingFigures:
 
     @property
     def drop(self) -> float:
-        """Greatest difference of the two at any depth."""
+        """Greatest difference of `accepted` and `expected` at any depth."""
         return max((want - got for want, got in zip(self.expected, self.accepted, strict=True)), default=0.0)
 
 
@@ -336,9 +326,7 @@ def draft(
     """Drafts the continuations with chains in the engine, and compares pass by pass.
 
     `config` is the `speculative_config` with the head; `said` has its (K, B, S) predictions with the right feature.
-
-    Raises:
-        ForetokenError: When the head cannot be loaded as a drafter.
+    Raises `ForetokenError` when the head cannot be loaded as a drafter.
     """
     records: list[StepRecord] = []
     lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
