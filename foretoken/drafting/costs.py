@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.runner.costs import CostCurve
 
-_LONGEST = 1.4
-_STEP = log(_LONGEST)  # an observation counts at most so far from what is known, unless the one before it was as far
+LONGEST = 1.4  # an observation counts at most this far from what is known, unless the one before was as far
+_STEP = log(LONGEST)
 _RATE = 0.03  # least weight of an observation in the seconds of its width, or in the factor of a drafter
 _MISS_RATE = 0.1  # weight of a draft without any token in the seconds of such drafts
-_MACHINE_RATE = 0.2  # weight of a pass in the factor of the machine
+_MACHINE_RATE = 0.1  # weight of a pass in the factor of the machine
 _FADE = 0.5 ** (1.0 / 40.0)  # decay of the host's seconds per iteration
 _RIDGE = 0.03  # seen passes that differ less, as a share of the widest one, say little of wider ones
 _REFRESH_EVERY = 16  # passes between two tables
@@ -145,7 +145,7 @@ class CostModel:
 
     def plain(self, batch: int) -> float:
         """Returns the seconds of an iteration without drafts."""
-        return float(self.passes(batch, batch)[batch]) + self.host(float(batch))
+        return float(self.passes(batch, batch)[batch] + self.host(batch))
 
     def draft(self, drafter: int) -> NDArray[np.float64]:
         """(levels + 1,) seconds of a draft of 0, 1, … levels; 0 while nothing is known."""
@@ -155,15 +155,11 @@ class CostModel:
         """Returns how often a pass without drafts was seen, of so many sequences."""
         return self._passes[batch].num_seen(batch) if batch in self._passes else 0.0
 
-    def learn(self, record: StepRecord, *, are_drafts_due: bool = True) -> None:
+    def learn(self, record: StepRecord) -> None:
         """Learns from an iteration.
 
         The first pass scales what was told, which may be weeks old or from a busy minute. Beside prompts the pass and
         the host also work for prompts, and only drafts are learned.
-
-        Args:
-            record: Of the iteration.
-            are_drafts_due: Whether drafts are learned too.
         """
         batch, width, seconds = len(record.sequences), record.num_tokens, record.seconds
         slowness = self.machine
@@ -177,8 +173,6 @@ class CostModel:
             self.machine *= exp(max(_MACHINE_RATE, 1 / (self._num_passes + 1)) * rest)
             emitted = sum(step.num_emitted for step in record.sequences)
             self.host.add(emitted, (seconds.accept + seconds.commit) / max(self.machine, slowness))
-        if not are_drafts_due:
-            return
         for asked in record.asked:
             # A moment in which the machine was busy also slowed the pass.
             seconds_now = asked.seconds / self.machine, asked.seconds / slowness
@@ -257,7 +251,7 @@ class FadingLine:
     def add(self, x: float, y: float) -> None:
         """Adds an observation; a long one counts as little longer than is known, for it may have been interrupted."""
         if self._count > 2:
-            y = min(y, _LONGEST * self(x) + 1e-6)
+            y = min(y, LONGEST * self(x) + 1e-6)
         self._count = self._count * _FADE + 1
         self._x = self._x * _FADE + x
         self._y = self._y * _FADE + y

@@ -21,34 +21,37 @@ class Exploration:
 
     Attributes:
         count: Iterations.
+        next_try: First iteration in which a refused choice can be due.
         amount: What drafts may still lose.
         is_spent: Whether the account is empty, or was emptied and has not been refilled.
     """
 
     def __init__(self) -> None:
         self.amount, self.is_spent, self._has_gained = CREDIT, False, False
-        self.count = 0
+        self.count, self.next_try = 0, 0
         self._tried: dict[object, tuple[int, int]] = {}  # by choice: iteration, and times in a row
 
     def next(self) -> None:
         """Begins an iteration."""
         self.count += 1
+        self.next_try = self.count + GAP
 
     def note(self, choice: object) -> None:
         """Notes that a choice is made anyway."""
         self._tried[choice] = self.count, 0
 
-    def is_due(self, choice: object, loss: float, first: int = GAP) -> bool:
+    def is_due(self, choice: object, loss: float) -> bool:
         """Decides whether to try a choice in this iteration, for an expected loss.
 
-        Two tries follow each other, and more while they gain. `first` is the least iterations before the first one.
+        Two tries follow each other, and more while they gain.
         """
-        last, num = self._tried.setdefault(choice, (self.count - 1 + first - GAP, 0))
+        last, num = self._tried.setdefault(choice, (self.count - 1, 0))
         since = self.count - last
         if (since <= 2 and num == 1) or (since == 1 and num > 1 and self._has_gained):
             self._tried[choice] = self.count, num + 1
             return True
         if since < GAP or SHARE * since < 2 * loss:
+            self.next_try = min(self.next_try, last + max(GAP, int(2 * loss / SHARE)))
             return False
         self._tried[choice] = self.count, 1
         return True

@@ -23,7 +23,7 @@ from foretoken.core.records import Declined
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
 from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance, log_odds_of
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
-from foretoken.drafting.costs import CostModel
+from foretoken.drafting.costs import LONGEST, CostModel
 from foretoken.drafting.exploration import Exploration
 from foretoken.drafting.host_trees import (
     HostMerge,
@@ -54,12 +54,9 @@ if TYPE_CHECKING:
     from foretoken.runner.costs import CostCurve
     from foretoken.trees.merge import Graft
 
-_FIRST_LOOK = 24  # drafting iterations before plain decoding is first measured
-_LONGER = 1.25  # an iteration counts at most this times the expected seconds: it was interrupted
 _FREE = 0.03  # share of a plain iteration: a cheaper drafter is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
 _DECIDE_EVERY = 4  # iterations share a decision, and the controller learns from one; NOTES, "Control"
-_REST = 8  # iterations without drafts that share one decision
 _EARLY = 64  # iterations before that: the controller decides in each and learns from each
 
 
@@ -141,9 +138,8 @@ class Goodput:
         self._costs = CostModel(cost, deepest, timed or [()] * len(deepest))
         self._exploration = Exploration()
         self._kept: KeptAcceptance | None = None
-        self._held: Allotment | None = None  # a decision that holds for some iterations
-        self._num_held = 0
-        self._pending: list[tuple[int, int]] = []  # accepted tokens and depth of drafts that are not counted yet
+        self._held: Allotment | None = None  # a decision that holds until an iteration
+        self._held_until = 0
         self._free = frozenset[int]()
         self._begin(0)
 
@@ -172,31 +168,29 @@ class Goodput:
     def allot(self, batch_size: int) -> Allotment:
         """Asks the free drafters, or the first drafter that pays; nobody if none pays or plain decoding is measured."""
         self._exploration.next()
-        held, self._num_held = self._held, self._num_held + 1
-        every = _REST if held is not None and held.is_empty else _DECIDE_EVERY
-        if held is not None and self._num_held % every and len(held.allowances) == batch_size:
+        held, now = self._held, self._exploration.count
+        if held is not None and now < self._held_until and len(held.allowances) == batch_size:
             if self._is_read:
                 self._begin(batch_size)
                 if held.first is not None:
                     self._asking(held.first)
             return held
-        self._held, self._num_held = None, 0
+        self._held = None
         self._begin(batch_size)
         plain = self._costs.plain(batch_size)
-        first = self._first(plain) if not self._exploration.is_spent else None
-        if first is not None:
-            if self._plan is not None and self._is_look_due(self._plan, plain):
-                self._begin(batch_size)
-                return Allotment.nothing(batch_size)
-            depth = UNBOUNDED if self._is_read else first.depth
-            allowance = Allowance(depth=depth, nodes=self._max_nodes)
-            allotment = Allotment(allowances=[allowance] * batch_size, first=first)
-            if len(self._known) == 1 and self._plan is not None and not self._is_early:
-                self._held = allotment
-            return allotment
-        self._exploration.note(("plain", batch_size))
-        self._held = Allotment.nothing(batch_size, self._reason())
-        return self._held
+        first = None if self._exploration.is_spent else self._first(plain)
+        if first is None:
+            self._exploration.note(("plain", batch_size))
+            self._held, self._held_until = Allotment.nothing(batch_size, self._reason()), self._exploration.next_try
+            return self._held
+        if self._plan is not None and self._is_look_due(self._plan, plain):
+            self._begin(batch_size)
+            return Allotment.nothing(batch_size)
+        depth = UNBOUNDED if self._is_read else first.depth
+        allotment = Allotment(allowances=[Allowance(depth=depth, nodes=self._max_nodes)] * batch_size, first=first)
+        if len(self._known) == 1 and self._plan is not None and not self._is_early:
+            self._held, self._held_until = allotment, now + _DECIDE_EVERY
+        return allotment
 
     @property
     def _is_early(self) -> bool:
@@ -213,7 +207,7 @@ class Goodput:
     def _is_look_due(self, plan: Plan, plain: float) -> bool:
         loss = plan.rate * plain / self._batch - 1
         is_known = self._costs.num_passes(self._batch) >= 1
-        return self._exploration.is_due(("plain", self._batch), loss if is_known else 0.0, _FIRST_LOOK)
+        return self._exploration.is_due(("plain", self._batch), loss if is_known else 0.0)
 
     def _reason(self) -> Declined:
         costs = self._all_costs()
@@ -401,11 +395,11 @@ class Goodput:
         else:
             self._exploration.charge(0.0)
         if is_asked or is_due or self._held is None:
-            self._costs.learn(record, are_drafts_due=is_due)
+            self._costs.learn(record)
         if not is_asked:
             return
         if not self._is_read:
-            self._learn_depths(steps, is_due=is_due)
+            self._learn_depths(steps)
         elif len(steps) == self._batch:  # else the batch failed and was decoded again one by one
             self._learn_trees(steps)
         if self._kept is not None:
@@ -417,20 +411,17 @@ class Goodput:
         expected = float(costs.passes(batch, width)[width]) + costs.host(emitted)
         for each in record.asked:
             expected += float(costs.draft(each.index)[min(each.depth, self._known[each.index].deepest)])
-        return min(record.seconds.total / costs.machine, _LONGER * expected) / costs.plain(batch) - emitted / batch
+        return min(record.seconds.total / costs.machine, LONGEST * expected) / costs.plain(batch) - emitted / batch
 
-    def _learn_depths(self, steps: Sequence[SequenceStep], *, is_due: bool) -> None:
+    def _learn_depths(self, steps: Sequence[SequenceStep]) -> None:
         (known,) = self._known
         for step in steps:
             if step.tree_depth or step.num_proposed is not None:  # else it was not asked for
                 known.hits += _WIDTH_RATE * ((step.tree_depth > 0) - known.hits)
-            if step.tree_depth:
-                self._pending.append((step.num_accepted, step.tree_depth))
-        if is_due and self._pending:
-            known.widths = known.shape * known.hits
-            right, last = zip(*self._pending, strict=True)
-            known.after(frozenset()).learn([0] * len(right), right, last)
-            self._pending.clear()
+        known.widths = known.shape * known.hits
+        drafted = [step for step in steps if step.tree_depth]
+        right, last = [step.num_accepted for step in drafted], [step.tree_depth for step in drafted]
+        known.after(frozenset()).learn([0] * len(drafted), right, last)
 
     def _learn_trees(self, steps: Sequence[SequenceStep]) -> None:
         """Counts which nodes the generated tokens followed, of each drafter given the drafters asked before it."""

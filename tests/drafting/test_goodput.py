@@ -189,7 +189,7 @@ def test_plain_decoding_is_measured_while_drafts_pay() -> None:
             assert allotment.declined is None
         depth = allotment.allowances[0].depth
         made.learn_step(record(depth, [depth * (i % 4 > 0)], draft=0.05 * depth))
-    assert looks[:2] == [23, 24]
+    assert looks[:2] == [31, 32]
     assert 3 <= len(looks) <= 30
     assert made.plain_seconds(1) == pytest.approx(1.0, rel=0.05)
     assert made.plain_seconds(2) is None
