@@ -408,10 +408,11 @@ class Goodput:
     def _loss(self, record: StepRecord, emitted: int) -> float:
         """Returns by how much an iteration was slower than plain decoding of its tokens."""
         costs, batch, width = self._costs, len(record.sequences), record.num_tokens
-        expected = float(costs.passes(batch, width)[width]) + costs.host(emitted)
+        expected = float(costs.passes(batch, width)[width] + costs.host(emitted))
         for each in record.asked:
             expected += float(costs.draft(each.index)[min(each.depth, self._known[each.index].deepest)])
-        return min(record.seconds.total / costs.machine, LONGEST * expected) / costs.plain(batch) - emitted / batch
+        seconds = min(record.seconds.total / costs.machine, LONGEST * expected)
+        return seconds / costs.plain(batch) - emitted / batch
 
     def _learn_depths(self, steps: Sequence[SequenceStep]) -> None:
         (known,) = self._known

@@ -180,7 +180,7 @@ def test_a_decision_holds_for_some_iterations_and_for_its_batch() -> None:
 
 
 def test_plain_decoding_is_measured_while_drafts_pay() -> None:
-    """Twice after two dozen drafts, and then the more seldom the more drafts gain; nothing is declined."""
+    """Twice after about thirty drafts, and then the more seldom the more drafts gain; nothing is declined."""
     made, looks = one(level=0.05), []
     for i in range(1500):
         allotment = made.allot(1)
