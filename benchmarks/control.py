@@ -1,6 +1,6 @@
 """Plays controllers against made worlds, beside every fixed depth.
 
-    python -m benchmarks.control [--seeds 30] [--length 3000] [--only NAME]
+    python -m benchmarks.control [--seeds 30] [--length 3000] [--only NAME] [--control smartspec]
 
 `share` is the speed divided by that of the best fixed setting: the median of all seeds, and the least. `early` is the
 same for the first 64 tokens. `least` is the least speed beside plain decoding, over all iterations up to any after the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from statistics import median
 
 from foretoken.bench.simulator import WORLDS, compare, goodput
@@ -22,13 +23,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--length", type=int, default=3000, help="tokens of each sequence")
     parser.add_argument("--only", help="part of a world's name")
+    parser.add_argument("--control", choices=("goodput", "heuristic", "smartspec"), default="goodput")
     options = parser.parse_args(arguments)
     print("| world | best fixed depths | best gain | gain | share, median | share, least | early | least | drafts |")
     print("|---|---|---|---|---|---|---|---|---|")
     for world in WORLDS:
         if options.only and options.only not in world.name:
             continue
-        found = [compare(world, goodput, seed, options.length) for seed in range(options.seeds)]
+        policy = partial(goodput, control=options.control)
+        found = [compare(world, policy, seed, options.length) for seed in range(options.seeds)]
         depths = ", ".join(map(str, found[0].setting.values())) or "none"
         shares, early = [each.share for each in found], [each.early for each in found]
         gains = f"{median(each.best for each in found):.2f} | {median(each.gain for each in found):.2f}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafting.goodput import Goodput
+from foretoken.drafting.policies import Heuristic, SmartSpec
 from foretoken.runner.costs import WIDTHS, CostCurve
 
 if TYPE_CHECKING:
@@ -437,15 +438,16 @@ def _tree_of(
     return TokenTree.from_rows(made, scores=None if scores is None else values)
 
 
-def goodput(world: World) -> Goodput:
-    """Returns the controller that the engine would choose."""
-    return Goodput(
-        world.cost(),
-        nodes_by_depth=[each.nodes_by_depth for each in world.drafters],
-        max_nodes=64,
-        is_read=len(world.drafters) > 1 or world.drafters[0].siblings > 1,
-        timed=[each.timed for each in world.drafters],
-    )
+def goodput(world: World, control: str = "goodput") -> Controller:
+    """Returns the controller that the engine would choose, or a published policy by name."""
+    nodes, timed = [each.nodes_by_depth for each in world.drafters], [each.timed for each in world.drafters]
+    most = 1 + sum(each[-1] - 1 for each in nodes)
+    if control == "heuristic":
+        return Heuristic(most, [each[-1] for each in nodes])
+    if control == "smartspec":
+        return SmartSpec(world.cost(), timed, nodes, most)
+    is_read = len(nodes) > 1 or world.drafters[0].siblings > 1
+    return Goodput(world.cost(), nodes_by_depth=nodes, max_nodes=64, is_read=is_read, timed=timed)
 
 
 FLAT: Curve = (1, 8, 16, 64, 128), (1.0, 1.05, 1.15, 1.9, 3.0)

@@ -17,6 +17,7 @@ from foretoken.drafting.costs import BesidePrompts
 from foretoken.drafting.draft_guard import DraftGuard, within_node_limits
 from foretoken.drafting.draft_timing import time_drafts
 from foretoken.drafting.goodput import Goodput
+from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
 from foretoken.grammars.drafts import FORCED, constrained_tree
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
     from foretoken.drafting.base import Allotment, Continue, Controller, Leaf
+    from foretoken.drafting.policies import BatchTable
     from foretoken.grammars.drafts import GrammarBounds
     from foretoken.sampling.batch import SamplingBatch
 
@@ -97,7 +99,10 @@ def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
 
 
 def choose_controller(
-    options: Sequence[DrafterOptions], drafters: Sequence[Drafter], target: TargetHandle
+    options: Sequence[DrafterOptions],
+    drafters: Sequence[Drafter],
+    target: TargetHandle,
+    control: str | BatchTable = "goodput",
 ) -> Controller:
     """Returns the controller for some drafters.
 
@@ -105,13 +110,23 @@ def choose_controller(
         options: Of the drafters that have options.
         drafters: Attached drafters, at least one.
         target: What the drafters are attached to. Gives seconds of passes; drafts are timed on it.
+        control: One of `CONTROLS`, or vLLM's table of depths by batch size. Every other policy than "goodput" also
+            applies to drafters with a fixed depth, which bounds it.
 
     Returns:
         `Fixed` if options fix the draft size or a caller made the drafter; else `Goodput`. It buys nodes of several
         drafters, of dynamic trees and of trees drafted at once, and else chooses the depth of whole drafts.
     """
-    if not options or not all(each.is_adaptive for each in options):
-        return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
+    sizes = most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters]
+    if not isinstance(control, str):
+        return ByBatchSize(control, *sizes)
+    if control == "heuristic":
+        return Heuristic(*sizes)
+    if control == "smartspec":
+        timed = [time_drafts(drafter, target) for drafter in drafters]
+        return SmartSpec(target.costs, timed, [drafter.nodes_by_depth for drafter in drafters], sizes[0])
+    if control == "fixed" or not options or not all(each.is_adaptive for each in options):
+        return Fixed(*sizes)
     first, timed = options[0], [time_drafts(drafter, target) for drafter in drafters]
     is_bought = first.tree == "dynamic" or (first.can_prune_tree and first.tree == "tree")
     if len(options) > 1:

@@ -14,6 +14,7 @@ from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.checks import as_python, check_text, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method
+from foretoken.drafting.policies import check_batch_table, check_control
 from foretoken.entrypoints.drafter_files import (
     beside,
     check_model_of,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.results import RequestOutput
     from foretoken.drafters.base import DrafterOptions
+    from foretoken.drafting.policies import BatchTable
 
 PLAIN = "plain"
 _BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")
@@ -188,7 +190,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_model_len": (None,),
     "code_revision": (None,),
     "parallel_drafting": (None, False),
-    "num_speculative_tokens_per_batch_size": (None,),
     "enable_adaptive_verification": (None, False, True),
     "enforce_eager": (None, False, True),
     "disable_padded_drafter_batch": (None, False, True),
@@ -200,15 +201,25 @@ _UNSET: dict[str, tuple[Any, ...]] = {
 _MOST_DRAFTERS = 16
 _PREDICTION = "prediction"  # the method that drafts from predictions of requests
 _EXAMPLE = 'Expected for example "ngram", "ngram+hass", a directory, or {"method": "ngram"}.'
-ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
+_BATCH_TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's name
+ENGINE_KEYS = frozenset(
+    {"acceptance", "control", "drafters", "rejection_sample_method", _BATCH_TABLE, *_POLICY_KEYS, *_NEUTRAL}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """A checked `speculative_config`: options of each drafter, none for plain decoding, and the acceptance rule."""
+    """A checked `speculative_config`.
+
+    Attributes:
+        options: Of each drafter; none for plain decoding.
+        policy: The acceptance rule.
+        control: How much is drafted, see `choose_controller`.
+    """
 
     options: Sequence[DrafterOptions]
     policy: AcceptancePolicy
+    control: str | BatchTable = "goodput"
 
     @property
     def for_predictions(self) -> DrafterOptions | None:
@@ -244,7 +255,17 @@ def parse_speculative_config(
         if key in config and not is_one_of(config[key], values):
             raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
     each = [config] if config.get("drafters") is None else _drafters(config)
-    return SpeculativeConfig(options=[_options(one, target) for one in each], policy=_policy(config))
+    options = [_options(one, target) for one in each]
+    return SpeculativeConfig(options=options, policy=_policy(config), control=_control(config))
+
+
+def _control(config: Mapping[str, Any]) -> str | BatchTable:
+    name, table = config.get("control"), config.get(_BATCH_TABLE)
+    if name is not None and table is not None:
+        raise ConfigError(f"'control' stands beside '{_BATCH_TABLE}'. Expected one of them.")
+    if table is not None:
+        return check_batch_table(table)
+    return "goodput" if name is None else check_control(name)
 
 
 def checked_setup(text: str, *, target: str) -> Setup:

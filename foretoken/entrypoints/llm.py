@@ -388,7 +388,7 @@ def _attach_drafters(setup: _DrafterSetup, config: SpeculativeConfig, target: Ru
     target.cache.reserve(0, target.cache.capacity)  # drafters may run the target while they are attached and timed
     for each in drafters:
         attach_drafter(each, handle)
-    controller = choose_controller(setup.options, setup.drafters, handle) if setup.drafters else None
+    controller = choose_controller(setup.options, setup.drafters, handle, config.control) if setup.drafters else None
     options = [*setup.options, *([config.for_predictions] if config.for_predictions else [])]
     drafting = Drafting(
         drafters,

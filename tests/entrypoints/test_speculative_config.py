@@ -26,7 +26,6 @@ NEUTRAL_KEYS = {
     "max_model_len": [None],
     "code_revision": [None],
     "parallel_drafting": [None, False],
-    "num_speculative_tokens_per_batch_size": [None],
     "enable_adaptive_verification": [None, False, True],
     "enforce_eager": [None, False, True],
     "disable_padded_drafter_batch": [None, False, True],
@@ -60,6 +59,31 @@ def test_keys_of_vllm_that_ask_for_nothing_are_accepted(key: str) -> None:
         parse(method="ngram", **{key: value})
     with pytest.raises(ConfigError, match=f"'{key}' = 'something' is not supported. Leave it out."):
         parse(method="ngram", **{key: "something"})
+
+
+def test_who_decides_how_much_is_drafted() -> None:
+    assert parse(method="ngram").control == "goodput"
+    assert parse(method="ngram", control="smartspec", num_speculative_tokens_per_batch_size=None).control == "smartspec"
+    table = parse(drafters=["ngram"], num_speculative_tokens_per_batch_size=[[1, 64, 3], [65, 128, 0]]).control
+    assert table == ((1, 64, 3), (65, 128, 0))
+    with pytest.raises(ConfigError, match=r"there is no control 'smartspecs'\. Did you mean 'smartspec'"):
+        parse(method="ngram", control="smartspecs")
+    with pytest.raises(ConfigError, match=r"there is no control 3\. Known: fixed"):
+        parse(method="ngram", control=3)
+    with pytest.raises(ConfigError, match="'control' stands beside"):
+        parse(method="ngram", control="fixed", num_speculative_tokens_per_batch_size=[[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [], "x", 3, [[1, 2]], [[1, 2, 3.0]], [[2, 1, 3]], [[1, 4, 3], [4, 8, 1]], [[0, 4, 3]], [[1, 4, 65]],
+        [[1, 4, -1]],
+    ],
+)  # fmt: skip
+def test_tables_that_are_none(table: object) -> None:
+    with pytest.raises(ConfigError, match=r"Expected \[least, most, tokens\] for rising numbers of sequences"):
+        parse(method="ngram", num_speculative_tokens_per_batch_size=table)
 
 
 def test_a_revision_is_for_methods_with_a_model() -> None:

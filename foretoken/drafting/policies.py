@@ -1,0 +1,164 @@
+"""Published policies of the speculation length, for studies and as baselines of `Goodput`.
+
+Each policy chooses one depth for all sequences of a batch, and whole drafts are verified.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.drafting.base import Allotment, Allowance, Fixed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.core.records import StepRecord
+    from foretoken.runner.costs import CostCurve
+
+CONTROLS = ("goodput", "fixed", "heuristic", "smartspec")
+BatchTable = tuple[tuple[int, int, int], ...]  # least and most sequences, and the depth; 0 for plain decoding
+
+
+def check_control(name: object) -> str:
+    """Returns the name of a policy; raises ConfigError, with the nearest name, if there is none."""
+    if not isinstance(name, str) or name not in CONTROLS:
+        raise ConfigError(f"there is no control {shown(name)}. {nearest_name_hint(shown(name), CONTROLS)}")
+    return name
+
+
+def check_batch_table(value: object) -> BatchTable:
+    """Returns vLLM's `num_speculative_tokens_per_batch_size`: [least, most, depth] by rising batch size.
+
+    Raises:
+        ConfigError: If the value is no such list, or two ranges overlap.
+    """
+    rows = value if isinstance(value, list | tuple) else []
+    is_table = bool(rows) and all(
+        isinstance(row, list | tuple) and len(row) == 3 and all(type(each) is int for each in row) for row in rows
+    )
+    table = tuple((row[0], row[1], row[2]) for row in rows) if is_table else ()
+    ends = [0, *(most for _, most, _ in table)]
+    if not table or not all(
+        end < least <= most and 0 <= depth <= 64 for end, (least, most, depth) in zip(ends, table, strict=False)
+    ):
+        raise ConfigError(
+            f"'num_speculative_tokens_per_batch_size' is {shown(value)}. Expected [least, most, tokens] for rising "
+            "numbers of sequences, as [[1, 64, 3], [65, 128, 1]]."
+        )
+    return table
+
+
+class _OneDepth(Fixed):
+    """One depth for the whole batch; whole drafts are verified."""
+
+    def depth(self, batch_size: int) -> int:
+        """Returns the depth of the next draft; 0 for plain decoding."""
+        raise NotImplementedError
+
+    def allot(self, batch_size: int) -> Allotment:
+        """Returns the same depth for every sequence."""
+        depth = self.depth(batch_size)
+        if not depth:
+            return Allotment.nothing(batch_size)
+        return Allotment(allowances=[Allowance(depth=depth, nodes=self._max_nodes)] * batch_size)
+
+
+class ByBatchSize(_OneDepth):
+    """vLLM's table of depths by the number of sequences; numbers outside the table decode plainly."""
+
+    def __init__(self, table: BatchTable, max_nodes: int, most_nodes: Sequence[int] | None = None) -> None:
+        """Takes a checked table; for the other arguments see `Fixed`."""
+        super().__init__(max_nodes, most_nodes)
+        self._table = table
+
+    def depth(self, batch_size: int) -> int:
+        """Returns the depth of the range that holds the batch size."""
+        return next((depth for least, most, depth in self._table if least <= batch_size <= most), 0)
+
+
+class Heuristic(_OneDepth):
+    """The schedule of assisted generation in transformers: two deeper after full acceptance, else one shallower.
+
+    Source: transformers, `generation/candidate_generator.py`, `num_assistant_tokens_schedule="heuristic"`.
+    """
+
+    def __init__(self, max_nodes: int, most_nodes: Sequence[int] | None = None) -> None:
+        """Starts with five tokens, as transformers did; for the arguments see `Fixed`."""
+        super().__init__(max_nodes, most_nodes)
+        self._depth = 5
+
+    def depth(self, batch_size: int) -> int:
+        """Returns the depth of the next draft, for any batch size."""
+        del batch_size
+        return self._depth
+
+    def learn_step(self, record: StepRecord) -> None:
+        """Learns whether all drafted tokens of all sequences were accepted."""
+        drafted = [step for step in record.sequences if step.tree_depth]
+        if drafted:
+            is_full = all(step.num_accepted == step.tree_depth for step in drafted)
+            self._depth = self._depth + 2 if is_full else max(self._depth - 1, 1)
+
+
+class SmartSpec(_OneDepth):
+    """The greatest goodput of the batch, with one acceptance rate and linear costs.
+
+    A draft of k levels is expected to emit (1 - a^(k+1)) / (1 - a) tokens for each of B sequences. The draft takes
+    d_0 + d_1 k seconds, the pass c_0 + c_1 B (k + 1), and k = 0 takes c_0 + c_1 B. The costs are fitted once, to what
+    was measured at load.
+
+    Source: Liu et al. 2024 (arXiv 2406.14066), section 4: goodput, one length for the batch.
+    """
+
+    _RATE = 0.05  # weight of an iteration in the moving acceptance rate; a choice, the paper names none
+    _START = 0.7  # acceptance rate before any draft; a choice, the paper names none
+
+    def __init__(
+        self,
+        cost: CostCurve,
+        timed: Sequence[Sequence[tuple[int, float]]],
+        nodes_by_depth: Sequence[Sequence[int]],
+        max_nodes: int,
+    ) -> None:
+        """Fits the costs.
+
+        Args:
+            cost: Seconds of passes by tokens.
+            timed: Depth and seconds of each drafter's timed drafts.
+            nodes_by_depth: Of each drafter, see `foretoken.drafters.base.Drafter`.
+            max_nodes: See `Fixed`.
+        """
+        super().__init__(max_nodes, [nodes[-1] for nodes in nodes_by_depth])
+        deepest = max(len(nodes) for nodes in nodes_by_depth)
+        self._depths = np.arange(deepest)
+        widths, seconds = np.array(cost.points).T
+        self._pass = np.polynomial.Polynomial.fit(widths, seconds, 1 if len(widths) > 1 else 0)
+        self._draft = np.zeros(deepest)
+        for drafts in timed:
+            if drafts:
+                depths, each = np.array(drafts).T
+                line = np.polynomial.Polynomial.fit(depths, each, 1 if len(set(depths)) > 1 else 0)
+                self._draft += np.maximum(line(self._depths), 0.0)
+        self._draft[0] = 0.0
+        self._nodes = np.array(
+            [sum(nodes[min(k, len(nodes) - 1)] - 1 for nodes in nodes_by_depth) for k in range(deepest)]
+        )
+        self._acceptance = self._START
+
+    def depth(self, batch_size: int) -> int:
+        """Returns the depth with the greatest goodput."""
+        tokens = self._acceptance**self._depths
+        seconds = self._draft + self._pass(batch_size * (1 + self._nodes))
+        return int((tokens.cumsum() / seconds).argmax())
+
+    def learn_step(self, record: StepRecord) -> None:
+        """Moves the acceptance rate: accepted tokens over accepted and first rejected ones."""
+        accepted = sum(step.num_accepted for step in record.sequences)
+        rejected = sum(0 <= step.num_accepted < step.tree_depth for step in record.sequences)
+        if accepted + rejected:
+            found = min(accepted / (accepted + rejected), 0.99)
+            self._acceptance += self._RATE * (found - self._acceptance)
