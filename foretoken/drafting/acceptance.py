@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
     from foretoken.models.loading import LoadedModel
 
-_FADE = 0.5 ** (1 / 50)  # decay per draft
-_PRIOR = 4.0  # observations that the expected rate is worth at each depth
-_SCALE_PRIOR = 1.5  # right tokens that the expected rates are worth over all depths
+# Each number below was halved and doubled in the made worlds: NOTES, "Numbers of the controller".
+_FADE = 0.5 ** (1 / 100)  # decay per draft
+_PRIOR = 2.0  # observations that the expected rate is worth, at each depth and over all of them
 _GUESS = 0.6  # rate before any observation
 _DEEPEST = 64  # most levels that are told apart
 AGED = 8.0  # weight of all earlier drafts when a probe begins, because texts change
@@ -57,7 +58,7 @@ class LevelAcceptance:
 
     def rates(self) -> NDArray[np.float64]:
         """(deepest,) rates; close to the expected rates, scaled to what was seen, where observations are few."""
-        scale = (self._right.sum() + _SCALE_PRIOR) / (float(self._seen @ self._expected) + _SCALE_PRIOR)
+        scale = (self._right.sum() + _PRIOR) / (float(self._seen @ self._expected) + _PRIOR)
         guess = np.minimum(scale * self._expected, 1.0)
         result: NDArray[np.float64] = (self._right + _PRIOR * guess) / (self._seen + _PRIOR)
         return result
@@ -115,9 +116,8 @@ class LevelAcceptance:
 
 
 _SLOPE, _INTERCEPT = 0.5, -0.2  # as vLLM's estimator of acceptance starts
-_START = 0.45  # sigmoid(_INTERCEPT)
-_RIDGE = 0.25  # weight of the start, in units of the curvature: one node of even odds
-_NODE_FADE = 0.5 ** (1 / 200)  # decay per iteration
+_START = 1 / (1 + math.exp(-_INTERCEPT))
+_RIDGE = 0.25  # curvature of one node of even odds, which the start is worth
 _SURE = 9.0  # greatest log-odds that count
 
 
@@ -151,15 +151,15 @@ class NodeAcceptance:
     ) -> None:
         """Learns from the nodes of an iteration whose parents were accepted: a damped Newton step."""
         depths, size = np.minimum(depths, _DEEPEST), len(self._num)
-        self._num = _NODE_FADE * self._num + np.bincount(depths, minlength=size)
-        self._right = _NODE_FADE * self._right + np.bincount(depths, accepted, size)
+        self._num = _FADE * self._num + np.bincount(depths, minlength=size)
+        self._right = _FADE * self._right + np.bincount(depths, accepted, size)
         if log_odds is None:
             return
         p = 1 / (1 + np.exp(-self._slope * log_odds - self._intercepts[depths]))
         error, weight = accepted - p, p * (1 - p)
-        self._ww = _NODE_FADE * self._ww + float(weight @ log_odds**2)
-        self._bb = _NODE_FADE * self._bb + np.bincount(depths, weight, size)
-        self._wb = _NODE_FADE * self._wb + np.bincount(depths, weight * log_odds, size)
+        self._ww = _FADE * self._ww + float(weight @ log_odds**2)
+        self._bb = _FADE * self._bb + np.bincount(depths, weight, size)
+        self._wb = _FADE * self._wb + np.bincount(depths, weight * log_odds, size)
         slope_error, errors = float(error @ log_odds), np.bincount(depths, error, size)
         damped = self._bb + _RIDGE
         curvature = self._ww + _RIDGE - float(self._wb @ (self._wb / damped))

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 LONGEST = 1.4  # an observation counts at most this far from what is known, unless the one before was as far
 _STEP = log(LONGEST)
-_RATE = 0.03  # least weight of an observation in the seconds of its width, or in the factor of a drafter
-_MISS_RATE = 0.1  # weight of a draft without any token in the seconds of such drafts
-_MACHINE_RATE = 0.1  # weight of a pass in the factor of the machine
-_FADE = 0.5 ** (1.0 / 40.0)  # decay of the host's seconds per iteration
+_RATE = 0.03  # least weight of an observation among earlier ones of the same kind
+_MACHINE_RATE = 0.2  # weight of a pass in the factor of the machine
 _RIDGE = 0.03  # seen passes that differ less, as a share of the widest one, say little of wider ones
 _REFRESH_EVERY = 16  # passes between two tables
 
@@ -198,7 +196,7 @@ class _DraftSeconds:
     """Seconds of one drafter's drafts by depth: fixed work and levels as timed, times a factor that is learned.
 
     Attributes:
-        known: (levels + 1,) seconds; the first entry is for drafts without any token. 0 while nothing is known.
+        known: (levels + 1,) seconds; the first entry is for drafts without any token. 0 while unknown.
     """
 
     def __init__(self, deepest: int, timed: Sequence[tuple[int, float]]) -> None:
@@ -212,8 +210,7 @@ class _DraftSeconds:
             self._start(max(fastest[low] - level * low, 0.0), level)
 
     def _start(self, fixed: float, level: float) -> None:
-        known = np.maximum(fixed + level * np.arange(len(self.known)), 1e-6)
-        self.known = np.where(self.known > 0, self.known, known)
+        self.known[1:] = np.maximum(fixed + level * np.arange(1, len(self.known)), 1e-6)
 
     def age(self) -> None:
         self._num = 0
@@ -230,8 +227,7 @@ class _DraftSeconds:
             return
         found = min((log(max(each, 1e-9) / max(known, 1e-9)) for each in seconds), key=abs)
         if not depth:
-            self.known[0] *= exp(_MISS_RATE * found) if known else 0.0
-            self.known[0] = self.known[0] or seconds[0]
+            self.known[0] = known * exp(_RATE * found) if known else seconds[0]
             return
         self._num += 1
         self.known[1:] *= exp(max(1 / (self._num + 2), _RATE) * self._surprise.clipped(found))
@@ -252,11 +248,11 @@ class FadingLine:
         """Adds an observation; a long one counts as little longer than is known, for it may have been interrupted."""
         if self._count > 2:
             y = min(y, LONGEST * self(x) + 1e-6)
-        self._count = self._count * _FADE + 1
-        self._x = self._x * _FADE + x
-        self._y = self._y * _FADE + y
-        self._xx = self._xx * _FADE + x * x
-        self._xy = self._xy * _FADE + x * y
+        self._count = self._count * (1 - _RATE) + 1
+        self._x = self._x * (1 - _RATE) + x
+        self._y = self._y * (1 - _RATE) + y
+        self._xx = self._xx * (1 - _RATE) + x * x
+        self._xy = self._xy * (1 - _RATE) + x * y
         mean_x, mean_y = self._x / self._count, self._y / self._count
         variance = self._xx / self._count - mean_x**2
         slope = (self._xy / self._count - mean_x * mean_y) / variance if variance > 1e-6 else 0.0

@@ -56,8 +56,7 @@ if TYPE_CHECKING:
 
 _FREE = 0.03  # share of a plain iteration: a cheaper drafter is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
-_DECIDE_EVERY = 4  # iterations share a decision, and the controller learns from one; NOTES, "Control"
-_EARLY = 64  # iterations before that: the controller decides in each and learns from each
+_DECIDE_EVERY = 4  # iterations that share a decision once it repeats
 
 
 class _Known:
@@ -139,7 +138,7 @@ class Goodput:
         self._exploration = Exploration()
         self._kept: KeptAcceptance | None = None
         self._held: Allotment | None = None  # a decision that holds until an iteration
-        self._held_until = 0
+        self._held_until = self._last_depth = 0
         self._free = frozenset[int]()
         self._begin(0)
 
@@ -188,13 +187,10 @@ class Goodput:
             return Allotment.nothing(batch_size)
         depth = UNBOUNDED if self._is_read else first.depth
         allotment = Allotment(allowances=[Allowance(depth=depth, nodes=self._max_nodes)] * batch_size, first=first)
-        if len(self._known) == 1 and self._plan is not None and not self._is_early:
+        if len(self._known) == 1 and self._plan is not None and first.depth == self._last_depth:
             self._held, self._held_until = allotment, now + _DECIDE_EVERY
+        self._last_depth = first.depth
         return allotment
-
-    @property
-    def _is_early(self) -> bool:
-        return self._exploration.count < _EARLY
 
     def _first(self, plain: float) -> Ask | None:
         if self._is_read:
@@ -388,7 +384,7 @@ class Goodput:
     def learn_step(self, record: StepRecord) -> None:
         """Learns acceptance and seconds. While nobody is asked, learns from every n-th iteration only."""
         steps, is_asked = record.sequences, bool(self._asked)
-        is_due = self._is_early or self._exploration.count % _DECIDE_EVERY == 0
+        is_due = self._exploration.count % _DECIDE_EVERY == 0
         emitted = sum(step.num_emitted for step in steps)
         if is_asked and not record.num_prompt_tokens:
             self._exploration.charge(self._loss(record, emitted))

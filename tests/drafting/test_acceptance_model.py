@@ -23,7 +23,7 @@ def test_a_draft_that_is_right_to_its_end_says_nothing_of_deeper_levels(asked: i
         levels.learn([0], [right], [asked])
     assert levels.rates()[:asked] == pytest.approx([0.7] * asked, abs=0.17)
     assert levels.rates()[5] == pytest.approx(0.7, abs=0.17), "an untested depth is judged by the others"
-    assert levels.num_seen < 80, "older drafts count less"
+    assert levels.num_seen < 160, "older drafts count less"
 
 
 def test_a_change_of_text_is_followed() -> None:
@@ -103,7 +103,7 @@ def test_scores_of_paths_become_odds_of_nodes() -> None:
 
 def test_the_value_of_a_node_is_the_product_of_its_path() -> None:
     tree = on_host(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]))
-    p = 0.45  # before any label
+    p = 1 / (1 + np.exp(0.2))  # before any label
     assert path_values(tree, NodeAcceptance(), None)[0].tolist() == pytest.approx([1, p, p, p**2, p**3, p**2])
 
 

@@ -86,12 +86,12 @@ def test_a_busy_machine_changes_no_decision(slow: float) -> None:
         run(1, 1, 1.0)
         run(1, 4, 1.0)
     before, draft = costs.passes(1, 8)[[1, 4, 8]].copy(), costs.draft(0)[4]
-    run(40, 4, slow)
+    run(80, 4, slow)
     assert costs.machine == pytest.approx(slow, rel=0.25)
-    assert costs.draft(0)[4] == pytest.approx(draft, rel=0.15)
-    run(40, 4, 1.0)
-    assert costs.machine * costs.passes(1, 8)[[1, 4, 8]] == pytest.approx(before, rel=0.15)
-    assert costs.machine * costs.draft(0)[4] == pytest.approx(draft, rel=0.15)
+    assert costs.draft(0)[4] == pytest.approx(draft, rel=0.2)
+    run(80, 4, 1.0)
+    assert costs.machine * costs.passes(1, 8)[[1, 4, 8]] == pytest.approx(before, rel=0.2)
+    assert costs.machine * costs.draft(0)[4] == pytest.approx(draft, rel=0.2)
 
 
 def test_a_draft_that_was_timed_too_fast_is_found_dear() -> None:

@@ -104,7 +104,7 @@ def test_measured_acceptance_says_how_deep_the_first_drafts_are() -> None:
 def test_a_change_of_text_is_found() -> None:
     """After thousands of iterations in which a draft was hardly ever right: a few tries of the new text are enough."""
     made = one(level=0.3)
-    assert sum(depth > 0 for depth in live(made, 0.05, 0.3, 5000)) < 250
+    assert sum(depth > 0 for depth in live(made, 0.05, 0.3, 5000)) < 300
     depths = live(made, 0.95, 0.3, 600)
     assert next(i for i in range(600) if sum(depth > 0 for depth in depths[i : i + 20]) > 17) <= 200
 
@@ -189,7 +189,7 @@ def test_plain_decoding_is_measured_while_drafts_pay() -> None:
             assert allotment.declined is None
         depth = allotment.allowances[0].depth
         made.learn_step(record(depth, [depth * (i % 4 > 0)], draft=0.05 * depth))
-    assert looks[:2] == [31, 32]
+    assert looks[:2] == [32, 33]
     assert 3 <= len(looks) <= 30
     assert made.plain_seconds(1) == pytest.approx(1.0, rel=0.05)
     assert made.plain_seconds(2) is None
