@@ -1,4 +1,4 @@
-"""Numbers of the controller as they were set: NOTES, "Numbers of the controller". Changing one asks for that run again."""
+"""Numbers of the controller as they were set, see NOTES. Changing one asks for that experiment again."""
 
 from __future__ import annotations
 
