@@ -100,7 +100,11 @@ def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
 
 
 def choose_controller(
-    options: Sequence[DrafterOptions], drafters: Sequence[Drafter], target: TargetHandle
+    options: Sequence[DrafterOptions],
+    drafters: Sequence[Drafter],
+    target: TargetHandle,
+    *,
+    keeps_acceptance: bool = True,
 ) -> Controller:
     """Returns the controller for some drafters.
 
@@ -108,6 +112,7 @@ def choose_controller(
         options: Of the drafters that have options.
         drafters: Attached drafters, at least one.
         target: What the drafters are attached to. Gives seconds of passes; drafts are timed on it.
+        keeps_acceptance: Whether acceptance counts are read from and kept in the cache directory.
 
     Returns:
         `Fixed` if options fix the draft size or a caller made the drafter; `SeveralDrafters` for several drafters;
@@ -117,7 +122,7 @@ def choose_controller(
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     if len(options) > 1 and all(each.is_adaptive for each in options):
         several = _several(drafters, target, [time_drafts(drafter, target) for drafter in drafters])
-        key = pair_key(target.model, options)
+        key = pair_key(target.model, options) if keeps_acceptance else None
         if key is not None:
             several.keep_learned(KeptAcceptance(several.learners, key))
         return MeasuredGain(several)
