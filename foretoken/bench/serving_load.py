@@ -9,7 +9,9 @@ import asyncio
 import json
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -45,6 +47,12 @@ class DraftCounts:
     draft_tokens: float = 0
     accepted_tokens: float = 0
     by_position: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> Counter[int]:
+        """Verified drafts by acceptance length, the target's own token included."""
+        at_least = [self.drafts, *(self.by_position[place] for place in sorted(self.by_position)), 0]
+        return Counter({place: int(more - fewer) for place, (more, fewer) in enumerate(pairwise(at_least), start=1)})
 
     def since(self, before: DraftCounts) -> DraftCounts:
         """Returns the counts after `before`."""
@@ -270,6 +278,7 @@ class Load:
         burstiness: See `arrival_times`.
         seed: Seed of the first request and of the times; the i-th request gets seed + i.
         api_key: Key for every request, or None.
+        categories: Category of each prompt; empty if they have none.
 
     Raises:
         ConfigError: When a value is invalid.
@@ -286,6 +295,7 @@ class Load:
     burstiness: float = 1.0
     seed: int = 0
     api_key: str | None = None
+    categories: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
