@@ -26,7 +26,8 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
     """Returns all figures, JSON-ready.
 
-    Besides vLLM's keys: `foretoken_schema`; `errors_by_status`, by HTTP status, "stream", "connection" or "timeout";
+    Besides vLLM's keys: `foretoken_schema`; `acceptance`, the server's acceptance rule, null if it does not say;
+    `errors_by_status`, by HTTP status, "stream", "connection" or "timeout";
     `rejected`, the requests answered with 429; and `output_len_source`, how tokens were counted: "usage", "chunks" (if
     the server sends no usage), or "mixed". Prompt tokens are null if the server does not send them. `speed_bench` has
     the figures of `speed_report`. Without `acceptance_histogram` in answers, its rates are those of the server's
@@ -42,6 +43,7 @@ def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "backend": "openai-chat" if load.endpoint == "chat" else "openai",
         "model_id": run.model,
+        "acceptance": run.acceptance,
         "num_prompts": len(answers),
         "max_tokens": load.max_tokens,
         "temperature": load.temperature,

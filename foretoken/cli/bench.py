@@ -370,6 +370,8 @@ def bench_serve(
     for load in loads:
         with progress("requests") as on_progress:
             each.append(load_results(load, asyncio.run(run_load(load, on_progress))))
+    if any(results["acceptance"] == "synthetic" for results in each):
+        terminal.print_note("the server's acceptance is synthetic: its texts are not the target's")
     if save_result is not None:
         _save(save_result, each[0])
     if as_json:
@@ -402,7 +404,16 @@ def _save(path: Path, results: dict[str, Any]) -> None:
 def _print_load(results: dict[str, Any]) -> None:
     from foretoken.bench.serving_results import LATENCIES
 
-    head = ("model_id", "backend", "num_prompts", "max_concurrency", "request_rate", "burstiness", "max_tokens")
+    head = (
+        "model_id",
+        "acceptance",
+        "backend",
+        "num_prompts",
+        "max_concurrency",
+        "request_rate",
+        "burstiness",
+        "max_tokens",
+    )
     terminal.conditions({name: results[name] for name in (*head, "temperature", "seed")})
     figures = ("mean", "median", "std", "p90", "p99")
     rows = [

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.acceptance.synthetic import LengthSchedule
     from foretoken.core.records import SequenceStep, StageSeconds, TreeTrace
     from foretoken.core.results import Metric
     from foretoken.decoder.base import PassOutput
@@ -292,7 +293,8 @@ class Engine:
         """Returns the outcome of each tree, and `StepRecord.lossy_tv`."""
         tree, logits = asked.tree.without_probes(), logits_of(output)
         if self._synthetic is not None:
-            return self._accept_synthetic(asked, tree, batch, output), math.nan if tree.max_depth else 0.0
+            outcomes = self._accept_synthetic(self._synthetic, asked, tree, batch, output)
+            return outcomes, math.nan if tree.max_depth else 0.0
         if batch.is_all_greedy and not self._is_lossy:
             rules = ["greedy"] * len(asked.sequences)
         else:
@@ -308,12 +310,11 @@ class Engine:
         return outcomes_on_host(scores, acceptance), lossy_tv
 
     def _accept_synthetic(
-        self, asked: Verification, tree: TokenTree, batch: SamplingBatch, output: PassOutput
+        self, schedule: LengthSchedule, asked: Verification, tree: TokenTree, batch: SamplingBatch, output: PassOutput
     ) -> list[Outcome]:
-        """Returns the outcome of each tree under the synthetic rule: its next accepted length counts its drafts."""
-        assert self._synthetic is not None, "called with synthetic acceptance only"
+        """Returns the outcome of each tree: each draft of a sequence has the next accepted length of the schedule."""
         sequences, logits = asked.sequences, logits_of(output)
-        lengths = [self._synthetic.length(s.sampling.seed, s.metrics.drafted_at_depth[1]) for s in sequences]
+        lengths = [schedule.length(s.sampling.seed, s.metrics.drafted_at_depth[1]) for s in sequences]
         are_chosen = batch.is_all_greedy or (
             output.chosen is not None and all(s.params.is_plain or s.params.is_greedy for s in sequences)
         )
@@ -321,8 +322,7 @@ class Engine:
             chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
             return outcomes_of_paths(tree, walk_synthetic(tree, chosen, asked.offsets, lengths))
         scores, roots = self._node_scores(asked, tree, batch, output)
-        rules = self._rules(sequences, tree, output)
-        wanted = integers_on(lengths, tree.tokens.device)
+        rules, wanted = ["synthetic"] * len(sequences), integers_on(lengths, tree.tokens.device)
         return outcomes_on_host(scores, accept(scores, rules, self._policy, roots, wanted))
 
     def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:

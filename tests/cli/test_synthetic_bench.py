@@ -12,6 +12,7 @@ from command_line import MODEL, run
 CONDITIONAL = (0.8, 0.7, 0.6)
 RATES = ("--synthetic-acceptance", "0.8,0.7,0.6")
 DRAFTER = ("-s", "draft_model:chain:num_speculative_tokens=3")
+SYNTHETIC = ("-s", "ngram:acceptance=synthetic:synthetic_acceptance_length=2")
 LOAD = ("--temperature", "0", "--max-tokens", "160", "--num-prompts", "4", "--batch-size", "4")
 SHORT = ("--max-tokens", "50", "--num-prompts", "2")
 
@@ -64,10 +65,19 @@ def test_a_mean_length_is_split_between_its_neighbours() -> None:
         (("serve", MODEL, *RATES), "--synthetic-acceptance needs a drafter"),
         *(
             (
-                (command, MODEL, "-s", "ngram:acceptance=synthetic:synthetic_acceptance_length=2", *more),
+                (command, MODEL, *SYNTHETIC, *more),
                 f"`foretoken {command}` needs the text of the target",
             )
-            for command, more in (("verify", ()), ("generate", ("-p", "def")), ("chat", ()))
+            for command, more in (
+                ("verify", ()),
+                ("generate", ("-p", "def")),
+                ("chat", ()),
+                ("data", ("--self-distill", "--text", "README.md", "--out", "runs/never")),
+            )
+        ),
+        (
+            ("batch", "README.md", "runs/never.jsonl", "--model", MODEL, *SYNTHETIC),
+            "`foretoken batch` needs the text of the target",
         ),
     ],
 )
