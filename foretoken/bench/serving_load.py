@@ -50,7 +50,9 @@ class DraftCounts:
 
     @property
     def lengths(self) -> Counter[int]:
-        """Verified drafts by acceptance length, the target's own token included."""
+        """Verified drafts by acceptance length, the target's own token included; empty without `by_position`."""
+        if not self.by_position:
+            return Counter()
         at_least = [self.drafts, *(self.by_position[place] for place in sorted(self.by_position)), 0]
         return Counter({place: int(more - fewer) for place, (more, fewer) in enumerate(pairwise(at_least), start=1)})
 

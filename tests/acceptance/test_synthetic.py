@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import Batch, batches
+from test_rule_selection import scores_of
 
-from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.acceptance.decisions import KeyedDecisions
+from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.acceptance.synthetic import (
     LengthSchedule,
     accept_synthetic,
@@ -134,6 +136,22 @@ def test_host_and_device_agree(batch: Batch, data: st.DataObject) -> None:
         assert accepted.path[row][: len(walked.nodes)].tolist() == walked.nodes
         assert int(accepted.num_accepted[row]) == len(walked.nodes) <= lengths[row]
         assert walked.tokens == [*tree.tokens[row, walked.nodes].tolist(), int(accepted.next_token[row])]
+
+
+@given(batch=batches(max_rows=3, max_nodes=12), is_greedy=st.booleans())
+@settings(max_examples=20)
+def test_the_token_after_a_path_is_that_of_the_lossless_rule(batch: Batch, is_greedy: bool) -> None:
+    """At every end of a path: for greedy requests the argmax, for sampled ones the draw of that position."""
+    scores, count = scores_of(batch, [is_greedy] * batch.tree.batch_size), batch.tree.batch_size
+    policy = AcceptancePolicy(rule="synthetic", synthetic_acceptance_length=2.0)
+    for length in range(3):
+        lengths = torch.full((count,), length)
+        accepted = accept(scores, ["synthetic"] * count, policy, batch.root_positions, lengths)
+        depth = accepted.num_accepted
+        last = torch.cat([torch.zeros(count, 1, dtype=torch.int64), accepted.path], dim=1).gather(1, depth.unsqueeze(1))
+        noise = KeyedDecisions(scores.batch.noise, batch.root_positions + depth)
+        own = scores.argmax(last[:, 0]) if is_greedy else noise.target_token(scores.log_probs(last[:, 0]), 0)
+        assert torch.equal(accepted.next_token, own)
 
 
 RULE = {"rule": "synthetic"}

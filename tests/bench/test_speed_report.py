@@ -122,8 +122,9 @@ def test_counters_of_a_server_give_rates_but_no_lengths() -> None:
     assert report["Acceptance_Length_Histogram"] == {"1": 2, "2": 4, "3": 4}
     assert report["Conditional_Acceptance_Rate"] == {"1": 1.0, "2": 0.8, "3": 0.5}
     assert (report["Average_AL"], report["Category_AL"]) == (None, {"coding": None, "math": None})
-    idle = LoadRun(model="m", answers=[], duration=2.0, drafting=DraftCounts(by_position={0: 0}))
-    assert load_results(load(0), idle)["speed_bench"]["Acceptance_Length_Histogram"] == {}
+    for unknown in (DraftCounts(by_position={0: 0}), DraftCounts(10, 30, 12)):  # nothing drafted; no positions
+        idle = LoadRun(model="m", answers=[], duration=2.0, drafting=unknown)
+        assert load_results(load(0), idle)["speed_bench"]["Acceptance_Length_Histogram"] == {}
 
 
 def test_bundled_prompts_have_categories() -> None:
