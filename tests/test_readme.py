@@ -92,6 +92,13 @@ def test_structured_output_is_one_of_the_choices(run_python: Callable[[str], str
     assert run_python(python_blocks("docs/usage.md")[2]) in ("return None\n", "raise ValueError\n")
 
 
+def test_synthetic_acceptance_says_that_it_is_lossy(run_python: Callable[[str], str]) -> None:
+    """63 tokens after the first at tau 2.696, give or take what the end of the text cuts."""
+    is_lossy, passes, tau = run_python(python_blocks("docs/usage.md")[3]).split()
+    assert (is_lossy, float(tau)) == ("True", pytest.approx(2.7, abs=0.3))
+    assert int(passes) == pytest.approx(63 / float(tau))
+
+
 def test_quick_start_text_does_not_depend_on_the_drafter() -> None:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=64)
     texts = []

@@ -18,17 +18,19 @@ from foretoken.acceptance.rules import (
     accept_sequential,
     accept_typical,
 )
+from foretoken.acceptance.synthetic import LengthSchedule, accept_synthetic, check_synthetic, rates_of_length
+from foretoken.core.backend import has_triton_kernels
 from foretoken.core.checks import check_number, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_tree import DrawKind, TokenTree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from foretoken.sampling.node_scores import NodeScores
 
 LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block")
-LOSSY_RULES = ("lenient", "typical")
+LOSSY_RULES = ("lenient", "typical", "synthetic")
 TYPICAL_ENDS = ("draw", "argmax")
 _SELECTABLE = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
 
@@ -38,12 +40,16 @@ class AcceptancePolicy:
     """How sampled requests are verified; greedy requests always use exact match unless the rule is lossy.
 
     Attributes:
-        rule: "auto", "coupled", "sequential", "block", or a lossy rule by name: "lenient", "typical".
+        rule: "auto", "coupled", "sequential", "block", or a lossy rule by name: "lenient", "typical",
+            "synthetic".
         lenience: Factor l of the lenient rule, in (0, 1].
         posterior_threshold: Epsilon of the typical rule, in (0, 1].
         posterior_alpha: Delta of the typical rule, in (0, 1].
         typical_end: The token after a path of the typical rule: "draw" from the target's distribution, or its "argmax"
             as in Medusa's code.
+        synthetic_acceptance_rates: K joint rates of the synthetic rule, as in vLLM: rate k is the probability that the
+            first k drafted tokens are all accepted.
+        synthetic_acceptance_length: Its mean acceptance length instead, the target's own token included.
 
     Raises:
         ConfigError: When the rule does not exist or a value is outside its range.
@@ -54,6 +60,8 @@ class AcceptancePolicy:
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     typical_end: str = "draw"
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or self.rule not in _SELECTABLE:
@@ -63,15 +71,30 @@ class AcceptancePolicy:
             check_number(f"'{name}'", getattr(self, name), 0.0, 1.0, low_open=True, error=ConfigError)
         if not isinstance(self.typical_end, str) or self.typical_end not in TYPICAL_ENDS:
             raise ConfigError(f"'typical_end' is {shown(self.typical_end)}. Expected 'draw' or 'argmax'.")
+        check_synthetic(self.rule, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     @property
     def is_lossy(self) -> bool:
         """Whether the rule may change the target's output distribution."""
         return self.rule in LOSSY_RULES
 
+    @property
+    def joint_rates(self) -> Sequence[float]:
+        """Joint rates of the synthetic rule, positive ones only; empty for other rules."""
+        length = self.synthetic_acceptance_length
+        rates = rates_of_length(length) if length is not None else self.synthetic_acceptance_rates or ()
+        return [rate for rate in rates if rate > 0]
+
+    def schedule(self) -> LengthSchedule | None:
+        """Returns the accepted lengths of the synthetic rule; None for other rules."""
+        return LengthSchedule(self.joint_rates) if self.rule == "synthetic" else None
+
     def is_coupled(self, *, is_seeded: bool) -> bool:
-        """Returns whether drafts for a request share the target's noise: only if its rule is `coupled`."""
-        return self.rule == "coupled" or (self.rule == "auto" and is_seeded)
+        """Returns whether drafts for a request share the target's noise: only if its rule is `coupled`.
+
+        The synthetic rule compares no tokens, so drafts are made as for `auto`.
+        """
+        return self.rule == "coupled" or (self.rule in ("auto", "synthetic") and is_seeded)
 
     def rule_for(
         self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool, row: int | None = None, is_plain: bool = False,
@@ -92,6 +115,8 @@ class AcceptancePolicy:
             is_mixed: Whether chosen tokens, of other drafters or a grammar, may join drawn tokens. Such a tree is never
                 verified as a block: whether it is a chain depends on what was drawn, and the rule must not.
         """
+        if self.rule == "synthetic":
+            return self.rule
         rows = slice(None) if row is None else slice(row, row + 1)
         if self.rule == "typical" or (self.rule == "lenient" and _is_chain(tree, rows)):
             return self.rule
@@ -103,8 +128,24 @@ class AcceptancePolicy:
         return "block" if is_block else "sequential"
 
 
-def accept(scores: NodeScores, rules: Sequence[str], policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
-    """Verifies each of the B sequences by its own rule; root_positions: (B,) int64, absolute."""
+def accept(
+    scores: NodeScores,
+    rules: Sequence[str],
+    policy: AcceptancePolicy,
+    root_positions: Tensor,
+    lengths: Tensor | None = None,
+) -> Acceptance:
+    """Verifies a batch, each of the B sequences by its own rule.
+
+    Args:
+        scores: The target's logits at the nodes.
+        rules: B, from `AcceptancePolicy.rule_for`.
+        policy: Options of the rules.
+        root_positions: (B,) int64, absolute position of each root.
+        lengths: (B,) int64, accepted tokens of the synthetic rule, which then is the rule of all; None for other rules.
+    """
+    if lengths is not None:
+        return accept_synthetic(scores.tree, lengths, _token_after(scores, root_positions))
     names = sorted(set(rules))
     if len(names) == 1:
         return _accept_with(names[0], scores, policy, root_positions)
@@ -152,6 +193,20 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
                 is_end_drawn=policy.typical_end == "draw",
             )
     raise AssertionError(f"no such rule: {rule}")
+
+
+def _token_after(scores: NodeScores, root_positions: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """Returns what gives the target's token after a node, at the cost that it has under the rules of `auto`."""
+    batch, device, chosen = scores.batch, root_positions.device, None
+    if batch.is_all_greedy:
+        chosen = scores.argmax_everywhere()
+    elif batch.is_plain and scores.chosen is None and has_triton_kernels(device):
+        chosen = scores.drawn_everywhere(root_positions)
+    if chosen is not None:
+        tokens = chosen
+        return lambda nodes, _: tokens.gather(1, nodes.unsqueeze(1))[:, 0]
+    decisions = KeyedDecisions(batch.noise, root_positions)
+    return lambda nodes, depth: decisions.target_token(scores.log_probs(nodes), depth)
 
 
 def _is_chain(tree: TokenTree, rows: slice) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.bench.speed_report import RequestRun, speed_report
 from foretoken.core.results import GenerationMetrics
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class Measurement:
         speed_up_spread: Smallest and largest of `speed_ups`.
         nats_per_token: Mean surprise of the target at temperature 1 over the output, in nats; compared with plain
             decoding's, it shows the cost of a lossy rule. None if all setups are lossless.
+        batch_size: Sequences decoded at once.
+        runs: One for each entry of `texts`.
+        wall_seconds: Wall-clock seconds of all rounds, prefill included.
     """
 
     setup: str
@@ -65,6 +69,9 @@ class Measurement:
     speed_up: float = 1.0
     speed_up_spread: tuple[float, float] = (1.0, 1.0)
     nats_per_token: float | None = None
+    batch_size: int = 1
+    runs: list[RequestRun] = field(default_factory=list)
+    wall_seconds: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,6 +121,13 @@ class Measurement:
         self.draft_seconds += other.draft_seconds
         self.taus += other.taus
         self.texts += other.texts
+        self.runs += other.runs
+        self.wall_seconds += other.wall_seconds
+
+    @property
+    def speed_bench(self) -> dict[str, Any]:
+        """The figures of SPEED-Bench, see `speed_report`."""
+        return speed_report(self.runs, self.wall_seconds, self.batch_size)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -154,5 +168,7 @@ class Measurement:
             "num_identical": self.num_identical,
             "num_texts": len(self.texts),
             "nats_per_token": self.nats_per_token,
+            "batch_size": self.batch_size,
+            "speed_bench": self.speed_bench,
             "metrics": self.metrics.as_dict(),
         }

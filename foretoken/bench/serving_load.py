@@ -9,7 +9,9 @@ import asyncio
 import json
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -44,6 +46,14 @@ class DraftCounts:
     draft_tokens: float = 0
     accepted_tokens: float = 0
     by_position: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> Counter[int]:
+        """Verified drafts by acceptance length, the target's own token included; empty without `by_position`."""
+        if not self.by_position:
+            return Counter()
+        at_least = [self.drafts, *(self.by_position[place] for place in sorted(self.by_position)), 0]
+        return Counter({place: int(more - fewer) for place, (more, fewer) in enumerate(pairwise(at_least), start=1)})
 
     def since(self, before: DraftCounts) -> DraftCounts:
         """Returns the counts that were added since `before`."""
@@ -257,6 +267,7 @@ class Load:
         max_concurrency: Requests in flight at once (closed loop); None for no limit.
         request_rate: Requests a second (open loop); infinite to send all at once.
         seed: Seed of the first request and of the times; the i-th request gets seed + i.
+        categories: Category of each prompt; empty if they have none.
 
     Raises:
         ConfigError: When a value is invalid.
@@ -273,6 +284,7 @@ class Load:
     burstiness: float = 1.0
     seed: int = 0
     api_key: str | None = None
+    categories: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
@@ -307,12 +319,14 @@ class LoadRun:
         answers: One a request, in their order.
         duration: Seconds from the first request to the end of the last.
         drafting: The server's counts of drafts during the run, of all clients; None if it does not say.
+        acceptance: The acceptance rule that the model's card names; None if it does not say.
     """
 
     model: str
     answers: list[Answer]
     duration: float
     drafting: DraftCounts | None
+    acceptance: str | None = None
 
 
 async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_progress) -> LoadRun:
@@ -325,7 +339,7 @@ async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_prog
     timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
     url = load.base_url.rstrip("/").removesuffix("/v1")
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as client:
-        model = await _served_model(client, load.model)
+        model, acceptance = await _served_model(client, load.model)
         before = await server_counts(client)
         begin = time.perf_counter()
         answers = await _send_all(client, load, model, on_progress)
@@ -337,6 +351,7 @@ async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_prog
         answers=answers,
         duration=duration,
         drafting=counted or answered_counts(answer.drafting for answer in answers),
+        acceptance=acceptance,
     )
 
 
@@ -360,7 +375,8 @@ async def _send_all(
     return list(await asyncio.gather(*(send(index) for index in range(total))))
 
 
-async def _served_model(client: httpx.AsyncClient, name: str | None) -> str:
+async def _served_model(client: httpx.AsyncClient, name: str | None) -> tuple[str, str | None]:
+    """Returns the model's name and its acceptance rule, None if unknown; raises `ConfigError` without a server."""
     try:
         response = await client.get("/v1/models", timeout=_CONNECT_SECONDS)
     except httpx.HTTPError as err:
@@ -369,15 +385,18 @@ async def _served_model(client: httpx.AsyncClient, name: str | None) -> str:
         ) from err
     if response.status_code in (401, 403):
         raise ConfigError(f"the server at {client.base_url} refuses the API key with status {response.status_code}.")
-    if name is not None:
-        return name
     try:
-        return str(response.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as err:
+        cards = {str(card["id"]): card for card in response.json()["data"]}
+    except (ValueError, LookupError, TypeError):
+        cards = {}
+    if name is None and not cards:
         raise ConfigError(
             f"the server at {client.base_url} does not name its models (status {response.status_code}). Name one with "
             "--model."
-        ) from err
+        )
+    model = next(iter(cards)) if name is None else name
+    acceptance = cards.get(model, {}).get("acceptance")
+    return model, acceptance if isinstance(acceptance, str) else None
 
 
 def _check_url(url: str) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foretoken.bench.speed_report import NO_CATEGORY, RequestRun, acceptance_rates, speed_report
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,9 +26,12 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
     """Returns all figures, JSON-ready.
 
-    Besides vLLM's keys: `foretoken_schema`; `errors_by_status`, by HTTP status, "stream", "connection" or "timeout";
+    Besides vLLM's keys: `foretoken_schema`; `acceptance`, the server's acceptance rule, null if it does not say;
+    `errors_by_status`, by HTTP status, "stream", "connection" or "timeout";
     `rejected`, the requests answered with 429; and `output_len_source`, how tokens were counted: "usage", "chunks" (if
-    the server sends no usage), or "mixed". Prompt tokens are null if the server does not send them.
+    the server sends no usage), or "mixed". Prompt tokens are null if the server does not send them. `speed_bench` has
+    the figures of `speed_report`. Without `acceptance_histogram` in answers, its rates are those of the server's
+    counters, over passes with drafts, and lengths of requests and categories are null.
     """
     answers, whole = run.answers, [answer for answer in run.answers if answer.is_whole]
     errors = Counter(answer.status for answer in answers if answer.status is not None)
@@ -38,6 +43,7 @@ def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "backend": "openai-chat" if load.endpoint == "chat" else "openai",
         "model_id": run.model,
+        "acceptance": run.acceptance,
         "num_prompts": len(answers),
         "max_tokens": load.max_tokens,
         "temperature": load.temperature,
@@ -61,6 +67,7 @@ def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
         "max_concurrent_requests": _most_at_once(answers),
         **_latencies(whole),
         **({} if run.drafting is None else run.drafting.as_results()),
+        "speed_bench": _speed_bench(load, run),
         "input_lens": [answer.num_input for answer in answers],
         "output_lens": [answer.output_len for answer in answers],
         "ttfts": [answer.ttft if answer.is_whole else 0.0 for answer in answers],
@@ -70,6 +77,25 @@ def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
         "start_times": [answer.start for answer in answers],
         "errors": [answer.error for answer in answers],
     }
+
+
+def _speed_bench(load: Load, run: LoadRun) -> dict[str, Any]:
+    categories = load.categories or [NO_CATEGORY] * len(run.answers)
+    runs = [
+        RequestRun(category=category, num_tokens=answer.output_len, lengths=_lengths(answer), times=answer.times)
+        for answer, category in zip(run.answers, categories, strict=True)
+        if answer.is_whole
+    ]
+    report = speed_report(runs, run.duration, load.max_concurrency)
+    if run.drafting is not None and not any(each.lengths for each in runs):
+        report |= acceptance_rates(run.drafting.lengths)
+    return report
+
+
+def _lengths(answer: Answer) -> Counter[int]:
+    """Returns the passes of an answer by acceptance length; empty if the server does not send them."""
+    histogram = (answer.drafting or {}).get("acceptance_histogram") or []
+    return Counter({accepted + 1: count for accepted, count in enumerate(histogram) if count})
 
 
 def _latencies(whole: Sequence[Answer]) -> dict[str, float | None]:

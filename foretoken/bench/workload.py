@@ -7,10 +7,12 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.bench.measurement import Measurement
+from foretoken.bench.speed_report import NO_CATEGORY, RunLog
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
@@ -26,54 +28,76 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
 HELD_OUT = "heldout"
-_BUNDLED = (HELD_OUT, "edit", "prose")
+_BUNDLED = {HELD_OUT: "completion", "edit": "edits", "prose": "prose"}  # sets, and the category of their prompts
+_ALL = "all"
 _MOST_BYTES = 512 * MIB  # largest file of prompts; a choice
 
 
+class Prompt(NamedTuple):
+    """A prompt and its category, as SPEED-Bench's "coding"; `NO_CATEGORY` if it has none."""
+
+    text: str
+    category: str
+
+
 def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[str]:
+    """Returns the texts of `categorised_prompts`; arguments and errors are the same."""
+    return [prompt.text for prompt in categorised_prompts(source, limit=limit)]
+
+
+def categorised_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[Prompt]:
     """Reads prompts.
 
     Args:
         source: A bundled set, cut from Python files that the reference model never saw: "heldout" (code to be
-            completed), "edit" (functions to be repeated with a name changed) or "prose" (docstrings to be completed).
-            Or a `.jsonl` file with a `prompt` string in every line, or any other text file as one prompt.
+            completed), "edit" (functions to be repeated with a name changed) or "prose" (docstrings to be completed),
+            or "all" for the three in turn. Or a `.jsonl` file with a `prompt` string in every line and perhaps a
+            `category` string, or any other text file as one prompt.
+        limit: Most prompts.
 
     Raises:
         RequestError: When the file is missing, empty, too large or of another form.
     """
+    if source == _ALL:
+        sets = [categorised_prompts(each) for each in _BUNDLED]
+        return [prompt for in_turn in zip_longest(*sets) for prompt in in_turn if prompt is not None][:limit]
     if source in _BUNDLED:
         text = (resources.files("foretoken.bench") / "prompts" / f"tinycode_{source}.jsonl").read_text(encoding="utf-8")
-        return _from_jsonl(text, source)[:limit]
+        return _from_jsonl(text, source, _BUNDLED[source])[:limit]
     path = Path(source)
     if not path.exists():
-        raise RequestError(
-            f"there is no prompt file '{source}'. Expected {', '.join(map(repr, _BUNDLED))}, a .jsonl or a text file."
-        )
+        names = ", ".join(map(repr, (*_BUNDLED, _ALL)))
+        raise RequestError(f"there is no prompt file '{source}'. Expected {names}, a .jsonl or a text file.")
     try:
         text = read_named(path, limit=_MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as err:
         raise RequestError(f"'{source}' is not UTF-8 text: {err}. Expected UTF-8. Convert it first.") from err
     except OSError as err:
         raise RequestError(f"'{source}' cannot be read: {err.strerror}. Expected a .jsonl or a text file.") from err
-    prompts = _from_jsonl(text, source) if path.suffix == ".jsonl" else [text]
-    if not any(prompts):
+    prompts = _from_jsonl(text, source) if path.suffix == ".jsonl" else [Prompt(text, NO_CATEGORY)]
+    if not any(prompt.text for prompt in prompts):
         raise RequestError(f"'{source}' holds no prompt. Expected at least one that is not empty.")
     return prompts[:limit]
 
 
-def _from_jsonl(text: str, source: str) -> list[str]:
+def _from_jsonl(text: str, source: str, otherwise: str = NO_CATEGORY) -> list[Prompt]:
+    """Returns the prompts of a file; `otherwise` is the category of lines without one."""
     prompts = []
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut strings at U+2028
         if not line.strip():
             continue
         try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError, RecursionError) as err:
+            entry = json.loads(line)
+            prompt, category = entry["prompt"], entry.get("category")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
             raise RequestError(f'{source}:{number} is not an object with "prompt". Expected one a line.') from err
-        if not isinstance(prompt, str) or not prompt:
-            raise RequestError(f'{source}:{number}: "prompt" is {shown(prompt)}. Expected a string that is not empty.')
-        check_text(f'"prompt" of {source}:{number}', prompt)
-        prompts.append(prompt)
+        for name, value in (("prompt", prompt), ("category", otherwise if category is None else category)):
+            if not isinstance(value, str) or not value:
+                raise RequestError(
+                    f'{source}:{number}: "{name}" is {shown(value)}. Expected a string that is not empty.'
+                )
+            check_text(f'"{name}" of {source}:{number}', value)
+        prompts.append(Prompt(prompt, category or otherwise))
     return prompts
 
 
@@ -85,12 +109,14 @@ class Workload:
         temperatures: 0 for greedy; above, every request is sampled with its own seed.
         max_tokens: Output tokens a prompt; the end-of-sequence token does not stop.
         seed: Seed of the first prompt; the i-th gets `seed + i`.
+        categories: Category of each prompt; empty if they have none.
     """
 
     prompts: Sequence[str]
     temperatures: Sequence[float] = (0.0, 0.8)
     max_tokens: int = 128
     seed: int = 0
+    categories: Sequence[str] = ()
 
     def params(self, temperature: float) -> list[SamplingParams]:
         """Returns the sampling parameters of every prompt."""
@@ -153,7 +179,7 @@ class SetupEngines:
         batch_size: int = 1,
         runner: str = "auto",
     ) -> None:
-        self.workload = workload
+        self.workload, self._batch_size = workload, batch_size
         self._engines: dict[str, LLM] = {}
         self._on_step: Callable[[StepRecord], None] = _ignore  # one engine runs at a time
         self._create = partial(
@@ -185,7 +211,7 @@ class SetupEngines:
     def empty(self, name: str, temperature: float) -> Measurement:
         """Returns an empty measurement of a setup."""
         target = self._engines[name].target
-        return Measurement(name, temperature, target.name, target.choice)
+        return Measurement(name, temperature, target.name, target.choice, batch_size=self._batch_size)
 
     def warm_up(self, temperature: float) -> None:
         """Decodes a few tokens with every setup, untimed."""
@@ -198,12 +224,23 @@ class SetupEngines:
     def measure(self, name: str, temperature: float, batch: Sequence[int]) -> Measurement:
         """Decodes one batch, indices into the workload's prompts, with one setup and returns the round."""
         row, params = self.empty(name, temperature), self.workload.params(temperature)
-        self._on_step = row.add_step
+        categories, log = self.workload.categories, RunLog()
+
+        def note(record: StepRecord) -> None:
+            row.add_step(record)
+            log.add(record, time.perf_counter())
+
+        self._on_step = note
         begin = time.perf_counter()
         results = self._engines[name].generate([self.workload.prompts[i] for i in batch], [params[i] for i in batch])
         seconds = time.perf_counter() - begin
         self._on_step = _ignore
         row.metrics = GenerationMetrics.total(result.metrics for result in results)
+        row.runs = [
+            log.run_of(result.request_id, categories[index] if categories else NO_CATEGORY)
+            for result, index in zip(results, batch, strict=True)
+        ]
+        row.wall_seconds = seconds
         row.seconds.append(seconds - row.metrics.prefill_seconds)
         decoded = row.metrics.num_emitted - row.metrics.num_prefill_emitted
         row.tokens.append(decoded or row.metrics.num_emitted)  # with one token a prompt, prefill's tokens count

@@ -27,11 +27,14 @@ def bench(
     model: options.Model,
     speculative_config: options.Drafters = None,
     spec_type: options.SpecType = None,
+    synthetic_acceptance: options.SyntheticAcceptance = None,
     prompts: options.Prompts = "heldout",
     num_prompts: options.NumPrompts = 8,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperatures = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 1,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences decoded at once; may be repeated. Default: 1.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 1,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
@@ -58,33 +61,39 @@ def bench(
     always drafts). For a lossy acceptance rule it shows the target's surprise at the text, in nats a token: the price
     of the speed. The drafter `oracle` knows the text and is right as often as its `pattern` says: it shows the cost of
     the engine itself.
+
+    A third table has SPEED-Bench's figures, one line a batch size and category of prompts. AL is the mean over texts of
+    tokens per target pass. A user is one text, timed from its first token; the tokens/s of all include prefill.
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
-    from foretoken.bench.workload import Workload, load_prompts
+    from foretoken.bench.workload import Workload, categorised_prompts
     from foretoken.entrypoints.config import checked_setup
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
-    setups = [checked_setup(text, target=model) for text in drafters]
-    texts = load_prompts(prompts, limit=num_prompts)
-    workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
+    setups = [
+        options.with_synthetic_acceptance(checked_setup(text, target=model), synthetic_acceptance, model)
+        for text in drafters
+    ]
+    cases, batch_sizes = categorised_prompts(prompts, limit=num_prompts), batch_size or [1]
+    workload = Workload(
+        prompts=[case.text for case in cases], temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed,
+        categories=[case.category for case in cases],
+    )  # fmt: skip
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     if refresh_costs:
-        measure_anew(loaded, runner, batch_size)
+        measure_anew(loaded, runner, max(batch_sizes))
     options.check_max_tokens(max_tokens, loaded)
-    with progress("batches") as on_progress:
-        measurements = compare_setups(
-            loaded,
-            tokenizer,
-            setups,
-            workload,
-            batch_size=batch_size,
-            repeats=repeats,
-            runner=runner,
-            on_progress=on_progress,
-        )
+    measurements: list[Measurement] = []
+    for size in batch_sizes:
+        with progress("batches") as on_progress:
+            measurements += compare_setups(
+                loaded, tokenizer, setups, workload, batch_size=size, repeats=repeats, runner=runner,
+                on_progress=on_progress,
+            )  # fmt: skip
     header = options.run_header(
-        loaded, runner=", ".join(dict.fromkeys(row.runner for row in measurements)), prompts=len(texts),
-        max_tokens=max_tokens, batch_size=batch_size, repeats=repeats, seed=seed,
+        loaded, runner=", ".join(dict.fromkeys(row.runner for row in measurements)), prompts=len(cases),
+        max_tokens=max_tokens, batch_size=batch_sizes[0] if len(batch_sizes) == 1 else batch_sizes, repeats=repeats,
+        seed=seed,
         command=shlex.join(["foretoken", *sys.argv[1:]]),
     )  # fmt: skip
     costs = verify_costs(loaded, measurements[0].runner) if cost_curve else []
@@ -101,6 +110,7 @@ def bench(
     twin = "" if loaded.cost_twin is None else str(loaded.cost_twin)
     _print_table(measurements, wide=wide, twin=twin)
     _print_acceptance(measurements, twin)
+    _print_speed_bench(measurements, twin)
     if costs:
         _print_costs(costs, twin)
 
@@ -108,7 +118,7 @@ def bench(
 def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> None:
     shares = ("draft", "verify", "accept", "commit")
     more = ("effic.", *shares, "pass ms", "host ms") if wide else ()
-    rows = []
+    rows, has_sizes = [], len({row.batch_size for row in measurements}) > 1
     for row in measurements:
         low, high = row.speed_up_spread
         is_plain = row.num_identical is None
@@ -119,6 +129,7 @@ def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> N
         rows.append([
             row.setup,
             f"{row.temperature:g}",
+            *([str(row.batch_size)] if has_sizes else []),
             f"{row.tokens_per_s:.1f}",
             f"{row.speed_up:.2f}",
             "" if is_plain else f"{low:.2f}-{high:.2f}",
@@ -126,10 +137,8 @@ def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> N
             *(timing if wide else ()),
             "" if is_plain else f"{row.num_identical}/{len(row.texts)}",
         ])  # fmt: skip
-    terminal.print_table(
-        ["drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", *more, "same text"], rows, title=twin or None,
-        num_keys=2,
-    )  # fmt: skip
+    columns = ["drafter", "T", *(["batch"] if has_sizes else []), "tokens/s", "speed-up", "(min-max)", "tau", *more]
+    terminal.print_table([*columns, "same text"], rows, title=twin or None, num_keys=2 + has_sizes)
 
 
 def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
@@ -137,21 +146,59 @@ def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
     drafting = [row for row in measurements if row.metrics.num_drafted or row.metrics.num_declined]
     if not drafting:
         return
-    rows = []
+    rows, has_sizes = [], len({row.batch_size for row in measurements}) > 1
     for row in measurements if is_lossy else drafting:
         metrics = row.metrics
         rows.append([
             row.setup,
             f"{row.temperature:g}",
+            *([str(row.batch_size)] if has_sizes else []),
             f"{metrics.tree_nodes:.1f}",
             f"{metrics.tree_utilisation:.0%}",
             f"{metrics.num_declined / max(metrics.steps, 1):.0%}",
             terminal.percent_by_depth(metrics.acceptance_by_depth),
             *([f"{row.nats_per_token:.3f}"] if is_lossy else []),
         ])  # fmt: skip
-    columns = ["drafter", "T", "nodes", "used", "not drafted", "% at depth 1, 2, ...", *(["nats/token"] * is_lossy)]
+    columns = [
+        "drafter", "T", *(["batch"] if has_sizes else []), "nodes", "used", "not drafted", "% at depth 1, 2, ...",
+        *(["nats/token"] * is_lossy),
+    ]  # fmt: skip
     title = "accepted at each depth, % of the passes whose tree reached it"
-    terminal.print_table(columns, rows, title=_titled(title, twin), num_keys=2)
+    terminal.print_table(columns, rows, title=_titled(title, twin), num_keys=2 + has_sizes)
+
+
+_SPEED_BENCH = ("texts", "AL", "tokens/s a user", "tokens/s of all", "% at depth 1, 2, ...")
+_SPEED_BENCH_TITLE = (
+    "by category, as SPEED-Bench reports it; accepted at each depth, % of the passes that accepted the depth before"
+)
+
+
+def _print_speed_bench(measurements: list[Measurement], twin: str) -> None:
+    rows = [
+        [row.setup, f"{row.temperature:g}", str(row.batch_size), *cells]
+        for row in measurements for cells in _speed_bench_cells(row.speed_bench)
+    ]  # fmt: skip
+    columns = ["drafter", "T", "batch", "category", *_SPEED_BENCH]
+    terminal.print_table(columns, rows, title=_titled(_SPEED_BENCH_TITLE, twin), num_keys=4)
+
+
+def _speed_bench_cells(report: dict[str, Any]) -> list[list[str]]:
+    """Returns the cells of all texts, then of each of several categories; these have no tokens per second of all."""
+    categories = report["categories"]
+    parts = {"all" if len(categories) > 1 else next(iter(categories), "all"): report}
+    if len(categories) > 1:
+        parts |= categories
+    return [
+        [
+            name,
+            str(part["num_requests"]),
+            _number(part["Average_AL"], ""),
+            _number((part["Request Generation Tokens Per Second"] or {}).get("mean"), ""),
+            _number(part["Output TPS"], "") if part is report else "",
+            terminal.percent_by_depth([*part["Conditional_Acceptance_Rate"].values()][1:]),
+        ]
+        for name, part in parts.items()
+    ]
 
 
 def _print_costs(costs: list[tuple[int, float]], twin: str) -> None:
@@ -195,6 +242,8 @@ def verify(
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
     setups = [checked_setup(text, target=model) for text in drafters]
+    for setup in setups:
+        options.check_has_target_text("verify", setup)
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
@@ -257,7 +306,8 @@ def bench_serve(
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 for greedy.")] = 0.0,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: requests in flight at once. Default: all.")
+        list[int] | None,
+        typer.Option(min=1, help="Closed loop: requests in flight at once; may be repeated. Default: all."),
     ] = None,
     request_rate: Annotated[
         float | None, typer.Option(help="Open loop: requests a second, at random times. Default: all at once.")
@@ -283,8 +333,12 @@ def bench_serve(
 
     Tokens are counted by the server's usage, else by parts with text: the output says which. Acceptance comes from the
     server's counters at /metrics between begin and end, requests of other clients included.
+
+    A table has SPEED-Bench's figures, one line a --max-concurrency and category of prompts. AL is the mean over answers
+    of tokens per target pass; servers tell it with --spec-decode-metrics summary. A user is one request, timed from its
+    first token.
     """
-    from foretoken.bench.workload import load_prompts
+    from foretoken.bench.workload import categorised_prompts
 
     try:
         from foretoken.bench.serving_load import Load, run_load
@@ -294,26 +348,39 @@ def bench_serve(
 
     if save_result is not None:
         options.check_new_file(save_result, "--save-result", force=force)
-    texts = load_prompts(prompts)
-    load = Load(
-        base_url=base_url, prompts=list(islice(cycle(texts), num_prompts)), endpoint=endpoint, model=model,
-        max_tokens=max_tokens, temperature=temperature, max_concurrency=max_concurrency,
-        request_rate=float("inf") if request_rate is None else request_rate, burstiness=burstiness, seed=seed,
-        api_key=_api_key(api_key_variable),
-    )  # fmt: skip
-    if num_prompts > len(texts):
-        terminal.print_note(f"'{prompts}' has {len(texts)} prompts, which are repeated: a server may know them already")
-    with progress("requests") as on_progress:
-        run = asyncio.run(run_load(load, on_progress))
-    results = load_results(load, run)
+    concurrencies: list[int | None] = [*max_concurrency] if max_concurrency else [None]
+    if save_result is not None and len(concurrencies) > 1:
+        raise ConfigError("a file of --save-result holds one load. Expected one --max-concurrency, or --json.")
+    cases, key = categorised_prompts(prompts), _api_key(api_key_variable)
+    asked = list(islice(cycle(cases), num_prompts))
+    loads = [
+        Load(
+            base_url=base_url, prompts=[case.text for case in asked], endpoint=endpoint, model=model,
+            max_tokens=max_tokens, temperature=temperature, max_concurrency=concurrency,
+            request_rate=float("inf") if request_rate is None else request_rate, burstiness=burstiness, seed=seed,
+            api_key=key, categories=[case.category for case in asked],
+        )
+        for concurrency in concurrencies
+    ]  # fmt: skip
+    if num_prompts > len(cases) or len(loads) > 1:
+        terminal.print_note(f"'{prompts}' has {len(cases)} prompts, which are repeated: a server may know them already")
+    each: list[dict[str, Any]] = []
+    for load in loads:
+        with progress("requests") as on_progress:
+            each.append(load_results(load, asyncio.run(run_load(load, on_progress))))
+    if any(results["acceptance"] == "synthetic" for results in each):
+        terminal.print_note("the server's acceptance is synthetic: its texts are not the target's")
     if save_result is not None:
-        _save(save_result, results)
+        _save(save_result, each[0])
     if as_json:
-        options.print_json(results)
+        options.print_json(each[0] if len(each) == 1 else {"loads": each})
     else:
-        _print_load(results)
-    if not results["completed"]:
-        terminal.print_note(f"no request was answered: {run.answers[0].error}")
+        for results in each:
+            _print_load(results)
+        _print_loads(each)
+    if not all(results["completed"] for results in each):
+        error = next(results for results in each if not results["completed"])["errors"][0]
+        terminal.print_note(f"no request was answered: {error}")
         raise typer.Exit(1)
 
 
@@ -335,7 +402,16 @@ def _save(path: Path, results: dict[str, Any]) -> None:
 def _print_load(results: dict[str, Any]) -> None:
     from foretoken.bench.serving_results import LATENCIES
 
-    head = ("model_id", "backend", "num_prompts", "max_concurrency", "request_rate", "burstiness", "max_tokens")
+    head = (
+        "model_id",
+        "acceptance",
+        "backend",
+        "num_prompts",
+        "max_concurrency",
+        "request_rate",
+        "burstiness",
+        "max_tokens",
+    )
     terminal.conditions({name: results[name] for name in (*head, "temperature", "seed")})
     figures = ("mean", "median", "std", "p90", "p99")
     rows = [
@@ -365,5 +441,16 @@ def _print_load(results: dict[str, Any]) -> None:
         terminal.print_note(f"{count} x {next(each for each in results['errors'] if each.startswith(f'{status}: '))}")
 
 
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f}"
+def _print_loads(each: list[dict[str, Any]]) -> None:
+    """Prints SPEED-Bench's figures, one line a load and category."""
+    reports = [results["speed_bench"] for results in each if results["completed"]]
+    rows = [
+        ["no limit" if report["concurrency"] is None else str(report["concurrency"]), *cells]
+        for report in reports for cells in _speed_bench_cells(report)
+    ]  # fmt: skip
+    if rows:
+        terminal.print_table(["at once", "category", *_SPEED_BENCH], rows, title=_SPEED_BENCH_TITLE, num_keys=2)
+
+
+def _number(value: float | None, missing: str = "unknown") -> str:
+    return missing if value is None else f"{value:.2f}"

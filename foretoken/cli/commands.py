@@ -196,6 +196,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("bench", bench.bench, ending(
         "foretoken bench models/tinycode -s ngram -s draft_model --temperature 0.8",
         "foretoken bench models/tinycode -s ngram:num_speculative_tokens=8 --wide",
+        "foretoken bench models/tinycode -s hydra --synthetic-acceptance 0.8,0.7",
     )),
     ("bench serve", bench.bench_serve, ending(
         "foretoken bench serve --base-url http://127.0.0.1:8000 --max-concurrency 16",

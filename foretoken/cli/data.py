@@ -240,6 +240,7 @@ def _target(
     from foretoken.entrypoints.llm import LLM
 
     setup = checked_setup(config[0] if config else "plain", target=target)
+    options.check_has_target_text("data", setup)
     loaded, tokenizer = options.load_target(target, dtype, device, threads)
     return LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
 

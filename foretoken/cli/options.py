@@ -60,6 +60,15 @@ SpecType = Annotated[
         help="Methods with commas between them, merged into one tree: ngram,hydra is -s ngram+hydra.",
     ),
 ]
+SyntheticAcceptance = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Accept drafts at these rates instead of comparing tokens, to measure the speed of a drafter without "
+        "trained weights; texts are then not the target's. 0.8,0.7,0.6: P(token k is accepted | all before it are). "
+        "One number above 1: the mean acceptance length.",
+    ),
+]
 GpuMemoryUtilization = Annotated[
     float | None,
     typer.Option(help="Largest share of the free memory for KV rows.", rich_help_panel="Batches and memory"),
@@ -86,7 +95,8 @@ TopP = Annotated[
 Prompts = Annotated[
     str,
     typer.Option(
-        metavar="PATH", help="'heldout', 'edit' or 'prose' (bundled), a .jsonl file of {\"prompt\": …}, or a text file."
+        metavar="PATH",
+        help="'heldout', 'edit', 'prose' or 'all' (bundled), a .jsonl file of {\"prompt\": …}, or a text file.",
     ),
 ]
 NumPrompts = Annotated[int, typer.Option(min=1, help="Use the first N prompts.")]
@@ -133,7 +143,27 @@ def one_setup(
     setup = checked_setup(texts[0], target=target)
     if setup.needs_references:
         raise ConfigError("the drafter 'oracle' must know the text beforehand. Use it with `foretoken bench`.")
+    if command != "serve":
+        check_has_target_text(command, setup)
     return setup
+
+
+def with_synthetic_acceptance(setup: Setup, rates: str | None, target: str) -> Setup:
+    """Returns a setup with --synthetic-acceptance; raises `ConfigError` if these do not fit together."""
+    from foretoken.entrypoints.config import check_setup
+
+    setup = setup.with_synthetic_acceptance(rates)
+    check_setup(setup, target=target)
+    return setup
+
+
+def check_has_target_text(command: str, setup: Setup) -> None:
+    """Raises `ConfigError` for synthetic acceptance in a command that gives or checks the target's text."""
+    if setup.is_synthetic:
+        raise ConfigError(
+            f"`foretoken {command}` needs the text of the target, which synthetic acceptance does not write. Use "
+            "synthetic acceptance with `foretoken bench` or `foretoken serve`."
+        )
 
 
 def load_target(model: str, dtype: str, device: str, threads: int | None) -> tuple[LoadedModel, Any]:

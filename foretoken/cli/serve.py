@@ -31,6 +31,7 @@ def serve(
     model: options.Model,
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,
+    synthetic_acceptance: options.SyntheticAcceptance = None,
     host: Annotated[str, _network(help="Address to listen on; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
     port: Annotated[int, _network(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
     served_model_name: Annotated[
@@ -109,10 +110,14 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: completions, chat, streaming, structured outputs, metrics.
 
-    Answers are the text of the target alone. After SIGTERM or Ctrl-C, running requests have 30 seconds to end. Options
-    of `vllm serve` are accepted at values that change nothing here; other values are refused with a hint.
+    Answers are the text of the target alone, unless a lossy acceptance rule is named. After SIGTERM or Ctrl-C, running
+    requests have 30 seconds to end. Options of `vllm serve` are accepted at values that change nothing here; other
+    values are refused with a hint.
     """
     setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
+    if synthetic_acceptance is not None and setup.config is None:
+        raise ConfigError("--synthetic-acceptance needs a drafter. Pass one with --speculative-config.")
+    setup = options.with_synthetic_acceptance(setup, synthetic_acceptance, model)
     if metrics_compat not in (None, "vllm"):
         raise ConfigError(f"--metrics-compat is '{metrics_compat}'. Expected vllm.")
     if per_request_spec_decode_metrics not in ("none", "summary"):

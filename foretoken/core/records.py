@@ -29,7 +29,8 @@ class TreeTrace:
     requests after temperature and truncation. For greedy requests the temperature is 1.
 
     Attributes:
-        rule: The acceptance rule: "greedy", "coupled", "sequential", "block", "lenient" or "typical".
+        rule: The acceptance rule: "greedy", "coupled", "sequential", "block", "lenient", "typical" or
+            "synthetic".
         position: Position of the root in the sequence, prompt included.
         tokens: N token ids; node 0 is the root, the last token of the text so far.
         parents: N, `parents[i] < i`, -1 for the root.
@@ -211,7 +212,9 @@ class StepRecord:
         draft_error: Why a drafter was ignored in this iteration, or None.
         declined: Why the controller chose not to draft. None if a drafter was asked, without drafters, without room for
             drafts, and if the iteration measures plain decoding.
-        lossy_tv: Mean total-variation distance per tested position of a lossy rule; 0 for lossless rules.
+        lossy_tv: Mean total-variation distance per tested position of a lossy rule; 0 for lossless rules, NaN where a
+            lossy rule does not know it.
+        is_synthetic: Whether the engine accepts as many tokens as given rates say, without comparing tokens.
         plain_seconds: Measured seconds of an iteration without drafts for as many sequences; None before a measurement.
     """
 
@@ -223,6 +226,7 @@ class StepRecord:
     draft_error: str | None = None
     declined: Declined | None = None
     lossy_tv: float = 0.0
+    is_synthetic: bool = False
     plain_seconds: float | None = None
 
     @property

@@ -118,6 +118,7 @@ class GenerationMetrics:
         num_cached_tokens: Prompt tokens that were found there and not read again.
         num_preemptions: Number of preemptions; after each all tokens were read again.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
+        num_synthetic: Passes with synthetic acceptance, see `StepRecord.is_synthetic`.
         compared_seconds: Seconds of passes without prompt tokens, if the engine had measured plain decoding by then.
         plain_seconds: Seconds that plain decoding takes for the tokens of these passes, by that measurement.
     """
@@ -139,6 +140,7 @@ class GenerationMetrics:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     lossy_tv: float = 0.0
+    num_synthetic: int = 0
     compared_seconds: float = 0.0
     plain_seconds: float = 0.0
 
@@ -182,6 +184,7 @@ class GenerationMetrics:
             return
         self.seconds += record.decode_seconds
         self.lossy_tv += record.lossy_tv
+        self.num_synthetic += record.is_synthetic
         if record.asked:
             self.by_drafter += DrafterShares.of_step(step, record)
         self.draft_errors += record.draft_error is not None
@@ -240,6 +243,7 @@ class GenerationMetrics:
             "num_cached_tokens": self.num_cached_tokens,
             "num_preemptions": self.num_preemptions,
             "lossy_tv": None if math.isnan(self.lossy_tv) else self.lossy_tv,
+            "num_synthetic": self.num_synthetic,
         }
 
 

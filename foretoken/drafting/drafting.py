@@ -103,6 +103,8 @@ def choose_controller(
     drafters: Sequence[Drafter],
     target: TargetHandle,
     control: str | BatchTable = "goodput",
+    *,
+    keeps_acceptance: bool = True,
 ) -> Controller:
     """Returns the controller for some drafters.
 
@@ -112,6 +114,7 @@ def choose_controller(
         target: What the drafters are attached to. Gives seconds of passes; drafts are timed on it.
         control: One of `CONTROLS`, or vLLM's table of depths by batch size. Every other policy than "goodput" also
             applies to drafters with a fixed depth, which bounds it.
+        keeps_acceptance: Whether acceptance counts are read from and kept in the cache directory.
 
     Returns:
         `Fixed` if options fix the draft size or a caller made the drafter; else `Goodput`. It buys nodes of several
@@ -131,7 +134,7 @@ def choose_controller(
     is_bought = first.tree == "dynamic" or (first.can_prune_tree and first.tree == "tree")
     if len(options) > 1:
         several = _several(drafters, target, timed)
-        key = pair_key(target.model, options)
+        key = pair_key(target.model, options) if keeps_acceptance else None
         if key is not None:
             several.keep_learned(KeptAcceptance(several.learners, key))
         return several

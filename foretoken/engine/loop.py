@@ -9,13 +9,16 @@ that fails again, one sequence at a time. Only a sequence that fails alone ends.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.acceptance.rules import walk_chosen
 from foretoken.acceptance.select import AcceptancePolicy, accept
+from foretoken.acceptance.synthetic import walk_synthetic
 from foretoken.core.backend import StageClock, has_triton_kernels, integers_on, reads_are_free, restored_torch_state
 from foretoken.core.errors import ModelError, described
 from foretoken.core.records import StepRecord
@@ -32,7 +35,7 @@ from foretoken.engine.verification import (
     greatest_on_host,
     logits_of,
     newly_committed,
-    outcomes_of_choices,
+    outcomes_of_paths,
     outcomes_on_host,
     sequence_step,
     token_choice,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.acceptance.synthetic import LengthSchedule
     from foretoken.core.records import SequenceStep, StageSeconds, TreeTrace
     from foretoken.core.results import Metric
     from foretoken.decoder.base import PassOutput
@@ -100,7 +104,7 @@ class Engine:
 
     @policy.setter
     def policy(self, policy: AcceptancePolicy) -> None:
-        self._policy, self._is_lossy = policy, policy.is_lossy
+        self._policy, self._is_lossy, self._synthetic = policy, policy.is_lossy, policy.schedule()
         self._are_coupled = {is_seeded: policy.is_coupled(is_seeded=is_seeded) for is_seeded in (False, True)}
 
     @property
@@ -268,19 +272,38 @@ class Engine:
 
     def _accept(self, asked: Verification, batch: SamplingBatch, output: PassOutput) -> tuple[list[Outcome], float]:
         tree, logits = asked.tree.without_probes(), logits_of(output)
+        if self._synthetic is not None:
+            outcomes = self._accept_synthetic(self._synthetic, asked, tree, batch, output)
+            return outcomes, math.nan if tree.max_depth else 0.0
         if batch.is_all_greedy and not self._is_lossy:
             rules = ["greedy"] * len(asked.sequences)
         else:
             rules = self._rules(asked.sequences, tree, output)
         if not batch.processors and reads_are_free(tree.tokens.device) and {"greedy", "drawn"}.issuperset(rules):
             chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
-            return outcomes_of_choices(tree, chosen, asked.offsets), 0.0
+            return outcomes_of_paths(tree, walk_chosen(tree, chosen, asked.offsets)), 0.0
         scores, roots = self._node_scores(asked, tree, batch, output)
         acceptance = accept(scores, rules, self._policy, roots)
         lossy_tv = 0.0
         if self._is_lossy and asked.trees is not None:  # trees only: roots of prompts that end are never lossy
             lossy_tv = float(acceptance.lossy_tv[: asked.trees.num_sequences].mean())
         return outcomes_on_host(scores, acceptance), lossy_tv
+
+    def _accept_synthetic(
+        self, schedule: LengthSchedule, asked: Verification, tree: TokenTree, batch: SamplingBatch, output: PassOutput
+    ) -> list[Outcome]:
+        """Returns the outcome of each tree: each draft of a sequence has the next accepted length of the schedule."""
+        sequences, logits = asked.sequences, logits_of(output)
+        lengths = [schedule.length(s.sampling.seed, s.metrics.drafted_at_depth[1]) for s in sequences]
+        are_chosen = batch.is_all_greedy or (
+            output.chosen is not None and all(s.params.is_plain or s.params.is_greedy for s in sequences)
+        )
+        if are_chosen and not batch.processors and reads_are_free(tree.tokens.device):
+            chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
+            return outcomes_of_paths(tree, walk_synthetic(tree, chosen, asked.offsets, lengths))
+        scores, roots = self._node_scores(asked, tree, batch, output)
+        rules, wanted = ["synthetic"] * len(sequences), integers_on(lengths, tree.tokens.device)
+        return outcomes_on_host(scores, accept(scores, rules, self._policy, roots, wanted))
 
     def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:
         has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
@@ -371,6 +394,7 @@ class Engine:
             draft_error=draft.error,
             declined=draft.declined,
             lossy_tv=verified.lossy_tv,
+            is_synthetic=self._synthetic is not None,
             plain_seconds=self._drafting.plain_seconds(num_decoding),
         )
         for sequence, step in zip(asked.sequences, steps, strict=True):

@@ -64,6 +64,7 @@ class EngineCounts:
             for position in range(step.num_accepted):
                 self._accepted_at[position] += 1
         self._counts["foretoken:target_passes"] += is_decoding
+        self._counts["foretoken:synthetic_passes"] += is_decoding and record.is_synthetic
 
     def preempt(self) -> None:
         """Counts a preempted sequence."""
@@ -82,6 +83,7 @@ class EngineCounts:
             "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
             "vllm:num_preemptions", "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
             "vllm:spec_decode_num_accepted_tokens", "foretoken:target_passes",
+            "foretoken:synthetic_passes",
         )  # fmt: skip
         return [
             Gauge(name="vllm:num_requests_running", labels=labels, value=num_running),

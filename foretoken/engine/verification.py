@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.rules import walk_chosen
 from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.records import SequenceStep
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.acceptance.decisions import Acceptance
+    from foretoken.acceptance.rules import ChosenPath
     from foretoken.core.records import TreeTrace
     from foretoken.core.token_tree import HostFacts, TokenTree
     from foretoken.decoder.base import PassOutput
@@ -91,18 +91,17 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
     return outcomes
 
 
-def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -> list[Outcome]:
-    """Returns the outcomes of greedy and coupled acceptance from the target's token after every node.
+def outcomes_of_paths(tree: TokenTree, paths: Seq[ChosenPath]) -> list[Outcome]:
+    """Returns the outcomes of accepted paths.
 
     Args:
         tree: Without probes, on a device where reads are free.
-        choices: The token after each node, without padding; -1 if logits are not finite.
-        offsets: B + 1, the first node of each tree.
+        paths: B; a last token of -1 means that its logits are not finite.
     """
     facts = _facts_of_drafts(tree)
     rows = _drafted_of_rows(tree) if facts is None else []
     outcomes = []
-    for row, (nodes, tokens) in enumerate(walk_chosen(tree, choices, offsets)):
+    for row, (nodes, tokens) in enumerate(paths):
         if facts is None:
             sources, num_drafted, tree_depth, drafted = rows[row]
         else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.acceptance.synthetic import joint_rates
 from foretoken.core.checks import as_python, check_text, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method
@@ -60,6 +61,42 @@ class Setup:
             return self.config
         texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
         return {**self.config, "references": texts}
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether drafts are accepted at given rates, so that texts are not the target's."""
+        return self.config is not None and "synthetic" in (
+            self.config.get("acceptance"), self.config.get("rejection_sample_method"),
+        )  # fmt: skip
+
+    def with_synthetic_acceptance(self, given: str | None) -> Setup:
+        """Returns the setup with drafts accepted at given rates; plain decoding and None change nothing.
+
+        Args:
+            given: `0.8,0.7,0.6`, each P(the drafted token is accepted | all before it are accepted); or one number
+                above 1, the mean acceptance length.
+
+        Raises:
+            ConfigError: When the text is neither, or the setup has another acceptance rule.
+        """
+        if given is None or self.config is None:
+            return self
+        try:
+            values = [float(part) for part in given.split(",")]
+        except ValueError:
+            values = []
+        is_length = len(values) == 1 and values[0] > 1
+        if not values or not (is_length or all(0 <= value <= 1 for value in values)):
+            raise ConfigError(
+                f"synthetic acceptance is {shown(given)}. Expected conditional acceptance rates from 0 to 1, as "
+                "0.8,0.7,0.6, or one mean acceptance length above 1, as 2.9."
+            )
+        for key in ("acceptance", "rejection_sample_method"):
+            if self.config.get(key, "synthetic") != "synthetic":
+                raise ConfigError(f"synthetic acceptance is lossy, and '{self.name}' sets {key}. Pass one of them.")
+        key, value = ("length", values[0]) if is_length else ("rates", joint_rates(values))
+        config = {**self.config, "rejection_sample_method": "synthetic", f"synthetic_acceptance_{key}": value}
+        return Setup(f"{self.name} synthetic {given}", config)
 
 
 def parse_setup(given: str | os.PathLike[str], *, target: str | None = None, reads_files: bool = True) -> Setup:
@@ -182,7 +219,7 @@ def _read(text: str, reads_files: bool) -> str:
         raise ConfigError(f"'{path}' cannot be read: {err}. Expected JSON as UTF-8 text.") from err
 
 
-_REJECTION_METHODS = {"standard": "sequential", "block": "block"}  # vLLM's names
+_REJECTION_METHODS = {"standard": "sequential", "block": "block", "synthetic": "synthetic"}  # vLLM's names
 _POLICY_KEYS = tuple(each.name for each in fields(AcceptancePolicy) if each.name != "rule")
 # Keys of vLLM that have no effect here; other values than these are refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -370,4 +407,8 @@ def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
             hint = nearest_name_hint(shown(method), _REJECTION_METHODS)
             raise ConfigError(f"rejection_sample_method {shown(method)} is not supported. {hint}")
         rule = config.get("acceptance", _REJECTION_METHODS[method])
+        if method == "synthetic" != rule:
+            raise ConfigError(
+                f"rejection_sample_method 'synthetic' is lossy, and acceptance is {shown(rule)}. Pass one of them."
+            )
     return AcceptancePolicy(rule=rule, **{key: as_python(config[key]) for key in _POLICY_KEYS if key in config})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import warnings
 from contextlib import closing, nullcontext
 from functools import cache, partial
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from foretoken.text.prompts import Message, Prompt
 
 _DEFAULT_SEQUENCES = 8
+_log = logging.getLogger(__name__)
 _CLOSED = "this LLM was closed at the end of its with block. Expected calls within the block. Make another LLM."
 
 
@@ -161,8 +163,9 @@ class LLM(BuiltPerProcess):
             has_traces=trace,
         )
         self._requests = RequestReader(
-            self.target, self.tokenizer, None if seed is None else int(seed), self.sampling_defaults
-        )
+            self.target, self.tokenizer, None if seed is None else int(seed), self.sampling_defaults,
+            has_target_text=setup.policy.rule != "synthetic",
+        )  # fmt: skip
         self.shared = SharedEngine(self._engine, self._requests)
 
     @classmethod
@@ -193,6 +196,11 @@ class LLM(BuiltPerProcess):
     def is_lossy(self) -> bool:
         """Whether the acceptance rule may change the target's distribution."""
         return self._engine.policy.is_lossy
+
+    @property
+    def acceptance(self) -> str:
+        """Name of the acceptance rule, "auto" if each request has its own; see `AcceptancePolicy`."""
+        return self._engine.policy.rule
 
     def generate(
         self,
@@ -388,7 +396,13 @@ def _attach_drafters(setup: _DrafterSetup, config: SpeculativeConfig, target: Ru
     target.cache.reserve(0, target.cache.capacity)  # drafters may run the target while they are attached and timed
     for each in drafters:
         attach_drafter(each, handle)
-    controller = choose_controller(setup.options, setup.drafters, handle, config.control) if setup.drafters else None
+    controller = None
+    if setup.drafters:
+        keeps_acceptance = setup.policy.rule != "synthetic"
+        controller = choose_controller(
+            setup.options, setup.drafters, handle, config.control, keeps_acceptance=keeps_acceptance
+        )
+        _check_synthetic_depth(setup)
     options = [*setup.options, *([config.for_predictions] if config.for_predictions else [])]
     drafting = Drafting(
         drafters,
@@ -401,6 +415,19 @@ def _attach_drafters(setup: _DrafterSetup, config: SpeculativeConfig, target: Ru
     )
     target.cache.trim(0, 0)
     return drafting
+
+
+def _check_synthetic_depth(setup: _DrafterSetup) -> None:
+    """Says that texts will not be the target's; raises `ConfigError` if trees are too shallow for the rates."""
+    rates, deepest = setup.policy.joint_rates, sum(drafter.nodes_by_depth[-1] - 1 for drafter in setup.drafters)
+    if setup.policy.rule != "synthetic":
+        return
+    if len(rates) > deepest:
+        raise ConfigError(
+            f"synthetic acceptance has rates for {len(rates)} tokens, but drafts are at most {deepest} deep. "
+            f"Expected at most {deepest} rates. Draft more with num_speculative_tokens, or pass fewer rates."
+        )
+    _log.warning("acceptance is synthetic: drafted tokens are accepted at given rates, and texts are not the target's")
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

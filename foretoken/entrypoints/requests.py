@@ -178,8 +178,25 @@ def _resolve(reader: asyncio.Future[None]) -> None:
 class RequestReader:
     """Makes requests for a target."""
 
-    def __init__(self, target: Runner, tokenizer: Any, seed: int | None, defaults: Mapping[str, Any]) -> None:
-        """Makes a reader; `seed` is for requests without a seed, `defaults` are fields of `SamplingParams`."""
+    def __init__(
+        self,
+        target: Runner,
+        tokenizer: Any,
+        seed: int | None,
+        defaults: Mapping[str, Any],
+        *,
+        has_target_text: bool = True,
+    ) -> None:
+        """Makes a reader.
+
+        Args:
+            target: Runs the requests.
+            tokenizer: The target's, or None.
+            seed: For requests without a seed; None for random ones.
+            defaults: Fields of `SamplingParams`.
+            has_target_text: False for synthetic acceptance: requests that promise anything of the text are refused.
+        """
+        self._has_target_text = has_target_text
         self._tokenizer, self._defaults = tokenizer, defaults
         self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
         self._grammars = Grammars(tokenizer, target.vocab_size, target.model.eos_ids)
@@ -239,6 +256,8 @@ class RequestReader:
 
     def _request(self, prompt: ReadPrompt, params: SamplingParams, request_id: str) -> Request:
         vocab_size, limit = self._target.vocab_size, self._target.context_len
+        if not self._has_target_text:
+            _check_promises_nothing(params)
         if params.stop_strings and self._codec is None:
             raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
         named = checked_token_ids(
@@ -307,6 +326,16 @@ class RequestReader:
             if params is not None and not isinstance(params, SamplingParams):
                 raise RequestError(f"an entry of sampling_params is {shown(params)}. Expected SamplingParams or None.")
         return [self.default_params() if params is None else params.clone() for params in given]
+
+
+def _check_promises_nothing(params: SamplingParams) -> None:
+    names = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+    promise = next((name for name in names if getattr(params, name)), None)
+    if promise is not None:
+        raise RequestError(
+            f"{promise} cannot be kept: acceptance is synthetic, and texts are not the target's. Leave {promise} out, "
+            "or run without rejection_sample_method 'synthetic'."
+        )
 
 
 def _spellings(word: str) -> list[str]:

@@ -160,6 +160,8 @@ def accelerate(
     given: dict[str, Any] = {"allow_unknown_ids": True, "tokenizer": tokenizer, **_drafter_arguments(drafter)}
     given = {"generation_config": "vllm", **given, **arguments}  # transformers fills in sampling defaults
     acceleration = Acceleration(model, lambda: LLM(model, **given))
+    if acceleration.llm.acceptance == "synthetic":
+        raise ConfigError("accelerate keeps the output of generate, which synthetic acceptance does not. Use LLM.")
     setattr(model, NAME, AcceleratedGenerate(model, acceleration, tokenizer))
     return acceleration
 

@@ -398,6 +398,11 @@ class SamplingBatch:
     processors: tuple[Processor, ...]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether temperature alone changes the distributions of all requests."""
+        return not self.processors and self.top_k is None and self.top_p is None and self.min_p is None
+
+    @property
     def needs_counts(self) -> bool:
         """Whether a processor reads how often tokens occurred."""
         return any(processor.reads_counts for processor in self.processors)

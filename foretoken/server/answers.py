@@ -253,7 +253,8 @@ def running_usage(num_prompt: int, num_completion: int) -> dict[str, int]:
 def draft_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
     """Returns vLLM's figures of speculative decoding; None for several completions, as in vLLM.
 
-    Draft tokens are nodes of trees. Entry k of the histogram counts the passes that accepted k drafted tokens.
+    Draft tokens are nodes of trees. Entry k of the histogram counts the passes that accepted k drafted tokens. Under
+    synthetic acceptance `num_synthetic_steps` counts the passes with it.
     """
     if len(outputs) != 1 or len(outputs[0].outputs) != 1:
         return None
@@ -268,6 +269,7 @@ def draft_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
         "num_accepted_draft_tokens": metrics.num_accepted,
         "num_draft_tokens": metrics.num_drafted,
         "num_spec_tokens": deepest,
+        **({"num_synthetic_steps": metrics.num_synthetic} if metrics.num_synthetic else {}),
     }
 
 

@@ -234,6 +234,7 @@ class _Server:
             "id": name, "object": "model", "created": self._created, "owned_by": "foretoken",
             "root": self._config.names[0], "parent": None, "max_model_len": llm.target.context_len,
             "drafters": [drafter.name for drafter in llm.drafters], "is_lossless": not llm.is_lossy,
+            "acceptance": llm.acceptance,
             "has_chat_template": self._reader.has_template,
         }  # fmt: skip
 

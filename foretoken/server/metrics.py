@@ -36,6 +36,7 @@ _HELP = {
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted, without the target's own one of every pass.",
     "spec_decode_num_accepted_tokens_per_pos": "Accepted drafted tokens by depth in the tree, from 0.",
     "target_passes": "Passes of the target after prompts were read.",
+    "synthetic_passes": "Those of them with synthetic acceptance, which writes other texts than the target's.",
     "request_success": "Sequences that ended, by how.",
 }
 

@@ -33,7 +33,7 @@ DRAWS: dict[str, ProposalMaker] = {"drawn": independent, "one-hot": best}
 
 
 def test_lossy_rules_are_not_called_lossless() -> None:
-    assert set(LOSSY_RULES) == {"lenient", "typical"}
+    assert set(LOSSY_RULES) == {"lenient", "typical", "synthetic"}
     assert not set(LOSSY_RULES) & set(LOSSLESS_RULES)
 
 

@@ -185,13 +185,16 @@ def test_keys_of_vllm_that_ask_for_something() -> None:
         ({"acceptance": "typical", "posterior_threshold": 0.1, "posterior_alpha": 0.4}, "typical"),
         ({"acceptance": "typical", "typical_end": "argmax"}, "typical"),
         ({"acceptance": "typical", "typical_end": "draw"}, "typical"),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.56]}, "synthetic"),
+        ({"acceptance": "synthetic", "synthetic_acceptance_length": 2.5}, "synthetic"),
     ],
 )
 def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
     policy = parse(method="ngram", **keys).policy
     assert policy.rule == rule
-    assert policy.is_lossy == (rule in ("lenient", "typical"))
-    for key in ("lenience", "posterior_threshold", "posterior_alpha", "typical_end"):
+    assert policy.is_lossy == (rule in ("lenient", "typical", "synthetic"))
+    keys_of_rules = ("lenience", "posterior_threshold", "posterior_alpha", "typical_end")
+    for key in (*keys_of_rules, "synthetic_acceptance_rates", "synthetic_acceptance_length"):
         assert getattr(policy, key) == keys.get(key, getattr(AcceptancePolicy(), key))
 
 
@@ -236,7 +239,15 @@ def test_ranges_of_acceptance_options_are_those_of_the_policy(key: str, value: A
         ({"method": "ngram", "acceptance": "blok"}, r"acceptance rule 'blok' does not exist. Did you mean 'block'\?"),
         ({"method": "ngram", "acceptance": "greedy"}, r"acceptance rule 'greedy' does not exist"),
         ({"method": "ngram", "rejection_sample_method": "fly"}, r"rejection_sample_method 'fly' is not supported. "),
-        ({"method": "ngram", "rejection_sample_method": "synthetic"}, r"'synthetic' is not supported. "),
+        ({"method": "ngram", "rejection_sample_method": "synthetic"}, r"'synthetic' needs either synthetic_acceptance"),
+        (
+            {"method": "ngram", "rejection_sample_method": "synthetic", "acceptance": "coupled"},
+            r"rejection_sample_method 'synthetic' is lossy, and acceptance is 'coupled'. Pass one of them.",
+        ),
+        (
+            {"method": "ngram", "rejection_sample_method": "block", "synthetic_acceptance_length": 2},
+            r"synthetic acceptance came with the acceptance rule 'block'. ",
+        ),
         ({"method": "ngram", "lenience": 1.5}, r"'lenience' is 1.5. Expected above 0 and at most 1."),
         ({"method": "ngram", "posterior_alpha": "big"}, r"'posterior_alpha' is 'big'. Expected a number"),
         ({"method": "ngram", "lenience": True}, r"'lenience' is True. Expected a number"),

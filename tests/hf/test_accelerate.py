@@ -369,6 +369,8 @@ def test_the_model_stays_as_it_was(model: Any) -> None:
 def test_what_is_no_model_or_no_drafter_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match="Expected a transformers causal LM"):
         accelerate("models/tinycode")
+    with pytest.raises(ConfigError, match="accelerate keeps the output of generate"):
+        accelerate(model, {"method": "ngram", "acceptance": "synthetic", "synthetic_acceptance_length": 2})
     with pytest.raises(ConfigError, match=r"drafter is 7\. Expected a speculative_config"):
         accelerate(model, 7)
     with pytest.raises(ConfigError, match=f"and the model {VOCAB_SIZE}"):

@@ -1,0 +1,136 @@
+"""The report of SPEED-Bench: acceptance by category of prompts, and tokens per second of one user and of all.
+
+Names and definitions are those of its measuring program, `examples/specdec_bench` in NVIDIA's Model-Optimizer. Lengths
+count the target's own token: a pass without an accepted draft has length 1. Passes that only read prompts have none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from foretoken.core.records import StepRecord
+
+NO_CATEGORY = "all"  # of prompts without one
+_QUANTILES = (0.25, 0.5, 0.75)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRun:
+    """What one request contributes.
+
+    Attributes:
+        category: Category of its prompt.
+        num_tokens: Output tokens.
+        lengths: Passes after prefill by the number of tokens that they gave; empty if they are not known.
+        times: Seconds, on any clock, at which tokens came.
+    """
+
+    category: str = NO_CATEGORY
+    num_tokens: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean length of its passes; None without any."""
+        passes = self.lengths.total()
+        return sum(length * count for length, count in self.lengths.items()) / passes if passes else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second after its first ones; None if all came at once."""
+        seconds = self.times[-1] - self.times[0] if self.times else 0.0
+        return (self.num_tokens - 1) / seconds if seconds else None
+
+
+class RunLog:
+    """Collects the requests of an engine from its step records."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, RequestRun] = {}
+
+    def add(self, record: StepRecord, now: float) -> None:
+        """Adds an iteration that ended at `now`, in seconds."""
+        for step in record.sequences:
+            run = self._runs.setdefault(step.request_id, RequestRun())
+            run.num_tokens += step.num_emitted
+            run.times.append(now)
+            if step.num_emitted and not step.ends_prompt:
+                run.lengths[step.num_emitted] += 1
+
+    def run_of(self, request_id: str, category: str) -> RequestRun:
+        """Returns a request's run with the category of its prompt."""
+        run = self._runs.get(request_id, RequestRun())
+        run.category = category
+        return run
+
+
+def speed_report(runs: Sequence[RequestRun], seconds: float, concurrency: int | None) -> dict[str, Any]:
+    """Returns the figures of some requests and, under "categories", of each category alone; JSON-ready.
+
+    `Request_AL` and `Category_AL` are means over a request's passes and a category's requests, `Average_AL` over all
+    requests. `Conditional_Acceptance_Rate` of length k is P(length >= k | length >= k - 1). A user is one request.
+
+    Args:
+        runs: The requests in order.
+        seconds: From the first request to the end of the last, prefill included.
+        concurrency: Requests at once; None for no limit.
+    """
+    categories = sorted({run.category for run in runs})
+    by_category = {name: [run for run in runs if run.category == name] for name in categories}
+    return {
+        "concurrency": concurrency,
+        **_figures(runs, seconds),
+        "Request_AL": {str(index): run.acceptance_length for index, run in enumerate(runs)},
+        "Category_AL": {name: _mean_length(some) for name, some in by_category.items()},
+        "categories": {name: _figures(some, seconds) for name, some in by_category.items()},
+    }
+
+
+def _figures(runs: Sequence[RequestRun], seconds: float) -> dict[str, Any]:
+    lengths = sum((run.lengths for run in runs), Counter[int]())
+    return {
+        "num_requests": len(runs),
+        "Average_AL": _mean_length(runs),
+        **acceptance_rates(lengths),
+        "Output TPS": sum(run.num_tokens for run in runs) / seconds if seconds else None,
+        "Request Generation Tokens Per Second": _statistics(
+            run.tokens_per_s for run in runs if run.tokens_per_s is not None
+        ),
+    }
+
+
+def acceptance_rates(lengths: Counter[int]) -> dict[str, Any]:
+    """Returns SPEED-Bench's figures of the lengths of passes: histogram, conditional and joint rates, all by length."""
+    places = range(1, max(+lengths, default=0) + 1)  # +: without lengths that never occurred
+    at_least = {place: sum(lengths[each] for each in places if each >= place) for place in places}
+    total = lengths.total()
+    conditional = {str(place): at_least[place] / at_least.get(place - 1, total) for place in places}
+    return {
+        "Acceptance_Length_Histogram": {str(place): lengths[place] for place in places},
+        "Conditional_Acceptance_Rate": conditional,
+        "Joint_Acceptance_Rate": {str(place): at_least[place] / total for place in places},
+    }
+
+
+def _mean_length(runs: Sequence[RequestRun]) -> float | None:
+    known = [length for run in runs if (length := run.acceptance_length) is not None]
+    return fmean(known) if known else None
+
+
+def _statistics(values: Iterable[float]) -> dict[str, Any] | None:
+    data = np.array(list(values))
+    if not len(data):
+        return None
+    return {
+        "min": float(data.min()), "max": float(data.max()), "mean": float(data.mean()), "std": float(data.std()),
+        "quantiles": {str(each): float(np.quantile(data, each)) for each in _QUANTILES},
+    }  # fmt: skip
