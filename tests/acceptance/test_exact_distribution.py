@@ -200,3 +200,17 @@ def test_trees_of_other_random_tables(seed: int) -> None:
     target, draft = tables("dense", 3, 2, seed)
     for rule, draw in (("traversal", without_replacement), ("traversal", independent), ("kseq", independent)):
         assert law(rule, drafts([draw(draft, 2), draw(draft, 2)], 3), target).error <= EXACT
+
+
+@pytest.mark.parametrize("rule", ["block", "traversal"])
+def test_a_rule_that_draws_choose_would_be_seen(rule: str) -> None:
+    """Both rules are lossless. One of them where the second node holds token 0, and the other elsewhere, is not."""
+    target, draft = tables("dense", 3, 2)
+    every_draft = drafts([independent(draft, 1)] * 2, 3)
+    is_first = every_draft.tree.tokens[:, 2] == 0
+    total = torch.zeros(27, dtype=torch.float64)
+    for name, rows in ((rule, is_first), ("sequential", ~is_first)):
+        part = Drafts(every_draft.tree.select(rows), every_draft.contexts[rows], every_draft.probs[rows])
+        total += law(name, part, target).tokens
+    assert abs(total.sum().item() - 1) <= EXACT
+    assert (total - law(rule, every_draft, target).target).abs().max() > 1e-3
