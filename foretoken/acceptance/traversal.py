@@ -36,6 +36,7 @@ def accept_traversal(tree: TokenTree, log_probs: LogProbs, decisions: Decisions)
     weights = probs.new_ones(batch, width)
     path_probs = probs.new_zeros(batch, tree.max_depth + 1, probs.shape[1])  # P of the nodes down to `node`, by depth
     path_probs[:, 0] = probs
+    path_drafts = torch.zeros_like(path_probs)  # Q of the same nodes
     walking = torch.ones(batch, dtype=torch.bool, device=device)
     for step in range(2 * width - 1):
         child = next_child[index, node]
@@ -50,10 +51,10 @@ def accept_traversal(tree: TokenTree, log_probs: LogProbs, decisions: Decisions)
             parent = tree.parents[index, node].clamp_min(0)
             depth, weight = tree.depths[index, parent], weights[index, parent]
             scaled = weight.unsqueeze(1) * path_probs[index, depth]
-            draft_probs = draft_distributions(tree, node, probs)
+            draft_probs = path_drafts[index, tree.depths[index, node]]
             surplus = (scaled - draft_probs).clamp_min(0).sum(1)
             # The sum is 0 only if the weight is 1 and P = Q. The deleted leaf then had weight 1 too: probability 0.
-            raised = surplus / (surplus + 1 - weight).clamp_min(tiny)
+            raised = surplus / (surplus + (1 - weight)).clamp_min(tiny)
             weights[index, parent] = torch.where(is_deleted & (parent > 0), raised, weight)
             path_probs[index, depth] = torch.where(
                 is_deleted.unsqueeze(1), residual(scaled, draft_probs), path_probs[index, depth]
@@ -66,8 +67,8 @@ def accept_traversal(tree: TokenTree, log_probs: LogProbs, decisions: Decisions)
             scaled = weights[index, node].unsqueeze(1) * path_probs[index, tree.depths[index, node]]
             node = torch.where(descends, child, node)
             token, depth = tree.tokens[index, node], tree.depths[index, node]
-            draft_prob = draft_distributions(tree, node, probs)[index, token].clamp_min(tiny)
-            weight = (scaled[index, token] / draft_prob).clamp_max(1.0)
+            path_drafts[index, depth] = draft_probs = draft_distributions(tree, node, probs)
+            weight = (scaled[index, token] / draft_probs[index, token].clamp_min(tiny)).clamp_max(1.0)
             weights[index, node] = torch.where(descends, weight, weights[index, node])
             path_probs[index, depth] = torch.where(
                 descends.unsqueeze(1), log_probs(node).exp(), path_probs[index, depth]
