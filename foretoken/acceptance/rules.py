@@ -182,6 +182,21 @@ def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -
 
 def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
     """Tests each child in draw order, sampled children first (speculative sampling on trees); lossless."""
+    return _accept_tested(tree, log_probs, decisions, is_kseq=False)
+
+
+def accept_kseq(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
+    """Tests independent draws from one distribution q with one threshold for all of them (K-SEQ); lossless.
+
+    A draw x is accepted with probability min(1, p(x) / (rho q(x))). If none of the k draws is accepted, the correction
+    token comes from `kseq_residual`. Children that are no such draws are tested as in `accept_sequential`.
+
+    Source: Sun et al. 2023 (SpecTr, arXiv 2310.15141).
+    """
+    return _accept_tested(tree, log_probs, decisions, is_kseq=True)
+
+
+def _accept_tested(tree: TokenTree, log_probs: LogProbs, decisions: Decisions, *, is_kseq: bool) -> Acceptance:
     batch_index = torch.arange(tree.batch_size, device=tree.tokens.device)
     table = sampled_children(tree)
     siblings = table.shape[2]
@@ -189,21 +204,102 @@ def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions
     def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         probs = log_probs(node).exp()
         child = torch.full_like(node, -1)
+        shared = _shared_test(tree, table[batch_index, node], probs) if is_kseq and siblings > 1 else None
         for slot in range(siblings):
             candidate = table[batch_index, node, slot]
             is_tested = (candidate >= 0) & (child < 0)
-            draft_probs = conditional_draft_probs(tree, table, node, slot, probs)
+            draft_probs = drawn_distributions(tree, candidate.clamp_min(0), probs)
             token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
             p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
+            if shared is not None:
+                q = shared.factor * q
             # Not `depth * siblings`: that bound is the batch's, and draws must not depend on other sequences.
             survives = decisions.accept(torch.where(is_tested, p, 0.0), q, depth * MAX_NODES + slot)
             child = torch.where(survives, candidate, child)
-            is_rejected = (is_tested & ~survives).unsqueeze(1)
-            probs = torch.where(is_rejected, residual(probs, draft_probs), probs)
+            is_rejected = is_tested & ~survives
+            if shared is not None:
+                is_rejected = is_rejected & ~shared.applies
+            probs = torch.where(is_rejected.unsqueeze(1), residual(probs, draft_probs), probs)
+        if shared is not None:
+            probs = torch.where((shared.applies & (child < 0)).unsqueeze(1), shared.rest, probs)
         drawn = decisions.token(probs, depth)
         return torch.where(child < 0, child_with_token(tree, node, drawn), child), drawn
 
     return descend(tree, step)
+
+
+class _SharedTest(NamedTuple):
+    """K-SEQ at one node of each sequence.
+
+    Attributes:
+        applies: (B,) bool, whether the node has several children that are independent draws from one distribution.
+        factor: (B,), rho; 1 elsewhere.
+        rest: (B, V), distribution of the correction token; arbitrary elsewhere.
+    """
+
+    applies: Tensor
+    factor: Tensor
+    rest: Tensor
+
+
+def _shared_test(tree: TokenTree, candidates: Tensor, probs: Tensor) -> _SharedTest:
+    """candidates: (B, C) int64, entries of `sampled_children`; probs: (B, V), the target distributions."""
+    assert tree.distributions is not None, "sampled children exist only with draft distributions"
+    is_child, nodes = candidates >= 0, candidates.clamp_min(0)
+    rows, count = tree.distributions.row_of.gather(1, nodes), is_child.sum(1)
+    is_alike = (tree.distributions.kinds.gather(1, nodes) == DrawKind.INDEPENDENT) & (rows == rows[:, :1])
+    applies = (is_alike | ~is_child).all(1) & (count > 1)
+    draft_probs = drawn_distributions(tree, nodes[:, 0], probs)
+    factor = torch.where(applies, kseq_factor(probs, draft_probs, count), 1.0)
+    return _SharedTest(applies, factor, kseq_residual(probs, draft_probs, factor, count))
+
+
+_BISECTIONS = 20  # a choice: leaves rho within (k - 1) / 2^20 of the root, on the valid side
+
+
+def kseq_factor(target_probs: Tensor, draft_probs: Tensor, count: Tensor) -> Tensor:
+    """Returns the smallest valid rho of K-SEQ, by bisection on [1, k].
+
+    rho is valid if 1 - (1 - b)^k <= rho b, where b = sum over x of min(q(x), p(x) / rho).
+
+    Args:
+        target_probs: (B, V), p.
+        draft_probs: (B, V), q.
+        count: (B,) int64, k, the number of draws.
+
+    Returns:
+        (B,), valid values, above the root by at most (k - 1) / 2^20.
+
+    Source: Sun et al. 2023 (SpecTr, arXiv 2310.15141).
+    """
+    low = torch.ones_like(target_probs[:, 0])
+    high = count.to(low.dtype).clamp_min(1)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        overlap = torch.minimum(draft_probs, target_probs / middle.unsqueeze(1)).sum(1)
+        is_valid = 1 - (1 - overlap) ** count <= middle * overlap
+        low, high = torch.where(is_valid, low, middle), torch.where(is_valid, middle, high)
+    return high
+
+
+def kseq_residual(target_probs: Tensor, draft_probs: Tensor, factor: Tensor, count: Tensor) -> Tensor:
+    """Returns the distribution of the correction token after K-SEQ has rejected all draws.
+
+    norm(p - m (1 - (1 - b)^k) / b), where m = min(q, p / rho) and b = sum m.
+
+    Args:
+        target_probs: (B, V), p.
+        draft_probs: (B, V), q.
+        factor: (B,), rho, see `kseq_factor`.
+        count: (B,) int64, k.
+
+    Returns:
+        (B, V), rows sum to 1.
+    """
+    overlap = torch.minimum(draft_probs, target_probs / factor.unsqueeze(1))
+    mass = overlap.sum(1, keepdim=True)
+    accepted = 1 - (1 - mass) ** count.unsqueeze(1)
+    return residual(target_probs, overlap * (accepted / mass.clamp_min(torch.finfo(mass.dtype).tiny)))
 
 
 def sampled_children(tree: TokenTree) -> Tensor:
@@ -226,28 +322,43 @@ def sampled_children(tree: TokenTree) -> Tensor:
     return flat[:, :-1].view(batch, width, siblings)
 
 
-def conditional_draft_probs(tree: TokenTree, table: Tensor, node: Tensor, slot: int, like: Tensor) -> Tensor:
-    """Returns the draft distribution of the `slot`-th sampled child of each node, given its earlier siblings.
+def drawn_distributions(tree: TokenTree, nodes: Tensor, like: Tensor) -> Tensor:
+    """Returns the draft distributions of drawn nodes, given their earlier siblings.
 
     Args:
-        table: (B, N, C) int64 from `sampled_children`.
-        node: (B,) int64, the parents.
+        tree: Candidates with draft distributions.
+        nodes: (B,) int64, one node of each sequence.
+        like: (B, V), gives dtype.
 
     Returns:
-        (B, V); arbitrary where the child does not exist.
+        (B, V); arbitrary for roots, chosen nodes and padding.
     """
-    drafts = tree.distributions
-    assert drafts is not None, "sampled children exist only with draft distributions"
-    batch_index = torch.arange(tree.batch_size, device=node.device)
-    child = table[batch_index, node, slot].clamp_min(0)
-    row = drafts.row_of[batch_index, child]
-    probs = drafts.rows[batch_index, row.clamp_min(0)].to(like.dtype)
-    without = (drafts.kinds[batch_index, child] == DrawKind.WITHOUT_REPLACEMENT).unsqueeze(1)
-    earlier = table[batch_index, node, :slot].clamp_min(0)
-    is_removed = without & (drafts.row_of.gather(1, earlier) == row.unsqueeze(1))
-    taken = torch.zeros_like(probs).scatter_add_(1, tree.tokens.gather(1, earlier), is_removed.to(probs.dtype))
-    probs = torch.where(taken > 0, 0.0, probs)
-    return torch.where(without, probs / probs.sum(1, keepdim=True).clamp_min(torch.finfo(like.dtype).tiny), probs)
+    drafts, nodes = tree.distributions, nodes.unsqueeze(1)
+    assert drafts is not None, "only draft distributions have drawn nodes"
+    row = drafts.row_of.gather(1, nodes)
+    probs = drafts.rows[torch.arange(tree.batch_size, device=nodes.device), row[:, 0].clamp_min(0)].to(like.dtype)
+    if drafts.max_siblings < 2:
+        return probs
+    # A draw without replacement excludes the tokens that were drawn before from the same distribution.
+    is_earlier = torch.arange(tree.width, device=nodes.device) < nodes
+    is_removed = is_earlier & (tree.parents == tree.parents.gather(1, nodes)) & (drafts.row_of == row)
+    taken = torch.zeros_like(probs).scatter_add_(1, tree.tokens, is_removed.to(probs.dtype))
+    left = torch.where(taken > 0, 0.0, probs)
+    left = left / left.sum(1, keepdim=True).clamp_min(torch.finfo(like.dtype).tiny)
+    return torch.where(drafts.kinds.gather(1, nodes) == DrawKind.WITHOUT_REPLACEMENT, left, probs)
+
+
+def draft_distributions(tree: TokenTree, nodes: Tensor, like: Tensor) -> Tensor:
+    """Returns `drawn_distributions` of drawn nodes and one-hot distributions of chosen nodes; arguments as there.
+
+    Trees need no draft distributions. The rows of roots and padding are arbitrary.
+    """
+    token, drafts = tree.tokens.gather(1, nodes.unsqueeze(1)), tree.distributions
+    if drafts is None:
+        return torch.zeros_like(like).scatter_(1, token, 1.0)
+    is_chosen = drafts.kinds.gather(1, nodes.unsqueeze(1)) == DrawKind.ONE_HOT
+    drawn = torch.where(is_chosen, 0.0, drawn_distributions(tree, nodes, like))
+    return drawn.scatter_add_(1, token, is_chosen.to(drawn.dtype))
 
 
 def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
@@ -330,7 +441,7 @@ def accept_lenient(
     for i in range(1, tree.max_depth + 1):
         is_tested = walking & (i < tree.num_nodes)
         token = tree.tokens[:, i : i + 1]
-        draft_probs = _draft_probs(tree, i, probs)
+        draft_probs = draft_distributions(tree, torch.full_like(node, i), probs)
         p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
         raw = unwarped_log_probs(node).exp()
         # Strictly above, or the argmax itself: at l = 1 a tie that plain decoding breaks differently is not accepted.
@@ -402,14 +513,3 @@ def accept_typical(
         next_token=decisions.token(end.exp(), 0) if is_end_drawn else end.argmax(1),
         lossy_tv=torch.full((batch,), float("nan"), dtype=torch.float32, device=tree.tokens.device),
     )
-
-
-def _draft_probs(tree: TokenTree, node: int, like: Tensor) -> Tensor:
-    """(B, V), the draft distribution of a chain's node; one-hot for chosen nodes."""
-    one_hot = torch.zeros_like(like).scatter_(1, tree.tokens[:, node : node + 1], 1.0)
-    if tree.distributions is None:
-        return one_hot
-    index = torch.arange(tree.batch_size, device=like.device)
-    rows = tree.distributions.rows[index, tree.distributions.row_of[:, node].clamp_min(0)].to(like.dtype)
-    is_one_hot = tree.distributions.kinds[:, node : node + 1] == DrawKind.ONE_HOT
-    return torch.where(is_one_hot, one_hot, rows)

@@ -14,11 +14,13 @@ from foretoken.acceptance.rules import (
     accept_chosen,
     accept_coupled,
     accept_greedy,
+    accept_kseq,
     accept_lenient,
     accept_sequential,
     accept_typical,
 )
 from foretoken.acceptance.synthetic import LengthSchedule, accept_synthetic, check_synthetic, rates_of_length
+from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.backend import has_triton_kernels
 from foretoken.core.checks import check_number, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from foretoken.sampling.node_scores import NodeScores
 
-LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block")
+LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block", "traversal", "kseq")
 LOSSY_RULES = ("lenient", "typical", "synthetic")
 TYPICAL_ENDS = ("draw", "argmax")
 _SELECTABLE = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
@@ -40,8 +42,8 @@ class AcceptancePolicy:
     """How sampled requests are verified; greedy requests always use exact match unless the rule is lossy.
 
     Attributes:
-        rule: "auto", "coupled", "sequential", "block", or a lossy rule by name: "lenient", "typical",
-            "synthetic".
+        rule: "auto", "coupled", "sequential", "block", "traversal", "kseq", or a lossy rule by name: "lenient",
+            "typical", "synthetic".
         lenience: Factor l of the lenient rule, in (0, 1].
         posterior_threshold: Epsilon of the typical rule, in (0, 1].
         posterior_alpha: Delta of the typical rule, in (0, 1].
@@ -105,7 +107,8 @@ class AcceptancePolicy:
         Seeded requests are coupled, so that their text depends on the seed alone. Without a seed, a chain with draft
         distributions is verified as a block, a tree with draft distributions by the sequential test, and one-hot drafts
         by coupling, which for them is sample and match. The block and lenient rules exist for chains only; a tree that
-        is no chain is verified by the sequential test.
+        is no chain is verified by the sequential test. So are trees without a drawn node under the traversal and K-SEQ
+        rules, which take all others: what was drawn must not choose between two rules.
 
         Args:
             row: Index of the request: the rule cannot depend on other sequences. None asks for one rule that
@@ -124,6 +127,8 @@ class AcceptancePolicy:
             return "greedy"
         if self.is_coupled(is_seeded=is_seeded) or (self.rule == "auto" and tree.distributions is None):
             return "drawn" if is_plain else "coupled"
+        if self.rule in ("traversal", "kseq"):
+            return self.rule if _has_draws(tree, rows) else "sequential"
         is_block = not is_mixed and self.rule in ("auto", "block") and _is_sampled_chain(tree, rows)
         return "block" if is_block else "sequential"
 
@@ -162,18 +167,21 @@ def accept(
     )
 
 
+_SAMPLED_RULES = {
+    "coupled": accept_coupled,
+    "sequential": accept_sequential,
+    "block": accept_block,
+    "traversal": accept_traversal,
+    "kseq": accept_kseq,
+}
+
+
 def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
     tree, decisions = scores.tree, KeyedDecisions(scores.batch.noise, root_positions)
     match rule:
         case "greedy" | "drawn":
             chosen = scores.argmax_everywhere() if rule == "greedy" else scores.drawn_everywhere(root_positions)
             return accept_greedy(tree, scores.argmax) if chosen is None else accept_chosen(tree, chosen)
-        case "coupled":
-            return accept_coupled(tree, scores.log_probs, decisions)
-        case "sequential":
-            return accept_sequential(tree, scores.log_probs, decisions)
-        case "block":
-            return accept_block(tree, scores.log_probs, decisions)
         case "lenient":
             return accept_lenient(
                 tree,
@@ -192,7 +200,13 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
                 delta=policy.posterior_alpha,
                 is_end_drawn=policy.typical_end == "draw",
             )
-    raise AssertionError(f"no such rule: {rule}")
+    return _SAMPLED_RULES[rule](tree, scores.log_probs, decisions)
+
+
+def _has_draws(tree: TokenTree, rows: slice) -> bool:
+    """Whether any node of some rows was drawn. Synchronises with the host."""
+    drafts = tree.distributions
+    return drafts is not None and bool(((drafts.kinds[rows] != DrawKind.ONE_HOT) & (tree.parents[rows] >= 0)).any())
 
 
 def _token_after(scores: NodeScores, root_positions: Tensor) -> Callable[[Tensor, int], Tensor]:

@@ -9,14 +9,14 @@ children without replacement as Sequoia does (2402.12374). Coupled requests draf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DrafterOptions, TargetReads
-from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, draft_runner
+from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, SampleMethod, draft_runner
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.drafters.vocabularies import (
     DraftModelFiles,
@@ -45,7 +45,9 @@ class Options(DrafterOptions):
     Attributes:
         revision: Of the hub, if `model` is a hub id; None for its main branch.
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
-            requests; "greedy" always takes its most probable tokens.
+            requests, siblings without replacement; "independent" draws siblings independently, repeats included, as
+            K-SEQ needs them (not in dynamic trees; drafts one level at a time); "greedy" always takes its most probable
+            tokens.
         quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
             float32 and bfloat16; no mixture of experts): one more byte per weight. "none" drafts with the weights as
             stored. "auto" takes int8 where possible.
@@ -63,7 +65,7 @@ class Options(DrafterOptions):
     prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
     revision: str | None = None
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    draft_sample_method: SampleMethod = "probabilistic"
     quantization: QuantizationOption = "auto"
     vocab_match: VocabMatch | None = None
     use_heterogeneous_vocab: bool = False
@@ -109,7 +111,7 @@ class DraftModelDrafter:
         self._options, self._load, self._match = options, load, match
         self._take_shape(options.language_model_shape())
         self._texts: dict[int, Translation] = {}  # by slot, if vocabularies differ
-        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
+        self._draws = KeptDraws(options.draft_sample_method, options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache.

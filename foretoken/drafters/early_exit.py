@@ -11,7 +11,7 @@ Source: Elhoushi et al. 2024, LayerSkip (arXiv 2404.16710); transformers calls t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DrafterOptions, TargetReads
-from foretoken.drafters.levels import KeptDraws, draft_by_levels
+from foretoken.drafters.levels import KeptDraws, SampleMethod, draft_by_levels
 from foretoken.trees.dynamic import DynamicShape, begin_expansion
 from foretoken.trees.merge import Pruning
 
@@ -40,7 +40,7 @@ class Options(DrafterOptions):
     prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
     exit_layer: int | None = Field(default=None, ge=1, le=1000)
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    draft_sample_method: SampleMethod = "probabilistic"
 
 
 class EarlyExitDrafter:
@@ -52,7 +52,7 @@ class EarlyExitDrafter:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._take_shape(options.language_model_shape())
-        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
+        self._draws = KeptDraws(options.draft_sample_method, options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
         """Checks that the target has more blocks; raises `ConfigError` when no block would be left out."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
 from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
-from foretoken.drafters.levels import KeptDraws, QuantizationOption, with_quantization
+from foretoken.drafters.levels import KeptDraws, QuantizationOption, SampleMethod, with_quantization
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
@@ -61,7 +61,8 @@ class HeadOptions(DrafterOptions):
             with the head, or else the head's published tree; in each iteration as deep as pays, down to no draft at
             all.
         draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
-            without a seed; "greedy" always takes its most probable tokens.
+            without a seed; "greedy" always takes its most probable tokens; "independent" as in
+            `foretoken.drafters.draft_model`.
         quantization: "int8" drafts with all matrices in int8, with a scale per row, on CPUs: one byte per weight, also
             for a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
             target's precision: float32, or bfloat16 if the target is. "auto" takes int8 where possible.
@@ -74,7 +75,7 @@ class HeadOptions(DrafterOptions):
 
     revision: str | None = None
     tree: TreeOption = "tree"
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    draft_sample_method: SampleMethod = "probabilistic"
     quantization: QuantizationOption = "auto"
     allow_other_target: bool = False
 
@@ -190,7 +191,7 @@ class HeadDrafter:
         self.reads = TargetReads(taps=self.checkpoint.config.taps, is_last_enough=self.reads_last)
         self.shape: AnyShape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
-        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
+        self._draws = KeptDraws(options.draft_sample_method, options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
         """Makes the network, and chooses the tree by the measured seconds of passes and drafts."""

@@ -165,6 +165,7 @@ class DraftLevels:
 
 
 QuantizationOption = Literal["auto", "int8", "none"]
+SampleMethod = Literal["greedy", "probabilistic", "independent"]
 _Made = TypeVar("_Made")
 
 
@@ -193,8 +194,8 @@ def with_quantization(option: QuantizationOption, make: Callable[[Quantization |
 class KeptDraws:
     """The draws of the last proposal."""
 
-    def __init__(self, *, greedy: bool, pruning: Pruning | None = None) -> None:
-        self._is_greedy, self._pruning = greedy, pruning
+    def __init__(self, method: SampleMethod, pruning: Pruning | None = None) -> None:
+        self._is_greedy, self._is_independent, self._pruning = method == "greedy", method == "independent", pruning
         self._draws: DraftDraws | None = None
         self._are_coupled: list[bool] = []
 
@@ -215,7 +216,9 @@ class KeptDraws:
         if draws is None or draws.batch is not sampling or self._are_coupled != are_coupled:
             draws = DraftDraws.build(sampling, are_coupled, positions, greedy=self._is_greedy)
             self._draws, self._are_coupled = draws, are_coupled
-        return roots, replace(draws, root_positions=positions, pruning=self._pruning)
+        return roots, replace(
+            draws, root_positions=positions, pruning=self._pruning, is_independent=self._is_independent
+        )
 
 
 class NodePasses:

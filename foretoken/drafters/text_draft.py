@@ -166,7 +166,7 @@ class TextDraftDrafter:
         self._chain_len = chain_len
         self.nodes_by_depth: Sequence[int] = range(1, chain_len + 2)
         self._texts: dict[int, DraftText] = {}
-        self._draws = KeptDraws(greedy=True)
+        self._draws = KeptDraws("greedy")
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.backend import reads_are_free
+from foretoken.core.token_tree import MAX_NODES
 from foretoken.sampling.batch import warp
 from foretoken.sampling.noise import Purpose
 
@@ -35,6 +36,8 @@ class DraftDraws:
         has_sampled: False only if no `is_sampled` is true; known on the host.
         is_drawn_for_all: True only if no sequence is drafted greedily; known on the host.
         pruning: Thresholds of improbable tokens to leave out; None keeps all tokens.
+        is_independent: Whether sampled siblings are drawn independently, repeats included, instead of without
+            replacement.
     """
 
     batch: SamplingBatch
@@ -45,6 +48,7 @@ class DraftDraws:
     has_sampled: bool
     is_drawn_for_all: bool
     pruning: Pruning | None = None
+    is_independent: bool = False
 
     @classmethod
     def build(
@@ -102,6 +106,22 @@ class DraftDraws:
             own = [noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=node) for node in nodes]
             keys = torch.where(_by_sequence(self.is_sampled), keys + torch.stack(own, dim=1), keys)
         return log_probs, keys
+
+    def candidates(self, log_probs: Tensor, keys: Tensor, nodes: Sequence[int], count: int) -> Tensor:
+        """Returns `count` tokens after each node, (B, P, count) int64: those with the largest keys, in order.
+
+        With `is_independent` the tokens of a sampled request are independent draws, and the first one is the token with
+        the largest key. Arguments: both results of `keys`, and its `nodes`.
+        """
+        best = keys.topk(count, dim=2).indices
+        if not (self.is_independent and self.has_sampled):
+            return best
+        noise, vocab_size, drawn = self.batch.noise, log_probs.shape[2], []
+        for order in range(count):
+            lanes = [order * MAX_NODES + node for node in nodes]
+            own = [noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=lane) for lane in lanes]
+            drawn.append((log_probs + torch.stack(own, dim=1)).argmax(2))
+        return torch.where(_by_sequence(self.is_sampled), torch.stack(drawn, dim=2), best)
 
     def guesses(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities as `keys` does, and keys: the largest keys are the target's most probable choices.

@@ -219,14 +219,14 @@ class TreeExpansion:
         level = self._level(depth)
         self._num_tokens = max(self._num_tokens, logits.shape[2])
         log_probs, keys = self.draws.keys(logits, level.indices, depth)
-        best = keys.topk(level.num_candidates, dim=2)
+        best = self.draws.candidates(log_probs, keys, level.indices, level.num_candidates)
         if self.draws.has_sampled:
             # Draws are taken in order, without the gaps in a shape's ranks: a draw after a skipped draw has a
             # distribution that no row holds.
             candidate = torch.where(self.draws.is_sampled.unsqueeze(1), level.order, level.rank)
         else:
             candidate = level.rank.expand(logits.shape[0], -1)
-        chosen = _entries(best.indices, level.place, candidate)
+        chosen = _entries(best, level.place, candidate)
         children = level.children
         self.tokens[:, children] = chosen
         gains = _entries(log_probs, level.place, chosen)
@@ -239,7 +239,8 @@ class TreeExpansion:
             probs = log_probs.exp()
             is_drawn = self.draws.is_sampled.unsqueeze(1) & (_entries(probs, level.place, chosen) > 0)
             row = sum(rows.shape[1] for rows in self._rows) + (level.place if log_probs.shape[1] > 1 else 0)
-            self._kinds[:, children] = torch.where(is_drawn, level.kind, DrawKind.ONE_HOT.value)
+            kind = DrawKind.INDEPENDENT.value if self.draws.is_independent else level.kind
+            self._kinds[:, children] = torch.where(is_drawn, kind, DrawKind.ONE_HOT.value)
             self._row_of[:, children] = torch.where(is_drawn, row, -1)
             self._rows.append(probs)
             self._keep_drawn(level, is_drawn)

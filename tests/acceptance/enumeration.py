@@ -22,6 +22,7 @@ _NEGLIGIBLE = 1e-18
 
 _MAX_ROWS = 40_000  # keeps a run below some 100 MB
 
+Columns = dict[tuple[str, int], int]  # of a script, by kind and lane of a choice
 Rule = Callable[[TokenTree, LogProbs, Decisions], Acceptance]
 Lookup = Callable[[TokenTree, Tensor, LogProbs], LogProbs]
 
@@ -70,7 +71,9 @@ class ExactLaw:
 
 
 class ReplayedDecisions:
-    """Follows a script of outcomes; past its end takes the first possible outcome and notes all others as new scripts.
+    """Follows a script of outcomes; elsewhere takes the first possible outcome and notes all others as new scripts.
+
+    A script has a column for each choice, known by its kind and lane as the engine's random numbers are. -1 is open.
 
     Attributes:
         weight: (B,), probability of the choices made, the draft's included.
@@ -78,29 +81,30 @@ class ReplayedDecisions:
         branches: Scripts with their weights and drafts that lead to the other outcomes.
     """
 
-    def __init__(self, script: Tensor, weight: Tensor, draft: Tensor) -> None:
-        self._script, self._draft = script, draft
-        self._taken: list[Tensor] = []
+    def __init__(self, script: Tensor, weight: Tensor, draft: Tensor, columns: Columns) -> None:
+        self._script, self._draft, self._columns = script, draft, columns
+        self._taken: dict[int, Tensor] = {}
         self.weight = weight
         self.is_over = torch.zeros_like(draft, dtype=torch.bool)
         self.branches: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
-        return self._choose(log_probs.exp())
+        return self._choose(log_probs.exp(), ("target", depth))
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
         keep = torch.where(target_prob > 0, (target_prob / draft_prob).clamp_max(1.0), 0.0)
-        return self._choose(torch.stack([keep, 1 - keep], dim=1)) == 0
+        return self._choose(torch.stack([keep, 1 - keep], dim=1), ("accept", lane)) == 0
 
     def token(self, probs: Tensor, lane: int) -> Tensor:
         # The engine draws by argmax(log p + g), which does not see the scale of p. Neither may this.
-        return self._choose(probs / probs.sum(1, keepdim=True))
+        return self._choose(probs / probs.sum(1, keepdim=True), ("token", lane))
 
-    def _choose(self, probs: Tensor) -> Tensor:
+    def _choose(self, probs: Tensor, key: tuple[str, int]) -> Tensor:
         assert probs.isfinite().all(), "a rule asked for a choice between probabilities that are not finite"
-        step = len(self._taken)
-        is_scripted = step < self._script.shape[1]
-        scripted = self._script[:, step] if is_scripted else torch.full_like(self._draft, -1)
+        column = self._columns.setdefault(key, len(self._columns))
+        assert column not in self._taken, "a rule used a random number twice"
+        is_scripted = column < self._script.shape[1]
+        scripted = self._script[:, column] if is_scripted else torch.full_like(self._draft, -1)
         first = (probs > 0).to(torch.uint8).argmax(1)
         chosen = torch.where(scripted >= 0, scripted, first)
         is_open = (scripted < 0) & ~self.is_over
@@ -108,18 +112,19 @@ class ReplayedDecisions:
         possible[torch.arange(len(first)), first] = False
         row, outcome = possible.nonzero(as_tuple=True)
         if row.numel():
-            so_far = [taken[row] for taken in self._taken]
-            self.branches.append(
-                (torch.stack([*so_far, outcome], dim=1), self.weight[row] * probs[row, outcome], self._draft[row])
-            )
+            script = torch.full((len(row), len(self._columns)), -1)
+            for earlier, taken in self._taken.items():
+                script[:, earlier] = taken[row]
+            script[:, column] = outcome
+            self.branches.append((script, self.weight[row] * probs[row, outcome], self._draft[row]))
         fresh = probs.gather(1, chosen.unsqueeze(1))[:, 0]
         # A scripted choice is in the weight already: it was counted where the script branched off.
         self.weight = torch.where(is_open, self.weight * fresh, self.weight)
-        self._taken.append(chosen)
+        self._taken[column] = chosen
         return chosen
 
 
-DecisionsFactory = Callable[[Tensor, Tensor, Tensor], ReplayedDecisions]
+DecisionsFactory = Callable[[Tensor, Tensor, Tensor, Columns], ReplayedDecisions]
 
 
 def exact_distribution(
@@ -138,7 +143,7 @@ def exact_distribution(
         drafts: All trees.
         target: (C, V) float64, the target distribution after every context of at most the trees' depth.
         lookup: Replaces the log-probabilities that the rule sees, for broken variants.
-        decisions: (script, weight, draft) -> decisions.
+        decisions: (script, weight, draft, columns) -> decisions.
         walks: The rule looks at one node a depth and stops at the first node it looks at twice. Only saves time: later
             choices of such a row are then not enumerated.
     """
@@ -146,11 +151,12 @@ def exact_distribution(
     mass = torch.zeros(_num_contexts(vocab, depth + 1), dtype=torch.float64)
     totals = torch.zeros(2, dtype=torch.float64)
     draft = torch.arange(len(drafts.probs))
+    columns: Columns = {}
     jobs = [(torch.empty(len(draft), 0, dtype=torch.int64), drafts.probs, draft)]
     while jobs:
         branches = []
         for script, weight, draft in _in_chunks(jobs):
-            replay = decisions(script, weight, draft)
+            replay = decisions(script, weight, draft, columns)
             tree, contexts = drafts.tree.select(draft), drafts.contexts[draft]
             log_probs = _lookup(target, contexts)
             if lookup:

@@ -3,28 +3,36 @@
 A mutant replaces one thing: the rule, the drafts it is told of, the rows it reads, its choices, or a function it calls.
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from drafting import Child, Proposal, best, drafts, independent, tables, without_improbable, without_replacement
-from enumeration import DecisionsFactory, Drafts, Lookup, ReplayedDecisions, Rule
+from enumeration import Columns, DecisionsFactory, Drafts, Lookup, ReplayedDecisions, Rule
 from penalised import penalised_rule, penalised_target, without_the_node_itself, without_the_path
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
 from foretoken.acceptance.rules import (
+    _accept_tested,
     accept_block,
+    accept_kseq,
     accept_lenient,
     accept_sequential,
     accept_typical,
     child_with_token,
-    conditional_draft_probs,
     descend,
+    draft_distributions,
+    kseq_residual,
     sampled_children,
 )
-from foretoken.core.token_tree import DrawKind, TokenTree
+from foretoken.acceptance.traversal import accept_traversal
+from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
 
 VOCAB = 3
 
@@ -68,6 +76,21 @@ BLOCK = setting(accept_block, independent, (1, 1))
 PAIR = setting(accept_sequential, independent, (2,))
 DISTINCT_PAIR = setting(accept_sequential, without_replacement, (2,))
 BEST_PAIR = setting(accept_sequential, best, (2,))
+TRAVERSAL = setting(accept_traversal, without_replacement, (2, 1))
+KSEQ = setting(accept_kseq, independent, (2, 1))
+
+
+def rewritten(function: Any, old: str, new: str) -> Any:
+    """A function with one place of its source replaced."""
+    source = inspect.getsource(function)
+    assert source.count(old) == 1, f"{function.__name__} has {source.count(old)} times {old}"
+    names = dict(vars(sys.modules[function.__module__]))
+    exec(source.replace(old, new), names)
+    return names[function.__name__]
+
+
+def traversal_with(old: str, new: str) -> Mutant:
+    return Mutant(TRAVERSAL, broken=replace(TRAVERSAL, rule=rewritten(accept_traversal, old, new)))
 
 
 def unchanged(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -156,11 +179,11 @@ def siblings_tested_with_unmodified_target(tree: TokenTree, log_probs: LogProbs,
         child = torch.full_like(node, -1)
         for slot in range(table.shape[2]):
             candidate = table[index, node, slot]
-            draft_probs = conditional_draft_probs(tree, table, node, slot, probs)
+            draft_probs = draft_distributions(tree, candidate.clamp_min(0), probs)
             token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
             is_tested = (candidate >= 0) & (child < 0)
             p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
-            survives = decisions.accept(torch.where(is_tested, p, 0.0), q, slot)
+            survives = decisions.accept(torch.where(is_tested, p, 0.0), q, depth * MAX_NODES + slot)
             child = torch.where(survives, candidate, child)
             rest = torch.where((is_tested & ~survives).unsqueeze(1), residual(rest, draft_probs), rest)
         drawn = decisions.token(rest, depth)
@@ -172,8 +195,8 @@ def siblings_tested_with_unmodified_target(tree: TokenTree, log_probs: LogProbs,
 class StopsAtFirstFailure(ReplayedDecisions):
     """Block verification that gives up at the first failing position instead of keeping the longest passing prefix."""
 
-    def __init__(self, script: Tensor, weight: Tensor, draft: Tensor) -> None:
-        super().__init__(script, weight, draft)
+    def __init__(self, script: Tensor, weight: Tensor, draft: Tensor, columns: Columns) -> None:
+        super().__init__(script, weight, draft, columns)
         self._passing = torch.ones_like(draft, dtype=torch.bool)
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
@@ -209,7 +232,7 @@ def typical(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Accep
     return replace(result, lossy_tv=torch.zeros(tree.batch_size))
 
 
-RULES = "foretoken.acceptance.rules."
+RULES, TRAVERSAL_RESIDUAL = "foretoken.acceptance.rules.", "foretoken.acceptance.traversal.residual"
 LENIENT = replace(CHAIN, rule=lenient(1.0))
 LARGER = setting(accept_sequential, larger_of_two, (1,))
 TOP = setting(accept_sequential, said_to_be_drawn, (2,))
@@ -250,6 +273,34 @@ MUTANTS: dict[str, Mutant] = {
         DISTINCT_PAIR, broken=replace(DISTINCT_PAIR, drafts=pruned(without_replacement, (2,), 0.3))
     ),
     "top-k children tested with p/q": Mutant(TOP, broken=replace(TOP, drafts=marked(TOP.drafts, DrawKind.INDEPENDENT))),
+    "traversal, weight not clipped": traversal_with(".clamp_max(1.0)", ""),
+    "traversal, weight not raised after a deletion": traversal_with(
+        "torch.where(is_deleted & (parent > 0), raised, weight)", "weight"
+    ),
+    "traversal, weight of the parent left out": traversal_with(
+        "weights[index, node].unsqueeze(1) * path_probs", "path_probs"
+    ),
+    "traversal, weight left out of the residual": traversal_with("weight.unsqueeze(1) * path_probs", "path_probs"),
+    "traversal, residual not normalised": Mutant(TRAVERSAL, patches={TRAVERSAL_RESIDUAL: not_normalised}),
+    "traversal, residual replaced by p": Mutant(TRAVERSAL, patches={TRAVERSAL_RESIDUAL: unchanged}),
+    "traversal, draft distribution not updated after a deletion": Mutant(
+        TRAVERSAL, broken=replace(TRAVERSAL, drafts=marked(TRAVERSAL.drafts, DrawKind.INDEPENDENT))
+    ),
+    "traversal, rows off by one": Mutant(TRAVERSAL, lookup=parent_row),
+    "kseq, rho = 1 always": Mutant(KSEQ, patches={RULES + "kseq_factor": lambda p, q, count: torch.ones_like(p[:, 0])}),
+    "kseq, tested without rho": Mutant(
+        KSEQ, broken=replace(KSEQ, rule=partial(rewritten(_accept_tested, "shared.factor * q", "q"), is_kseq=True))
+    ),
+    "kseq, residual of one draw": Mutant(
+        KSEQ,
+        patches={RULES + "kseq_residual": lambda p, q, rho, count: kseq_residual(p, q, rho, torch.ones_like(count))},
+    ),
+    "kseq, residual replaced by p": Mutant(KSEQ, patches={RULES + "residual": unchanged}),
+    "kseq, duplicate skipped": Mutant(KSEQ, patches={RULES + "sampled_children": without_duplicates}),
+    "kseq, distinct draws tested as independent": Mutant(
+        DISTINCT_PAIR,
+        broken=replace(DISTINCT_PAIR, rule=accept_kseq, drafts=marked(DISTINCT_PAIR.drafts, DrawKind.INDEPENDENT)),
+    ),
     "penalties of the root only": Mutant(
         PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_path}
     ),

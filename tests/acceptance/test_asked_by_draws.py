@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from drafting import drafts, independent, random_table, tables, without_replacement
-from enumeration import EXACT, Drafts, exact_distribution
+from enumeration import EXACT, Drafts, Rule, exact_distribution
 from torch import Tensor
 
-from foretoken.acceptance.rules import accept_sequential
+from foretoken.acceptance.rules import accept_kseq, accept_sequential
+from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
@@ -30,7 +31,9 @@ def selected(asked: Sequence[int], trees: Sequence[TokenTree]) -> TokenTree:
     return replace(controller.select(so_far), scores=None)
 
 
-def distribution(asked: Sequence[int], pairs: tuple[Drafts, Drafts], rows: Sequence[Tensor], target: Tensor) -> Tensor:
+def distribution(
+    rule: Rule, asked: Sequence[int], pairs: tuple[Drafts, Drafts], rows: Sequence[Tensor], target: Tensor
+) -> Tensor:
     """(V ** 3,) share of what is generated that falls to some pairs of drafts; rows: of each drafter's drafts."""
     tree = selected(asked, [each.tree.select(row) for each, row in zip(pairs, rows, strict=True)])
     contexts = torch.zeros_like(tree.tokens)
@@ -40,11 +43,12 @@ def distribution(asked: Sequence[int], pairs: tuple[Drafts, Drafts], rows: Seque
         contexts[:, node] = contexts[index, parent] * VOCAB + 1 + tree.tokens[:, node]
     contexts = torch.where(tree.parents >= 0, contexts, 0)
     probs = pairs[0].probs[rows[0]] * pairs[1].probs[rows[1]]
-    return exact_distribution(accept_sequential, Drafts(tree=tree, contexts=contexts, probs=probs), target).tokens
+    return exact_distribution(rule, Drafts(tree=tree, contexts=contexts, probs=probs), target).tokens
 
 
+@pytest.mark.parametrize("rule", [accept_sequential, accept_traversal, accept_kseq], ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("first", [0, 1])
-def test_asked_by_what_another_drew(first: int) -> None:
+def test_asked_by_what_another_drew(first: int, rule: Rule) -> None:
     """The second drafter is asked where the first one's root has a certain child, and in no other case."""
     target, q = tables("dense", VOCAB, 2)
     r = random_table(VOCAB, 2, seed=7)
@@ -55,7 +59,7 @@ def test_asked_by_what_another_drew(first: int) -> None:
     every = torch.cartesian_prod(*[torch.arange(len(each.probs)) for each in pairs])
     is_asked = pairs[first].tree.tokens[every[:, first], 1] == 1
     total = sum(
-        distribution(asked, pairs, list(every[mask].T), target)
+        distribution(rule, asked, pairs, list(every[mask].T), target)
         for asked, mask in [((first, 1 - first), is_asked), ((first,), ~is_asked)]
     )
     assert isinstance(total, Tensor)

@@ -19,10 +19,11 @@ from drafting import (
     without_improbable,
     without_replacement,
 )
-from enumeration import EXACT, Rule, exact_distribution
+from enumeration import EXACT, Drafts, ExactLaw, Rule, exact_distribution
 
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_sequential
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_kseq, accept_sequential
 from foretoken.acceptance.select import LOSSLESS_RULES
+from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import DrawKind
 
 RULES: dict[str, Rule] = {
@@ -30,7 +31,10 @@ RULES: dict[str, Rule] = {
     "coupled": accept_coupled,
     "sequential": accept_sequential,
     "block": accept_block,
+    "traversal": accept_traversal,
+    "kseq": accept_kseq,
 }
+OF_TREES = ("sequential", "traversal", "kseq")
 
 SHAPES = ((1,), (1, 1), (1, 1, 1), (2,), (2, 2), (1, 2), (2, 1, 1))
 ProposalMaker = Callable[[torch.Tensor, int], Proposal]
@@ -47,6 +51,11 @@ def vocab_for(shape: Sequence[int]) -> int:
     return 4 if sum(shape) <= 3 else 3
 
 
+def law(rule: str, every_draft: Drafts, target: torch.Tensor) -> ExactLaw:
+    """What a rule does; block and traversal verification look at nodes in another order than a walk does."""
+    return exact_distribution(RULES[rule], every_draft, target, walks=rule not in ("block", "traversal"))
+
+
 def test_every_lossless_rule_is_tested() -> None:
     assert set(RULES) == set(LOSSLESS_RULES)
 
@@ -54,11 +63,32 @@ def test_every_lossless_rule_is_tested() -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sequential(shape: Sequence[int], draw: str, case: str) -> None:
+@pytest.mark.parametrize("rule", OF_TREES)
+def test_trees(rule: str, shape: Sequence[int], draw: str, case: str) -> None:
     vocab = vocab_for(shape)
     target, draft = tables(case, vocab, len(shape))
     every_draft = drafts([DRAWS[draw](draft, width) for width in shape], vocab)
-    assert exact_distribution(accept_sequential, every_draft, target, walks=True).error <= EXACT
+    assert law(rule, every_draft, target).error <= EXACT
+
+
+SIZES = [  # rule, draws, widths, vocabulary: what `vocab_for` leaves out
+    *(
+        ("traversal", "without replacement", widths, v)
+        for widths, v in (((2,), 3), ((1, 2), 3), ((2, 2), 4), ((2, 1, 1), 4))
+    ),
+    *(("kseq", "independent", widths, v) for widths, v in (((2,), 3), ((1, 2), 3), ((3,), 4), ((4,), 3), ((2, 2), 4))),
+]
+FEW = ("zeros in q", "one-hot p", "one-hot q")  # the others take ten seconds each for 4096 drafts
+
+
+@pytest.mark.parametrize(
+    ("rule", "draw", "widths", "vocab", "case"),
+    [(*each, case) for each in SIZES for case in (FEW if each == SIZES[-1] else CASES)],
+)
+def test_trees_and_other_vocabularies(rule: str, draw: str, widths: Sequence[int], vocab: int, case: str) -> None:
+    target, draft = tables(case, vocab, len(widths))
+    every_draft = drafts([DRAWS[draw](draft, width) for width in widths], vocab)
+    assert law(rule, every_draft, target).error <= EXACT
 
 
 def first_drawn_independently(draft: torch.Tensor) -> Proposal:
@@ -84,47 +114,52 @@ MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], Proposal]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mixture", MIXED)
-def test_sequential_with_mixed_kinds(mixture: str, case: str) -> None:
+@pytest.mark.parametrize("rule", OF_TREES)
+def test_mixed_kinds(rule: str, mixture: str, case: str) -> None:
     target, draft = tables(case, 4, 1)
     other = random_table(4, 1, seed=7)
     every_draft = drafts([MIXED[mixture](draft, other)], 4)
-    assert exact_distribution(accept_sequential, every_draft, target, walks=True).error <= EXACT
+    assert law(rule, every_draft, target).error <= EXACT
 
 
-@pytest.mark.parametrize("mixture", ["one drawn, two best", "two sources"])
-def test_sequential_with_mixed_kinds_in_depth(mixture: str) -> None:
+@pytest.mark.parametrize("mixture", ["one drawn, two best", "two sources", "one best, then two drawn"])
+@pytest.mark.parametrize("rule", OF_TREES)
+def test_mixed_kinds_in_depth(rule: str, mixture: str) -> None:
     target, draft = tables("dense", 3, 2)
     other = random_table(3, 2, seed=7)
     every_draft = drafts([MIXED[mixture](draft, other), best_and_one(draft, 2)], 3)
-    assert exact_distribution(accept_sequential, every_draft, target, walks=True).error <= EXACT
+    assert law(rule, every_draft, target).error <= EXACT
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [3, 4])
-def test_block(vocab: int, gamma: int, case: str) -> None:
+@pytest.mark.parametrize("rule", ["block", "traversal", "kseq"])
+def test_chains(rule: str, vocab: int, gamma: int, case: str) -> None:
     target, draft = tables(case, vocab, gamma)
     every_draft = drafts([independent(draft, 1)] * gamma, vocab)
-    assert exact_distribution(accept_block, every_draft, target).error <= EXACT
+    assert law(rule, every_draft, target).error <= EXACT
 
 
 @pytest.mark.parametrize("case", ["dense", "equal"])
-@pytest.mark.parametrize("rule", ["sequential", "sequential, tree", "block"])
+@pytest.mark.parametrize(
+    "rule", ["sequential", "sequential, tree", "block", "traversal", "traversal, tree", "kseq, tree"]
+)
 def test_drafts_that_end_below_improbable_draws(rule: str, case: str) -> None:
     """Pruning of sampled requests: a draw stays, and whether anything follows it depends on its probability."""
     shape, draw = ((2, 1), without_replacement) if rule.endswith("tree") else ((1, 1, 1), independent)
+    draw = independent if rule.startswith("kseq") else draw
     target, draft = tables(case, 3, len(shape))
     every_draft = drafts([ending(draw(draft, width), draft, 0.3) for width in shape], 3)
     assert len(set(every_draft.tree.num_nodes.tolist())) > 1, "some drafts end early"
-    distribution = exact_distribution(RULES[rule.split(",")[0]], every_draft, target, walks=rule != "block")
-    assert distribution.error <= EXACT
+    assert law(rule.split(",")[0], every_draft, target).error <= EXACT
 
 
-@pytest.mark.parametrize("rule", ["sequential", "coupled"])
+@pytest.mark.parametrize("rule", [*OF_TREES, "coupled"])
 def test_chosen_nodes_may_be_left_out_by_their_probability(rule: str) -> None:
     target, draft = tables("dense", 3, 2)
     every_draft = drafts([without_improbable(best(draft, 2), draft, 0.3)] * 2, 3)
-    assert exact_distribution(RULES[rule], every_draft, target, walks=True).error <= EXACT
+    assert law(rule, every_draft, target).error <= EXACT
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -144,7 +179,7 @@ def test_greedy(shape: Sequence[int], draw: str) -> None:
     assert exact_distribution(RULES["greedy"], every_draft, target).error <= EXACT
 
 
-@pytest.mark.parametrize("rule", ["coupled", "sequential"])
+@pytest.mark.parametrize("rule", [*OF_TREES, "coupled"])
 def test_root_alone_is_a_plain_step(rule: str) -> None:
     target = random_table(4, 0, seed=3)
     distribution = exact_distribution(RULES[rule], drafts([], 4), target)
@@ -156,5 +191,26 @@ def test_root_alone_is_a_plain_step(rule: str) -> None:
 def test_chains_of_other_random_tables(seed: int) -> None:
     target, draft = tables("dense", 3, 3, seed)
     every_draft = drafts([independent(draft, 1)] * 3, 3)
-    for rule in (accept_sequential, accept_block):
+    for rule in (accept_sequential, accept_block, accept_traversal, accept_kseq):
         assert exact_distribution(rule, every_draft, target).error <= EXACT
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_trees_of_other_random_tables(seed: int) -> None:
+    target, draft = tables("dense", 3, 2, seed)
+    for rule, draw in (("traversal", without_replacement), ("traversal", independent), ("kseq", independent)):
+        assert law(rule, drafts([draw(draft, 2), draw(draft, 2)], 3), target).error <= EXACT
+
+
+@pytest.mark.parametrize("rule", ["block", "traversal"])
+def test_a_rule_that_draws_choose_would_be_seen(rule: str) -> None:
+    """Both rules are lossless. One of them where the second node holds token 0, and the other elsewhere, is not."""
+    target, draft = tables("dense", 3, 2)
+    every_draft = drafts([independent(draft, 1)] * 2, 3)
+    is_first = every_draft.tree.tokens[:, 2] == 0
+    total = torch.zeros(27, dtype=torch.float64)
+    for name, rows in ((rule, is_first), ("sequential", ~is_first)):
+        part = Drafts(every_draft.tree.select(rows), every_draft.contexts[rows], every_draft.probs[rows])
+        total += law(name, part, target).tokens
+    assert abs(total.sum().item() - 1) <= EXACT
+    assert (total - law(rule, every_draft, target).target).abs().max() > 1e-3

@@ -9,7 +9,8 @@ from enumeration import EXACT, exact_distribution
 from torch import Tensor
 
 from foretoken.acceptance.decisions import KeyedDecisions
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_sequential
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_kseq, accept_sequential
+from foretoken.acceptance.traversal import accept_traversal
 from foretoken.sampling.noise import KeyedNoise, Purpose
 
 
@@ -85,6 +86,52 @@ def test_block_keeps_at_least_as_much_as_sequential(gamma: int, seed: int) -> No
     every_draft = drafts([independent(draft, 1)] * gamma, 3)
     block, sequential = (exact_distribution(rule, every_draft, target) for rule in (accept_block, accept_sequential))
     assert block.num_accepted >= sequential.num_accepted - EXACT
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_traversal_of_a_chain_keeps_as_much_as_block(gamma: int, seed: int) -> None:
+    target, draft = tables("dense", 3, gamma, seed)
+    every_draft = drafts([independent(draft, 1)] * gamma, 3)
+    traversal, block = (exact_distribution(rule, every_draft, target) for rule in (accept_traversal, accept_block))
+    assert abs(traversal.num_accepted - block.num_accepted) <= EXACT
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("widths", [(2,), (2, 2), (1, 2), (2, 1, 1)], ids=str)
+def test_traversal_keeps_at_least_as_much_as_sequential(widths: Sequence[int], seed: int) -> None:
+    """Equal at one level, where the first tests are the same; strictly more on deeper trees."""
+    target, draft = tables("dense", 3, len(widths), seed)
+    every_draft = drafts([without_replacement(draft, width) for width in widths], 3)
+    traversal, sequential = (
+        exact_distribution(rule, every_draft, target) for rule in (accept_traversal, accept_sequential)
+    )
+    gain = traversal.num_accepted - sequential.num_accepted
+    assert gain > 1e-6 if len(widths) > 1 else abs(gain) <= EXACT
+
+
+def kseq_rate(p: Tensor, q: Tensor, count: int) -> float:
+    """1 - (1 - b)^k at the root of 1 - (1 - b)^k = rho b, b = sum min(q, p / rho); Sun et al. 2310.15141."""
+
+    def overlap(rho: float) -> float:
+        return torch.minimum(q, p / rho).sum().item()
+
+    low, high = 1.0, float(count)
+    while high - low > 1e-15 * count and low < (middle := (low + high) / 2) < high:
+        is_valid = 1 - (1 - overlap(middle)) ** count <= middle * overlap(middle)
+        low, high = (low, middle) if is_valid else (middle, high)
+    return 1 - (1 - overlap(high)) ** count
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_kseq(count: int, seed: int) -> None:
+    """The closed form, to what 20 bisections leave of rho; never less than the sequential test of the same draws."""
+    target, draft = tables("dense", 4, 1, seed)
+    every_draft = drafts([independent(draft, count)], 4)
+    kseq, sequential = (exact_distribution(rule, every_draft, target) for rule in (accept_kseq, accept_sequential))
+    assert abs(kseq.num_accepted - kseq_rate(target[0], draft[0], count)) <= count * 2**-20
+    assert kseq.num_accepted >= sequential.num_accepted - count * 2**-20
 
 
 @pytest.mark.parametrize("seed", range(5))

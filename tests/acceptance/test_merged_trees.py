@@ -7,16 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 from drafting import Proposal, best, best_and_one, drafts, independent, random_table, tables, without_replacement
-from enumeration import EXACT, Drafts, exact_distribution
+from enumeration import EXACT, Drafts, ExactLaw, Rule, exact_distribution
 from torch import Tensor
 
-from foretoken.acceptance.rules import accept_coupled, accept_sequential
+from foretoken.acceptance.rules import accept_coupled, accept_kseq, accept_sequential
+from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.trees import merge
 from foretoken.trees.merge import Graft, grafted, merge_trees, prune
 from tests.tree_checks import check_tree
 
 VOCAB = 3
+RULES: dict[str, Rule] = {"sequential": accept_sequential, "traversal": accept_traversal, "kseq": accept_kseq}
+
+
+def law(rule: str, every_draft: Drafts, target: Tensor) -> ExactLaw:
+    """What a rule does."""
+    return exact_distribution(RULES[rule], every_draft, target, walks=rule != "traversal")
 
 
 def merged(first: Drafts, second: Drafts, *, changed: object = None) -> Drafts:
@@ -51,15 +58,17 @@ def pairs(q: Tensor, r: Tensor) -> dict[str, tuple[list[Proposal], list[Proposal
 
 @pytest.mark.parametrize("case", ["dense", "zeros in p", "zeros in q", "one-hot q"])
 @pytest.mark.parametrize("pair", pairs(torch.ones(1, VOCAB), torch.ones(1, VOCAB)))
-def test_merged_trees(pair: str, case: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_merged_trees(rule: str, pair: str, case: str) -> None:
     target, q = tables(case, VOCAB, 2)
     first, second = pairs(q, random_table(VOCAB, 2, seed=7))[pair]
     every_draft = merged(drafts(first, VOCAB), drafts(second, VOCAB))
-    assert exact_distribution(accept_sequential, every_draft, target, walks=True).error <= EXACT
+    assert law(rule, every_draft, target).error <= EXACT
 
 
 @pytest.mark.parametrize("pair", ["lookup and draws", "mixed and chosen", "both choose", "chosen, then drawn"])
-def test_pruned_trees(pair: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_pruned_trees(rule: str, pair: str) -> None:
     """What is cut may depend on everything that was drafted, since drawn nodes stay."""
     target, q = tables("dense", VOCAB, 2)
     first, second = pairs(q, random_table(VOCAB, 2, seed=7))[pair]
@@ -68,11 +77,12 @@ def test_pruned_trees(pair: str) -> None:
         return prune(tree, (tree.tokens.sum(1, keepdim=True) + tree.tokens) % 2 == 0)
 
     every_draft = merged(drafts(first, VOCAB), drafts(second, VOCAB), changed=pruned)
-    assert exact_distribution(accept_sequential, every_draft, target, walks=True).error <= EXACT
+    assert law(rule, every_draft, target).error <= EXACT
 
 
 @pytest.mark.parametrize("pair", pairs(torch.ones(1, VOCAB), torch.ones(1, VOCAB)))
-def test_grafted_trees(pair: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_grafted_trees(rule: str, pair: str) -> None:
     """Chosen chains below leaves, also drawn ones, whose tokens depend on all that was drawn."""
     target, q = tables("dense", VOCAB, 3)
     first, second = pairs(q, random_table(VOCAB, 3, seed=7))[pair]
@@ -88,12 +98,12 @@ def test_grafted_trees(pair: str) -> None:
 
     plain = merged(drafts(first, VOCAB), drafts(second, VOCAB))
     every_draft = merged(drafts(first, VOCAB), drafts(second, VOCAB), changed=with_chains)
-    result = exact_distribution(accept_sequential, every_draft, target, walks=True)
+    result = law(rule, every_draft, target)
     assert result.error <= EXACT
-    assert result.num_accepted > exact_distribution(accept_sequential, plain, target, walks=True).num_accepted
+    assert result.num_accepted > law(rule, plain, target).num_accepted
 
 
-@pytest.mark.parametrize("rule", [accept_sequential, accept_coupled], ids=["sequential", "coupled"])
+@pytest.mark.parametrize("rule", [accept_sequential, accept_coupled, accept_traversal], ids=lambda rule: rule.__name__)
 def test_probes_are_walked_past(rule: object) -> None:
     target, q = tables("dense", VOCAB, 2)
     first, second = pairs(q, random_table(VOCAB, 2, seed=7))["both choose"]
@@ -110,7 +120,8 @@ def test_probes_are_walked_past(rule: object) -> None:
     assert result.num_accepted < whole.num_accepted - 0.05
 
 
-def test_a_cut_by_drawn_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_cut_by_drawn_tokens_would_be_seen(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test can fail: a rule that leaves out drawn nodes by their tokens is biased."""
     target, q = tables("dense", VOCAB, 2)
     first, second = pairs(q, random_table(VOCAB, 2, seed=7))["lookup and draws"]
@@ -120,4 +131,4 @@ def test_a_cut_by_drawn_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
         return prune(tree, tree.tokens != 1)
 
     every_draft = merged(drafts(first, VOCAB), drafts(second, VOCAB), changed=pruned)
-    assert exact_distribution(accept_sequential, every_draft, target).error > 1e-3
+    assert law(rule, every_draft, target).error > 1e-3

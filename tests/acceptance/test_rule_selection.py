@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import VOCAB, Batch, batches, chains
 
-from foretoken.acceptance.select import AcceptancePolicy, accept
+from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES, AcceptancePolicy, accept
 from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
@@ -28,6 +28,7 @@ DRAWN, CHOSEN, DISTINCT = DrawKind.INDEPENDENT.value, DrawKind.ONE_HOT.value, Dr
 CHAIN = sampled([-1, 0, 1], [0, DRAWN, DRAWN])
 TREE = sampled([-1, 0, 0], [0, DISTINCT, DISTINCT])
 MIXED_CHAIN = sampled([-1, 0, 1], [0, DRAWN, CHOSEN])
+CHOSEN_TREE = sampled([-1, 0, 0], [DRAWN, CHOSEN, CHOSEN])  # the root's kind means nothing
 RAGGED_CHAINS = sampled([-1, 0, 1], [0, DRAWN, DRAWN], others=[TreeRow([0], [-1])])
 ONE_HOT_CHAIN, ONE_HOT_TREE = replace(CHAIN, distributions=None), replace(TREE, distributions=None)
 
@@ -50,6 +51,16 @@ ONE_HOT_CHAIN, ONE_HOT_TREE = replace(CHAIN, distributions=None), replace(TREE, 
         ("block", CHAIN, True, False, "greedy"),
         ("sequential", CHAIN, False, True, "sequential"),
         ("sequential", ONE_HOT_TREE, False, False, "sequential"),
+        ("traversal", TREE, False, True, "traversal"),
+        ("traversal", CHAIN, False, False, "traversal"),
+        ("traversal", MIXED_CHAIN, False, False, "traversal"),
+        ("traversal", ONE_HOT_TREE, False, False, "sequential"),
+        ("traversal", CHOSEN_TREE, False, False, "sequential"),
+        ("traversal", TREE, True, False, "greedy"),
+        ("kseq", CHAIN, False, False, "kseq"),
+        ("kseq", TREE, False, False, "kseq"),
+        ("kseq", ONE_HOT_CHAIN, False, False, "sequential"),
+        ("kseq", TREE, True, False, "greedy"),
         ("coupled", TREE, False, False, "coupled"),
         ("coupled", TREE, True, False, "greedy"),
         ("lenient", CHAIN, False, False, "lenient"),
@@ -74,7 +85,7 @@ def test_drawn_chains_that_others_may_join_are_no_blocks(rule: str) -> None:
     assert policy.rule_for(CHAIN, is_greedy=False, is_seeded=False, is_mixed=True) == "sequential"
 
 
-@pytest.mark.parametrize("rule", ["auto", "coupled", "sequential", "block", "lenient", "typical"])
+@pytest.mark.parametrize("rule", [*LOSSLESS_RULES[1:], "auto", *LOSSY_RULES])
 @pytest.mark.parametrize("is_seeded", [True, False])
 def test_drafts_share_the_targets_noise_only_under_coupling(rule: str, is_seeded: bool) -> None:
     """Drafts that look at the target's noise are biased under any other rule, on any tree."""
@@ -150,12 +161,12 @@ def assert_each_row_gets_its_rule(batch: Batch, rules: list[str]) -> None:
 @settings(max_examples=40)
 @given(batch=batches(max_nodes=12), data=st.data())
 def test_rules_side_by_side_on_trees(batch: Batch, data: st.DataObject) -> None:
-    names = st.sampled_from(["greedy", "coupled", "sequential", "typical"])
+    names = st.sampled_from(["greedy", "coupled", "sequential", "traversal", "kseq", "typical"])
     assert_each_row_gets_its_rule(batch, [data.draw(names) for _ in range(batch.tree.batch_size)])
 
 
 @settings(max_examples=40)
 @given(batch=chains(), data=st.data())
 def test_rules_side_by_side_on_chains(batch: Batch, data: st.DataObject) -> None:
-    names = st.sampled_from(["greedy", "coupled", "sequential", "block", "lenient", "typical"])
+    names = st.sampled_from([*LOSSLESS_RULES, *LOSSY_RULES])
     assert_each_row_gets_its_rule(batch, [data.draw(names) for _ in range(batch.tree.batch_size)])

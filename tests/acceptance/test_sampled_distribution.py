@@ -27,8 +27,9 @@ from toy_decoding import (
 )
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_sequential
-from foretoken.core.token_tree import TokenTree
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_kseq, accept_sequential
+from foretoken.acceptance.traversal import accept_traversal
+from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.sampling.noise import KeyedNoise, Purpose
 from foretoken.trees.choices import TreeShape
 
@@ -47,6 +48,12 @@ LOSSLESS: dict[str, tuple[Rule, TreeShape, DraftNoise, bool]] = {
     "sequential tree": (accept_sequential, TREE, own_noise, False),
     "sequential, one-hot tree": (accept_sequential, TREE, own_noise, True),
     "block chain": (accept_block, CHAIN, own_noise, False),
+    "traversal chain": (accept_traversal, CHAIN, own_noise, False),
+    "traversal tree": (accept_traversal, TREE, own_noise, False),
+    "kseq chain": (accept_kseq, CHAIN, own_noise, False),
+    "kseq tree": (accept_kseq, TREE, own_noise, False),
+    "kseq, independent siblings": (accept_kseq, TREE, own_noise, False),
+    "traversal, independent siblings": (accept_traversal, TREE, own_noise, False),
     "coupled chain": (accept_coupled, CHAIN, shared_noise, True),
     "coupled tree": (accept_coupled, TREE, shared_noise, True),
     "coupled, unrelated drafts": (accept_coupled, TREE, own_noise, True),
@@ -57,7 +64,8 @@ LOSSLESS: dict[str, tuple[Rule, TreeShape, DraftNoise, bool]] = {
 def lossless_text(name: str) -> Tensor:
     """What a case generates from all seeds."""
     rule, shape, draw, is_one_hot = LOSSLESS[name]
-    return generate(rule, shape, SEEDS, draw=draw, is_one_hot=is_one_hot)
+    kind = DrawKind.INDEPENDENT if name.endswith("independent siblings") else DrawKind.WITHOUT_REPLACEMENT
+    return generate(rule, shape, SEEDS, draw=draw, kind=kind, is_one_hot=is_one_hot)
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -83,14 +91,15 @@ def test_coupled_drafts_are_mostly_accepted() -> None:
     assert accepted[0].double().mean() > 0.5
 
 
-@pytest.mark.parametrize("name", ["sequential", "block"])
-def test_residual_replaced_by_the_target_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.acceptance.rules.residual", lambda target_probs, draft_probs: target_probs)
-    rule = {"sequential": accept_sequential, "block": accept_block}[name]
-    assert p_value(generate(rule, CHAIN, SEEDS)) < LEVEL
+@pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_traversal, accept_kseq])
+def test_residual_replaced_by_the_target_is_refused(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("rules", "traversal"):
+        monkeypatch.setattr(f"foretoken.acceptance.{module}.residual", lambda target_probs, draft_probs: target_probs)
+    shape, kind = (TREE, DrawKind.INDEPENDENT) if rule is accept_kseq else (CHAIN, DrawKind.WITHOUT_REPLACEMENT)
+    assert p_value(generate(rule, shape, SEEDS, kind=kind)) < LEVEL
 
 
-@pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_coupled])
+@pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_coupled, accept_traversal, accept_kseq])
 def test_numbers_reused_in_the_next_iteration_are_refused(rule: Rule) -> None:
     assert p_value(generate(rule, CHAIN, SEEDS, position_step=0, is_one_hot=rule is accept_coupled)) < LEVEL
 

@@ -53,8 +53,10 @@ def joint_distribution() -> Tensor:
     return distribution
 
 
-def propose(shape: TreeShape, context: Tensor, noise: KeyedNoise, positions: Tensor, draw: DraftNoise) -> tuple:
-    """Trees drawn from the draft table, siblings without replacement, and the (B, N) contexts of their nodes."""
+def propose(
+    shape: TreeShape, context: Tensor, noise: KeyedNoise, positions: Tensor, draw: DraftNoise, kind: DrawKind
+) -> tuple:
+    """Trees drawn from the draft table, siblings of a kind, and the (B, N) contexts of their nodes."""
     batch, nodes, parents = len(context), shape.num_nodes, shape.parents
     contexts = context.unsqueeze(1).repeat(1, nodes)
     tokens = torch.zeros(batch, nodes, dtype=torch.int64)
@@ -67,9 +69,12 @@ def propose(shape: TreeShape, context: Tensor, noise: KeyedNoise, positions: Ten
         if children:
             keys = distribution.log() + draw(noise, positions, node, shape.depths[node])
             tokens[:, children] = keys.topk(len(children), dim=1).indices
+            for order, child in enumerate(children[1:] if kind == DrawKind.INDEPENDENT else [], start=1):
+                own = draw(noise, positions, order * nodes + node, shape.depths[node])
+                tokens[:, child] = (distribution.log() + own).argmax(1)
             contexts[:, children] = contexts[:, node : node + 1] % VOCAB * VOCAB + tokens[:, children]
     widest = max(parents.count(node) for node in range(nodes))
-    kind = DrawKind.WITHOUT_REPLACEMENT if widest > 1 else DrawKind.INDEPENDENT
+    kind = kind if widest > 1 else DrawKind.INDEPENDENT
     row_of = torch.tensor(parents).expand(batch, -1)
     tree = TokenTree(
         tokens=tokens,
@@ -93,6 +98,7 @@ def generate(
     seeds: Tensor,
     *,
     draw: DraftNoise = own_noise,
+    kind: DrawKind = DrawKind.WITHOUT_REPLACEMENT,
     is_one_hot: bool = False,
     position_step: int = 1,
 ) -> Tensor:
@@ -103,6 +109,7 @@ def generate(
         shape: Of the drafts.
         seeds: (B,).
         draw: Noise of the drafts.
+        kind: How siblings are drawn.
         is_one_hot: Hides the draft distributions from the rule, as for drafts that share the target's noise.
         position_step: How far an emitted token moves the root; 0 reuses every number in the next iteration.
     """
@@ -112,7 +119,7 @@ def generate(
     text = torch.zeros(batch, LENGTH + (shape.depth + 1) * LENGTH, dtype=torch.int64)
     while int(length.min()) < LENGTH:
         positions = FIRST_POSITION + length * position_step
-        tree, contexts = propose(shape, context, noise, positions, draw)
+        tree, contexts = propose(shape, context, noise, positions, draw, kind)
         tree = replace(tree, distributions=None) if is_one_hot else tree
 
         def log_probs(nodes: Tensor, contexts: Tensor = contexts) -> Tensor:

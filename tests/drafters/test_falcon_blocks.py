@@ -57,7 +57,7 @@ class Drafts:
         stack = BlockStack(own.layer.as_blocks(capacity), num_slots=num_slots, capacity=capacity)
         self.blocks = FalconBlocks(own, parts, target, stack, dtype)
         assert self.blocks.stack.backend == ("torch" if dtype == torch.float64 else "native")
-        self.draws = KeptDraws(greedy=True)
+        self.draws = KeptDraws("greedy")
         self.texts, self.features = [Tensor()] * num_slots, [Tensor()] * num_slots
         self.length = [0] * num_slots
 

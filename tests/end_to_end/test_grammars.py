@@ -170,6 +170,8 @@ SAMPLES, COPIES, LEVEL = 3_000, 100, 1e-6
 SHAPES: dict[str, dict[str, Any]] = {
     "block": {"num_speculative_tokens": 2},
     "sequential": {"tree": {"widths": [2, 2]}},
+    "traversal": {"tree": {"widths": [2, 2]}},
+    "kseq": {"tree": {"widths": [2, 2]}, "draft_sample_method": "independent"},
     "coupled": {"tree": {"widths": [2, 2]}},
 }
 

@@ -52,7 +52,7 @@ def test_unseeded_neighbours_change_nothing(drafter: str) -> None:
     assert all(o.metrics.draft_errors == 0 for o in outputs)
 
 
-@pytest.mark.parametrize("rule", ["block", "sequential"], indirect=True)
+@pytest.mark.parametrize("rule", ["block", "sequential", "traversal", "kseq"], indirect=True)
 @pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"tree": WIDTHS}], ids=["chain", "tree"])
 def test_a_seed_is_reproducible_under_the_other_rules_too(rule: str, shape: dict[str, Any]) -> None:
     """Same seed, drafter and shape: same text, alone, in a batch, and among greedy requests."""

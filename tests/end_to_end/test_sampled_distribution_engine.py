@@ -29,6 +29,7 @@ from end_to_end.tiny_llms import draft_model
 from tiny_models import tiny_model
 
 import foretoken.acceptance.rules
+import foretoken.acceptance.traversal
 from foretoken import LLM, SamplingParams
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.native_head import HeadKernels
@@ -51,12 +52,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sequential, gaps in the ranks": {"tree": [[0], [2], [2, 1], [2, 3]]},
     "sequential, dynamic tree": {"tree": "dynamic", "num_speculative_tokens": 2, "tree_top_k": 2, "max_nodes": 5},
     "sequential, top-k": {"num_speculative_tokens": 2},
+    "traversal": {"num_speculative_tokens": 2},
+    "traversal, tree": {"tree": {"widths": [2, 2]}},
+    "traversal, top-k": {"tree": {"widths": [4, 1]}},  # the last of four children is chosen, not drawn
+    "kseq": {"tree": {"widths": [2, 2]}, "draft_sample_method": "independent"},
+    "kseq, siblings without replacement": {"tree": {"widths": [2, 2]}},
     "coupled": {"tree": {"widths": [2, 2]}},
 }
 PRUNED = "sequential, pruned"
 SETTINGS_OF_ALL = {
     **SETTINGS,
-    PRUNED: {"tree": {"widths": [2, 2]}, "pruning": {"token_probability": 0.2, "entropy_weighted": 0.9}},
+    **{
+        name: {"tree": {"widths": [2, 2]}, "pruning": {"token_probability": 0.2, "entropy_weighted": 0.9}}
+        for name in (PRUNED, "traversal, pruned")
+    },
 }
 # Heads with weights of their own, whose whole trees are one call of the native kernels in any dtype of the target.
 LONGER_PROMPT = [1, 2, 3]  # its last position but one has a feature, so that the first pass already has a tree
@@ -157,7 +166,7 @@ def test_distribution_is_the_targets(setting: str, is_native: bool, monkeypatch:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("setting", ["block", "sequential, tree"])
+@pytest.mark.parametrize("setting", ["block", "sequential, tree", "traversal, tree"])
 def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of logits a level for Medusa, one a node for the speculator."""
     with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as native_call:
@@ -168,26 +177,27 @@ def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch:
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_two_drafters_that_draw(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rule", "is_broken"), [("sequential", False), ("sequential", True), ("traversal", False)])
+def test_two_drafters_that_draw(rule: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of one distribution beside lookups, all in one tree; noise that both share is found."""
     monkeypatch.setattr("foretoken.entrypoints.llm.choose_controller", lambda options, drafters, target: Fixed(64))
     if is_broken:
         monkeypatch.setattr(DraftNoise, "of", lambda self, context, drafter: context)
     heads = {"method": "medusa", "model": str(head_directory("medusa")), "tree": {"widths": [1, 1]}}
     drafters = [{"method": "ngram"}, heads, {"method": "suffix"}, heads]
-    texts, metrics = sample("sequential", monkeypatch, drafters=drafters, num_samples=18_000)
+    texts, metrics = sample(rule, monkeypatch, drafters=drafters, num_samples=18_000)
     assert (chi_square_level(texts, exact_distribution("sequential", LONGER_PROMPT)) > LEVEL) is not is_broken
     assert metrics.num_drafted > 2 * metrics.steps, "both drew"
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_draws_that_fall_short_stay(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", [PRUNED, "traversal, pruned"])
+def test_draws_that_fall_short_stay(setting: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruned trees of sampled requests; to leave out draws for their own tokens is found."""
     if is_broken:
         monkeypatch.setattr(TreeExpansion, "_keep_drawn", lambda self, level, is_drawn: None)
-    texts, metrics = sample(PRUNED, monkeypatch, is_native=True)
-    assert (chi_square_level(texts, exact_distribution(PRUNED)) > LEVEL) is not is_broken
+    texts, metrics = sample(setting, monkeypatch, is_native=True)
+    assert (chi_square_level(texts, exact_distribution(setting)) > LEVEL) is not is_broken
     assert metrics.num_drafted < 5.5 * metrics.steps, "of six nodes some were pruned"
 
 
@@ -198,9 +208,10 @@ def test_trees_that_requests_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
 
 
-@pytest.mark.parametrize("setting", ["block", "sequential, tree"])
+@pytest.mark.parametrize("setting", ["block", "sequential, tree", "traversal, tree", "kseq"])
 def test_broken_residual_is_found(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Correction tokens from the target's own distribution instead of the residual."""
-    monkeypatch.setattr(foretoken.acceptance.rules, "residual", lambda p, q: p / p.sum(1, keepdim=True))
+    for module in (foretoken.acceptance.rules, foretoken.acceptance.traversal):
+        monkeypatch.setattr(module, "residual", lambda p, q: p / p.sum(1, keepdim=True))
     texts, _ = sample(setting, monkeypatch)
     assert chi_square_level(texts, exact_distribution(setting)) < LEVEL

@@ -13,7 +13,7 @@ from end_to_end.tiny_llms import drafters, llm, tokenizer
 from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
-from foretoken.acceptance.select import LOSSY_RULES
+from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES
 from foretoken.core.passes import Pass
 from foretoken.core.records import StepRecord
 from foretoken.core.results import CompletionOutput
@@ -224,7 +224,7 @@ IMPOSSIBLE = {
         "bad_words": [[token] for token in range(VOCAB_SIZE) if token % 2 == 0],
     },
 }
-RULES: list[dict[str, Any]] = [{}, *({"acceptance": rule} for rule in ("sequential", "block", "lenient", "typical"))]
+RULES: list[dict[str, Any]] = [{}, *({"acceptance": rule} for rule in (*LOSSLESS_RULES[1:], *LOSSY_RULES))]
 
 
 OTHER = SamplingParams(temperature=0.0, max_tokens=20)

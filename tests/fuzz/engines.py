@@ -23,7 +23,7 @@ from foretoken.runner.decoders import probe_layer_shapes
 from fuzz.worker import FindingError, Settings
 
 CONTEXT_LENS = (8, 16, 24, 44, 44, None, None)
-RULES = ("auto", "auto", "auto", "coupled", "sequential", "block", "lenient", "typical")
+RULES = ("auto", "auto", "auto", "coupled", "sequential", "block", "traversal", "kseq", "lenient", "typical")
 # Drafters whose weights, where they have any, need no training.
 _TRAINED = {*HEADS, *(f"{name} adaptive" for name in HEADS)}
 _TRAINED |= {
