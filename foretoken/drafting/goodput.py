@@ -139,6 +139,7 @@ class Goodput:
         self._kept: KeptAcceptance | None = None
         self._held: Allotment | None = None  # a decision that holds until an iteration
         self._held_until = self._last_depth = 0
+        self._gain = 0.0  # plain iterations that an iteration with drafts saves, fading
         self._free = frozenset[int]()
         self._begin(0)
 
@@ -168,7 +169,8 @@ class Goodput:
         """Asks the free drafters, or the first drafter that pays; nobody if none pays or plain decoding is measured."""
         self._exploration.next()
         held, now = self._held, self._exploration.count
-        if held is not None and now < self._held_until and len(held.allowances) == batch_size:
+        is_ended = now >= self._held_until or (self._exploration.is_spent and held is not None and not held.is_empty)
+        if held is not None and not is_ended and len(held.allowances) == batch_size:
             if self._is_read:
                 self._begin(batch_size)
                 if held.first is not None:
@@ -176,13 +178,13 @@ class Goodput:
             return held
         self._held = None
         self._begin(batch_size)
-        plain = self._costs.plain(batch_size)
-        first = None if self._exploration.is_spent else self._first(plain)
+        first = None if self._exploration.is_spent else self._first(self._costs.plain(batch_size))
         if first is None:
             self._exploration.note(("plain", batch_size))
             self._held, self._held_until = Allotment.nothing(batch_size, self._reason()), self._exploration.next_try
             return self._held
-        if self._plan is not None and self._is_look_due(self._plan, plain):
+        is_known = self._costs.num_passes(batch_size) >= 1
+        if self._exploration.is_due(("plain", batch_size), self._gain if is_known else 0.0):
             self._begin(batch_size)
             return Allotment.nothing(batch_size)
         depth = UNBOUNDED if self._is_read else first.depth
@@ -199,11 +201,6 @@ class Goodput:
             if self._free:
                 return self._asking(Ask(sorted(self._free)))
         return self.further({})
-
-    def _is_look_due(self, plan: Plan, plain: float) -> bool:
-        loss = plan.rate * plain / self._batch - 1
-        is_known = self._costs.num_passes(self._batch) >= 1
-        return self._exploration.is_due(("plain", self._batch), loss if is_known else 0.0)
 
     def _reason(self) -> Declined:
         costs = self._all_costs()
@@ -387,7 +384,9 @@ class Goodput:
         is_due = self._exploration.count % _DECIDE_EVERY == 0
         emitted = sum(step.num_emitted for step in steps)
         if is_asked and not record.num_prompt_tokens:
-            self._exploration.charge(self._loss(record, emitted))
+            loss = self._loss(record, emitted)
+            self._exploration.charge(loss)
+            self._gain -= _WIDTH_RATE * (loss + self._gain)
         else:
             self._exploration.charge(0.0)
         if is_asked or is_due or self._held is None:

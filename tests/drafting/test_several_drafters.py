@@ -159,7 +159,7 @@ def test_the_model_is_asked_where_the_lookup_has_nothing() -> None:
     world.run(made, 300)
     rate = world.run(made, 500)
     assert 0.3 < world.num_asked[1] / 500 < 0.8
-    assert world.num_asked[0] == 500, "what is free is always asked"
+    assert world.num_asked[0] > 490, "what is free is asked in all iterations that do not measure plain decoding"
     assert rate > 1.1 * max(world.run(None, 500, always) for always in ((0,), (1,), (0, 1)))
 
 
