@@ -231,8 +231,12 @@ def _is_chain(tree: TokenTree, rows: slice) -> bool:
 
 
 def _is_sampled_chain(tree: TokenTree, rows: slice) -> bool:
-    """Whether all nodes of some rows were drawn independently and form chains. Synchronises with the host."""
-    if tree.distributions is None or not _is_chain(tree, rows):
+    """Whether all nodes of some rows were drawn independently and form chains. Synchronises with the host.
+
+    A tree that could have branched is none, even where pruning by drawn tokens left a chain: the draws must not choose
+    between two rules.
+    """
+    if tree.distributions is None or tree.distributions.max_siblings > 1 or not _is_chain(tree, rows):
         return False
     is_drafted = tree.parents[rows] >= 0
     return bool(((tree.distributions.kinds[rows] == DrawKind.INDEPENDENT) | ~is_drafted).all())

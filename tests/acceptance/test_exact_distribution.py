@@ -22,7 +22,7 @@ from drafting import (
 from enumeration import EXACT, Drafts, ExactLaw, Rule, exact_distribution
 
 from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_kseq, accept_sequential
-from foretoken.acceptance.select import LOSSLESS_RULES
+from foretoken.acceptance.select import LOSSLESS_RULES, AcceptancePolicy
 from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import DrawKind
 
@@ -214,3 +214,22 @@ def test_a_rule_that_draws_choose_would_be_seen(rule: str) -> None:
         total += law(name, part, target).tokens
     assert abs(total.sum().item() - 1) <= EXACT
     assert (total - law(rule, every_draft, target).target).abs().max() > 1e-3
+
+
+def test_the_rule_of_a_tree_that_pruning_made_a_chain_does_not_depend_on_draws() -> None:
+    """Two single draws, then two siblings unless an earlier draw was improbable: some of these trees are chains."""
+    target, draft = random_table(3, 3, 0), random_table(3, 2, 1000)
+    levels = [independent(draft, 1), independent(draft, 1), without_replacement(draft, 2)]
+    every_draft = drafts([ending(level, draft, 0.3) for level in levels], 3)
+    num_trees = len(every_draft.probs)
+    rules = [
+        AcceptancePolicy().rule_for(every_draft.tree, is_greedy=False, is_seeded=False, row=row)
+        for row in range(num_trees)
+    ]
+    total = torch.zeros(())
+    for name in set(rules):
+        rows = torch.tensor([rule == name for rule in rules])
+        part = Drafts(every_draft.tree.select(rows), every_draft.contexts[rows], every_draft.probs[rows])
+        total = total + law(name, part, target).tokens
+    assert (total - law("sequential", every_draft, target).target).abs().max() <= EXACT
+    assert (every_draft.tree.num_nodes == 3).any()

@@ -224,7 +224,7 @@ IMPOSSIBLE = {
         "bad_words": [[token] for token in range(VOCAB_SIZE) if token % 2 == 0],
     },
 }
-RULES: list[dict[str, Any]] = [{}, *({"acceptance": rule} for rule in (*LOSSLESS_RULES[1:], *LOSSY_RULES))]
+RULES: list[dict[str, Any]] = [{}, *({"acceptance": rule} for rule in (*LOSSLESS_RULES[1:], "lenient", "typical"))]
 
 
 OTHER = SamplingParams(temperature=0.0, max_tokens=20)
