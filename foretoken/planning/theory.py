@@ -56,12 +56,6 @@ def survivals(rates: Floats) -> list[float]:
     return list(accumulate(rates, mul))
 
 
-def conditional_rates(survived: Floats) -> list[float]:
-    """Returns the rates that give these survivals: the inverse of `survivals`; 0 behind a survival of 0."""
-    before = [1.0, *survived][: len(survived)]
-    return [each / last if last else 0.0 for last, each in zip(before, survived, strict=True)]
-
-
 def expected_tokens(survived: Floats) -> float:
     """Returns the expected tokens of a pass from the survivals of a chain's depths, or of all nodes of a tree.
 

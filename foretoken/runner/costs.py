@@ -183,7 +183,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _PROMPT_WIDTHS = (1, 32, 128, 512)  # tokens of a prompt chunk; a choice, costs between them are interpolated
 _STEP_WIDTHS = (1, 4)  # sequences; a choice, costs between them are interpolated
 _CURVES = {"tree": WIDTHS, "step": _STEP_WIDTHS, "prompt": _PROMPT_WIDTHS}
-_PREFIX = 128  # committed rows while trees and steps are timed; a choice: a short conversation
+COSTS_PREFIX = 128  # committed rows while trees and steps are timed; a choice: a short conversation
 _LONGEST_PROMPT_S = 0.5  # no wider chunk is timed after a longer one; a choice, part of `LIMIT_S`
 _FORMAT = 4  # of the kept file; older files are measured again
 _log = logging.getLogger(__name__)
@@ -233,13 +233,16 @@ def pass_costs(model: LoadedModel, decoder: str, *, is_refreshed: bool = False) 
     return costs
 
 
-def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S) -> PassCosts:
+def measure_costs(
+    model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S, prefix: int = COSTS_PREFIX
+) -> PassCosts:
     """Times passes of a new decoder on its own KV slots, and frees both.
 
     Args:
         model: A loaded causal LM.
         decoder: One of `DECODERS`.
         limit_s: Seconds for trees, see `CostCurve.measure`; steps and prompts get a sixth each.
+        prefix: Committed rows of each sequence while trees and steps are timed; at most half of the context is used.
 
     Raises:
         ModelError, PassError: As `pass_costs`.
@@ -247,11 +250,11 @@ def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S)
     shapes = probe_layer_shapes(model.module)
     num_slots = _STEP_WIDTHS[-1]
     rows = affordable_rows(shapes, dtype=model.dtype, device=model.device) // num_slots
-    needed = max(_PREFIX + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
+    needed = max(2 * prefix, prefix + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
     rows = max(NUM_ROWS, min(rows, needed))
     cache = SlotCache(shapes, num_slots=num_slots, capacity=rows, dtype=model.dtype, device=model.device)
     made = proven_decoder(decoder, model, cache, (), context_len=min(rows, model.context_len))
-    passes = _Passes(model, cache, made)
+    passes = _Passes(model, cache, made, prefix)
     return PassCosts(
         tree=CostCurve.measure(passes.tree, passes.tree_widths, limit_s=limit_s),
         step=CostCurve.measure(passes.step, _STEP_WIDTHS, limit_s=limit_s / 6),
@@ -262,9 +265,9 @@ def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S)
 class _Passes:
     """Passes like the engine's, to be timed. Tokens differ, so that a mixture of experts uses many experts."""
 
-    def __init__(self, model: LoadedModel, cache: SlotCache, decoder: Decoder) -> None:
+    def __init__(self, model: LoadedModel, cache: SlotCache, decoder: Decoder, prefix: int) -> None:
         self._cache, self._decoder, self._device = cache, decoder, model.device
-        self._prefix = min(_PREFIX, model.context_len // 2, cache.capacity // 2)
+        self._prefix = min(prefix, model.context_len // 2, cache.capacity // 2)
         self._last_position = min(model.context_len, cache.capacity) - 1
         self.tree_widths = [width for width in WIDTHS if width <= cache.capacity - self._prefix]
         self.prompt_widths = [width for width in _PROMPT_WIDTHS if width <= self._last_position + 1]

@@ -16,7 +16,6 @@ from foretoken.planning.theory import (
     alpha_from_counts,
     alpha_from_overlaps,
     chain_tokens,
-    conditional_rates,
     expected_tokens,
     memory_bound_tokens,
     operations_factor,
@@ -67,8 +66,6 @@ def test_tokens_of_a_chain_whose_rates_differ_by_depth():
     rates = [0.9, 0.4, 0.75, 0.1]
     counted = sum((1 + accepted) * weight for accepted, weight in chain_outcomes(rates))
     assert expected_tokens(survivals(rates)) == pytest.approx(counted, abs=1e-12)
-    assert conditional_rates(survivals(rates)) == pytest.approx(rates, abs=1e-12)
-    assert conditional_rates([0.5, 0.0, 0.0]) == [0.5, 0.0, 0.0]
 
 
 def test_tokens_of_a_tree_by_enumeration_of_the_targets_ranks():
