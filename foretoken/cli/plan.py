@@ -189,14 +189,14 @@ def _described(
     target, most = described_sizes(model, dtype)
     machine = nominal_machine(bandwidth * 1e9, flops * 1e12, memory * 2**30)
     host = HOST_S if host_ms is None else host_ms / 1e3
-    costs = RooflineCosts(target=target, machine=machine, drafters={}, host_s=host)
+    costs = RooflineCosts(target=target, machine=machine, host_s=host)
     header = {
         "model": model, "bandwidth": f"{bandwidth:g}GB/s", "flops": f"{flops:g}TFLOP/s", "memory": f"{memory:g}GiB",
         "host_ms": host * 1e3, "weight_bytes": target.weight_bytes,
     }  # fmt: skip
     planned = {
         "costs": dict.fromkeys(temperatures, costs), "target": target, "context": min(context or _CONTEXT, most),
-        "memory_bytes": machine.memory_bytes, "peak_flops": flops * 1e12, "drafters": {},
+        "longest": most, "memory_bytes": machine.memory_bytes, "peak_flops": flops * 1e12
     }  # fmt: skip
     return planned, header
 
@@ -231,8 +231,9 @@ def _measured(
     )  # fmt: skip
     costs = next(iter(found.costs.values()))
     planned = {
-        "costs": found.costs, "target": costs.target, "context": context or found.context, "memory_bytes": None,
-        "peak_flops": costs.flops_per_s, "drafters": {},
+        "costs": found.costs, "target": costs.target, "context": context or found.context,
+        "longest": loaded.context_len, "memory_bytes": None,
+        "peak_flops": costs.flops_per_s
     }  # fmt: skip
     return found.curves, planned, header
 
@@ -254,7 +255,7 @@ def _print(plan: Plan, header: Mapping[str, Any], *, wide: bool) -> None:
     """Prints a table and the advice for each temperature, then memory and training."""
     terminal.conditions({key: value for key, value in header.items() if key != "command"})
     for page in plan.pages:
-        _print_page(page, plan.context, wide=wide)
+        _print_page(page, plan, wide=wide)
     gib, mib = 1 << 30, 1 << 20
     room = "" if plan.most_sequences is None else f"; {plan.most_sequences} such sequences fit"
     terminal.prose(
@@ -266,10 +267,10 @@ def _print(plan: Plan, header: Mapping[str, Any], *, wide: bool) -> None:
         for need in plan.needs
     ]
     if rows:
-        terminal.print_table(["drafter", "MiB of its own", "training"], rows)
+        terminal.print_table(["drafter of the usual size", "MiB of its own", "training"], rows)
 
 
-def _print_page(page: Page, context: float, *, wide: bool) -> None:
+def _print_page(page: Page, plan: Plan, *, wide: bool) -> None:
     from foretoken.planning.predict import best_depths
 
     rows = [
@@ -289,9 +290,12 @@ def _print_page(page: Page, context: float, *, wide: bool) -> None:
             f"batch {advice.batch}: take {advice.best.setup}, {advice.best.speed_up:.2f}x.{second} {advice.reason}"
         )
     if page.pays:
-        batch = "every batch" if page.last_batch is None else f"batches below {page.last_batch}"
-        length = "every context" if page.last_context is None else f"contexts below {page.last_context}"
-        terminal.prose(f"drafting pays at {batch} with context {context:.0f}, and at {length} with the smallest batch")
+        batch = f"up to {plan.limits.batch}" if page.last_batch is None else f"below {page.last_batch}"
+        context = f"up to {plan.limits.context}" if page.last_context is None else f"below {page.last_context}"
+        terminal.prose(
+            f"drafting pays at batches {batch} with {plan.context:.0f} tokens of context, and at contexts {context} "
+            "with the smallest batch"
+        )
 
 
 def _row(each: Prediction) -> list[str]:

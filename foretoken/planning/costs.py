@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foretoken.planning.predict import NO_DRAFT, PlannedDraft
-from foretoken.planning.sizes import DrafterSizes, drafter_sizes
+from foretoken.planning.sizes import drafter_sizes
 from foretoken.planning.theory import Machine, ModelSizes, pass_seconds
 
 if TYPE_CHECKING:
@@ -39,13 +39,11 @@ class RooflineCosts:
     Attributes:
         target: Its sizes.
         machine: The device.
-        drafters: Sizes of drafters by method; other methods get their usual sizes.
         host_s: Seconds of the host in an iteration.
     """
 
     target: ModelSizes
     machine: Machine
-    drafters: Mapping[str, DrafterSizes]
     host_s: float = HOST_S
 
     @property
@@ -59,7 +57,7 @@ class RooflineCosts:
 
     def draft(self, draft: PlannedDraft, batch: int, context: float) -> float:
         """See `IterationCosts`."""
-        sizes = self.drafters.get(draft.method) or drafter_sizes(draft.method, self.target)
+        sizes = drafter_sizes(draft.method, self.target)
         if sizes is None:
             return 0.0
         passes = -(-draft.depth // sizes.levels)

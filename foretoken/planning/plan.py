@@ -9,19 +9,20 @@ from foretoken.planning.acceptance import Curve, nearest
 from foretoken.planning.predict import (
     Advice,
     IterationCosts,
+    Limits,
     Prediction,
     advise,
     breaks_even_at,
     predictions,
 )
-from foretoken.planning.sizes import DrafterSizes, drafter_sizes, training_seconds
+from foretoken.planning.sizes import drafter_sizes, training_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from foretoken.planning.theory import ModelSizes
 
-GIB, MIB = 1 << 30, 1 << 20  # bytes
+_LARGEST_BATCH = 1024  # of the search for a break-even; a choice
 
 
 class Page(NamedTuple):
@@ -48,10 +49,10 @@ class Page(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Memory of a drafter and the time to train it.
+    """Memory of a method's drafter of the usual size, and the time to train it.
 
     Attributes:
-        name: The drafter.
+        name: The method.
         weight_bytes: Bytes of the weights that it does not share with the target.
         training_s: Seconds to train it on this machine; None for a drafter that is not trained for a target.
     """
@@ -68,6 +69,7 @@ class Plan:
     Attributes:
         pages: One for each temperature.
         context: Committed tokens of a sequence.
+        limits: Where the search for a break-even ended.
         weight_bytes: Of the target.
         kv_bytes: Of the KV cache of one sequence with `context` tokens.
         most_sequences: Sequences that fit into memory beside the weights; None if the memory is not known.
@@ -77,6 +79,7 @@ class Plan:
 
     pages: Sequence[Page]
     context: float
+    limits: Limits
     weight_bytes: float
     kv_bytes: float
     most_sequences: int | None
@@ -87,6 +90,7 @@ class Plan:
         """Returns the plan JSON-ready."""
         return {
             "context": self.context,
+            "tried_up_to": self.limits._asdict(),
             "memory": {
                 "weight_bytes": self.weight_bytes,
                 "kv_bytes_per_sequence": self.kv_bytes,
@@ -128,9 +132,9 @@ def make_plan(
     *,
     batches: Sequence[int],
     context: float,
+    longest: int,
     memory_bytes: float | None,
     peak_flops: float,
-    drafters: Mapping[str, DrafterSizes],
 ) -> Plan:
     """Makes a plan.
 
@@ -140,36 +144,36 @@ def make_plan(
         target: Its sizes.
         batches: Sequences decoded at once.
         context: Committed tokens of a sequence.
+        longest: Most tokens of a sequence.
         memory_bytes: For weights and KV cache; None if it is not known.
         peak_flops: Arithmetic of the machine, operations a second, for training.
-        drafters: Sizes of drafters that exist, by method.
     """
     kv_bytes = target.kv_bytes_per_token * context
     used = {temperature: nearest(curves, temperature) for temperature in costs}
+    room = None if memory_bytes is None else max(int((memory_bytes - target.weights_bytes) // kv_bytes), 0)
+    limits = Limits(_LARGEST_BATCH if room is None else min(room, _LARGEST_BATCH), longest)
     pages = []
     for temperature, its_costs in costs.items():
         own = used[temperature]
         found = [predictions(own, its_costs, batch=batch, context=context) for batch in batches]
-        ends = breaks_even_at(own, its_costs, batch=min(batches), context=context)
+        ends = breaks_even_at(own, its_costs, batch=min(batches), context=context, limits=limits)
         pages.append(Page(temperature, found, [advise(each) for each in found], *ends))
-    room = None if memory_bytes is None else max(int((memory_bytes - target.weights_bytes) // kv_bytes), 0)
     return Plan(
         pages=pages,
         context=context,
+        limits=limits,
         weight_bytes=target.weights_bytes,
         kv_bytes=kv_bytes,
         most_sequences=room,
-        needs=_needs(dict.fromkeys(each.method for own in used.values() for each in own), target, drafters, peak_flops),
+        needs=_needs(dict.fromkeys(each.method for own in used.values() for each in own), target, peak_flops),
         curves=used,
     )
 
 
-def _needs(
-    methods: Sequence[str] | Mapping[str, None], target: ModelSizes, known: Mapping[str, DrafterSizes], flops: float
-) -> list[Need]:
+def _needs(methods: Iterable[str], target: ModelSizes, flops: float) -> list[Need]:
     needs = []
     for method in methods:
-        sizes = known.get(method) or drafter_sizes(method, target)
+        sizes = drafter_sizes(method, target)
         if sizes is not None:
             seconds = None if method == "draft_model" else training_seconds(target, sizes, flops)
             needs.append(Need(method, sizes.own_weights * sizes.reads.weight_bytes, seconds))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 # Half-width of an interval, in standard errors; a choice: four of five figures lie within.
 _WIDTH = 1.28
-_LARGEST_BATCH, _LONGEST_CONTEXT = 1 << 12, 1 << 20  # where the search for a break-even ends; a choice
 
 
 class PlannedDraft(NamedTuple):
@@ -225,13 +224,25 @@ def advise(found: Sequence[Prediction]) -> Advice:
     return Advice(plain.batch, best, second, reason)
 
 
-def breaks_even_at(
-    curves: Sequence[Curve], costs: IterationCosts, *, batch: int, context: float
-) -> tuple[int | None, int | None]:
-    """Returns the least batch, and the least context, from which on no drafter pays; None if one always does.
+class Limits(NamedTuple):
+    """Where the search for a break-even ends.
 
-    Batches are tried at the given context, contexts at the given batch, both by doubling. None also where no drafter
-    pays at the given batch and context.
+    Attributes:
+        batch: Most sequences.
+        context: Most committed tokens of a sequence.
+    """
+
+    batch: int
+    context: int
+
+
+def breaks_even_at(
+    curves: Sequence[Curve], costs: IterationCosts, *, batch: int, context: float, limits: Limits
+) -> tuple[int | None, int | None]:
+    """Returns the least batch, and the least context, from which on no drafter pays.
+
+    Batches are tried at the given context, contexts at the given batch, both by doubling up to the limits. None where
+    a drafter pays at all of them, and where none pays at the given batch and context.
     """
 
     def pays(at_batch: int, at_context: float) -> bool:
@@ -239,8 +250,7 @@ def breaks_even_at(
 
     if not pays(batch, context):
         return None, None
-    batches = _doubled(batch, _LARGEST_BATCH)
-    contexts = _doubled(max(int(context), 1), _LONGEST_CONTEXT)
+    batches, contexts = _doubled(batch, limits.batch), _doubled(max(int(context), 1), limits.context)
     return (
         next((each for each in batches if not pays(each, context)), None),
         next((each for each in contexts if not pays(batch, each)), None),

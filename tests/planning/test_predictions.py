@@ -17,7 +17,7 @@ from foretoken.planning.costs import (
     nominal_machine,
 )
 from foretoken.planning.plan import make_plan
-from foretoken.planning.predict import NO_DRAFT, PlannedDraft, advise, breaks_even_at, predict, predictions
+from foretoken.planning.predict import NO_DRAFT, Limits, PlannedDraft, advise, breaks_even_at, predict, predictions
 from foretoken.planning.sizes import described_sizes, drafter_sizes, training_seconds
 from foretoken.planning.theory import Machine, ModelSizes, pass_seconds, walltime_factor
 from foretoken.runner.costs import CostCurve, PassCosts
@@ -36,7 +36,7 @@ def chain(name: str, rates: list[float]) -> Curve:
 def test_free_drafts_on_a_machine_without_arithmetic_limits_gain_what_theorem_3_8_says() -> None:
     machine = Machine(bytes_per_s=1e12, flops_per_s=1e30, memory_bytes=1e12)
     sizes = ModelSizes(layers=1, hidden_size=1, heads=1, kv_heads=1, head_dim=1, vocab_size=0, weights=1e12)
-    costs = RooflineCosts(target=sizes, machine=machine, drafters={}, host_s=0.0)
+    costs = RooflineCosts(target=sizes, machine=machine, host_s=0.0)
     (best, *_) = predictions([chain("ngram", [0.8] * 5)], costs, batch=1, context=10)
     assert best.draft.depth == 5
     assert best.speed_up == pytest.approx(walltime_factor(0.8, 5, 0.0), rel=1e-9)
@@ -45,7 +45,7 @@ def test_free_drafts_on_a_machine_without_arithmetic_limits_gain_what_theorem_3_
 
 
 def test_a_prediction_is_tokens_over_the_seconds_of_its_parts() -> None:
-    costs = RooflineCosts(target=LLAMA_8B, machine=H100, drafters={})
+    costs = RooflineCosts(target=LLAMA_8B, machine=H100)
     draft = PlannedDraft("eagle:chain", 3, 3.0, 2.6, 1.0)
     found = predict(draft, costs, batch=4, context=500)
     head = drafter_sizes("eagle", LLAMA_8B)
@@ -59,29 +59,35 @@ def test_a_prediction_is_tokens_over_the_seconds_of_its_parts() -> None:
     assert sum(found.seconds) == pytest.approx(seconds, rel=1e-12)
 
 
-def test_plain_decoding_of_the_h100_is_predicted_within_ten_percent() -> None:
-    """Against benchmarks/results/gpu-h100.json: a model of these sizes, context 512 + 80."""
+@pytest.mark.parametrize(("pattern", "nodes", "error"), [("plain", 0, 0.1), ("n-gram", 7, 0.1), ("medusa", 63, 0.25)])
+def test_recorded_rates_of_the_h100_are_predicted(pattern: str, nodes: int, error: float) -> None:
+    """Against benchmarks/results/gpu-h100.json: scripted drafts for a model of these sizes, context 512 + 80.
+
+    A pass over a tree takes longer than the roofline says, so wide trees are predicted up to a quarter too fast.
+    """
     recorded = json.loads((ROOT / "benchmarks/results/gpu-h100.json").read_text(encoding="utf-8"))
     tables = recorded["sections"]["step"]["tables"]
     assert tables["model"][0]["weight_bytes"] == LLAMA_8B.weights_bytes
-    measured = next(each for each in tables["efficiency"] if each["pattern"] == "plain")["tokens_per_s"]
-    costs = RooflineCosts(target=LLAMA_8B, machine=H100, drafters={})
-    assert predict(NO_DRAFT, costs, batch=1, context=592).tokens_per_s == pytest.approx(measured, rel=0.1)
+    row = next(each for each in tables["efficiency"] if each["pattern"] == pattern)
+    costs = RooflineCosts(target=LLAMA_8B, machine=H100)
+    draft = PlannedDraft("ngram:chain", nodes, float(nodes), row["tau"], 1.0)  # scripted: drafting costs nothing
+    found = predict(draft, costs, batch=1, context=592)
+    assert found.tokens_per_s == pytest.approx(row["tokens_per_s"], rel=error)
 
 
 def test_a_machine_bound_by_arithmetic_should_not_draft() -> None:
     slow = nominal_machine(3.35e12, 10e9, 80e9)  # as much bandwidth, a hundred thousandth of the arithmetic
-    costs = RooflineCosts(target=LLAMA_8B, machine=slow, drafters={})
+    costs = RooflineCosts(target=LLAMA_8B, machine=slow)
     curves = [chain("ngram", [0.9] * 8), chain("eagle", [0.8] * 8), chain("draft_model", [0.8] * 8)]
     for batch in (1, 4, 16):
         advice = advise(predictions(curves, costs, batch=batch, context=100))
         assert advice.best is None
         assert "times the seconds of a plain iteration" in advice.reason
-    assert breaks_even_at(curves, costs, batch=1, context=100) == (None, None)
+    assert breaks_even_at(curves, costs, batch=1, context=100, limits=Limits(64, 4096)) == (None, None)
 
 
 def test_a_useless_drafter_is_not_taken() -> None:
-    costs = RooflineCosts(target=LLAMA_8B, machine=H100, drafters={})
+    costs = RooflineCosts(target=LLAMA_8B, machine=H100)
     assert advise(predictions([chain("eagle", [0.01] * 4)], costs, batch=1, context=100)).best is None
     both = [chain("eagle", [0.01] * 4), chain("hass", [0.7] * 4)]
     advice = advise(predictions(both, costs, batch=1, context=100))
@@ -91,19 +97,20 @@ def test_a_useless_drafter_is_not_taken() -> None:
 
 
 def test_nothing_known_is_said() -> None:
-    costs = RooflineCosts(target=LLAMA_8B, machine=H100, drafters={})
+    costs = RooflineCosts(target=LLAMA_8B, machine=H100)
     assert advise(predictions([], costs, batch=1, context=100)).reason == "no drafter has a known acceptance."
 
 
 def test_the_batch_from_which_drafting_no_longer_pays() -> None:
     """Where a pass over all drafts takes longer than the tokens are worth; checked on both sides."""
-    costs = RooflineCosts(target=LLAMA_8B, machine=H100, drafters={})
+    costs = RooflineCosts(target=LLAMA_8B, machine=H100)
     curves = [chain("eagle", [0.6] * 4)]
-    batch, _ = breaks_even_at(curves, costs, batch=1, context=64)
+    limits = Limits(4096, 1 << 17)
+    batch, _ = breaks_even_at(curves, costs, batch=1, context=64, limits=limits)
     assert batch is not None
     assert predictions(curves, costs, batch=batch // 2, context=64)[0].pays
     assert not predictions(curves, costs, batch=batch, context=64)[0].pays
-    assert breaks_even_at(curves, costs, batch=batch, context=64) == (None, None)
+    assert breaks_even_at(curves, costs, batch=batch, context=64, limits=limits) == (None, None)
 
 
 def curve_of_passes(*points: tuple[int, float]) -> CostCurve:
@@ -216,10 +223,10 @@ def test_a_mixture_of_experts_counts_its_experts_apart(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_what_fits_into_memory() -> None:
-    costs = RooflineCosts(target=LLAMA_8B, machine=H100, drafters={})
+    costs = RooflineCosts(target=LLAMA_8B, machine=H100)
     plan = make_plan(
-        [chain("eagle", [0.7] * 4)], {0.0: costs}, LLAMA_8B, batches=[1, 2], context=1000, memory_bytes=80e9,
-        peak_flops=989e12, drafters={},
+        [chain("eagle", [0.7] * 4)], {0.0: costs}, LLAMA_8B, batches=[1, 2], context=1000, longest=8192,
+        memory_bytes=80e9, peak_flops=989e12,
     )  # fmt: skip
     assert plan.kv_bytes == 131072 * 1000
     assert plan.most_sequences == int((80e9 - 15_009_849_344) / 131_072_000)
