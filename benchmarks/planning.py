@@ -1,15 +1,14 @@
-"""Compares `foretoken plan` with `foretoken bench` on prompts, batches and depths that the plan has not seen.
+"""Compares what `foretoken plan` predicts with what the engines of `foretoken bench` measure.
 
-    python -m benchmarks.planning --rounds 3 --out benchmarks/results/planning
+    python -m benchmarks.planning --out benchmarks/results/planning
 
 The plan measures acceptance on every second prompt, with one sequence and drafts of eight levels. The benchmark decodes
-the other prompts, at the depth that the plan chose for each drafter. Batches of `foretoken bench` drain, as texts of drafters end
-at different times. A prediction therefore counts for the mean number of sequences that an iteration decoded, linear
-between predictions for whole numbers.
+the other prompts, with shallower drafts, one and four at once. The plan has seen neither those prompts, nor that depth,
+nor a drafter with a batch.
 
-Plan and benchmark run in turn, several rounds of them, since other programs may use the machine. Medians over the
-rounds are compared: in tokens/s, and in speed-up over plain decoding of the same run, from which a drift of the
-machine's speed cancels.
+Both are measured in turn, prompt by prompt: other programs may use the machine, and its speed may change by half within
+a minute. Batches of the benchmark drain, as their texts end at different times. A prediction therefore counts for the
+mean number of sequences that an iteration decoded, linear between predictions for whole numbers.
 """
 
 from __future__ import annotations
@@ -17,28 +16,34 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
 import sys
-import tempfile
-from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.rivals.machine import commit, describe_machine
-from foretoken.bench.workload import load_prompts
+from foretoken.bench.compare import in_turn
+from foretoken.bench.workload import SetupEngines, Workload, load_prompts
+from foretoken.decoder.library import set_num_threads
+from foretoken.entrypoints.config import PLAIN, parse_setup
+from foretoken.models.loading import load_model, load_tokenizer
+from foretoken.planning.acceptance import nearest
+from foretoken.planning.measure import Measured, measure
+from foretoken.planning.predict import Prediction, predictions
 
-PLAIN = "plain"
-Key = tuple[str, float, int]  # drafter, temperature, batch
+if TYPE_CHECKING:
+    from foretoken.bench.measurement import Measurement
+
+BATCHES = (1, 4)
 
 
 class Row(NamedTuple):
-    """Medians over rounds of one drafter at one temperature and batch."""
+    """One drafter at one temperature and batch: the prediction for `batch` sequences, and the measurement."""
 
     drafter: str
     temperature: float
-    batch: int
-    depth: int
+    batch_size: int
+    batch: float
     predicted: float
     measured: float
     predicted_speed_up: float
@@ -46,11 +51,6 @@ class Row(NamedTuple):
     predicted_tau: float
     measured_tau: float
     half_width: float
-
-    @property
-    def is_within(self) -> bool:
-        """Whether the measured speed-up lies in the predicted interval of 80 %."""
-        return 1 / (1 + self.half_width) <= self.measured_speed_up / self.predicted_speed_up <= 1 + self.half_width
 
     @property
     def error(self) -> float:
@@ -62,139 +62,101 @@ class Row(NamedTuple):
         """Relative error of the predicted speed-up."""
         return self.predicted_speed_up / self.measured_speed_up - 1
 
-
-def called(arguments: list[str]) -> dict[str, Any]:
-    """Runs a command of foretoken in a process of its own and returns its JSON."""
-    done = subprocess.run([sys.executable, "-m", "foretoken", *arguments, "--json"], capture_output=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    @property
+    def is_within(self) -> bool:
+        """Whether the measured tokens/s lie in the predicted interval of 80 %."""
+        return 1 / (1 + self.half_width) <= self.measured / self.predicted <= 1 + self.half_width
 
 
-def planned(found: dict[str, Any]) -> dict[tuple[str, float, int, int], dict[str, Any]]:
-    """Returns predictions by drafter, temperature, batch and depth."""
-    return {
-        (each["drafter"], page["temperature"], batch["batch_size"], each["depth"]): each
-        for page in found["temperatures"]
-        for batch in page["batches"]
-        for each in batch["predictions"]
+class Bench:
+    """Measures plain decoding and drafters of a fixed depth on prompts of its own, a few at a time."""
+
+    def __init__(self, model: Any, tokenizer: Any, names: list[str], depth: int, workload: Workload) -> None:
+        """Makes the engines of every batch size."""
+        setups = [parse_setup(f"{name}:num_speculative_tokens={depth}", target=model.name) for name in names]
+        self._workload = workload
+        self._engines = {size: SetupEngines(model, tokenizer, setups, workload, batch_size=size) for size in BATCHES}
+        self._names = dict(zip(self._engines[1].names, [PLAIN, *names], strict=True))
+        self.rows: dict[tuple[str, float, int], Measurement] = {}
+        for size, engines in self._engines.items():
+            for setup, name in self._names.items():
+                for temperature in workload.temperatures:
+                    self.rows[name, temperature, size] = engines.empty(setup, temperature)
+            engines.warm_up(0.0)
+
+    def advance(self, done: int, total: int) -> None:
+        """Decodes the prompt of the same number as the plan's last; every fourth time four prompts at once too."""
+        del total
+        temperatures = list(self._workload.temperatures)
+        number, temperature = (done - 1) // len(temperatures), temperatures[(done - 1) % len(temperatures)]
+        for size, engines in self._engines.items():
+            if number % size == size - 1:
+                batch = range(number + 1 - size, number + 1)
+                for setup, name in in_turn(list(self._names.items()), number):
+                    self.rows[name, temperature, size].add(engines.measure(setup, temperature, batch))
+
+
+def at_mean_batch(found: list[Prediction], batch: float) -> float:
+    """Returns the tokens/s of a mean number of sequences, from predictions for 1, 2, 3, … sequences."""
+    low = max(min(int(batch), len(found) - 1), 1)
+    rates = [each.tokens_per_s for each in found]
+    return rates[low - 1] + (batch - low) * (rates[low] - rates[low - 1])
+
+
+def rows_of(plan: Measured, bench: Bench, depth: int) -> list[Row]:
+    """Returns a row for each drafter, temperature and batch."""
+    by_batch = {
+        temperature: [
+            {
+                each.draft.name: each
+                for each in predictions(nearest(plan.curves, temperature), costs, batch=size, context=plan.context)
+                if each.draft.depth in (0, depth)
+            }
+            for size in range(1, max(BATCHES) + 1)
+        ]
+        for temperature, costs in plan.costs.items()
     }
-
-
-def at_mean_batch(rates: list[float], batch: float) -> float:
-    """Returns a rate at a mean number of sequences, from the rates of 1, 2, 3, … sequences."""
-    low = min(int(batch), len(rates) - 1)
-    return rates[low - 1] + (batch - low) * (rates[low] - rates[low - 1]) if len(rates) > 1 else rates[0]
-
-
-def compare(options: argparse.Namespace) -> list[Row]:
-    """Runs plan and benchmark in turn and returns a row for each drafter, temperature and batch."""
-    texts = load_prompts("heldout", limit=2 * options.num_prompts)
-    values: dict[Key, list[tuple[float, ...]]] = defaultdict(list)
-    depths: dict[Key, int] = {}
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as directory:
-        seen, unseen = Path(directory) / "seen.jsonl", Path(directory) / "unseen.jsonl"
-        for place, part in ((seen, texts[0::2]), (unseen, texts[1::2])):
-            place.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in part), encoding="utf-8")
-        common = [options.model, "--threads", str(options.threads), "--max-tokens", str(options.max_tokens)]
-        common += ["--num-prompts", str(options.num_prompts)]
-        sizes = [str(size) for size in range(1, max(options.batches) + 1)]
-        plan = ["plan", *common, "--measure", "--prompts", str(seen)]
-        plan += [part for size in sizes for part in ("--batch-size", size)]
-        plan += [part for name in options.setups for part in ("-s", name)]
-        for number in range(options.rounds):
-            predictions = planned(called(plan))
-            if not depths:
-                depths = _best_depths(predictions, options)
-            for batch in options.batches:
-                for temperature in (0.0, 0.8):
-                    measured = _bench(common, unseen, depths, temperature, batch, options)
-                    _add(values, predictions, depths, measured, temperature, batch)
-            rows = _rows(values, depths)
-            print(as_markdown(rows, [f"after round {number + 1} of {options.rounds}"]), file=sys.stderr, flush=True)
-    return rows
-
-
-def _rows(values: dict[Key, list[tuple[float, ...]]], depths: dict[Key, int]) -> list[Row]:
-    return [
-        Row(*key, depths[key], *(median(column) for column in zip(*each, strict=True))) for key, each in values.items()
-    ]
-
-
-def _best_depths(predictions: dict[Any, dict[str, Any]], options: argparse.Namespace) -> dict[Key, int]:
-    best: dict[Key, tuple[float, int]] = {}
-    for (name, temperature, batch, depth), each in predictions.items():
-        if batch in options.batches:
-            key = name, temperature, batch
-            best[key] = max(best.get(key, (0.0, 0)), (each["tokens_per_s"], depth))
-    return {key: depth for key, (_, depth) in best.items()}
-
-
-def _bench(
-    common: list[str],
-    prompts: Path,
-    depths: dict[Key, int],
-    temperature: float,
-    batch: int,
-    options: argparse.Namespace,
-) -> dict[str, dict[str, Any]]:
-    """Returns the measurements of `foretoken bench` by drafter."""
-    names = [name for name, at, size in depths if (at, size) == (temperature, batch) and name != PLAIN]
-    setups = {name: f"{name}:num_speculative_tokens={depths[name, temperature, batch]}" for name in names}
-    found = called(
-        ["bench", *common, "--prompts", str(prompts)]
-        + ["--temperature", str(temperature), "--batch-size", str(batch)]
-        + [part for setup in setups.values() for part in ("-s", setup)]
-    )
-    return dict(zip([PLAIN, *names], found["measurements"], strict=True))
-
-
-def _add(
-    values: dict[Key, list[tuple[float, ...]]],
-    predictions: dict[Any, dict[str, Any]],
-    depths: dict[Key, int],
-    measured: dict[str, dict[str, Any]],
-    temperature: float,
-    batch: int,
-) -> None:
-    def predicted(name: str, size: float) -> float:
-        depth = depths[name, temperature, batch]
-        rates = [predictions[name, temperature, each, depth]["tokens_per_s"] for each in range(1, batch + 1)]
-        return at_mean_batch(rates, size)
-
-    sizes = {name: each["metrics"]["steps"] / each["iterations"] for name, each in measured.items()}
-    for name, each in measured.items():
-        depth = depths[name, temperature, batch]
-        values[name, temperature, batch].append((
-            predicted(name, sizes[name]),
-            each["tokens_per_s"],
-            predicted(name, sizes[name]) / predicted(PLAIN, sizes[PLAIN]),
-            each["tokens_per_s"] / measured[PLAIN]["tokens_per_s"],
-            predictions[name, temperature, 1, depth]["mean_acceptance_length"],
-            each["mean_acceptance_length"],
-            predictions[name, temperature, batch, depth]["tokens_per_s_high"]
-            / predictions[name, temperature, batch, depth]["tokens_per_s"]
-            - 1,
-        ))  # fmt: skip
+    rows = []
+    for (name, temperature, size), measured in bench.rows.items():
+        sizes = {each: bench.rows[each, temperature, size] for each in (PLAIN, name)}
+        mean = {each: row.metrics.steps / row.iterations for each, row in sizes.items()}
+        rates = {each: at_mean_batch([its[each] for its in by_batch[temperature]], mean[each]) for each in sizes}
+        predicted = by_batch[temperature][size - 1][name]
+        rows.append(
+            Row(
+                drafter=name,
+                temperature=temperature,
+                batch_size=size,
+                batch=mean[name],
+                predicted=rates[name],
+                measured=measured.tokens_per_s,
+                predicted_speed_up=rates[name] / rates[PLAIN],
+                measured_speed_up=measured.tokens_per_s / sizes[PLAIN].tokens_per_s,
+                predicted_tau=predicted.draft.tokens,
+                measured_tau=measured.tau,
+                half_width=predicted.high / predicted.tokens_per_s - 1,
+            )
+        )
+    return sorted(rows, key=lambda row: (row.batch_size, row.temperature))
 
 
 def choices(rows: list[Row]) -> list[str]:
     """Returns a sentence for each temperature and batch: the predicted choice, and its loss against the best."""
     said = []
-    for temperature, batch in dict.fromkeys((row.temperature, row.batch) for row in rows):
-        own = [row for row in rows if (row.temperature, row.batch) == (temperature, batch)]
+    for temperature, size in dict.fromkeys((row.temperature, row.batch_size) for row in rows):
+        own = [row for row in rows if (row.temperature, row.batch_size) == (temperature, size)]
         chosen, best = max(own, key=lambda row: row.predicted), max(own, key=lambda row: row.measured)
         loss = 1 - chosen.measured / best.measured
-        said.append(f"T {temperature:g}, batch {batch}: chose {chosen.drafter}, best {best.drafter}, loses {loss:.1%}")
+        said.append(f"T {temperature:g}, batch {size}: chose {chosen.drafter}, best {best.drafter}, loses {loss:.1%}")
     return said
 
 
 def as_markdown(rows: list[Row], sentences: list[str]) -> str:
-    """A table with one line a row, then the choices and the errors."""
-    lines = [*sentences, "", "| drafter | T | batch | depth | tokens/s predicted | measured | error | "
-             "speed-up predicted | measured | error | tau predicted | measured |", "|---" * 12 + "|"]  # fmt: skip
+    """Returns a table with one line a row, then the choices and the errors."""
+    heads = "drafter | T | batch | sequences | tokens/s predicted | measured | error | speed-up predicted | measured | "
+    lines = [*sentences, "", f"| {heads}error | tau predicted | measured |", "|---" * 12 + "|"]
     for row in rows:
-        cells = [row.drafter, f"{row.temperature:g}", row.batch, row.depth, f"{row.predicted:.0f}"]
+        cells = [row.drafter, f"{row.temperature:g}", row.batch_size, f"{row.batch:.2f}", f"{row.predicted:.0f}"]
         cells += [f"{row.measured:.0f}", f"{row.error:+.0%}", f"{row.predicted_speed_up:.2f}"]
         cells += [f"{row.measured_speed_up:.2f}", f"{row.speed_up_error:+.0%}"]
         cells += [f"{row.predicted_tau:.2f}", f"{row.measured_tau:.2f}"]
@@ -204,8 +166,7 @@ def as_markdown(rows: list[Row], sentences: list[str]) -> str:
     lines += ["", *(f"- {line}" for line in choices(rows))]
     lines.append(f"- error of tokens/s: median {median(errors):.0%}, largest {max(errors):.0%}")
     lines.append(f"- error of the speed-up: median {median(ratios):.0%}, largest {max(ratios):.0%}")
-    within = sum(row.is_within for row in drafting)
-    lines.append(f"- {within} of {len(drafting)} measured speed-ups lie in the predicted interval of 80 %")
+    lines.append(f"- {sum(row.is_within for row in rows)} of {len(rows)} measured rates lie in the interval of 80 %")
     return "\n".join(lines) + "\n"
 
 
@@ -213,24 +174,32 @@ def main(arguments: list[str]) -> None:
     """Compares, prints and writes Markdown and JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("model", nargs="?", default="models/tinycode")
-    parser.add_argument("-s", dest="setups", action="append", help="default: ngram, draft_model and hass:chain")
+    parser.add_argument("-s", dest="setups", action="append", help="default: ngram, draft_model and hass, as chains")
     parser.add_argument("--out", type=Path, required=True, help="files to write, without suffix")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-prompts", type=int, default=40, help="for each of the two (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=4, help="of the benchmark's drafts (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
-    options.setups = options.setups or ["ngram", "draft_model", "hass:chain"]
-    options.batches = [1, 4]
-    rows, machine = compare(options), describe_machine()
+    names = options.setups or ["ngram:chain", "draft_model:chain", "hass:chain"]
+    set_num_threads(options.threads)
+    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
+    texts = load_prompts("heldout", limit=2 * options.num_prompts)
+    seen, unseen = (Workload(prompts=texts[first::2], max_tokens=options.max_tokens) for first in (0, 1))
+    bench = Bench(model, tokenizer, names, options.depth, unseen)
+    setups = {name: parse_setup(name, target=options.model).config or {} for name in names}
+    plan = measure(
+        model, tokenizer, setups, seen, batches=BATCHES, has_acceptance=True, on_progress=bench.advance
+    )  # fmt: skip
+    rows, machine = rows_of(plan, bench, options.depth), describe_machine()
     conditions = {
         "command": shlex.join(["python", "-m", "benchmarks.planning", *arguments]),
         "commit": commit("foretoken", "models"),
         "processor": f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['instruction_sets'])})",
         "threads": options.threads,
-        "rounds": options.rounds,
         "prompts": f"{options.num_prompts} for the plan, as many others measured",
         "max_tokens": options.max_tokens,
+        "depth": options.depth,
     }
     report = as_markdown(rows, [f"{key.replace('_', ' ')}: {value}  " for key, value in conditions.items()])
     options.out.with_suffix(".md").write_text(report, encoding="utf-8")

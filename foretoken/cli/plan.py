@@ -106,7 +106,7 @@ def plan(
     given = [curve for text in acceptance or () for curve in read_curves(*_split(text))]
     temperatures = list(dict.fromkeys(temperature or [0.0, 0.8]))
     batches = sorted(set(batch_size or _BATCHES))
-    setups = _setups(speculative_config, model)
+    setups = _setups(speculative_config, model, must_exist=measure)
     if not missing:
         known = [*library()]
         planned, header = _described(
@@ -146,28 +146,35 @@ def plan(
         _print(result, header, wide=wide)
 
 
-def _setups(given: list[str] | None, model: str) -> dict[str, Mapping[str, Any]]:
+def _setups(given: list[str] | None, model: str, *, must_exist: bool) -> dict[str, Mapping[str, Any] | None]:
     """Returns configurations by the names of curves: those of -s, or prompt lookup and all drafters beside the model.
 
+    The configuration of a drafter that does not exist is None, unless it must exist.
+
     Raises:
-        ConfigError: If a drafter does not exist, or several are merged into one tree.
+        ConfigError: If a drafter must exist and does not, or several are merged into one tree.
     """
     from foretoken.entrypoints.config import parse_setup, parse_speculative_config
     from foretoken.entrypoints.drafter_files import head_beside, names_beside
 
     names = ["draft_model" if name == "draft" else name for name in names_beside(model)]
     beside = [f"{name}:chain" for name in names if name == "draft_model" or head_beside(model, name)]
-    setups: dict[str, Mapping[str, Any]] = {}
+    setups: dict[str, Mapping[str, Any] | None] = {}
     for text in given or ["ngram:chain", *beside]:
         setup = parse_setup(text, target=model)
         if setup.config is None:
             continue
-        drafters = parse_speculative_config(setup.config, target=model).options
-        if len(drafters) != 1 or not isinstance(drafters[0].tree, str):
-            raise ConfigError(
-                f"'{text}' is several drafters or a tree without a name. Expected one drafter, as hass:chain."
-            )
-        setups[f"{setup.name.split()[0].partition(':')[0]}:{drafters[0].tree}"] = setup.config
+        if "drafters" in setup.config or not isinstance(setup.config.get("tree", ""), str):
+            raise ConfigError(f"'{text}' is several drafters or a tree without a name. Expected one, as hass:chain.")
+        name, config = setup.name.split()[0], setup.config
+        try:
+            (drafter,) = parse_speculative_config(config, target=model).options
+        except ConfigError:
+            if must_exist:
+                raise
+            setups[name if ":" in name else f"{name}:chain"] = None
+        else:
+            setups[f"{name.partition(':')[0]}:{drafter.tree}"] = config
     return setups
 
 
@@ -192,7 +199,7 @@ def _described(
     costs = RooflineCosts(target=target, machine=machine, host_s=host)
     header = {
         "model": model, "bandwidth": f"{bandwidth:g}GB/s", "flops": f"{flops:g}TFLOP/s", "memory": f"{memory:g}GiB",
-        "host_ms": host * 1e3, "weight_bytes": target.weight_bytes,
+        "host_ms": host * 1e3, "bytes_per_weight": target.weight_bytes,
     }  # fmt: skip
     planned = {
         "costs": dict.fromkeys(temperatures, costs), "target": target, "context": min(context or _CONTEXT, most),
@@ -207,7 +214,7 @@ def _measured(
     device: str,
     threads: int | None,
     runner: str,
-    setups: Mapping[str, Mapping[str, Any]],
+    setups: Mapping[str, Mapping[str, Any] | None],
     workload: Workload,
     batches: Sequence[int],
     context: int | None,
@@ -216,13 +223,15 @@ def _measured(
 ) -> tuple[list[Curve], dict[str, Any], dict[str, Any]]:
     """Returns measured curves, the arguments of `make_plan` for this machine, and the conditions."""
     from foretoken.bench.measurement import processor_name
+    from foretoken.decoder.slot_cache import share_of_free
     from foretoken.planning import measure as measuring
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(workload.max_tokens, loaded)
     with progress("prompts") as on_progress:
         found = measuring.measure(
-            loaded, tokenizer, setups, workload, batches=batches, has_acceptance=measure, runner=runner,
+            loaded, tokenizer, {name: config for name, config in setups.items() if config is not None}, workload,
+            batches=batches, has_acceptance=measure, runner=runner,
             on_progress=on_progress,
         )  # fmt: skip
     header = options.run_header(
@@ -232,7 +241,7 @@ def _measured(
     costs = next(iter(found.costs.values()))
     planned = {
         "costs": found.costs, "target": costs.target, "context": context or found.context,
-        "longest": loaded.context_len, "memory_bytes": None,
+        "longest": loaded.context_len, "memory_bytes": costs.target.weights_bytes + share_of_free(loaded.device),
         "peak_flops": costs.flops_per_s
     }  # fmt: skip
     return found.curves, planned, header

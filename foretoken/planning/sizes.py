@@ -92,18 +92,21 @@ class DrafterSizes(NamedTuple):
         reads: Sizes of one of its passes, the shared LM head included.
         own_weights: Weights that it does not share with the target: what is trained and stored.
         levels: Levels of a draft that one pass gives.
+        training_steps: Passes over each token in training: heads that learn from their own drafts have several.
     """
 
     reads: ModelSizes
     own_weights: float
     levels: int = 1
+    training_steps: int = 1
 
 
 def drafter_sizes(method: str, target: ModelSizes) -> DrafterSizes | None:
     """Returns the usual sizes of a method's drafter for a target; None for methods without weights.
 
     Source: the layers as in the papers: EAGLE (arXiv 2401.15077) one block behind a projection of two vectors, EAGLE-3
-    (2503.01840) of three, with its own LM head; Medusa (2401.10774) a block and an LM head for each level.
+    (2503.01840) of three, with its own LM head; Medusa (2401.10774) a block and an LM head for each level. HASS
+    (2408.15766) learns from three steps of its own drafts, EAGLE-3 here from seven.
     """
     d, v = target.hidden_size, target.vocab_size
     block = max(target.active_weights - v * d, 0.0) / target.layers
@@ -113,12 +116,13 @@ def drafter_sizes(method: str, target: ModelSizes) -> DrafterSizes | None:
         small = _resized(target, weights, layers=max(round(share * target.layers), 1))
         return DrafterSizes(small, weights)
     if method in ("eagle", "hass"):
-        return DrafterSizes(_resized(target, block + 2 * d**2 + v * d), block + 2 * d**2)
+        steps = 3 if method == "hass" else 1
+        return DrafterSizes(_resized(target, block + 2 * d**2 + v * d), block + 2 * d**2, training_steps=steps)
     if method == "eagle3":
         rows = min(v, _EAGLE3_VOCABULARY)
         wider = d * (target.heads + 2 * target.kv_heads) * target.head_dim
         weights = block + wider + (3 * d + rows) * d
-        return DrafterSizes(_resized(target, weights, vocab_size=rows), weights)
+        return DrafterSizes(_resized(target, weights, vocab_size=rows), weights, training_steps=7)
     if method == "medusa":
         weights = _NUM_HEADS * (d + v) * d
         return DrafterSizes(_resized(target, weights, layers=0, vocab_size=_NUM_HEADS * v), weights, levels=_NUM_HEADS)
@@ -159,5 +163,5 @@ def training_seconds(target: ModelSizes, drafter: DrafterSizes, peak_flops: floa
     Source: two operations a weight and token forward, six with the backward pass (Kaplan et al. 2020, arXiv
     2001.08361, section 2.1). Tokens: the recipe of Medusa-1 (arXiv 2401.10774, section 3).
     """
-    flops = (2 * target.active_weights + 6 * drafter.reads.weights) * TRAINING_TOKENS
+    flops = (2 * target.active_weights + 6 * drafter.training_steps * drafter.reads.weights) * TRAINING_TOKENS
     return flops / (_TRAINING_SHARE * peak_flops)
