@@ -156,7 +156,7 @@ class TimedPasses:
         return self._seconds(batch, batch * (1 + draft.nodes), context)
 
     def _seconds(self, batch: int, tokens: float, context: float) -> float:
-        near, far = (costs.verification(batch, tokens) for costs in (self.near, self.far))  # type: ignore[arg-type]
+        near, far = (costs.verification(batch, tokens) for costs in (self.near, self.far))
         share = (context - self.near_context) / (self.far_context - self.near_context)
         return max(near + share * max(far - near, 0.0), near / 2)
 

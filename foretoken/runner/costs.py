@@ -202,7 +202,7 @@ class PassCosts(NamedTuple):
     step: CostCurve
     prompt: CostCurve
 
-    def verification(self, num_sequences: int, num_tokens: int) -> float:
+    def verification(self, num_sequences: int, num_tokens: float) -> float:
         """Returns the seconds of a verification of trees with `num_tokens` nodes in total."""
         further_sequences = max(self.step(num_sequences) - self.tree(num_sequences), 0.0)  # beyond their tokens
         return self.tree(num_tokens) + further_sequences

@@ -50,6 +50,19 @@ def test_a_described_machine_needs_no_weights(tmp_path: Path) -> None:
     assert "such sequences fit" in done.stdout
 
 
+def test_a_drafter_that_exists_is_timed_with_acceptance_from_a_file(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.yaml"
+    lengths.write_text("tinycode-hass: {thinking_off: {1: 1.9, 2: 2.6}}", encoding="utf-8")
+    done = run("plan", MODEL, "-s", "hass:chain", "--acceptance", f"hass={lengths}", *QUICK[2:], "--json")
+    assert done.returncode == 0, done.stderr
+    (batch,) = json.loads(done.stdout)["temperatures"][0]["batches"]
+    found = {each["setup"]: each for each in batch["predictions"]}
+    one, two = (found[f"hass:chain:num_speculative_tokens={depth}"] for depth in (1, 2))
+    assert (one["nextn_accepted"], two["nextn_accepted"]) == (0.9, 1.6)
+    assert 0 < one["draft_ms"] < two["draft_ms"]
+    assert found["plain"]["draft_ms"] == 0
+
+
 def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
     slow = ("--bandwidth", "3350", "--flops", "0.001", "--memory", "80")
     done = run("plan", MODEL, *slow, "--temperature", "0", "--batch-size", "1", "--batch-size", "16")
