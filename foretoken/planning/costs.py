@@ -214,11 +214,16 @@ class MeasuredCosts:
         return max(own * _between(by_batch, batch), 0.0)
 
     def _ratio(self, draft: PlannedDraft, batch: int) -> float:
-        """Returns the ratio of passes in the engine, interpolated by the tokens of a pass."""
-        seen = [*self.plain.values()]
-        if draft.depth:
-            timed = self.drafters.get(draft.name)
-            seen += [*self.free.values()] if timed is None or timed.seen is None else [timed.seen]
-        seen.sort(key=lambda each: each.tokens)
-        tokens = batch * (1 + draft.nodes)
-        return float(np.interp(tokens, [each.tokens for each in seen], [each.pass_ratio for each in seen]))
+        """Returns the ratio of passes in the engine, by the tokens of a pass.
+
+        It is interpolated between iterations of plain decoding and the free drafter. A drafter that was seen keeps its
+        factor over that: reading features, for example, takes time as well.
+        """
+        seen = sorted([*self.plain.values(), *self.free.values()], key=lambda each: each.tokens)
+
+        def usual(tokens: float) -> float:
+            return float(np.interp(tokens, [each.tokens for each in seen], [each.pass_ratio for each in seen]))
+
+        timed = self.drafters.get(draft.name)
+        own = 1.0 if timed is None or timed.seen is None else timed.seen.pass_ratio / usual(timed.seen.tokens)
+        return own * usual(batch * (1 + draft.nodes))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.bench.compare import in_turn
@@ -40,7 +40,8 @@ _LARGEST_TIMED = 8  # sequences decoded at once while the host is timed; a choic
 _FARTHEST = 2048  # tokens of the long context; a choice: a few seconds on the models of one CPU
 _HOST_TOKENS = 32  # output tokens of a prompt where only the host is timed; a choice
 _DRAFT_ROWS = 64  # KV rows of a slot while drafts are timed; more than their text and levels
-_PASS_ROUNDS = 3  # of timed passes; a choice: the median ignores a round in which another program ran
+_PASS_ROUNDS, _ROUND_S = 6, 0.6  # of timed passes; a choice: some round is quiet on a machine that others use
+_DRAFT_ROUNDS = 3  # of timed drafts; the same
 _ONE_TEXT = 0.2  # relative standard error of an acceptance length from a single text; a choice
 
 
@@ -141,7 +142,8 @@ class _ObservedEngine:
         for batch in batches:
             for slot in range(batch):
                 cache.reserve(slot, _DRAFT_ROWS)
-            fastest = fastest_by_depth(time_drafts(self.llm.drafters[0], self.llm.handle, batch))
+            rounds = [time_drafts(self.llm.drafters[0], self.llm.handle, batch) for _ in range(_DRAFT_ROUNDS)]
+            fastest = fastest_by_depth([each for timed in rounds for each in timed])
             for slot in range(batch):
                 cache.trim(slot, 0)
             if fastest:
@@ -322,20 +324,24 @@ def _observe(
 
 
 def time_passes(model: LoadedModel, decoder: str) -> TimedPasses:
-    """Times passes alone, behind a short and a long context in turn; the median of several rounds counts."""
+    """Times passes alone, behind a short and a long context in turn; the fastest of several rounds counts.
+
+    Other programs only add to a pass. Their share comes from the passes that the engine makes.
+    """
     far = max(min(_FARTHEST, model.context_len // 2), COSTS_PREFIX + 1)
     rounds = [
-        [measure_costs(model, decoder, prefix=prefix) for prefix in (COSTS_PREFIX, far)] for _ in range(_PASS_ROUNDS)
+        [measure_costs(model, decoder, limit_s=_ROUND_S, prefix=prefix) for prefix in (COSTS_PREFIX, far)]
+        for _ in range(_PASS_ROUNDS)
     ]
-    near_costs, far_costs = (_median(each) for each in zip(*rounds, strict=True))
+    near_costs, far_costs = (_fastest(each) for each in zip(*rounds, strict=True))
     return TimedPasses(near=near_costs, far=far_costs, near_context=COSTS_PREFIX, far_context=far)
 
 
-def _median(rounds: Sequence[PassCosts]) -> PassCosts:
+def _fastest(rounds: Sequence[PassCosts]) -> PassCosts:
     def curve(name: str) -> CostCurve:
         points = [dict(getattr(each, name).points) for each in rounds]
         widths = sorted(set(points[0]).intersection(*points))
-        return CostCurve(widths, [median(each[width] for each in points) for width in widths])
+        return CostCurve(widths, [min(each[width] for each in points) for width in widths])
 
     return PassCosts(*map(curve, PassCosts._fields))
 

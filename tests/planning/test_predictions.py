@@ -171,7 +171,8 @@ def test_drafts_grow_with_depth_and_batch_from_what_the_engine_took() -> None:
     assert costs.draft(draft(2), 1, 100) == pytest.approx(2 * 0.002)  # twice what was timed alone
     assert costs.draft(draft(2), 4, 100) == pytest.approx(2 * 0.003)
     assert costs.draft(draft(2), 7, 100) == pytest.approx(2 * 0.004)
-    assert costs.verify(draft(8), 1, 100) == pytest.approx(1.1 * 0.018)
+    assert costs.verify(draft(8), 1, 100) == pytest.approx(1.1 * 0.018)  # its factor over the free drafter's passes
+    assert costs.verify(draft(8), 4, 100) == pytest.approx(1.1 * PASSES(draft(8), 4, 100))
     assert costs.host(draft(8), 1) == pytest.approx(0.003)
     assert costs.host(draft(8), 4) == pytest.approx(0.003 * 2)  # as the free drafter's host grows
     assert costs.host(NO_DRAFT, 2) == pytest.approx(0.001 + 0.001 / 3)
