@@ -38,7 +38,10 @@ BATCHES = (1, 4)
 
 
 class Row(NamedTuple):
-    """One drafter at one temperature and batch: the prediction for `batch` sequences, and the measurement."""
+    """One drafter at one temperature and batch: the prediction for `batch` sequences, and the measurement.
+
+    `predicted_ms` and `measured_ms` are those of pass, drafts and host, predicted for the whole batch.
+    """
 
     drafter: str
     temperature: float
@@ -51,6 +54,8 @@ class Row(NamedTuple):
     predicted_tau: float
     measured_tau: float
     half_width: float
+    predicted_ms: tuple[float, ...]
+    measured_ms: tuple[float, ...]
 
     @property
     def error(self) -> float:
@@ -135,9 +140,16 @@ def rows_of(plan: Measured, bench: Bench, depth: int) -> list[Row]:
                 predicted_tau=predicted.draft.tokens,
                 measured_tau=measured.tau,
                 half_width=predicted.high / predicted.tokens_per_s - 1,
+                predicted_ms=tuple(1e3 * each for each in predicted.seconds),
+                measured_ms=_parts(measured),
             )
         )
     return sorted(rows, key=lambda row: (row.batch_size, row.temperature))
+
+
+def _parts(row: Measurement) -> tuple[float, float, float]:
+    draft = 1e3 * row.draft_seconds / row.iterations
+    return row.verify_ms, draft, row.host_ms - draft
 
 
 def choices(rows: list[Row]) -> list[str]:

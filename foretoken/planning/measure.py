@@ -260,6 +260,10 @@ def measure(
         workload = replace(workload, prompts=workload.prompts[: 2 * timed[-1]], max_tokens=_HOST_TOKENS)
         engines = {name: engines[name] for name in (PLAIN, FREE)}
     seen = _observe(engines, workload, timed, on_progress)
+    if any(not observed.iterations for (_, _, batch), observed in seen.items() if batch == 1):
+        raise ConfigError(
+            f"{workload.max_tokens} output tokens are too few to time iterations. Expected more: pass --max-tokens 64."
+        )
     context = _mean_context(workload, tokenizer)
     target = sizes_of(model.module, model.config, model.dtype.itemsize)
     costs, curves = {}, []

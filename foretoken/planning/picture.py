@@ -40,7 +40,11 @@ def write_picture(plan: Plan, place: Path, what: str) -> None:
         panels = figure.subplots(1, len(plan.pages), squeeze=False, sharey=True)[0]
         for axes, page in zip(panels, plan.pages, strict=True):
             _draw(axes, page)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
+        entries: dict[str, Any] = {}
+        for axes in panels:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                entries.setdefault(label, handle)
+        figure.legend(entries.values(), entries, loc="outside right upper", frameon=False, fontsize=8.5)
         figure.savefig(place, dpi=160, metadata={"Date": None} if place.suffix == ".svg" else None)
 
 
@@ -60,6 +64,8 @@ def _draw(axes: Any, page: Page) -> None:
         axes.fill_between(batches, low, high, color=look.light, alpha=0.1, lw=0)
     axes.axhline(1.0, color=LIGHT.text, lw=1.1, ls=(0, (2, 2)))
     axes.set_xscale("log", base=2)
+    sizes = sorted({each.batch for found in page.predictions for each in found})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_title(f"temperature {page.temperature:g}", loc="left", fontsize=10)
     axes.set_xlabel("sequences decoded at once")
     axes.set_ylabel("speed-up over plain decoding")

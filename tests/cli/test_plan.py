@@ -75,6 +75,7 @@ def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (("--bandwidth", "100"), "--flops is missing"),
+        (("--measure", "-s", "ngram", "--max-tokens", "1", "--num-prompts", "1"), "too few to time iterations"),
         ((*FAST, "--measure"), "--measure runs on this machine"),
         (("--bandwidth", "-1", "--flops", "1", "--memory", "1"), "--bandwidth is -1"),
         (("--acceptance", "eagle"), "Expected DRAFTER=PATH"),

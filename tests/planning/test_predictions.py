@@ -59,11 +59,13 @@ def test_a_prediction_is_tokens_over_the_seconds_of_its_parts() -> None:
     assert sum(found.seconds) == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize(("pattern", "nodes", "error"), [("plain", 0, 0.1), ("n-gram", 7, 0.1), ("medusa", 63, 0.25)])
+@pytest.mark.parametrize(
+    ("pattern", "nodes", "error"), [("plain", 0, 0.05), ("n-gram", 7, 0.05), ("medusa", 63, 0.2), ("eagle", 46, 0.2)]
+)
 def test_recorded_rates_of_the_h100_are_predicted(pattern: str, nodes: int, error: float) -> None:
     """Against benchmarks/results/gpu-h100.json: scripted drafts for a model of these sizes, context 512 + 80.
 
-    A pass over a tree takes longer than the roofline says, so wide trees are predicted up to a quarter too fast.
+    A pass over a tree takes longer than the roofline says, so wide trees are predicted a fifth too fast.
     """
     recorded = json.loads((ROOT / "benchmarks/results/gpu-h100.json").read_text(encoding="utf-8"))
     tables = recorded["sections"]["step"]["tables"]
