@@ -186,9 +186,9 @@ class MeasuredCosts:
 
     @property
     def flops_per_s(self) -> float:
-        """Arithmetic of the widest timed pass over a prompt, operations a second."""
+        """Nominal arithmetic, operations a second, from the widest timed pass over a prompt."""
         width, seconds = self.passes.near.prompt.points[-1]
-        return 2 * self.target.active_weights * width / seconds
+        return 2 * self.target.active_weights * width / seconds / FLOPS_SHARE
 
     def verify(self, draft: PlannedDraft, batch: int, context: float) -> float:
         """See `IterationCosts`."""

@@ -190,6 +190,10 @@ def test_a_drafter_that_does_not_exist_costs_its_share_of_a_pass() -> None:
     assert costs.draft(PlannedDraft("ngram:chain", 3, 3.0, 2.0, 1.0), 1, 100) == 0.0001
 
 
+def test_nominal_arithmetic_comes_from_a_prompt() -> None:
+    assert measured_costs().flops_per_s == pytest.approx(2 * LLAMA_8B.weights * 512 / 0.2 / 0.8)
+
+
 def test_medusa_on_an_a100_trains_for_five_hours() -> None:
     """The paper's figure for 7B, with heads as large as LLaMA's vocabulary of 32,000 makes them."""
     vicuna = ModelSizes(
