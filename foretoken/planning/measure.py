@@ -249,9 +249,9 @@ def measure(
     Raises:
         ForetokenError: If a drafter does not fit the target.
     """
-    timed = sorted({1, *(batch for batch in batches if batch <= _LARGEST_TIMED)})
+    timed = sorted({1, *(min(batch, _LARGEST_TIMED) for batch in batches)})
     make = partial(_ObservedEngine, model=model, tokenizer=tokenizer, max_num_seqs=timed[-1], runner=runner)
-    engines = {PLAIN: make(None), FREE: make({"method": "ngram", "num_speculative_tokens": DEEPEST})}
+    engines = {PLAIN: make(None), FREE: _deepest(make, setups.get(FREE, {"method": "ngram"}))}
     engines |= {name: _deepest(make, config) for name, config in setups.items() if name != FREE}
     decoder = engines[PLAIN].llm.target.name
     passes = time_passes(model, decoder)
@@ -273,11 +273,14 @@ def measure(
             for (name, at, batch), observed in seen.items()
             if at == temperature and observed.iterations
         }
-        drafters = {
-            name: TimedDrafter(lines=its, seen=means.get((name, 1)), seen_depth=_depth(seen, name, temperature))
-            for name, its in lines.items()
-            if its or (name, 1) in means
-        }
+        drafters = {}
+        for name, timed_lines in lines.items():
+            own = means.get((name, 1))
+            # A lookup may find nothing in the text on which drafts are timed.
+            its = timed_lines or ({} if own is None else {1: (own.draft_s, 0.0)})
+            if its:
+                depth = _depth(seen, name, temperature)
+                drafters[name] = TimedDrafter(lines=its, seen=own, seen_depth=depth)
         costs[temperature] = MeasuredCosts(
             target=target,
             passes=passes,

@@ -50,6 +50,17 @@ def test_a_described_machine_needs_no_weights(tmp_path: Path) -> None:
     assert "such sequences fit" in done.stdout
 
 
+@pytest.mark.parametrize("drafter", ["recycling:chain", "suffix:chain", "hydra:chain"])
+def test_lookups_and_heads_of_few_levels_are_measured(drafter: str) -> None:
+    """Recycling knows nothing of the text on which drafts are timed; the head has four levels, fewer than are tried."""
+    done = run("plan", MODEL, "-s", drafter, *QUICK[2:], "--measure", "--json")
+    assert done.returncode == 0, done.stderr
+    (batch,) = json.loads(done.stdout)["temperatures"][0]["batches"]
+    depths = [each["depth"] for each in batch["predictions"] if each["drafter"] == drafter]
+    assert max(depths) == (4 if drafter.startswith("hydra") else 8)
+    assert all(each["tokens_per_s"] > 0 for each in batch["predictions"])
+
+
 def test_a_drafter_that_exists_is_timed_with_acceptance_from_a_file(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.yaml"
     lengths.write_text("tinycode-hass: {thinking_off: {1: 1.9, 2: 2.6}}", encoding="utf-8")
