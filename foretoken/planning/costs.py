@@ -216,14 +216,14 @@ class MeasuredCosts:
     def _ratio(self, draft: PlannedDraft, batch: int) -> float:
         """Returns the ratio of passes in the engine, by the tokens of a pass.
 
-        It is interpolated between iterations of plain decoding and the free drafter. A drafter that was seen keeps its
-        factor over that: reading features, for example, takes time as well.
+        It lies between plain decoding and the free drafter at the nearest timed batch. A drafter that was seen keeps
+        its factor over that: reading features, for example, takes time as well.
         """
-        seen = sorted([*self.plain.values(), *self.free.values()], key=lambda each: each.tokens)
-
-        def usual(tokens: float) -> float:
-            return float(np.interp(tokens, [each.tokens for each in seen], [each.pass_ratio for each in seen]))
-
         timed = self.drafters.get(draft.name)
-        own = 1.0 if timed is None or timed.seen is None else timed.seen.pass_ratio / usual(timed.seen.tokens)
-        return own * usual(batch * (1 + draft.nodes))
+        own = 1.0 if timed is None or timed.seen is None else timed.seen.pass_ratio / self._usual(timed.seen.tokens, 1)
+        return own * self._usual(batch * (1 + draft.nodes), batch)
+
+    def _usual(self, tokens: float, batch: int) -> float:
+        nearest = min(self.plain.keys() & self.free.keys(), key=lambda size: abs(size - batch))
+        ends = sorted([self.plain[nearest], self.free[nearest]], key=lambda each: each.tokens)
+        return float(np.interp(tokens, [each.tokens for each in ends], [each.pass_ratio for each in ends]))
