@@ -213,7 +213,7 @@ def main(arguments: list[str]) -> None:
         "max_tokens": options.max_tokens,
         "depth": options.depth,
     }
-    report = as_markdown(rows, [f"{key.replace('_', ' ')}: {value}  " for key, value in conditions.items()])
+    report = as_markdown(rows, [f"- {key.replace('_', ' ')}: {value}" for key, value in conditions.items()])
     options.out.with_suffix(".md").write_text(report, encoding="utf-8")
     record = {**conditions, "rows": [row._asdict() for row in rows]}
     options.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
