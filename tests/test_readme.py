@@ -254,6 +254,7 @@ def test_commands_run(tmp_path: Path) -> None:
         "generate": ["--max-tokens", "24"],
         "verify": ["--max-tokens", "8", "--num-prompts", "1"],
         "bench": ["--max-tokens", "8", "--num-prompts", "1"],
+        "plan": ["-s", "ngram", "--max-tokens", "8", "--num-prompts", "1", "--batch-size", "1"],
         "inspect": [],
         "report": [],
         "twin": ["--layers", "13", "--hidden-size", "256", "--heads", "models/tinycode-medusa", "--draft-model=none"],

@@ -164,6 +164,7 @@ class Measurement:
             "verify_ms": self.verify_ms,
             "draft_ms": self.draft_ms,
             "host_ms": self.host_ms,
+            "iterations": self.iterations,
             "shares": self.shares,
             "num_identical": self.num_identical,
             "num_texts": len(self.texts),

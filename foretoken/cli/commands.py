@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foretoken.cli import batch, bench, chat, data, generate, heads, serve, sweep, train, twin
+from foretoken.cli import batch, bench, chat, data, generate, heads, plan, serve, sweep, train, twin
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ForetokenError
 
@@ -210,6 +210,12 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
         "foretoken sweep models/tinycode -s hydra:dynamic:num_speculative_tokens=4 \\",
         "    --batch-size 1 --batch-size 4 --sweep max_nodes=8,16,32 --out runs/nodes",
         "foretoken sweep runs/sweep --wide",
+    )),
+    ("plan", plan.plan, ending(
+        "foretoken plan models/tinycode --measure --out runs/plan.svg",
+        "foretoken plan models/tinycode -s ngram --batch-size 1 --batch-size 8",
+        "foretoken plan Qwen/Qwen3-8B --bandwidth 3350 --flops 989 --memory 80 \\",
+        "    --acceptance eagle3:chain=minimaxm3_eagle3.yaml",
     )),
     ("twin", twin.twin, ending(
         "foretoken twin models/tinycode runs/twin --layers 24 --hidden-size 1024",

@@ -33,17 +33,17 @@ _DEEPEST = 4  # most levels of the timed drafts
 _NUM_DRAFTS = 15  # the first reads the prompt; then one level and the deepest in turns
 _NUM_NEEDED = 4  # drafts, two of each depth: the first are slow
 _LIMIT_S = 1.0  # no further draft after this, once the needed drafts were timed
-_SLOT = 0
 
 
-def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float]]:
-    """Returns depth and seconds of some drafts over a text of zeros.
+def time_drafts(drafter: Drafter, target: TargetHandle, num_sequences: int = 1) -> list[tuple[int, float]]:
+    """Returns depth and seconds of some drafts over texts of zeros.
 
-    Seconds are divided by the slowdown of passes of one token since `target.costs` was measured.
+    Seconds are divided by the slowdown of passes of one token a sequence since `target.costs` was measured.
 
     Args:
-        drafter: Attached, without a sequence in slot 0.
-        target: What the drafter was attached to; the rows of slot 0 are written.
+        drafter: Attached, without sequences in the first slots.
+        target: What the drafter was attached to; rows of the first slots are written.
+        num_sequences: Sequences of each draft, at most the slots.
 
     Returns:
         One entry per draft with nodes. Empty for a drafter from another package, which would take the text for a
@@ -58,24 +58,25 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float
     params, tokens = SamplingParams(temperature=0.0), [0] * (_PROMPT_LEN + 1)
     timed: list[tuple[int, float]] = []
     passes: list[float] = []
-    begin = time.perf_counter()
+    begin, n = time.perf_counter(), num_sequences
     with own_torch_state():
-        guard.begin(_SLOT, DraftRequest(request_id="draft timing", prompt=list(tokens), params=params))
-        guard.commit(_prompt_in_cache(tokens[:-1], target))
+        for slot in range(n):
+            guard.begin(slot, DraftRequest(request_id=f"draft timing {slot}", prompt=list(tokens), params=params))
+        guard.commit(_prompts_in_cache(tokens[:-1], n, target))
         context = DraftContext(
-            slots=[_SLOT],
-            tokens=[tokens],
-            max_depth=[deepest],
-            max_nodes=[drafter.nodes_by_depth[-1]],
+            slots=range(n),
+            tokens=[tokens] * n,
+            max_depth=[deepest] * n,
+            max_nodes=[drafter.nodes_by_depth[-1]] * n,
             sampling=SamplingBatch.build(
-                [SamplingRequest(params=params, seed=0)], target.vocab_size, target.device
+                [SamplingRequest(params=params, seed=0)] * n, target.vocab_size, target.device
             ),
-            is_coupled=[False],
+            is_coupled=[False] * n,
         )  # fmt: skip
-        shallow = replace(context, max_depth=[1])
-        root = Pass.of_tree(
-            TokenTree.roots([0], device=target.device),
-            slots=[_SLOT], prefix_lens=[_PROMPT_LEN], last_position=_PROMPT_LEN,
+        shallow = replace(context, max_depth=[1] * n)
+        roots = Pass.of_tree(
+            TokenTree.roots([0] * n, device=target.device),
+            slots=range(n), prefix_lens=[_PROMPT_LEN] * n, last_position=_PROMPT_LEN,
         )  # fmt: skip
         while len(timed) < _NUM_DRAFTS and (len(timed) < _NUM_NEEDED or time.perf_counter() - begin < _LIMIT_S):
             start = _now(target.device)
@@ -84,10 +85,11 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float
                 break
             end = _now(target.device)
             timed.append((depth, end - start))
-            target.run(root)
+            target.run(roots)
             passes.append(_now(target.device) - end)
-        guard.release(_SLOT)
-    slower = min(passes) / target.costs(1) if passes else 1.0  # than when passes were timed
+        for slot in range(n):
+            guard.release(slot)
+    slower = min(passes) / target.costs(n) if passes else 1.0  # than when passes were timed
     return [(depth, seconds / slower) for depth, seconds in timed]
 
 
@@ -97,7 +99,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _prompt_in_cache(tokens: list[int], target: TargetHandle) -> Committed:
-    """Returns a prompt that the target has read, and its features."""
-    work = Pass.of_chains([tokens], slots=[_SLOT], prefix_lens=[0], device=target.device)
-    return Committed(slots=[_SLOT], starts=[0], tokens=[tokens], features=target.run(work).features)
+def _prompts_in_cache(tokens: list[int], n: int, target: TargetHandle) -> Committed:
+    """Returns n equal prompts that the target has read, and their features."""
+    work = Pass.of_chains([tokens] * n, slots=range(n), prefix_lens=[0] * n, device=target.device)
+    return Committed(slots=range(n), starts=[0] * n, tokens=[tokens] * n, features=target.run(work).features)

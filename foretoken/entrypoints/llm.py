@@ -81,6 +81,7 @@ class LLM(BuiltPerProcess):
         target: The runner.
         tokenizer: The target's tokenizer, or None.
         drafters: The attached drafters, in the order of the bits of `TokenTree.source`.
+        handle: The access to the target that the drafters got.
         shared: The engine, which an `AsyncLLM` over this `LLM` uses too.
         sampling_defaults: Fields of `SamplingParams` that the model's generation configuration sets, by name.
     """
@@ -138,7 +139,7 @@ class LLM(BuiltPerProcess):
             loaded, setup, max_model_len, num_slots=num_slots, runner=runner, costs=costs,
             kv_cache_memory_bytes=num_bytes,
         )  # fmt: skip
-        handle = TargetHandle(
+        self.handle = TargetHandle(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
             context_len=self.target.context_len,
@@ -154,7 +155,7 @@ class LLM(BuiltPerProcess):
         )
         self._engine = Engine(
             self.target,
-            _attach_drafters(setup, config, self.target, handle),
+            _attach_drafters(setup, config, self.target, self.handle),
             policy=setup.policy,
             slots=SlotPool(num_slots, keeps_prefixes=enable_prefix_caching is None or bool(enable_prefix_caching)),
             on_step=on_step,

@@ -180,7 +180,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _PROMPT_WIDTHS = (1, 32, 128, 512)  # tokens of a prompt chunk; a choice, costs between them are interpolated
 _STEP_WIDTHS = (1, 4)  # sequences; a choice, costs between them are interpolated
 _CURVES = {"tree": WIDTHS, "step": _STEP_WIDTHS, "prompt": _PROMPT_WIDTHS}
-_PREFIX = 128  # committed rows while trees and steps are timed; a choice: a short conversation
+COSTS_PREFIX = 128  # committed rows while trees and steps are timed; a choice: a short conversation
 _LONGEST_PROMPT_S = 0.5  # no wider chunk is timed after a longer one; a choice, part of `LIMIT_S`
 _FORMAT = 4  # of the kept file; older files are measured again
 _log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class PassCosts(NamedTuple):
     step: CostCurve
     prompt: CostCurve
 
-    def verification(self, num_sequences: int, num_tokens: int) -> float:
+    def verification(self, num_sequences: int, num_tokens: float) -> float:
         """Returns the seconds of a verification of `num_sequences` trees with `num_tokens` nodes in total."""
         further_sequences = max(self.step(num_sequences) - self.tree(num_sequences), 0.0)  # beyond their tokens
         return self.tree(num_tokens) + further_sequences
@@ -224,19 +224,22 @@ def pass_costs(model: LoadedModel, decoder: str, *, is_refreshed: bool = False) 
     return costs
 
 
-def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S) -> PassCosts:
+def measure_costs(
+    model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S, prefix: int = COSTS_PREFIX
+) -> PassCosts:
     """Times passes of a new decoder, one of `DECODERS`, on its own KV slots, and frees both.
 
-    Trees take `limit_s` seconds, see `CostCurve.measure`; steps and prompts get a sixth each. Raises as `pass_costs`.
+    Trees take `limit_s` seconds, see `CostCurve.measure`; steps and prompts get a sixth each. While trees and steps are
+    timed, each sequence has `prefix` committed rows, at most half of the context. Raises as `pass_costs`.
     """
     shapes = probe_layer_shapes(model.module)
     num_slots = _STEP_WIDTHS[-1]
     rows = affordable_rows(shapes, dtype=model.dtype, device=model.device) // num_slots
-    needed = max(_PREFIX + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
+    needed = max(2 * prefix, prefix + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
     rows = max(NUM_ROWS, min(rows, needed))
     cache = SlotCache(shapes, num_slots=num_slots, capacity=rows, dtype=model.dtype, device=model.device)
     made = proven_decoder(decoder, model, cache, (), context_len=min(rows, model.context_len))
-    passes = _Passes(model, cache, made)
+    passes = _Passes(model, cache, made, prefix)
     return PassCosts(
         tree=CostCurve.measure(passes.tree, passes.tree_widths, limit_s=limit_s),
         step=CostCurve.measure(passes.step, _STEP_WIDTHS, limit_s=limit_s / 6),
@@ -247,9 +250,9 @@ def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S)
 class _Passes:
     """Passes like the engine's, to be timed. Tokens differ, so that a mixture of experts uses many experts."""
 
-    def __init__(self, model: LoadedModel, cache: SlotCache, decoder: Decoder) -> None:
+    def __init__(self, model: LoadedModel, cache: SlotCache, decoder: Decoder, prefix: int) -> None:
         self._cache, self._decoder, self._device = cache, decoder, model.device
-        self._prefix = min(_PREFIX, model.context_len // 2, cache.capacity // 2)
+        self._prefix = min(prefix, model.context_len // 2, cache.capacity // 2)
         self._last_position = min(model.context_len, cache.capacity) - 1
         self.tree_widths = [width for width in WIDTHS if width <= cache.capacity - self._prefix]
         self.prompt_widths = [width for width in _PROMPT_WIDTHS if width <= self._last_position + 1]

@@ -25,6 +25,7 @@ NEEDED = {
     "bench": (MODEL,),
     "bench serve": (),
     "sweep": (MODEL, "--out", "{out}"),
+    "plan": (MODEL,),
     "twin": (MODEL, "{out}"),
     "inspect": (MODEL,),
     "convert": (HEAD, "{out}", "--to", "tensorrt_llm", "--target", MODEL),

@@ -20,10 +20,11 @@ from foretoken.cli.commands import app
 from foretoken.entrypoints.config import parse_setup
 
 COMMANDS = [
-    "generate", "verify", "chat", "bench", "bench serve", "batch", "serve", "sweep", "twin", "inspect", "convert",
+    "generate", "verify", "chat", "bench", "bench serve", "batch", "serve", "sweep", "plan", "twin", "inspect",
+    "convert",
     "data", "data vocab", "data index", "train", "tune tree", "doctor", "report",
 ]  # fmt: skip
-VALUE = r"(N|X|TEXT|PATH|NAME|URL|MODEL|DRAFTER|KEY=\w+)"
+VALUE = r"(N|X|TEXT|PATH|NAME|URL|MODEL|DRAFTER=PATH|DRAFTER|KEY=\w+)"
 
 
 @cache

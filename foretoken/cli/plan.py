@@ -1,0 +1,325 @@
+"""`foretoken plan`: what speculation would gain on this machine or a described one, before anything is trained."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli import options, terminal
+from foretoken.cli.terminal import progress
+from foretoken.core.errors import ConfigError
+from foretoken.files.atomic_files import write_file
+
+if TYPE_CHECKING:
+    from foretoken.bench.workload import Workload
+    from foretoken.planning.acceptance import Curve
+    from foretoken.planning.plan import Page, Plan
+    from foretoken.planning.predict import Prediction
+
+_BATCHES = (1, 4, 8, 16)
+_CONTEXT = 1024  # tokens of a sequence on a described machine; a choice
+_SHOWN = 3  # drafters of each batch in the table without --wide
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="Target, as `foretoken bench` takes it; a described machine needs only its config.json."),
+    ],
+    speculative_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--speculative-config",
+            "-s",
+            metavar="DRAFTER",
+            help="Plan with this drafter, as `foretoken bench` takes it. May be repeated. Default: ngram, all "
+            "beside MODEL, and with a described machine all of the library.",
+        ),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Measure acceptance in a short run on prompts; else the library's is used."),
+    ] = False,
+    acceptance: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DRAFTER=PATH",
+            help="Acceptance of a drafter from a file: InferenceX's golden acceptance "
+            "lengths, or AIConfigurator's nextn and nextn_accepted. May be repeated.",
+        ),
+    ] = None,
+    save_acceptance: Annotated[
+        Path | None, typer.Option(help="File to make: the acceptance of chains as golden acceptance lengths, YAML.")
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Describe a machine: memory bandwidth, GB/s.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Arithmetic in the model's dtype, TFLOP/s.")] = None,
+    memory: Annotated[float | None, typer.Option(help="Memory for weights and KV cache, GiB.")] = None,
+    host_ms: Annotated[float | None, typer.Option(help="Milliseconds of the host in an iteration. Default: 1.")] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences decoded at once; may be repeated. Default: 1, 4, 8, 16.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: of the prompts with half of the output.")
+    ] = None,
+    temperature: options.Temperatures = None,
+    prompts: options.Prompts = "heldout",
+    num_prompts: options.NumPrompts = 8,
+    max_tokens: options.MaxTokens = 96,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
+    threads: options.Threads = None,
+    out: Annotated[Path | None, typer.Option(help="Picture to make, .svg or .png: speed-up by batch.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the files of --out and --save-acceptance.")] = False,
+    wide: options.Wide = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Predict what speculation gains, before anything is trained or bought.
+
+    The machine is measured (passes by width, drafts of existing drafters, the host), or described by --bandwidth,
+    --flops and --memory. Acceptance comes from --measure, from --acceptance, or from the library of measured and
+    published curves, where figures of other models and texts have wide intervals.
+
+    For every batch the command names the fastest drafter and depth, the second, and the reason; or it says that no
+    drafter pays. It also says from which batch and context on nothing pays, what memory is needed, and how long a head
+    trains. Intervals hold four of five figures.
+    """
+    from foretoken.planning.acceptance import golden_yaml, library, read_curves
+    from foretoken.planning.plan import make_plan
+
+    for path, option in ((out, "--out"), (save_acceptance, "--save-acceptance")):
+        if path is not None:
+            options.check_new_file(path, option, force=force)
+    machine = {"--bandwidth": bandwidth, "--flops": flops, "--memory": memory}
+    _check_positive({**machine, "--host-ms": host_ms})
+    missing = [name for name, value in machine.items() if value is None]
+    if 0 < len(missing) < len(machine):
+        raise ConfigError(f"{missing[0]} is missing. A described machine needs --bandwidth, --flops and --memory.")
+    if not missing and measure:
+        raise ConfigError("--measure runs on this machine, and another one is described. Pass one of them.")
+    given = [curve for text in acceptance or () for curve in read_curves(*_split(text))]
+    temperatures = list(dict.fromkeys(temperature or [0.0, 0.8]))
+    batches = sorted(set(batch_size or _BATCHES))
+    setups = _setups(speculative_config, model, must_exist=measure)
+    if not missing:
+        known = [*library()]
+        planned, header = _described(
+            model, dtype, temperatures, bandwidth=bandwidth or 0.0, flops=flops or 0.0, memory=memory or 0.0,
+            host_ms=host_ms, context=context,
+        )  # fmt: skip
+    else:
+        from foretoken.bench.workload import Workload, load_prompts
+
+        texts = load_prompts(prompts, limit=num_prompts)
+        workload = Workload(prompts=texts, temperatures=temperatures, max_tokens=max_tokens, seed=seed)
+        found, planned, header = _measured(
+            model, dtype, device, threads, runner, setups, workload, batches, context, measure=measure
+        )  # fmt: skip
+        known = [*found, *(curve for curve in library() if curve.name not in {each.name for each in found})]
+    replaced = {curve.name for curve in given}
+    curves = [*given, *(curve for curve in known if curve.name not in replaced)]
+    if speculative_config:
+        curves = [curve for curve in curves if curve.name in setups or curve.name in replaced]
+    if not curves:
+        raise ConfigError(
+            f"the acceptance of {', '.join(setups)} is not known. Pass --measure, --acceptance DRAFTER=PATH, or one of "
+            f"the library: {', '.join(dict.fromkeys(each.name for each in library()))}."
+        )
+    result = make_plan(curves, batches=batches, **planned)
+    if save_acceptance is not None:
+        own = [curve for curves in result.curves.values() for curve in curves]
+        conditions = "\n".join(f"{key}: {value}" for key, value in header.items())
+        write_file(save_acceptance, golden_yaml(own, Path(model).name, conditions))
+    if out is not None:
+        from foretoken.planning.picture import write_picture
+
+        write_picture(result, out, " ".join(f"{key}={value}" for key, value in header.items() if key != "command"))
+    if as_json:
+        options.print_json({**header, **result.as_dict()})
+    else:
+        _print(result, header, wide=wide)
+
+
+def _setups(given: list[str] | None, model: str, *, must_exist: bool) -> dict[str, Mapping[str, Any] | None]:
+    """Returns configurations by the names of curves: those of -s, or prompt lookup and all drafters beside the model.
+
+    The configuration of a drafter that does not exist is None, unless it must exist.
+
+    Raises:
+        ConfigError: If a drafter must exist and does not, or several are merged into one tree.
+    """
+    from foretoken.entrypoints.config import parse_setup, parse_speculative_config
+    from foretoken.entrypoints.drafter_files import head_beside, names_beside
+
+    names = ["draft_model" if name == "draft" else name for name in names_beside(model)]
+    beside = [f"{name}:chain" for name in names if name == "draft_model" or head_beside(model, name)]
+    setups: dict[str, Mapping[str, Any] | None] = {}
+    for text in given or ["ngram:chain", *beside]:
+        setup = parse_setup(text, target=model)
+        if setup.config is None:
+            continue
+        if "drafters" in setup.config or not isinstance(setup.config.get("tree", ""), str):
+            raise ConfigError(f"'{text}' is several drafters or a tree without a name. Expected one, as hass:chain.")
+        name, config = setup.name.split()[0], setup.config
+        try:
+            (drafter,) = parse_speculative_config(config, target=model).options
+        except ConfigError:
+            if must_exist:
+                raise
+            setups[name if ":" in name else f"{name}:chain"] = None
+        else:
+            setups[f"{name.partition(':')[0]}:{drafter.tree}"] = config
+    return setups
+
+
+def _described(
+    model: str,
+    dtype: str,
+    temperatures: Sequence[float],
+    *,
+    bandwidth: float,
+    flops: float,
+    memory: float,
+    host_ms: float | None,
+    context: int | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments of `make_plan` for a described machine, and the conditions."""
+    from foretoken.planning.costs import HOST_S, RooflineCosts, nominal_machine
+    from foretoken.planning.sizes import described_sizes
+
+    target, most = described_sizes(model, dtype)
+    machine = nominal_machine(bandwidth * 1e9, flops * 1e12, memory * 2**30)
+    host = HOST_S if host_ms is None else host_ms / 1e3
+    costs = RooflineCosts(target=target, machine=machine, host_s=host)
+    header = {
+        "model": model, "bandwidth": f"{bandwidth:g}GB/s", "flops": f"{flops:g}TFLOP/s", "memory": f"{memory:g}GiB",
+        "host_ms": host * 1e3, "bytes_per_weight": target.weight_bytes,
+    }  # fmt: skip
+    planned = {
+        "costs": dict.fromkeys(temperatures, costs), "target": target, "context": min(context or _CONTEXT, most),
+        "longest": most, "memory_bytes": machine.memory_bytes, "peak_flops": flops * 1e12
+    }  # fmt: skip
+    return planned, header
+
+
+def _measured(
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    runner: str,
+    setups: Mapping[str, Mapping[str, Any] | None],
+    workload: Workload,
+    batches: Sequence[int],
+    context: int | None,
+    *,
+    measure: bool,
+) -> tuple[list[Curve], dict[str, Any], dict[str, Any]]:
+    """Returns measured curves, the arguments of `make_plan` for this machine, and the conditions."""
+    from foretoken.bench.measurement import processor_name
+    from foretoken.decoder.slot_cache import share_of_free
+    from foretoken.planning import measure as measuring
+
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    options.check_max_tokens(workload.max_tokens, loaded)
+    with progress("prompts") as on_progress:
+        found = measuring.measure(
+            loaded, tokenizer, {name: config for name, config in setups.items() if config is not None}, workload,
+            batches=batches, has_acceptance=measure, runner=runner,
+            on_progress=on_progress,
+        )  # fmt: skip
+    header = options.run_header(
+        loaded, runner=found.runner, processor=processor_name(), prompts=len(workload.prompts),
+        max_tokens=workload.max_tokens, seed=workload.seed, command=shlex.join(["foretoken", *sys.argv[1:]]),
+    )  # fmt: skip
+    costs = next(iter(found.costs.values()))
+    planned = {
+        "costs": found.costs, "target": costs.target, "context": context or found.context,
+        "longest": loaded.context_len, "memory_bytes": costs.target.weights_bytes + share_of_free(loaded.device),
+        "peak_flops": costs.flops_per_s
+    }  # fmt: skip
+    return found.curves, planned, header
+
+
+def _split(text: str) -> tuple[Path, str]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise ConfigError(f"--acceptance is '{text}'. Expected DRAFTER=PATH, as eagle3:chain=lengths.yaml.")
+    return Path(path), name if ":" in name else f"{name}:chain"
+
+
+def _check_positive(values: Mapping[str, float | None]) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name} is {value:g}. Expected a positive number.")
+
+
+def _print(plan: Plan, header: Mapping[str, Any], *, wide: bool) -> None:
+    """Prints a table and the advice for each temperature, then memory and training."""
+    terminal.conditions({key: value for key, value in header.items() if key != "command"})
+    for page in plan.pages:
+        _print_page(page, plan, wide=wide)
+    gib, mib = 1 << 30, 1 << 20
+    room = "" if plan.most_sequences is None else f"; {plan.most_sequences} such sequences fit"
+    terminal.prose(
+        f"memory: weights {plan.weight_bytes / gib:.2f} GiB, KV cache {plan.kv_bytes / mib:.1f} MiB for a sequence of "
+        f"{plan.context:.0f} tokens{room}"
+    )
+    rows = [
+        [need.name, f"{need.weight_bytes / mib:.0f}", "" if need.training_s is None else _duration(need.training_s)]
+        for need in plan.needs
+    ]
+    if rows:
+        terminal.print_table(["drafter of the usual size", "MiB of its own", "training"], rows)
+
+
+def _print_page(page: Page, plan: Plan, *, wide: bool) -> None:
+    from foretoken.planning.predict import best_depths
+
+    rows = [
+        _row(each)
+        for found in page.predictions
+        for number, each in enumerate(best_depths(found))
+        if wide or number < _SHOWN or not each.draft.depth
+    ]
+    columns = ["drafter", "batch", "depth", "nodes", "tau", "tokens/s", "80 % interval", "speed-up", "ms/token"]
+    terminal.print_table(columns, rows, title=f"temperature {page.temperature:g}, predicted", num_keys=2)
+    for advice in page.advice:
+        if advice.best is None:
+            terminal.prose(f"batch {advice.batch}: do not draft. The nearest: {advice.reason}")
+            continue
+        second = "" if advice.second is None else f" Second: {advice.second.setup}, {advice.second.speed_up:.2f}x."
+        terminal.prose(
+            f"batch {advice.batch}: take {advice.best.setup}, {advice.best.speed_up:.2f}x.{second} {advice.reason}"
+        )
+    if page.pays:
+        batch = f"up to {plan.limits.batch}" if page.last_batch is None else f"below {page.last_batch}"
+        context = f"up to {plan.limits.context}" if page.last_context is None else f"below {page.last_context}"
+        terminal.prose(
+            f"drafting pays at batches {batch} with {plan.context:.0f} tokens of context, and at contexts {context} "
+            "with the smallest batch"
+        )
+
+
+def _row(each: Prediction) -> list[str]:
+    return [
+        each.draft.name,
+        str(each.batch),
+        str(each.draft.depth),
+        f"{each.draft.nodes:.1f}",
+        f"{each.draft.tokens:.2f}",
+        f"{each.tokens_per_s:.1f}",
+        f"{each.low:.1f}-{each.high:.1f}",
+        f"{each.speed_up:.2f}",
+        f"{each.ms_per_token:.2f}",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"

@@ -1,0 +1,362 @@
+"""Measures what a plan needs on this machine: passes, drafts, the host, and the acceptance of drafters.
+
+Acceptance is measured with one sequence and the deepest drafts. Shallower drafts are replayed from the same text:
+drafts are cut, and a draft that was accepted as a whole goes on where it was cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from foretoken.bench.compare import in_turn
+from foretoken.bench.workload import Workload, no_progress
+from foretoken.core.errors import ConfigError
+from foretoken.drafting.draft_costs import fastest_by_depth
+from foretoken.drafting.draft_timing import time_drafts
+from foretoken.entrypoints.config import PLAIN
+from foretoken.entrypoints.llm import LLM
+from foretoken.planning.acceptance import Curve
+from foretoken.planning.costs import Iterations, MeasuredCosts, TimedDrafter, TimedPasses
+from foretoken.planning.predict import PlannedDraft
+from foretoken.planning.sizes import sizes_of
+from foretoken.runner.costs import COSTS_PREFIX, CostCurve, PassCosts, measure_costs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from foretoken.core.records import StepRecord
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.models.loading import LoadedModel
+
+DEEPEST = 8  # levels of measured drafts; a choice: chains that pay are rarely deeper, and shallower ones are replayed
+FREE = "ngram:chain"  # the drafter whose iterations tell the host's seconds
+_LARGEST_TIMED = 8  # sequences decoded at once while the host is timed; a choice, larger batches are extrapolated
+_FARTHEST = 2048  # tokens of the long context; a choice: a few seconds on the models of one CPU
+_HOST_TOKENS = 32  # output tokens of a prompt where only the host is timed; a choice
+_DRAFT_ROWS = 64  # KV rows of a slot while drafts are timed; more than their text and levels
+_PASS_ROUNDS, _ROUND_S = 6, 0.6  # of timed passes; a choice: some round is quiet on a machine that others use
+_DRAFT_ROUNDS = 3  # of timed drafts; the same
+_PAUSE = 2.0  # an iteration as many times as long as the median was interrupted and does not count; a choice
+_ONE_TEXT = 0.2  # relative standard error of an acceptance length from a single text; a choice
+
+
+class ReplayedStep(NamedTuple):
+    """One sequence in one iteration: levels of its draft, its drafted nodes, and its accepted tokens."""
+
+    depth: int
+    nodes: int
+    accepted: int
+
+
+@dataclass(slots=True)
+class Observed:
+    """Iterations of one engine at one temperature and batch size.
+
+    Seconds and tokens are those of iterations that read no prompt and in which the batch is full.
+
+    Attributes:
+        batch: Sequences decoded at once.
+        texts: The steps of each text, in order, of all iterations.
+        iterations: Tokens of the pass, and seconds of the pass, of drafting, and of accepting and committing.
+        other_s: Seconds outside of the stages, an iteration, of all iterations.
+    """
+
+    batch: int = 1
+    texts: list[list[ReplayedStep]] = field(default_factory=list)
+    iterations: list[tuple[int, float, float, float]] = field(default_factory=list)
+    other_s: list[float] = field(default_factory=list)
+
+    def add(self, record: StepRecord) -> None:
+        """Adds the seconds of an iteration, if it counts."""
+        if record.num_prompt_tokens or len(record.sequences) != self.batch:
+            return
+        if any(step.ends_prompt for step in record.sequences):
+            return
+        seconds = record.seconds
+        self.iterations.append((record.num_tokens, seconds.verify, seconds.draft, seconds.accept + seconds.commit))
+
+    @property
+    def draft(self) -> PlannedDraft:
+        """The mean draft of the texts."""
+        steps = [step for text in self.texts for step in text]
+        asks = sum(step.depth > 0 for step in steps) / len(steps)
+        nodes = sum(step.nodes for step in steps) / len(steps)
+        return PlannedDraft("", max(step.depth for step in steps), nodes, 1.0, asks)
+
+    def means(self, passes: TimedPasses, context: float) -> Iterations:
+        """Returns means an iteration; passes: seconds of passes as timed alone."""
+        usual = _PAUSE * median(sum(each[1:]) for each in self.iterations)
+        counted = [each for each in self.iterations if sum(each[1:]) <= usual]
+        tokens, verify_s, draft_s, host_s = (fmean(column) for column in zip(*counted, strict=True))
+        drafted = self.draft._replace(nodes=tokens / self.batch - 1)
+        return Iterations(
+            tokens=tokens,
+            pass_ratio=verify_s / passes(drafted, self.batch, context),
+            draft_s=draft_s,
+            host_s=host_s + max(median(self.other_s), 0.0),
+        )
+
+
+class _ObservedEngine:
+    """An engine whose iterations are observed."""
+
+    def __init__(self, config: Mapping[str, Any] | None, **options: Any) -> None:
+        self._records: list[StepRecord] = []
+        self.llm = LLM(
+            speculative_config=config, on_step=self._records.append, enable_prefix_caching=False, **options
+        )  # fmt: skip
+
+    def observe(self, into: Observed, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+        """Decodes some prompts at once and adds the iterations to `into`."""
+        self._records.clear()
+        begin = time.perf_counter()
+        self.llm.generate(list(prompts), list(params))
+        seconds = time.perf_counter() - begin - sum(record.seconds.total for record in self._records)
+        into.other_s.append(seconds / len(self._records))
+        texts = defaultdict[str, list[ReplayedStep]](list)
+        for record in self._records:
+            into.add(record)
+            for step in record.sequences:
+                if not step.ends_prompt:
+                    texts[step.request_id].append(ReplayedStep(step.tree_depth, step.num_drafted, step.num_accepted))
+        into.texts += texts.values()
+
+    def lines(self, batches: Sequence[int]) -> dict[int, tuple[float, float]]:
+        """Returns seconds of a draft without levels, and of a level, by batch; empty if the drafter was not timed."""
+        lines: dict[int, tuple[float, float]] = {}
+        cache = self.llm.target.cache
+        for batch in batches:
+            for slot in range(batch):
+                cache.reserve(slot, _DRAFT_ROWS)
+            rounds = [time_drafts(self.llm.drafters[0], self.llm.handle, batch) for _ in range(_DRAFT_ROUNDS)]
+            fastest = fastest_by_depth([each for timed in rounds for each in timed])
+            for slot in range(batch):
+                cache.trim(slot, 0)
+            if fastest:
+                shallow, deep = min(fastest), max(fastest)
+                level = max((fastest[deep] - fastest[shallow]) / max(deep - shallow, 1), 0.0)
+                lines[batch] = max(fastest[shallow] - shallow * level, 0.0), level or fastest[deep] / deep
+        return lines
+
+
+def replayed(text: Sequence[ReplayedStep], depth: int) -> tuple[int, int, int, int]:
+    """Counts the passes that chains of at most `depth` need for a text that deeper chains wrote.
+
+    A run is a draft, with the drafts before it that were accepted as a whole. Its tokens come in passes of `depth` + 1.
+
+    Returns:
+        Tokens, passes, passes with a draft, and drafted nodes.
+    """
+    tokens = passes = asked = nodes = run = widest = 0
+    for step in [*text, ReplayedStep(0, 0, 0)]:
+        if not step.depth:  # nothing was drafted: the run is over, and this pass gives a token
+            ended = -(-run // (depth + 1))
+            passes, asked, nodes, run = passes + ended, asked + ended, nodes + ended * min(depth, widest), 0
+            widest = 0
+            tokens, passes = tokens + 1, passes + 1
+            continue
+        tokens += step.accepted + 1
+        run += step.accepted + 1
+        widest = max(widest, step.depth)
+        if step.accepted < step.depth:
+            ended = -(-run // (depth + 1))
+            passes, asked, nodes, run, widest = passes + ended, asked + ended, nodes + ended * min(depth, widest), 0, 0
+    return tokens - 1, passes - 1, asked, nodes  # without the step that ends the loop
+
+
+def curve_of(name: str, temperature: float, texts: Sequence[Sequence[ReplayedStep]], source: str) -> Curve:
+    """Returns the acceptance in texts that one sequence at a time wrote.
+
+    Args:
+        name: The drafter, see `Curve.name`; other trees than chains keep their depth.
+        temperature: Of the requests.
+        texts: The steps of each text.
+        source: What was measured.
+    """
+    deepest = max(step.depth for text in texts for step in text) or 1
+    is_chain = name.endswith(":chain")
+    depths = range(1, deepest + 1)
+    rows = [[replayed(text, depth) if is_chain else _counted(text) for text in texts] for depth in depths]
+    sums = [[sum(column) for column in zip(*row, strict=True)] for row in rows]
+    lengths = [tokens / passes for tokens, passes, _, _ in rows[-1]]
+    error = stdev(lengths) / fmean(lengths) / len(lengths) ** 0.5 if len(lengths) > 1 else _ONE_TEXT
+    return Curve(
+        name=name,
+        temperature=temperature,
+        lengths=[tokens / passes for tokens, passes, _, _ in sums],
+        nodes=[nodes / passes for _, passes, _, nodes in sums],
+        asks=[asked / passes for _, passes, asked, _ in sums],
+        depths=depths if is_chain else [deepest],
+        error=error,
+        source=source,
+    )
+
+
+def _counted(text: Sequence[ReplayedStep]) -> tuple[int, int, int, int]:
+    asked = sum(step.depth > 0 for step in text)
+    return sum(step.accepted + 1 for step in text), len(text), asked, sum(step.nodes for step in text)
+
+
+class Measured(NamedTuple):
+    """Costs by temperature, and curves of the drafters whose acceptance was measured."""
+
+    costs: dict[float, MeasuredCosts]
+    curves: list[Curve]
+    context: float
+    runner: str
+
+
+def measure(
+    model: LoadedModel,
+    tokenizer: Any,
+    setups: Mapping[str, Mapping[str, Any]],
+    workload: Workload,
+    *,
+    batches: Sequence[int],
+    has_acceptance: bool,
+    runner: str = "auto",
+    on_progress: Callable[[int, int], None] = no_progress,
+) -> Measured:
+    """Measures this machine with a target and its drafters.
+
+    Iterations of all engines are made in turn, prompt by prompt, so that a drift of the machine's speed affects all
+    alike.
+
+    Args:
+        model: The target.
+        tokenizer: Its tokenizer.
+        setups: Configurations of existing drafters, by `Curve.name`.
+        workload: Prompts and sampling parameters.
+        batches: Sequences that are planned for.
+        has_acceptance: Whether to measure acceptance; else plain decoding and prompt lookup alone run, for the host.
+        runner: See `LLM`.
+        on_progress: Called with prompts done and prompts in all.
+
+    Raises:
+        ForetokenError: If a drafter does not fit the target.
+    """
+    timed = sorted({1, *(min(batch, _LARGEST_TIMED) for batch in batches)})
+    make = partial(_ObservedEngine, model=model, tokenizer=tokenizer, max_num_seqs=timed[-1], runner=runner)
+    engines = {PLAIN: make(None), FREE: _deepest(make, setups.get(FREE, {"method": "ngram"}))}
+    engines |= {name: _deepest(make, config) for name, config in setups.items() if name != FREE}
+    decoder = engines[PLAIN].llm.target.name
+    passes = time_passes(model, decoder)
+    lines = {name: engine.lines(timed) for name, engine in engines.items() if name != PLAIN}
+    if not has_acceptance:
+        workload = replace(workload, prompts=workload.prompts[: 2 * timed[-1]], max_tokens=_HOST_TOKENS)
+        engines = {name: engines[name] for name in (PLAIN, FREE)}
+    seen = _observe(engines, workload, timed, on_progress)
+    if any(not observed.iterations for (_, _, batch), observed in seen.items() if batch == 1):
+        raise ConfigError(
+            f"{workload.max_tokens} output tokens are too few to time iterations. Expected more: pass --max-tokens 64."
+        )
+    context = _mean_context(workload, tokenizer)
+    target = sizes_of(model.module, model.config, model.dtype.itemsize)
+    costs, curves = {}, []
+    for temperature in workload.temperatures:
+        means = {
+            (name, batch): observed.means(passes, context)
+            for (name, at, batch), observed in seen.items()
+            if at == temperature and observed.iterations
+        }
+        drafters = {}
+        for name, timed_lines in lines.items():
+            own = means.get((name, 1))
+            # A lookup may find nothing in the text on which drafts are timed.
+            its = timed_lines or ({} if own is None else {1: (own.draft_s, 0.0)})
+            if its:
+                depth = _depth(seen, name, temperature)
+                drafters[name] = TimedDrafter(lines=its, seen=own, seen_depth=depth)
+        costs[temperature] = MeasuredCosts(
+            target=target,
+            passes=passes,
+            plain={batch: each for (name, batch), each in means.items() if name == PLAIN},
+            free={batch: each for (name, batch), each in means.items() if name == FREE},
+            drafters=drafters,
+        )
+        if has_acceptance:
+            what = f"measured, {len(workload.prompts)} prompts, {workload.max_tokens} tokens each"
+            curves += [
+                curve_of(name, temperature, seen[name, temperature, 1].texts, what) for name in engines if name != PLAIN
+            ]
+    return Measured(costs, curves, context, decoder)
+
+
+def _depth(seen: Mapping[tuple[str, float, int], Observed], name: str, temperature: float) -> int:
+    observed = seen.get((name, temperature, 1))
+    return 0 if observed is None else observed.draft.depth
+
+
+def _observe(
+    engines: Mapping[str, _ObservedEngine],
+    workload: Workload,
+    timed: Sequence[int],
+    on_progress: Callable[[int, int], None],
+) -> dict[tuple[str, float, int], Observed]:
+    """Returns the iterations of every engine with one sequence, and of the first two with larger batches."""
+    seen = {
+        (name, temperature, batch): Observed(batch)
+        for (name, temperature), batch in product(product(engines, workload.temperatures), timed)
+        if batch == 1 or name in (PLAIN, FREE)
+    }
+    prompts, total = workload.prompts, len(workload.prompts) * len(workload.temperatures)
+    for engine in engines.values():
+        engine.observe(Observed(), prompts[:1], [replace(workload.params(0.0)[0], max_tokens=8)])  # warms up
+    for number, temperature in product(range(len(prompts)), workload.temperatures):
+        params = workload.params(temperature)
+        for name, engine in in_turn(list(engines.items()), number):
+            engine.observe(seen[name, temperature, 1], [prompts[number]], [params[number]])
+        for batch in timed[1:]:
+            if number % batch == batch - 1 or number == len(prompts) - 1 < batch:
+                chosen = [each % len(prompts) for each in range(number + 1 - batch, number + 1)]
+                short = [replace(params[each], max_tokens=min(_HOST_TOKENS, workload.max_tokens)) for each in chosen]
+                for name in (PLAIN, FREE):
+                    engines[name].observe(seen[name, temperature, batch], [prompts[each] for each in chosen], short)
+        on_progress(number * len(workload.temperatures) + workload.temperatures.index(temperature) + 1, total)
+    return seen
+
+
+def time_passes(model: LoadedModel, decoder: str) -> TimedPasses:
+    """Times passes alone, behind a short and a long context in turn; the fastest of several rounds counts.
+
+    Other programs only add to a pass. Their share comes from the passes that the engine makes.
+    """
+    far = max(min(_FARTHEST, model.context_len // 2), COSTS_PREFIX + 1)
+    rounds = [
+        [measure_costs(model, decoder, limit_s=_ROUND_S, prefix=prefix) for prefix in (COSTS_PREFIX, far)]
+        for _ in range(_PASS_ROUNDS)
+    ]
+    near_costs, far_costs = (_fastest(each) for each in zip(*rounds, strict=True))
+    return TimedPasses(near=near_costs, far=far_costs, near_context=COSTS_PREFIX, far_context=far)
+
+
+def _fastest(rounds: Sequence[PassCosts]) -> PassCosts:
+    def curve(name: str) -> CostCurve:
+        points = [dict(getattr(each, name).points) for each in rounds]
+        widths = sorted(set(points[0]).intersection(*points))
+        return CostCurve(widths, [min(each[width] for each in points) for width in widths])
+
+    return PassCosts(*map(curve, PassCosts._fields))
+
+
+def _deepest(make: Callable[[Mapping[str, Any]], _ObservedEngine], config: Mapping[str, Any]) -> _ObservedEngine:
+    """Returns an engine that always drafts, as deep as `DEEPEST`, the drafter or its configuration allow."""
+    if config.get("num_speculative_tokens") is not None:
+        return make(config)
+    for depth in range(DEEPEST, 1, -1):
+        try:
+            return make({**config, "num_speculative_tokens": depth})
+        except ConfigError:  # a head of fewer levels
+            continue
+    return make({**config, "num_speculative_tokens": 1})
+
+
+def _mean_context(workload: Workload, tokenizer: Any) -> float:
+    """Returns the mean committed tokens of a sequence in the middle of its output."""
+    return fmean(len(tokenizer(prompt)["input_ids"]) for prompt in workload.prompts) + workload.max_tokens / 2

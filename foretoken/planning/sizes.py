@@ -1,0 +1,167 @@
+"""The sizes of targets and drafters that decide what passes cost, from a model or its configuration alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.models.loading import check_architecture, load_config
+from foretoken.models.placement import DTYPES
+from foretoken.models.weight_files import meta_model
+from foretoken.planning.theory import ModelSizes
+
+if TYPE_CHECKING:
+    import torch
+
+_EXPERTS = ".experts."  # part of the names of the weights of experts in transformers; shared experts have another name
+# Sizes of drafters that do not exist yet. Choices: the sizes that their papers and trainers use most.
+_DRAFT_MODEL_SHARE = 0.1  # of the target's weights and layers
+_NUM_HEADS = 4  # Medusa and Hydra
+_EAGLE3_VOCABULARY = 32_000
+
+
+def described_sizes(name: str, dtype: str) -> tuple[ModelSizes, int]:
+    """Returns the sizes of a model and its greatest context, from its configuration: no weights are read.
+
+    Args:
+        name: A directory with `config.json`, or a hub id.
+        dtype: Of weights and KV cache; "auto" for the configuration's.
+
+    Raises:
+        ModelError: If the configuration cannot be read, or its architecture cannot be built.
+    """
+    config = load_config(name)
+    check_architecture(config, name)
+    module = meta_model(config)
+    if module is None:
+        raise ModelError(f"a model cannot be built from the configuration of '{name}'. Expected a causal LM.")
+    text = config.get_text_config()
+    is_known = dtype in DTYPES
+    if not is_known and dtype != "auto":
+        raise ConfigError(f"dtype is '{dtype}'. Expected auto, {', '.join(DTYPES)}.")
+    itemsize = (DTYPES[dtype] if is_known else _own_dtype(text)).itemsize
+    return sizes_of(module, text, itemsize), int(getattr(text, "max_position_embeddings", None) or 4096)
+
+
+def _own_dtype(config: Any) -> torch.dtype:
+    return getattr(config, "dtype", None) or DTYPES["bfloat16"]
+
+
+def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
+    """Returns the sizes of a model of transformers.
+
+    Args:
+        module: The model; its weights may lie on the device "meta".
+        config: Its text configuration.
+        itemsize: Bytes of a weight, and of an element of the KV cache.
+    """
+    experts = next((n for key in _EXPERT_COUNTS if (n := getattr(config, key, None))), 0)
+    tied = getattr(module, "all_tied_weights_keys", {})
+    counts = {key: each.numel() for key, each in module.named_parameters() if key not in tied}
+    of_experts = sum(count for key, count in counts.items() if _EXPERTS in key) if experts else 0
+    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
+    is_tied = bool(tied) or head is None or head.weight is embedding
+    heads = config.num_attention_heads
+    kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank:  # one compressed row instead of keys and values
+        kv_heads, head_dim = 1, (rank + config.qk_rope_head_dim) / 2
+    return ModelSizes(
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        weights=sum(counts.values()) - of_experts - (0 if is_tied else embedding.numel()),
+        experts=experts,
+        experts_per_token=getattr(config, "num_experts_per_tok", 0) if experts else 0,
+        expert_weights=of_experts / experts if experts else 0.0,
+        weight_bytes=itemsize,
+        kv_bytes=itemsize,
+    )
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class DrafterSizes(NamedTuple):
+    """The sizes of a drafter with weights.
+
+    Attributes:
+        reads: Sizes of one of its passes, the shared LM head included.
+        own_weights: Weights that it does not share with the target: what is trained and stored.
+        levels: Levels of a draft that one pass gives.
+        training_steps: Passes over each token in training: heads that learn from their own drafts have several.
+    """
+
+    reads: ModelSizes
+    own_weights: float
+    levels: int = 1
+    training_steps: int = 1
+
+
+def drafter_sizes(method: str, target: ModelSizes) -> DrafterSizes | None:
+    """Returns the usual sizes of a method's drafter for a target; None for methods without weights.
+
+    Source: the layers as in the papers: EAGLE (arXiv 2401.15077) one block behind a projection of two vectors, EAGLE-3
+    (2503.01840) of three, with its own LM head; Medusa (2401.10774) a block and an LM head for each level. HASS
+    (2408.15766) learns from three steps of its own drafts, EAGLE-3 here from seven.
+    """
+    d, v = target.hidden_size, target.vocab_size
+    block = max(target.active_weights - v * d, 0.0) / target.layers
+    if method == "draft_model":
+        share = _DRAFT_MODEL_SHARE
+        weights = share * (target.weights + target.experts * target.expert_weights)
+        small = _resized(target, weights, layers=max(round(share * target.layers), 1))
+        return DrafterSizes(small, weights)
+    if method in ("eagle", "hass"):
+        steps = 3 if method == "hass" else 1
+        return DrafterSizes(_resized(target, block + 2 * d**2 + v * d), block + 2 * d**2, training_steps=steps)
+    if method == "eagle3":
+        rows = min(v, _EAGLE3_VOCABULARY)
+        wider = d * (target.heads + 2 * target.kv_heads) * target.head_dim
+        weights = block + wider + (3 * d + rows) * d
+        return DrafterSizes(_resized(target, weights, vocab_size=rows), weights, training_steps=7)
+    if method == "medusa":
+        weights = _NUM_HEADS * (d + v) * d
+        return DrafterSizes(_resized(target, weights, layers=0, vocab_size=_NUM_HEADS * v), weights, levels=_NUM_HEADS)
+    if method in ("hydra", "mlp_speculator"):
+        level = (2 * d + v) * d
+        return DrafterSizes(_resized(target, level, layers=0), _NUM_HEADS * level)
+    return None
+
+
+def _resized(target: ModelSizes, weights: float, *, layers: int = 1, vocab_size: int | None = None) -> ModelSizes:
+    """Returns the sizes of a dense model with the target's attention."""
+    return ModelSizes(
+        layers=layers,
+        hidden_size=target.hidden_size,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        vocab_size=target.vocab_size if vocab_size is None else vocab_size,
+        weights=weights,
+        weight_bytes=target.weight_bytes,
+        kv_bytes=target.kv_bytes,
+    )
+
+
+# Medusa-1's recipe: 60,000 conversations of about 1,000 tokens, two epochs.
+TRAINING_TOKENS = 120e6
+_TRAINING_SHARE = 0.4  # of the arithmetic that a device can do; gives Medusa's figure, 5 hours on one A100 for 7B
+
+
+def training_seconds(target: ModelSizes, drafter: DrafterSizes, peak_flops: float) -> float:
+    """Returns the seconds to train a head: the target reads every token once, the head learns from it.
+
+    Args:
+        target: The frozen target.
+        drafter: The head.
+        peak_flops: Arithmetic of the device, operations a second.
+
+    Source: two operations a weight and token forward, six with the backward pass (Kaplan et al. 2020, arXiv
+    2001.08361, section 2.1). Tokens: the recipe of Medusa-1 (arXiv 2401.10774, section 3).
+    """
+    flops = (2 * target.active_weights + 6 * drafter.training_steps * drafter.reads.weights) * TRAINING_TOKENS
+    return flops / (_TRAINING_SHARE * peak_flops)

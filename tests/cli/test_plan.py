@@ -1,0 +1,104 @@
+"""`foretoken plan`: on the bundled model and on described machines; what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import MODEL, run
+
+FAST = ("--bandwidth", "3350", "--flops", "989", "--memory", "80")
+QUICK = ("-s", "ngram", "--num-prompts", "2", "--max-tokens", "24", "--temperature", "0", "--batch-size", "1")
+
+
+def test_a_measured_plan_of_the_bundled_model(tmp_path: Path) -> None:
+    lengths, picture = tmp_path / "lengths.yaml", tmp_path / "plan.svg"
+    done = run(
+        "plan", MODEL, *QUICK, "--measure", "--batch-size", "2", "--json", "--save-acceptance", str(lengths), "--out",
+        str(picture),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (page,) = found["temperatures"]
+    assert [each["batch_size"] for each in page["batches"]] == [1, 2]
+    predictions = page["batches"][0]["predictions"]
+    assert {each["drafter"] for each in predictions} == {"plain", "ngram:chain"}
+    for each in predictions:
+        seconds = each["verify_ms"] + each["draft_ms"] + each["host_ms"]
+        assert each["tokens_per_s"] == pytest.approx(1e3 * each["mean_acceptance_length"] / seconds)
+        assert each["tokens_per_s_low"] < each["tokens_per_s"] < each["tokens_per_s_high"]
+    written = yaml.safe_load(lengths.read_text(encoding="utf-8"))["tinycode-ngram"]["thinking_off"]
+    by_depth = {each["depth"]: each["mean_acceptance_length"] for each in predictions if each["depth"]}
+    assert written == pytest.approx(by_depth, abs=1e-4)
+    assert picture.read_text(encoding="utf-8").startswith("<?xml")
+
+    again = run("plan", MODEL, *FAST, "-s", "ngram", "--temperature", "0", "--acceptance", f"ngram={lengths}", "--json")
+    assert again.returncode == 0, again.stderr
+    first = json.loads(again.stdout)["temperatures"][0]["batches"][0]["predictions"]
+    assert {each["depth"]: each["mean_acceptance_length"] for each in first if each["depth"]} == pytest.approx(written)
+
+
+def test_a_described_machine_needs_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        (Path(__file__).parents[2] / MODEL / "config.json").read_text(encoding="utf-8")
+    )
+    done = run("plan", str(tmp_path), *FAST, "--temperature", "0")
+    assert done.returncode == 0, done.stderr
+    assert "batch 1: take " in done.stdout
+    assert "such sequences fit" in done.stdout
+
+
+@pytest.mark.parametrize("drafter", ["recycling:chain", "suffix:chain", "hydra:chain"])
+def test_lookups_and_heads_of_few_levels_are_measured(drafter: str) -> None:
+    """Recycling knows nothing of the text on which drafts are timed; the head has four levels, fewer than are tried."""
+    done = run("plan", MODEL, "-s", drafter, *QUICK[2:], "--measure", "--json")
+    assert done.returncode == 0, done.stderr
+    (batch,) = json.loads(done.stdout)["temperatures"][0]["batches"]
+    depths = [each["depth"] for each in batch["predictions"] if each["drafter"] == drafter]
+    assert max(depths) == (4 if drafter.startswith("hydra") else 8)
+    assert all(each["tokens_per_s"] > 0 for each in batch["predictions"])
+
+
+def test_a_drafter_that_exists_is_timed_with_acceptance_from_a_file(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.yaml"
+    lengths.write_text("tinycode-hass: {thinking_off: {1: 1.9, 2: 2.6}}", encoding="utf-8")
+    done = run("plan", MODEL, "-s", "hass:chain", "--acceptance", f"hass={lengths}", *QUICK[2:], "--json")
+    assert done.returncode == 0, done.stderr
+    (batch,) = json.loads(done.stdout)["temperatures"][0]["batches"]
+    found = {each["setup"]: each for each in batch["predictions"]}
+    one, two = (found[f"hass:chain:num_speculative_tokens={depth}"] for depth in (1, 2))
+    assert (one["nextn_accepted"], two["nextn_accepted"]) == (0.9, 1.6)
+    assert 0 < one["draft_ms"] < two["draft_ms"]
+    assert found["plain"]["draft_ms"] == 0
+
+
+def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
+    slow = ("--bandwidth", "3350", "--flops", "0.001", "--memory", "80")
+    done = run("plan", MODEL, *slow, "--temperature", "0", "--batch-size", "1", "--batch-size", "16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("do not draft") == 2
+    assert "take" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--bandwidth", "100"), "--flops is missing"),
+        (("--measure", "-s", "ngram", "--max-tokens", "1", "--num-prompts", "1"), "too few to time iterations"),
+        ((*FAST, "--measure"), "--measure runs on this machine"),
+        (("--bandwidth", "-1", "--flops", "1", "--memory", "1"), "--bandwidth is -1"),
+        (("--acceptance", "eagle"), "Expected DRAFTER=PATH"),
+        (("--acceptance", "eagle=missing.yaml"), "'missing.yaml' cannot be read"),
+        (("-s", "ngram+hass"), "several drafters"),
+        ((*FAST, "-s", "lookahead"), "the acceptance of lookahead:tree is not known"),
+        (("--out", "README.md"), "'README.md' exists"),
+        ((*FAST, "--out", "{out}.bmp"), "ends in .svg or .png"),
+    ],
+)
+def test_wrong_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    done = run("plan", MODEL, *(each.format(out=tmp_path / "plan") for each in arguments))
+    assert done.returncode == 2, done.stdout
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
