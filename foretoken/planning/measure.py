@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from foretoken.bench.compare import in_turn
 from foretoken.bench.workload import Workload, no_progress
 from foretoken.core.errors import ConfigError
-from foretoken.drafting.draft_costs import fastest_by_depth
+from foretoken.drafting.costs import fastest_by_depth
 from foretoken.drafting.draft_timing import time_drafts
 from foretoken.entrypoints.config import PLAIN
 from foretoken.entrypoints.llm import LLM
