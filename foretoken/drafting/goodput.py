@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.acceptance import KeptAcceptance, Learner
     from foretoken.drafting.base import Continue
     from foretoken.drafting.host_trees import HostTree
-    from foretoken.drafting.plans import Plan
+    from foretoken.drafting.plans import DraftPlan
     from foretoken.runner.costs import CostCurve
     from foretoken.trees.merge import Graft
 
@@ -162,7 +162,7 @@ class Goodput:
         self._batch = batch_size
         self._answers: dict[int, _Answer] = {}  # in the order of arrival
         self._asked: dict[int, int] = {}  # levels
-        self._plan: Plan | None = None
+        self._plan: DraftPlan | None = None
         self._grafts: list[LookupChain] = []
 
     def allot(self, batch_size: int) -> Allotment:

@@ -82,7 +82,7 @@ class Candidate(NamedTuple):
     seconds: NDArray[np.float64]
 
 
-class Plan(NamedTuple):
+class DraftPlan(NamedTuple):
     """What an iteration may do.
 
     Attributes:
@@ -103,20 +103,20 @@ class Plan(NamedTuple):
         return self.tokens / self.seconds
 
 
-def stop(at_hand: AtHand, costs: Costs) -> Plan:
+def stop(at_hand: AtHand, costs: Costs) -> DraftPlan:
     """Returns the plan in which no further drafter is asked."""
     batch = len(at_hand.reach)
     if not len(at_hand.values):
         seconds_now = float(costs.passes[batch]) + at_hand.draft_s + float(costs.host(float(batch)))
-        return Plan(0, batch, batch, seconds_now)
+        return DraftPlan(0, batch, batch, seconds_now)
     tokens = batch + _sums(at_hand.values)
     widths = batch + np.arange(len(tokens))
     seconds = costs.without_drafting(widths, tokens) + at_hand.draft_s
     best = int((tokens / seconds).argmax())
-    return Plan(0, float(widths[best]), float(tokens[best]), float(seconds[best]))
+    return DraftPlan(0, float(widths[best]), float(tokens[best]), float(seconds[best]))
 
 
-def best_depth(at_hand: AtHand, candidate: Candidate, costs: Costs) -> Plan:
+def best_depth(at_hand: AtHand, candidate: Candidate, costs: Costs) -> DraftPlan:
     """Returns the plan with the most tokens per second in which a candidate is asked, for at least one level."""
     batch, deepest = at_hand.reach.shape[0], len(candidate.reach)
     covered = at_hand.reach[:, :deepest]
@@ -129,7 +129,7 @@ def best_depth(at_hand: AtHand, candidate: Candidate, costs: Costs) -> Plan:
     seconds = costs.without_drafting(widths, tokens) + drafting
     best = int((tokens / seconds).argmax())
     depth = best % deepest + 1
-    return Plan(depth, float(widths.flat[best]), float(tokens.flat[best]), float(seconds.flat[best]))
+    return DraftPlan(depth, float(widths.flat[best]), float(tokens.flat[best]), float(seconds.flat[best]))
 
 
 _MOST_AT_HAND = 128  # nodes, the most valuable first; the widest tree of several drafters
