@@ -183,8 +183,7 @@ class Goodput:
             self._exploration.note(("plain", batch_size))
             self._held, self._held_until = Allotment.nothing(batch_size, self._reason()), self._exploration.next_try
             return self._held
-        is_known = self._costs.num_passes(batch_size) >= 1
-        if self._exploration.is_due(("plain", batch_size), self._gain if is_known else 0.0):
+        if self._is_look_due():
             self._begin(batch_size)
             return Allotment.nothing(batch_size)
         depth = UNBOUNDED if self._is_read else first.depth
@@ -201,6 +200,10 @@ class Goodput:
             if self._free:
                 return self._asking(Ask(sorted(self._free)))
         return self.further({})
+
+    def _is_look_due(self) -> bool:
+        is_known = self._costs.num_passes(self._batch) >= 1
+        return self._exploration.is_due(("plain", self._batch), self._gain if is_known else 0.0)
 
     def _reason(self) -> Declined:
         costs = self._all_costs()

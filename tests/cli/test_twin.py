@@ -58,7 +58,7 @@ def test_a_twin_is_made_compared_and_measured(small: Path) -> None:
                 "--temperature", "0", "--runner", "lean-native")  # fmt: skip
     text = run(*measured).stdout
     assert f"cost_twin={LABEL}" in text.splitlines()[0]
-    assert text.count(f"cost twin {LABEL}") == 2  # above both tables
+    assert text.count(f"cost twin {LABEL}") == 3  # above all tables
     assert json.loads(run(*measured, "--json").stdout)["cost_twin"] == LABEL
     assert json.loads(run("inspect", str(twin), "--json").stdout)["cost_twin"] == LABEL
 

@@ -180,7 +180,7 @@ def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch:
 @pytest.mark.parametrize(("rule", "is_broken"), [("sequential", False), ("sequential", True), ("traversal", False)])
 def test_two_drafters_that_draw(rule: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of one distribution beside lookups, all in one tree; noise that both share is found."""
-    monkeypatch.setattr("foretoken.entrypoints.llm.choose_controller", lambda options, drafters, target: Fixed(64))
+    monkeypatch.setattr("foretoken.entrypoints.llm.choose_controller", lambda *_, **__: Fixed(64))
     if is_broken:
         monkeypatch.setattr(DraftNoise, "of", lambda self, context, drafter: context)
     heads = {"method": "medusa", "model": str(head_directory("medusa")), "tree": {"widths": [1, 1]}}
