@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
 # Each number below was halved and doubled in the made worlds: NOTES, "Numbers of the controller".
-_FADE = 0.5 ** (1 / 100)  # decay per draft
+_FADE = 0.5 ** (1 / 50)  # decay per draft
 _PRIOR = 2.0  # observations that the expected rate is worth, at each depth and over all of them
 _GUESS = 0.6  # rate before any observation
 _DEEPEST = 64  # most levels that are told apart

@@ -31,7 +31,8 @@ LONGEST = 1.4  # an observation counts at most this far from what is known, unle
 _STEP = log(LONGEST)
 _RATE = 0.03  # least weight of an observation among earlier ones of the same kind
 _MACHINE_RATE = 0.2  # weight of a pass in the factor of the machine
-_RIDGE = 0.03  # seen passes that differ less, as a share of the widest one, say little of wider ones
+_RIDGE = 0.3  # seen passes that differ less, as a share of the widest one, say little of wider ones
+_LEAST_LEVEL = 0.06  # share of the shortest timed draft: on a busy machine a level can seem to take nothing
 _REFRESH_EVERY = 16  # passes between two tables
 
 
@@ -206,7 +207,8 @@ class _DraftSeconds:
         fastest = fastest_by_depth(timed)
         if fastest:
             low, high = min(fastest), max(fastest)
-            level = fastest[low] / low if high == low else max((fastest[high] - fastest[low]) / (high - low), 0.0)
+            level = fastest[low] / low if high == low else (fastest[high] - fastest[low]) / (high - low)
+            level = max(level, _LEAST_LEVEL * fastest[low])
             self._start(max(fastest[low] - level * low, 0.0), level)
 
     def _start(self, fixed: float, level: float) -> None:

@@ -9,8 +9,8 @@ import pytest
 from foretoken.drafting import acceptance, costs, exploration, goodput, host_trees
 
 SET = [
-    (costs, {"LONGEST": 1.4, "_RATE": 0.03, "_MACHINE_RATE": 0.2, "_RIDGE": 0.03}),
-    (acceptance, {"_FADE": 0.5**0.01, "_PRIOR": 2.0, "_GUESS": 0.6, "AGED": 8.0, "_SLOPE": 0.5, "_INTERCEPT": -0.2}),
+    (costs, {"LONGEST": 1.4, "_RATE": 0.03, "_MACHINE_RATE": 0.2, "_RIDGE": 0.3, "_LEAST_LEVEL": 0.06}),
+    (acceptance, {"_FADE": 0.5**0.02, "_PRIOR": 2.0, "_GUESS": 0.6, "AGED": 8.0}),
     (exploration, {"SHARE": 0.01, "CREDIT": 4.0, "_MOST": 12.0, "_ENOUGH": 1.0, "GAP": 32}),
     (goodput, {"_FREE": 0.03, "_WIDTH_RATE": 0.1, "_DECIDE_EVERY": 4}),
     (host_trees, {"_LEAVES": 4, "_LEAST_VALUE": 0.1}),
@@ -20,6 +20,10 @@ SET = [
 @pytest.mark.parametrize(("module", "numbers"), SET)
 def test_numbers_are_those_of_the_experiment(module: Any, numbers: dict[str, float]) -> None:
     assert {name: getattr(module, name) for name in numbers} == numbers
+
+
+def test_the_logistic_starts_as_vllms_does() -> None:
+    assert (acceptance._SLOPE, acceptance._INTERCEPT) == (0.5, -0.2)
 
 
 def test_twenty_numbers_are_enough() -> None:

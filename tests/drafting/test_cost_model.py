@@ -30,7 +30,7 @@ def learn(costs: CostModel, batch: int, width: int, seconds: float, *drafts: tup
     costs.learn(StepRecord(sequences=[step] * batch, num_tokens=width, seconds=spent, asked=asked))
 
 
-@pytest.mark.parametrize(("believed", "true"), [(0.02, 0.3), (0.3, 0.0), (0.01, 0.1), (0.1, 0.1)])
+@pytest.mark.parametrize(("believed", "true"), [(0.2, 0.3), (0.1, 0.05), (0.08, 0.1), (0.1, 0.1)])
 def test_a_few_passes_correct_a_curve_also_where_nothing_was_seen(believed: float, true: float) -> None:
     """Passes of 1 and 3 tokens say what 8 take, to three tenths; what was told did not."""
     costs = model(believed)
@@ -124,6 +124,12 @@ def test_drafts_have_fixed_work_and_levels() -> None:
     assert not costs.draft(2).any(), "the first one also reads the prompt"
     learn(costs, 1, 1, 1.0, (2, 2, 0.2))
     assert costs.draft(2)[4] == pytest.approx(0.4)
+
+
+def test_a_level_takes_a_part_of_the_shortest_draft() -> None:
+    """Even where a busy machine made the deep drafts as fast as the shallow ones."""
+    costs = CostModel(told(0.1), [8], [[(1, 1.0), (4, 0.9)]])
+    assert costs.draft(0)[8] == pytest.approx(1.0 + 7 * 0.06, rel=0.01)
 
 
 def test_asking_in_vain_has_seconds_of_its_own() -> None:
