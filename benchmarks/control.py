@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from statistics import median
 
-from foretoken.bench.simulator import WORLDS, compare, goodput
+from foretoken.bench.simulator import WORLDS, compare, controller_of
 
 
 def main(arguments: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     for world in WORLDS:
         if options.only and options.only not in world.name:
             continue
-        policy = partial(goodput, control=options.control)
+        policy = partial(controller_of, control=options.control)
         found = [compare(world, policy, seed, options.length) for seed in range(options.seeds)]
         depths = ", ".join(map(str, found[0].setting.values())) or "none"
         shares, early = [each.share for each in found], [each.early for each in found]

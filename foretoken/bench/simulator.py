@@ -438,7 +438,7 @@ def _tree_of(
     return TokenTree.from_rows(made, scores=None if scores is None else values)
 
 
-def goodput(world: World, control: str = "goodput") -> Controller:
+def controller_of(world: World, control: str = "goodput") -> Controller:
     """Returns the controller that the engine would choose, or a published policy by name."""
     nodes, timed = [each.nodes_by_depth for each in world.drafters], [each.timed for each in world.drafters]
     most = 1 + sum(each[-1] - 1 for each in nodes)

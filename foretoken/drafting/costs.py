@@ -174,8 +174,7 @@ class CostModel:
             self.host.add(emitted, (seconds.accept + seconds.commit) / max(self.machine, slowness))
         for asked in record.asked:
             # A moment in which the machine was busy also slowed the pass.
-            seconds_now = asked.seconds / self.machine, asked.seconds / slowness
-            self._drafts[asked.index].learn(asked.depth, *seconds_now)
+            self._drafts[asked.index].learn(asked.depth, asked.seconds / self.machine, asked.seconds / slowness)
         if len(self._drafts) > 1 and record.asked:
             rest = seconds.draft - sum(asked.seconds for asked in record.asked)
             self.merging.add(sum(asked.depth > 0 for asked in record.asked), max(rest, 0.0) / self.machine)

@@ -15,9 +15,9 @@ class Exploration:
     The rule: a choice is tried again when its expected loss is at most `SHARE` of the iterations since it was last
     tried. Losses are in iterations of plain decoding.
 
-    The bound: all drafts together lose at most `CREDIT`, one iteration's loss, and `SHARE` of all iterations. It holds
-    whatever acceptance was expected, since it is an account of measured seconds. (An interrupted iteration counts as at
-    most 1.25 times its expected seconds.) While the account is empty nobody is asked.
+    The bound: all drafts together lose at most `CREDIT`, one iteration's loss, and `SHARE` of all iterations. The bound
+    holds for any expected acceptance, because the account counts measured seconds. An interrupted iteration counts at
+    most `costs.LONGEST` times its expected seconds. While the account is empty, no drafter is asked.
 
     Attributes:
         count: Iterations.

@@ -18,6 +18,7 @@ from penalised import penalised_rule, penalised_target, without_the_node_itself,
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
+from foretoken.acceptance.kseq import kseq_residual
 from foretoken.acceptance.rules import (
     _accept_tested,
     accept_block,
@@ -28,7 +29,6 @@ from foretoken.acceptance.rules import (
     child_with_token,
     descend,
     draft_distributions,
-    kseq_residual,
     sampled_children,
 )
 from foretoken.acceptance.traversal import accept_traversal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.bench.simulator import WORLDS, SimulatedDrafter, Simulator, World, compare, goodput, settings
+from foretoken.bench.simulator import WORLDS, SimulatedDrafter, Simulator, World, compare, controller_of, settings
 from foretoken.core.records import StepRecord
 from foretoken.drafting.acceptance import LevelAcceptance
 from foretoken.drafting.base import Allotment, Allowance, Fixed
@@ -93,7 +93,7 @@ LEAST = {
 
 @pytest.mark.parametrize("made", WORLDS, ids=lambda made: made.name)
 def test_the_controller_is_as_good_as_the_best_fixed_setting(made: World) -> None:
-    result = compare(made, goodput, 1, 3000 if made.name == "text turns good" else 1500)
+    result = compare(made, controller_of, 1, 3000 if made.name == "text turns good" else 1500)
     assert result.share >= LEAST.get(made.name, 0.92)
     assert result.least_share >= 0.975, "never much slower than plain decoding, from the 200th iteration on"
 
