@@ -93,7 +93,7 @@ def test_coupled_drafts_are_mostly_accepted() -> None:
 
 @pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_traversal, accept_kseq])
 def test_residual_replaced_by_the_target_is_refused(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("rules", "traversal"):
+    for module in ("rules", "traversal", "kseq"):
         monkeypatch.setattr(f"foretoken.acceptance.{module}.residual", lambda target_probs, draft_probs: target_probs)
     shape, kind = (TREE, DrawKind.INDEPENDENT) if rule is accept_kseq else (CHAIN, DrawKind.WITHOUT_REPLACEMENT)
     assert p_value(generate(rule, shape, SEEDS, kind=kind)) < LEVEL

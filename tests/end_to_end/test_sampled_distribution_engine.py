@@ -28,6 +28,7 @@ from end_to_end.chi_square import chi_square_level
 from end_to_end.tiny_llms import draft_model
 from tiny_models import tiny_model
 
+import foretoken.acceptance.kseq
 import foretoken.acceptance.rules
 import foretoken.acceptance.traversal
 from foretoken import LLM, SamplingParams
@@ -211,7 +212,7 @@ def test_trees_that_requests_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("setting", ["block", "sequential, tree", "traversal, tree", "kseq"])
 def test_broken_residual_is_found(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Correction tokens from the target's own distribution instead of the residual."""
-    for module in (foretoken.acceptance.rules, foretoken.acceptance.traversal):
+    for module in (foretoken.acceptance.rules, foretoken.acceptance.traversal, foretoken.acceptance.kseq):
         monkeypatch.setattr(module, "residual", lambda p, q: p / p.sum(1, keepdim=True))
     texts, _ = sample(setting, monkeypatch)
     assert chi_square_level(texts, exact_distribution(setting)) < LEVEL
