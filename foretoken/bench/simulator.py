@@ -168,7 +168,7 @@ class Played:
 
     Attributes:
         tokens: Emitted per sequence, summed over iterations.
-        seconds: Of all iterations.
+        seconds: Of all iterations, on a quiet machine. Controllers observe the seconds of the noisy one.
         early: Seconds until 64 tokens of a sequence were there.
         least_share: Least speed beside plain decoding, from the beginning up to any iteration after the 200th.
         asked: Share of iterations in which anybody was asked.
@@ -224,7 +224,8 @@ class Simulator:
             slowness = exp(chance.gauss(0.0, world.noise)) if world.noise else 1.0
             slowness *= 5.0 if world.slow and chance.random() < world.slow else 1.0
             slowness *= 3.0 if world.busy and count // world.busy % 2 else 1.0
-            accepted, seconds, is_asked = self._iterate(policy, batch, places, slowness)
+            accepted, observed, is_asked = self._iterate(policy, batch, places, slowness)
+            seconds = observed / slowness  # else settings would differ by how often the machine was busy
             tokens = 1.0 + sum(accepted) / batch
             for row, right in enumerate(accepted):
                 places[row] = (places[row] + right + 1) % _LENGTH
@@ -236,7 +237,7 @@ class Simulator:
             played.seconds += seconds
             pair = played.by_size.setdefault(batch, [0.0, 0.0])
             pair[0], pair[1] = pair[0] + tokens, pair[1] + seconds
-            plain_s += tokens * slowness * (self._curve(batch) + world.host[0] + batch * world.host[1])
+            plain_s += tokens * (self._curve(batch) + world.host[0] + batch * world.host[1])
             if count > 200:
                 played.least_share = min(played.least_share, plain_s / played.seconds)
         played.asked /= count

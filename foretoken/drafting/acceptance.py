@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
+from itertools import accumulate
+from math import exp
+from operator import mul
 from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
 
 from foretoken.core.errors import ForetokenError
 from foretoken.files.user_cache import KeptEntries, is_number
@@ -26,15 +26,13 @@ from foretoken.formats.checkpoint import TargetFingerprint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from foretoken.models.loading import LoadedModel
 
 # Each number below was halved and doubled in the made worlds: NOTES, "Numbers of the controller".
 _FADE = 0.5 ** (1 / 50)  # decay per draft
 _PRIOR = 2.0  # observations that the expected rate is worth, at each depth and over all of them
 _GUESS = 0.6  # rate before any observation
-_DEEPEST = 64  # most levels that are told apart
+_DEEPEST = 16  # levels of nodes that are told apart; deeper nodes count as the last
 AGED = 8.0  # weight of all earlier drafts when a probe begins, because texts change
 
 
@@ -52,27 +50,28 @@ class LevelAcceptance:
         for d in range(deepest):
             rate = min(max(expected[d], 0.05), 0.98) if d < len(expected) else rates[-1] if rates else _GUESS
             rates.append(max(rate, 0.5 * rates[-1]) if rates else rate)  # a level that was never right may be tried
-        self._expected = np.array(rates)
-        self._seen, self._right = np.zeros(deepest), np.zeros(deepest)
-        self._estimate: NDArray[np.float64] | None = None
+        self._expected = rates
+        self._seen, self._right = [0.0] * deepest, [0.0] * deepest
+        self._estimate: list[float] | None = None
 
-    def rates(self) -> NDArray[np.float64]:
-        """(deepest,) rates; close to the expected rates, scaled to what was seen, where observations are few."""
-        scale = (self._right.sum() + _PRIOR) / (float(self._seen @ self._expected) + _PRIOR)
-        guess = np.minimum(scale * self._expected, 1.0)
-        result: NDArray[np.float64] = (self._right + _PRIOR * guess) / (self._seen + _PRIOR)
-        return result
+    def rates(self) -> list[float]:
+        """Rates by depth; close to the expected rates, scaled to what was seen, where observations are few."""
+        scale = (sum(self._right) + _PRIOR) / (_dot(self._seen, self._expected) + _PRIOR)
+        return [
+            (right + _PRIOR * min(scale * expected, 1.0)) / (seen + _PRIOR)
+            for seen, right, expected in zip(self._seen, self._right, self._expected, strict=True)
+        ]
 
-    def survival(self) -> NDArray[np.float64]:
-        """(deepest,) P(right down to each depth)."""
+    def survival(self) -> list[float]:
+        """P(right down to each depth)."""
         if self._estimate is None:
-            self._estimate = self.rates().cumprod()
+            self._estimate = list(accumulate(self.rates(), mul))
         return self._estimate
 
     @property
     def num_seen(self) -> float:
         """Weight of the drafts that were counted."""
-        return float(self._seen.max(initial=0.0))
+        return max(self._seen, default=0.0)
 
     def learn(self, before: Sequence[int], right: Sequence[int], last: Sequence[int]) -> None:
         """Counts the drafts of a batch.
@@ -82,145 +81,164 @@ class LevelAcceptance:
             right: Depth down to which this drafter was right.
             last: Deepest level with a label: asked for, and within the text that was written.
         """
-        fade = _FADE ** len(before)
-        self._seen *= fade
-        self._right *= fade
+        self._scale(_FADE ** len(before))
         for begin, end, most in zip(before, right, last, strict=True):
-            self._seen[begin : min(end + 1, most)] += 1  # empty if the earlier drafters are right down to there
-            self._right[begin : min(end, most)] += 1
-        self._estimate = None
+            for d in range(begin, min(end + 1, most)):  # empty if the earlier drafters are right down to there
+                self._seen[d] += 1
+                self._right[d] += d < end
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        share = AGED / np.maximum(self._seen, AGED)
-        self._seen, self._right, self._estimate = self._seen * share, self._right * share, None
+        self._scale(AGED / max([*self._seen, AGED]))
+
+    def _scale(self, share: float) -> None:
+        self._seen, self._right = _scaled(self._seen, share), _scaled(self._right, share)
+        self._estimate = None
 
     def halved(self) -> LevelAcceptance:
         """Returns what is known of such a drafter where another one was wrong at once."""
-        made = LevelAcceptance(len(self._seen))
-        made._expected = self.rates() * np.where(np.arange(len(self._seen)) == 0, 0.5, 1.0)
+        made, rates = LevelAcceptance(len(self._seen)), self.rates()
+        made._expected = [rate if d else 0.5 * rate for d, rate in enumerate(rates)]
         return made
 
     def state(self) -> list[float]:
         """Returns the counts as numbers, for `restore`."""
-        return [*self._seen.tolist(), *self._right.tolist()]
+        return [*self._seen, *self._right]
 
     def restore(self, state: Sequence[float]) -> bool:
         """Starts from the state of a model of the same depth; returns whether it can be true."""
-        seen, right = np.split(np.array(state), 2) if len(state) == 2 * len(self._seen) else (np.ones(1),) * 2
-        if len(seen) != len(self._seen) or not (right >= 0).all() or not (right <= seen + 1e-3).all():
+        size = len(self._seen)
+        if len(state) != 2 * size or not all(0 <= state[size + d] <= state[d] + 1e-3 for d in range(size)):
             return False
-        self._seen, self._right, self._estimate = seen, np.minimum(right, seen), None
+        self._seen, self._right = list(state[:size]), list(map(min, state[size:], state[:size]))
         self.age()
         return True
 
 
 _SLOPE, _INTERCEPT = 0.5, -0.2  # as vLLM's estimator of acceptance starts
-_START = 1 / (1 + math.exp(-_INTERCEPT))
+_START = 1 / (1 + exp(-_INTERCEPT))
 _RIDGE = 0.25  # curvature of one node of even odds, which the start is worth
-_SURE = 9.0  # greatest log-odds that count
 
 
 class NodeAcceptance:
-    """P(a drafted node is accepted | its parent is), by online logistic regression on the drafter's log-odds."""
+    """P(a drafted node is accepted | its parent is), by online logistic regression on the drafter's log-odds.
+
+    Nodes without log-odds are counted by depth.
+    """
 
     def __init__(self) -> None:
-        self._slope = _SLOPE
-        self._intercepts = np.full(_DEEPEST + 1, _INTERCEPT)
+        size = _DEEPEST + 1
+        self._slope, self._intercepts = _SLOPE, [_INTERCEPT] * size
         # Curvature: of the slope, of each intercept, and of both.
-        self._ww, self._bb, self._wb = 0.0, np.zeros(_DEEPEST + 1), np.zeros(_DEEPEST + 1)
-        self._num, self._right = np.zeros(_DEEPEST + 1), np.zeros(_DEEPEST + 1)  # labels of each depth; true ones
+        self._ww, self._bb, self._wb = 0.0, [0.0] * size, [0.0] * size
+        self._num, self._right = [0.0] * size, [0.0] * size  # labels of each depth; true ones
 
-    def probabilities(self, log_odds: NDArray[np.float64] | None, depths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns P(node | parent) in the shape of `depths`; a depth without labels is judged by the others.
+    def path_values(self, parents: Sequence[int], depths: Sequence[int], odds: Sequence[float] | None) -> list[float]:
+        """Returns the probability that each node of a tree is accepted with its path; 1 for the root.
 
-        Without log-odds the labels of each depth are counted.
+        Args:
+            parents: See `TokenTree`.
+            depths: See `TokenTree`.
+            odds: Log-odds of each node after its parent, see `log_odds`; None to count.
         """
-        if log_odds is None:
-            rate = (self._right.sum() + _START) / (self._num.sum() + 1)
-            counted: NDArray[np.float64] = (self._right + _PRIOR * rate) / (self._num + _PRIOR)
-            return counted[np.minimum(depths, _DEEPEST)]
-        mean = (self._num @ self._intercepts + _INTERCEPT) / (self._num.sum() + 1)
-        intercepts = (self._num * self._intercepts + mean) / (self._num + 1)
-        odds = self._slope * log_odds + intercepts[np.minimum(depths, _DEEPEST)]
-        result: NDArray[np.float64] = 1 / (1 + np.exp(-odds))
-        return result
+        values, slope = [1.0] * len(parents), self._slope
+        levels = self._rates() if odds is None else self._smooth_intercepts()
+        for node in range(1, len(parents)):
+            p = levels[min(depths[node], _DEEPEST)]
+            if odds is not None:
+                p = 1 / (1 + exp(-slope * odds[node] - p))
+            values[node] = p * values[parents[node]]
+        return values
 
-    def learn(
-        self, log_odds: NDArray[np.float64] | None, depths: NDArray[np.int64], accepted: NDArray[np.bool_]
-    ) -> None:
-        """Learns from the nodes of an iteration whose parents were accepted: a damped Newton step."""
-        depths, size = np.minimum(depths, _DEEPEST), len(self._num)
-        self._num = _FADE * self._num + np.bincount(depths, minlength=size)
-        self._right = _FADE * self._right + np.bincount(depths, accepted, size)
-        if log_odds is None:
+    def chain_values(self, length: int) -> list[float]:
+        """Returns the probabilities of the nodes of a chain without log-odds, the root left out."""
+        return self.path_values(range(-1, length), range(length + 1), None)[1:]
+
+    def _rates(self) -> list[float]:
+        rate = (sum(self._right) + _START) / (sum(self._num) + 1)
+        return [(right + _PRIOR * rate) / (num + _PRIOR) for right, num in zip(self._right, self._num, strict=True)]
+
+    def _smooth_intercepts(self) -> list[float]:
+        """Intercepts by depth; depths with few labels have about the mean of all."""
+        mean = (_dot(self._num, self._intercepts) + _INTERCEPT) / (sum(self._num) + 1)
+        return [(num * each + mean) / (num + 1) for num, each in zip(self._num, self._intercepts, strict=True)]
+
+    def learn(self, labels: Sequence[tuple[float | None, int, bool]]) -> None:
+        """Learns from the nodes of an iteration whose parents were accepted: a damped Newton step.
+
+        Args:
+            labels: Log-odds, None to count; depth; and whether the node was accepted.
+        """
+        num, right = _scaled(self._num, _FADE), _scaled(self._right, _FADE)
+        self._num, self._right = num, right
+        errors, slope_error = [0.0] * len(num), 0.0
+        ww, bb, wb = _FADE * self._ww, _scaled(self._bb, _FADE), _scaled(self._wb, _FADE)
+        for odds, deep, is_accepted in labels:
+            depth = min(deep, _DEEPEST)
+            num[depth] += 1
+            right[depth] += is_accepted
+            if odds is not None:
+                p = 1 / (1 + exp(-self._slope * odds - self._intercepts[depth]))
+                error, weight = is_accepted - p, p * (1 - p)
+                ww += weight * odds * odds
+                bb[depth] += weight
+                wb[depth] += weight * odds
+                errors[depth] += error
+                slope_error += error * odds
+        if labels[0][0] is None:
             return
-        p = 1 / (1 + np.exp(-self._slope * log_odds - self._intercepts[depths]))
-        error, weight = accepted - p, p * (1 - p)
-        self._ww = _FADE * self._ww + float(weight @ log_odds**2)
-        self._bb = _FADE * self._bb + np.bincount(depths, weight, size)
-        self._wb = _FADE * self._wb + np.bincount(depths, weight * log_odds, size)
-        slope_error, errors = float(error @ log_odds), np.bincount(depths, error, size)
-        damped = self._bb + _RIDGE
-        curvature = self._ww + _RIDGE - float(self._wb @ (self._wb / damped))
-        step = max((slope_error - float(self._wb @ (errors / damped))) / curvature, -self._slope)
+        shares = [both / (each + _RIDGE) for both, each in zip(wb, bb, strict=True)]
+        curvature = ww + _RIDGE - _dot(wb, shares)
+        step = max((slope_error - _dot(shares, errors)) / curvature, -self._slope)
         self._slope += step
-        self._intercepts += (errors - self._wb * step) / damped
+        self._intercepts = [
+            old + error / (each + _RIDGE) - share * step
+            for old, error, each, share in zip(self._intercepts, errors, bb, shares, strict=True)
+        ]
+        self._ww, self._bb, self._wb = ww, bb, wb
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        share = AGED / max(float(self._num.max()), AGED)
-        self._ww, self._bb, self._wb = self._ww * share, self._bb * share, self._wb * share
-        self._num, self._right = self._num * share, self._right * share
+        share = AGED / max([*self._num, AGED])
+        self._ww *= share
+        self._bb, self._wb = _scaled(self._bb, share), _scaled(self._wb, share)
+        self._num, self._right = _scaled(self._num, share), _scaled(self._right, share)
 
     def state(self) -> list[float]:
         """Returns the estimate as numbers, for `restore`."""
-        return [
-            self._slope,
-            self._ww,
-            *self._intercepts.tolist(),
-            *self._bb.tolist(),
-            *self._wb.tolist(),
-            *self._num.tolist(),
-            *self._right.tolist(),
-        ]
+        return [self._slope, self._ww, *self._intercepts, *self._bb, *self._wb, *self._num, *self._right]
 
     def restore(self, state: Sequence[float]) -> bool:
         """Starts from the state of another model; returns whether it can be true."""
         size = _DEEPEST + 1
         if len(state) != 2 + 5 * size:
             return False
-        slope, ww, rest = state[0], state[1], np.array(state[2:]).reshape(5, size)
-        is_true = 0 <= slope <= 20 and ww >= 0 and (np.abs(rest[0]) < 40).all() and (rest[[1, 3, 4]] >= 0).all()
-        if (
-            not is_true
-            or not (rest[4] <= rest[3] + 1e-3).all()
-            or not (rest[2] ** 2 <= (rest[1] + 1e-3) * (ww + 1e-3)).all()
+        slope, ww = state[:2]
+        intercepts, bb, wb, num, right = (list(state[2 + i * size : 2 + (i + 1) * size]) for i in range(5))
+        if not (0 <= slope <= 20 and ww >= 0 and max(map(abs, intercepts)) < 40) or not all(
+            bb[d] >= 0 and 0 <= right[d] <= num[d] + 1e-3 and wb[d] ** 2 <= (bb[d] + 1e-3) * (ww + 1e-3)
+            for d in range(size)
         ):
             return False
         self._slope, self._ww = slope, ww
-        self._intercepts, self._bb, self._wb, self._num, self._right = rest
+        self._intercepts, self._bb, self._wb, self._num, self._right = intercepts, bb, wb, num, right
         self.age()
         return True
 
 
-def log_odds_of(scores: NDArray[np.float32] | None, parents: NDArray[np.int64]) -> NDArray[np.float64] | None:
-    """(B, N) log-odds of each node after its parent, from log-probabilities of paths; None for drafters without any."""
-    if scores is None:
-        return None
-    paths = np.fmax(scores, -99.0).astype(np.float64)  # -99 for NaN
-    above = paths[np.arange(len(paths))[:, None], np.maximum(parents, 0)]
-    above[parents <= 0] = 0.0
-    q = np.exp(np.minimum(paths - above, 0.0)) * (1 - 1e-9)
-    result: NDArray[np.float64] = np.maximum(np.log(q / (1 - q)), -_SURE)
-    return np.minimum(result, _SURE)
+def _scaled(values: Sequence[float], share: float) -> list[float]:
+    return [share * value for value in values]
+
+
+def _dot(values: Sequence[float], others: Sequence[float]) -> float:
+    return float(sum(map(mul, values, others)))
 
 
 _KEPT = KeptEntries(
     file="foretoken-acceptance.json", mark="foretoken_acceptance", holder="drafters",
     what="estimates of drafters' acceptance",
 )  # fmt: skip
-_FORMAT = 3
+_FORMAT = 4
 _LEAST_LEARNED = 64  # iterations that must be learned before anything is stored
 _EVERY = 4096  # iterations between two writes, for processes that never end
 _log = logging.getLogger(__name__)

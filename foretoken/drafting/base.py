@@ -86,10 +86,14 @@ class Allotment:
 class Controller(Protocol):
     """Decides how much to draft, and then which nodes to verify."""
 
-    def allot(self, batch_size: int) -> Allotment:
+    def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
         """Returns the bounds of the drafts for a batch of sequences.
 
         A draft may take place one iteration later than allotted, see `Drafting.propose`.
+
+        Args:
+            batch_size: Sequences that are drafted for.
+            num_prompt_tokens: Prompt tokens of other sequences that the same pass reads.
         """
 
     def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
@@ -124,8 +128,9 @@ class Fixed:
         self._allowance, self._max_nodes = Allowance(depth=UNBOUNDED, nodes=max_nodes), max_nodes
         self._most_nodes = most_nodes
 
-    def allot(self, batch_size: int) -> Allotment:
-        """Returns unbounded allowances for every sequence."""
+    def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
+        """Returns unbounded allowances for every sequence, also beside prompts."""
+        del num_prompt_tokens
         return Allotment(allowances=[self._allowance] * batch_size)
 
     def further(self, trees: Mapping[int, TokenTree]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from math import exp, log
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +33,7 @@ _RATE = 0.03  # least weight of an observation among earlier ones of the same ki
 _MACHINE_RATE = 0.2  # weight of a pass in the factor of the machine
 _RIDGE = 0.3  # seen passes that differ less, as a share of the widest one, say little of wider ones
 _LEAST_LEVEL = 0.06  # share of the shortest timed draft: on a busy machine a level can seem to take nothing
+_SHAPE = 0.02  # mean square of what told and true seconds of two widths differ by, as a logarithm
 _REFRESH_EVERY = 16  # passes between two tables
 
 
@@ -51,63 +52,75 @@ class _Surprise:
 class _PassSeconds:
     """Seconds of passes over one number of sequences, for a machine that is as fast as at load."""
 
-    def __init__(self, widths: NDArray[np.float64], told: NDArray[np.float64]) -> None:
+    def __init__(self, widths: Sequence[int], told: Sequence[float]) -> None:
         self._widths, self._told = widths, told
-        self._places = np.log(widths)
-        self._listed = widths.tolist()
-        self._logs, self._num = np.zeros(len(widths)), np.zeros(len(widths))
-        self._surprise = _Surprise()
-        self._table, self._age = np.zeros(0), 0
+        self._logs, self._num = [0.0] * len(widths), [0.0] * len(widths)
+        self._surprise, self._noise = _Surprise(), 0.0  # mean square of surprises
+        self._table, self._age = list[float](), 0
 
     def copy(self) -> _PassSeconds:
         made = _PassSeconds(self._widths, self._told)
-        made._logs, made._num = self._logs.copy(), np.minimum(self._num, 1.0)
+        made._logs, made._num, made._noise = self._logs.copy(), self._num.copy(), self._noise
+        made.age()
         return made
 
     def age(self) -> None:
-        self._num = np.minimum(self._num, 1.0)
+        self._num = [min(num, 1.0) for num in self._num]
 
     def num_seen(self, width: int) -> float:
-        return float(np.interp(width, self._widths, self._num))
+        place, share = self._near(width)
+        return _between(self._num, place, share)
 
-    def table(self, most: int) -> NDArray[np.float64]:
-        """(at least most + 1,) seconds at 0, 1, … tokens."""
+    def table(self, most: int) -> list[float]:
+        """Seconds at 0, 1, … tokens, at least up to `most`."""
         if len(self._table) <= most or self._age >= _REFRESH_EVERY:
             sizes = np.arange(max(len(self._table), most + 1, 64))
-            self._table, self._age = np.interp(sizes, self._widths, self._points()), 0
+            self._table, self._age = np.interp(sizes, self._widths, self._points()).tolist(), 0
         return self._table
 
     def _points(self) -> NDArray[np.float64]:
-        seen = np.flatnonzero(self._num)
+        seen, places, told = np.flatnonzero(self._num), np.log(self._widths), np.array(self._told)
         if not len(seen):
-            return self._told
-        seconds = self._told * np.exp(np.interp(self._places, self._places[seen], self._logs[seen]))
+            return told
+        logs, num = np.array(self._logs)[seen], np.array(self._num)[seen]
+        # The noisier the clock, the closer are few observations to the mean of all.
+        mean = float(num @ logs) / float(num.sum())
+        logs = mean + num / (num + self._noise / _SHAPE) * (logs - mean)
+        seconds = told * np.exp(np.interp(places, places[seen], logs))
         # Beyond the widest seen pass a token adds what it was told to add, corrected as between the seen passes.
         low, high = seen[0], seen[-1]
-        usual = _RIDGE * self._told[high]
-        added = max(seconds[high] - seconds[low], 0.0) + usual * seconds[high] / self._told[high]
-        scale = added / (self._told[high] - self._told[low] + usual)
-        seconds[high:] = seconds[high] + scale * (self._told[high:] - self._told[high])
+        usual = _RIDGE * told[high]
+        added = max(seconds[high] - seconds[low], 0.0) + usual * seconds[high] / told[high]
+        seconds[high:] = seconds[high] + added / (told[high] - told[low] + usual) * (told[high:] - told[high])
         # No pass takes longer than a wider one: disturbances only add.
         return np.minimum.accumulate(seconds[::-1])[::-1]
 
+    def _near(self, width: int) -> tuple[int, float]:
+        """Returns the point below a width, and the share of the next point."""
+        place = min(max(bisect_right(self._widths, width), 1), len(self._widths) - 1) - 1
+        low, high = self._widths[place], self._widths[place + 1]
+        return place, min((width - low) / (high - low), 1.0)
+
     def learn(self, width: int, seconds: float) -> float:
         """Learns from a pass; returns the part of the surprise that the machine may explain, as a logarithm."""
-        known = float(self.table(width)[width])
+        known = self.table(width)[width]
         surprise = self._surprise.clipped(log(max(seconds, 1e-9) / known))
-        after = min(max(bisect_right(self._listed, width), 1), len(self._listed) - 1)
-        share = (width - self._listed[after - 1]) / (self._listed[after] - self._listed[after - 1])
-        own = log(known / float(np.interp(width, self._widths, self._told))) + surprise
+        self._noise += _RATE * (surprise**2 - self._noise)
+        place, share = self._near(width)
+        own = log(known / _between(self._told, place, share)) + surprise
         most = 0.0
-        for place, near in ((after - 1, 1 - share), (after, min(share, 1.0))):
-            if near <= 0:
-                continue
-            rate = near * max(1 / (float(self._num[place]) + near), _RATE)
-            self._logs[place] += rate * (own - self._logs[place])
-            self._num[place] += near
-            most = max(most, rate)
+        for at, near in ((place, 1 - share), (place + 1, share)):
+            if near > 0:
+                rate = near * max(1 / (self._num[at] + near), _RATE)
+                self._logs[at] += rate * (own - self._logs[at])
+                self._num[at] += near
+                most = max(most, rate)
         self._age += _REFRESH_EVERY if most > 0.1 else 1
         return (1 - most) * surprise
+
+
+def _between(values: Sequence[float], place: int, share: float) -> float:
+    return values[place] + share * (values[place + 1] - values[place])
 
 
 class CostModel:
@@ -131,23 +144,22 @@ class CostModel:
         """
         widths = [1, 8, 64] if cost is None else [width for width, _ in cost.points]
         widths += [widths[-1] << doubled for doubled in range(1, 5)]
-        seconds = np.ones(len(widths)) if cost is None else np.asarray(cost.seconds(widths), dtype=np.float64)
-        self._told = _PassSeconds(np.array(widths, dtype=np.float64), seconds)
+        self._told = _PassSeconds(widths, [1.0] * len(widths) if cost is None else cost.seconds(widths).tolist())
         self._passes: dict[int, _PassSeconds] = {}
         self.machine, self._num_passes = 1.0, 0
         self.host, self.merging = FadingLine(), FadingLine()
         self._drafts = [_DraftSeconds(*each) for each in zip(deepest, timed, strict=True)]
 
-    def passes(self, batch: int, most: int) -> NDArray[np.float64]:
-        """(at least most + 1,) seconds of a pass of so many sequences over 0, 1, … tokens."""
+    def passes(self, batch: int, most: int) -> list[float]:
+        """Seconds of a pass of so many sequences over 0, 1, … tokens, at least up to `most`."""
         return self._curve(batch).table(most)
 
     def plain(self, batch: int) -> float:
         """Returns the seconds of an iteration without drafts."""
-        return float(self.passes(batch, batch)[batch] + self.host(batch))
+        return self.passes(batch, batch)[batch] + self.host(batch)
 
-    def draft(self, drafter: int) -> NDArray[np.float64]:
-        """(levels + 1,) seconds of a draft of 0, 1, … levels; 0 while nothing is known."""
+    def draft(self, drafter: int) -> list[float]:
+        """Seconds of a draft of 0, 1, … levels; 0 while nothing is known."""
         return self._drafts[drafter].known
 
     def num_passes(self, batch: int) -> float:
@@ -164,7 +176,7 @@ class CostModel:
         slowness = self.machine
         if not record.num_prompt_tokens:
             curve = self._curve(batch)
-            known = float(curve.table(width)[width])
+            known = curve.table(width)[width]
             slowness = max(seconds.verify, 1e-9) / known
             self.machine = self.machine if self._num_passes else slowness
             self._num_passes += 1
@@ -196,11 +208,11 @@ class _DraftSeconds:
     """Seconds of one drafter's drafts by depth: fixed work and levels as timed, times a factor that is learned.
 
     Attributes:
-        known: (levels + 1,) seconds; the first entry is for drafts without any token. 0 while unknown.
+        known: Seconds by levels; the first entry is for drafts without any token. 0 while unknown.
     """
 
     def __init__(self, deepest: int, timed: Sequence[tuple[int, float]]) -> None:
-        self.known = np.zeros(deepest + 1)
+        self.known = [0.0] * (deepest + 1)
         self._surprise, self._num = _Surprise(), 0
         self._first: list[float] = []  # seconds a level, while nothing was timed
         fastest = fastest_by_depth(timed)
@@ -211,7 +223,7 @@ class _DraftSeconds:
             self._start(max(fastest[low] - level * low, 0.0), level)
 
     def _start(self, fixed: float, level: float) -> None:
-        self.known[1:] = np.maximum(fixed + level * np.arange(1, len(self.known)), 1e-6)
+        self.known[1:] = [max(fixed + level * depth, 1e-6) for depth in range(1, len(self.known))]
 
     def age(self) -> None:
         self._num = 0
@@ -219,7 +231,7 @@ class _DraftSeconds:
     def learn(self, depth: int, *seconds: float) -> None:
         """Learns from one draft; seconds: divided by the usual slowness, and by that of the last pass."""
         depth = min(depth, len(self.known) - 1)
-        known = float(self.known[depth])
+        known = self.known[depth]
         if depth and not known:
             # The first draft also reads the prompt: the faster of two counts.
             self._first.append(seconds[0] / depth)
@@ -231,7 +243,8 @@ class _DraftSeconds:
             self.known[0] = known * exp(_RATE * found) if known else seconds[0]
             return
         self._num += 1
-        self.known[1:] *= exp(max(1 / (self._num + 2), _RATE) * self._surprise.clipped(found))
+        factor = exp(max(1 / (self._num + 2), _RATE) * self._surprise.clipped(found))
+        self.known[1:] = [factor * each for each in self.known[1:]]
 
 
 class FadingLine:
@@ -260,8 +273,8 @@ class FadingLine:
         slope = min(max(slope, 0.0), mean_y / mean_x if mean_x > 0 else 0.0)  # neither falls nor starts below 0
         self.line = mean_y - slope * mean_x, slope
 
-    def __call__(self, x: Any) -> Any:
-        """Returns the height of the line at x, a number or an array."""
+    def __call__(self, x: float) -> float:
+        """Returns the height of the line at x."""
         start, slope = self.line
         return start + slope * x
 
@@ -272,25 +285,3 @@ def fastest_by_depth(timed: Sequence[tuple[int, float]]) -> dict[int, float]:
     for depth, seconds in timed:
         fastest[depth] = min(fastest.get(depth, seconds), seconds)
     return fastest
-
-
-_LARGEST_SHARE = 0.75  # share of the mean cost of a token: a further token that adds more does not fit
-
-
-class BesidePrompts:
-    """Decides whether to draft in passes that also read prompts."""
-
-    def __init__(self, cost: CostCurve) -> None:
-        self._cost = cost
-
-    def has_room(self, num_sequences: int, num_prompt_tokens: int) -> bool:
-        """Decides whether drafts may pay in a pass; always true if the pass reads no prompts.
-
-        Args:
-            num_sequences: Decoding sequences, one token each.
-            num_prompt_tokens: Prompt tokens of other sequences in the pass.
-        """
-        if not num_prompt_tokens:
-            return True
-        width = num_sequences + num_prompt_tokens
-        return self._cost(2 * width) - self._cost(width) <= _LARGEST_SHARE * self._cost(width)

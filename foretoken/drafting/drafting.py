@@ -13,7 +13,6 @@ from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
 from foretoken.drafters.base import MeasuredDrafter, TargetReads
 from foretoken.drafting.acceptance import KeptAcceptance, pair_key
 from foretoken.drafting.base import Ask, Fixed
-from foretoken.drafting.costs import BesidePrompts
 from foretoken.drafting.draft_guard import DraftGuard, within_node_limits
 from foretoken.drafting.draft_timing import time_drafts
 from foretoken.drafting.goodput import Goodput
@@ -176,11 +175,6 @@ def _several(
     )
 
 
-def room_beside_prompts(controller: Controller, target: TargetHandle) -> BesidePrompts | None:
-    """Returns what decides whether to draft in passes that read prompts; None if drafters are asked in every pass."""
-    return None if isinstance(controller, Fixed) else BesidePrompts(target.costs)
-
-
 def most_nodes(drafters: Sequence[Drafter]) -> int:
     """Returns the nodes of the widest tree that is verified, root included.
 
@@ -223,7 +217,6 @@ class Drafting:
         vocab_size: int,
         max_nodes: int,
         device: torch.device,
-        beside_prompts: BesidePrompts | None = None,
         for_predictions: Controller | None = None,
     ) -> None:
         """Takes drafters that are attached.
@@ -234,7 +227,6 @@ class Drafting:
             vocab_size: V of the target.
             max_nodes: Widest tree that the cache has room for.
             device: Where trees must lie.
-            beside_prompts: Decides whether to draft in passes that read prompts; None leaves that to the controller.
             for_predictions: Replaces `controller` while a request of the batch brings a prediction. Only then the last
                 drafter is asked and told of requests. None if predictions make no difference.
         """
@@ -242,7 +234,6 @@ class Drafting:
         self._have_missed = False  # whether drafters did not get the last `commit`
         # Drafts that wait until the drafters have got a `commit`, and the controller that allotted them.
         self._held: tuple[Controller, Allotment] | None = None
-        self._beside_prompts = beside_prompts
         self._guards = [
             DraftGuard(drafter, vocab_size=vocab_size, max_nodes=max_nodes, device=device) for drafter in drafters
         ]
@@ -299,12 +290,9 @@ class Drafting:
         guards, controller, lookups = self._team
         if controller is None or not any(guard.is_active for guard in guards):
             return self._no_draft(context, is_committed=False)
-        beside, have_missed = self._beside_prompts, self._have_missed
-        self._have_missed = False
-        if beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens):
-            return self._no_draft(context)
+        have_missed, self._have_missed = self._have_missed, False
         held = None if self._held is None else self._take_held(controller, len(context.slots))
-        allotment = held or controller.allot(len(context.slots))
+        allotment = held or controller.allot(len(context.slots), num_prompt_tokens)
         if allotment.is_empty:
             self._have_missed = allotment.declined is not None and self.reads.is_last_enough
             return self._no_draft(context, allotment.declined, is_committed=not self._have_missed, is_learned=True)

@@ -7,35 +7,32 @@ Several drafters are asked one by one, each time the one that adds most, until n
 nothing are asked first. The proposals of all are merged, lookups continue below the best leaves of others, and the
 nodes that are worth their cost are verified. A chain, or a head's tree of fixed shape, of a single drafter is verified
 whole, so that the host need not read it: there the depth is all that is chosen.
-
-Letters: B sequences, N nodes, D levels.
 """
 
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from foretoken.core.records import Declined
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
-from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance, log_odds_of
+from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.drafting.costs import LONGEST, CostModel
 from foretoken.drafting.exploration import Exploration
 from foretoken.drafting.host_trees import (
     HostMerge,
+    HostRow,
     LookupChain,
     grafts_on,
-    kept_nodes,
+    kept_tree,
     learn_chain,
     learn_followed,
-    on_host,
-    path_values,
-    valued,
-    with_values,
+    read_rows,
+    scored,
 )
 from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, buy, stop
 from foretoken.trees.merge import grafted, merge_trees, prune
@@ -43,13 +40,10 @@ from foretoken.trees.merge import grafted, merge_trees, prune
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
     from foretoken.core.records import SequenceStep, StepRecord
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafting.acceptance import KeptAcceptance, Learner
     from foretoken.drafting.base import Continue
-    from foretoken.drafting.host_trees import HostTree
     from foretoken.drafting.plans import DraftPlan
     from foretoken.runner.costs import CostCurve
     from foretoken.trees.merge import Graft
@@ -67,7 +61,8 @@ class _Known:
         nodes: Of the nodes that it proposes.
         grafts: Of the chains that it proposes below drafts of other drafters.
         levels: By the drafters that were asked before and cost something.
-        widths: (D,) nodes that are verified per level of a sequence.
+        shape: Nodes per level of its trees.
+        widths: Nodes that are verified per level of a sequence.
         hits: Share of the sequences for which it proposes anything.
     """
 
@@ -75,8 +70,8 @@ class _Known:
         self.nodes_by_depth, self.deepest = nodes_by_depth, min(len(nodes_by_depth) - 1, 64)
         self.nodes, self.grafts = NodeAcceptance(), NodeAcceptance()
         self.levels = {frozenset[int](): LevelAcceptance(self.deepest, expected)}
-        self.shape = np.diff(nodes_by_depth)[: self.deepest].astype(np.float64)
-        self.widths = np.minimum(self.shape, 1.0) if is_read else self.shape.copy()
+        self.shape = [float(after - before) for before, after in pairwise(nodes_by_depth)][: self.deepest]
+        self.widths = [min(nodes, 1.0) for nodes in self.shape] if is_read else self.shape
         self.hits = 1.0
 
     def after(self, others: frozenset[int]) -> LevelAcceptance:
@@ -91,21 +86,10 @@ class _Known:
 
 
 class _Answer(NamedTuple):
-    """A drafter's tree.
-
-    Attributes:
-        tree: As the drafter returned it.
-        host: The tree on the host.
-        odds: (B, N), see `log_odds_of`.
-        values: (B, N) calibrated.
-        reach: (B, D) probability that the tree is right down to each depth.
-    """
+    """A drafter's trees, as it returned them and on the host."""
 
     tree: TokenTree
-    host: HostTree
-    odds: NDArray[np.float64] | None
-    values: NDArray[np.float64]
-    reach: NDArray[np.float64]
+    rows: list[HostRow]
 
 
 class Goodput:
@@ -158,36 +142,46 @@ class Goodput:
         costs = self._costs
         return costs.machine * costs.plain(batch_size) if costs.num_passes(batch_size) >= 1 else None
 
-    def _begin(self, batch_size: int) -> None:
-        self._batch = batch_size
+    def _begin(self, batch_size: int, num_prompt_tokens: int = 0) -> None:
+        self._batch, self._num_prompt_tokens = batch_size, num_prompt_tokens
         self._answers: dict[int, _Answer] = {}  # in the order of arrival
         self._asked: dict[int, int] = {}  # levels
+        self._union: HostMerge | None = None  # of the answers
+        self._room = self._max_nodes - 1  # nodes of a tree for drawn nodes and probes
+        self._united: dict[int, _Answer] = {}
         self._plan: DraftPlan | None = None
         self._grafts: list[LookupChain] = []
 
-    def allot(self, batch_size: int) -> Allotment:
-        """Asks the free drafters, or the first drafter that pays; nobody if none pays or plain decoding is measured."""
+    def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
+        """Asks the free drafters, or the first drafter that pays; nobody if none pays or plain decoding is measured.
+
+        Beside prompts nothing is tried that is not expected to pay.
+        """
         self._exploration.next()
         held, now = self._held, self._exploration.count
         is_ended = now >= self._held_until or (self._exploration.is_spent and held is not None and not held.is_empty)
-        if held is not None and not is_ended and len(held.allowances) == batch_size:
+        if held is not None and not is_ended and len(held.allowances) == batch_size and not num_prompt_tokens:
             if self._is_read:
                 self._begin(batch_size)
                 if held.first is not None:
                     self._asking(held.first)
             return held
         self._held = None
-        self._begin(batch_size)
+        self._begin(batch_size, num_prompt_tokens)
         first = None if self._exploration.is_spent else self._first(self._costs.plain(batch_size))
         if first is None:
+            if num_prompt_tokens:
+                return Allotment.nothing(batch_size)
             self._exploration.note(("plain", batch_size))
             self._held, self._held_until = Allotment.nothing(batch_size, self._reason()), self._exploration.next_try
             return self._held
-        if self._is_look_due():
+        if not num_prompt_tokens and self._is_look_due():
             self._begin(batch_size)
             return Allotment.nothing(batch_size)
         depth = UNBOUNDED if self._is_read else first.depth
         allotment = Allotment(allowances=[Allowance(depth=depth, nodes=self._max_nodes)] * batch_size, first=first)
+        if num_prompt_tokens:
+            return allotment
         if len(self._known) == 1 and self._plan is not None and first.depth == self._last_depth:
             self._held, self._held_until = allotment, now + _DECIDE_EVERY
         self._last_depth = first.depth
@@ -195,8 +189,7 @@ class Goodput:
 
     def _first(self, plain: float) -> Ask | None:
         if self._is_read:
-            drafts = [float(self._costs.draft(i)[-1]) for i in range(len(self._known))]
-            self._free = frozenset(i for i, seconds in enumerate(drafts) if seconds <= _FREE * plain)
+            self._free = frozenset(i for i in range(len(self._known)) if self._costs.draft(i)[-1] <= _FREE * plain)
             if self._free:
                 return self._asking(Ask(sorted(self._free)))
         return self.further({})
@@ -206,16 +199,16 @@ class Goodput:
         return self._exploration.is_due(("plain", self._batch), self._gain if is_known else 0.0)
 
     def _reason(self) -> Declined:
-        costs = self._all_costs()
+        costs, nothing = self._all_costs(), AtHand(self._batch)
         candidates = [self._candidate(i) for i in range(len(self._known))]
-        plans = [best_depth(AtHand.nothing(self._batch), each, costs) for each in candidates]
+        plans = [best_depth(stop(nothing, costs), nothing, each, costs) for each in candidates]
         i = max(range(len(plans)), key=lambda i: plans[i].rate)
         width = max(round(plans[i].width), self._batch + 1)
         return Declined(
             width=width,
-            pass_cost=float(costs.passes[width] / costs.passes[self._batch]),
-            draft_cost=float(candidates[i].seconds[plans[i].depth - 1] / costs.passes[self._batch]),
-            acceptance=float(candidates[i].reach[0]) if self._known[i].after(frozenset()).num_seen else None,
+            pass_cost=costs.passes[width] / costs.passes[self._batch],
+            draft_cost=candidates[i].seconds[plans[i].size - 1] / costs.passes[self._batch],
+            acceptance=candidates[i].reach[0] if self._known[i].after(frozenset()).num_seen else None,
             hit_rate=self._known[i].hits,
         )
 
@@ -227,20 +220,20 @@ class Goodput:
         if not costly:
             return None
         at_hand, costs = self._at_hand(), self._all_costs()
-        plans = {i: best_depth(at_hand, self._candidate(i), costs) for i in costly}
-        best = max(costly, key=lambda i: plans[i].rate)
         now = stop(at_hand, costs)
+        plans = {i: best_depth(now, at_hand, self._candidate(i), costs) for i in costly}
+        best = max(costly, key=lambda i: plans[i].rate)
         if plans[best].rate > now.rate:
             self._plan = plans[best]
             self._exploration.note(best)
-            return self._asking(Ask((best,), plans[best].depth))
-        for i in costly:
+            return self._asking(Ask((best,), plans[best].size))
+        for i in costly if not self._num_prompt_tokens else ():
             loss = (plans[i].seconds * now.rate - plans[i].tokens) / self._batch
             if self._exploration.is_due(i, loss):
                 if self._exploration.is_beginning(i):
                     self._known[i].age()
                     self._costs.age(i)
-                return self._asking(Ask((i,), plans[i].depth))
+                return self._asking(Ask((i,), plans[i].size))
         return None
 
     def _asking(self, ask: Ask) -> Ask:
@@ -248,49 +241,63 @@ class Goodput:
         return ask
 
     def _all_costs(self) -> Costs:
-        passes = self._costs.passes(self._batch, self._batch * self._max_nodes)
-        merging = self._costs.merging.line[1]
-        return Costs(passes, self._costs.host, merging)
+        most = self._batch * self._max_nodes + self._num_prompt_tokens
+        return Costs(self._costs.passes(self._batch, most), self._costs.host.line, self._costs.merging.line[1])
 
     def _candidate(self, i: int) -> Candidate:
-        known = self._known[i]
-        levels = known.after(frozenset(self._answers) - self._free)  # given the answers that cost something
-        widths = np.maximum(known.widths, known.hits)  # a level takes at least one node: unbought levels bring nothing
-        miss, seconds, hits = self._costs.draft(i)[0], self._costs.draft(i)[1:], known.hits
-        return Candidate(hits * levels.survival(), widths, hits * seconds + (1 - hits) * miss)
+        known, draft = self._known[i], self._costs.draft(i)
+        survival = known.after(frozenset(self._answers) - self._free).survival()  # given answers that cost something
+        hits, miss_s = known.hits, (1 - known.hits) * draft[0]
+        return Candidate(
+            [hits * each for each in survival],
+            [max(width, hits) for width in known.widths],  # at least one node: unbought levels bring nothing
+            [hits * seconds + miss_s for seconds in draft[1:]],
+        )
 
     def _at_hand(self) -> AtHand:
-        """Returns the answers so far. Where several trees go as deep, their nodes count as those of one tree."""
-        answers = [answer for answer in self._answers.values() if answer.reach.shape[1]]
-        if not answers:
-            return AtHand.nothing(self._batch)._replace(draft_s=self._draft_s())
-        deepest = max(answer.reach.shape[1] for answer in answers)
-        padded = [np.pad(answer.reach, ((0, 0), (0, deepest - answer.reach.shape[1]))) for answer in answers]
-        reach, total = np.max(padded, axis=0), np.maximum(np.sum(padded, axis=0), 1e-9)
-        values = []
-        for answer in answers:
-            rows, nodes = np.nonzero(answer.host.is_drafted)
-            levels = answer.host.depths[rows, nodes] - 1
-            values.append(answer.values[rows, nodes] * (reach / total)[rows, levels])
-        return AtHand(reach, -np.sort(-np.concatenate(values)), self._draft_s())
+        start = AtHand(self._batch, self._num_prompt_tokens, draft_s=self._draft_s())
+        if self._union is None:
+            return start
+        covered, values = list[float](), list[float]()
+        for row in self._union.rows:
+            levels = [0.0] * (1 + max(row.depths))
+            for node in row.drafted():
+                values.append(row.values[node])
+                levels[row.depths[node]] += row.values[node]
+            covered += [0.0] * (len(levels) - 1 - len(covered))
+            least = 1.0
+            for d, level in enumerate(levels[1:]):
+                least = min(least, level)
+                covered[d] += least
+        return start._replace(covered=covered, values=sorted(values, reverse=True))
 
     def _draft_s(self) -> float:
-        return sum(float(self._costs.draft(i)[depth]) for i, depth in self._asked.items())
+        return sum(self._costs.draft(i)[depth] for i, depth in self._asked.items())
 
     def _take(self, trees: Mapping[int, TokenTree]) -> None:
+        """Reads new answers, and unites those with nodes.
+
+        Drawn nodes and probes are verified at any cost, so a tree with such nodes is merged as a whole or not at all.
+        The size of its drafter's greatest tree decides: the size of the tree at hand may depend on what was drawn.
+        """
         for i, tree in trees.items():
             if i in self._answers:
                 continue
-            self._asked.setdefault(i, self._known[i].deepest)
-            self._batch, host = tree.batch_size, on_host(tree)
-            odds = log_odds_of(host.scores, host.parents)
-            values = path_values(host, self._known[i].nodes, odds)
-            deepest = int(host.depths.max(initial=0))
-            places = host.depths + (deepest + 1) * np.arange(self._batch)[:, None]
-            sums = np.bincount(places[host.is_drafted], values[host.is_drafted], self._batch * (deepest + 1))
-            levels = sums.reshape(self._batch, -1)[:, 1:]
-            reach = np.minimum.accumulate(np.minimum(levels, 1.0), axis=1)
-            self._answers[i] = _Answer(tree, host, odds, values, reach)
+            known = self._known[i]
+            depth = self._asked.setdefault(i, known.deepest)
+            self._batch, rows = tree.batch_size, read_rows(tree, known.nodes)
+            self._answers[i] = _Answer(tree, rows)
+            if tree.width < 2:
+                continue
+            if tree.distributions is not None or any(source & PROBE for row in rows for source in row.sources):
+                most = known.nodes_by_depth[depth if depth < known.deepest else -1] - 1
+                if most > self._room and len(self._known) > 1:
+                    continue
+                self._room -= most
+            self._united[i] = self._answers[i]
+            if len(self._known) > 1:
+                self._union = self._union or HostMerge([row.tokens[0] for row in rows], MAX_NODES)
+                self._union.unite(rows, i)
 
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
         """Returns the nodes worth their cost, grafted nodes included. Synchronises if nodes are bought."""
@@ -298,88 +305,65 @@ class Goodput:
             (tree,) = trees.values()
             return tree
         self._take(trees)
-        answers = self._fitting()
-        if not answers:
-            return next(iter(trees.values()))
-        is_drawn: NDArray[np.bool_] | None = None
-        device = next(iter(trees.values())).tokens.device
-        if any(answer.tree.distributions is not None for answer in answers.values()):
-            merged, host = self._merged(answers, continued)
+        tree = next(iter(trees.values()))
+        if not self._united:
+            return tree
+        merged: TokenTree | None = None
+        drawn: list[list[bool]] | None = None
+        rows = self._answers[0].rows if self._union is None else self._union.rows
+        if any(answer.tree.distributions is not None for answer in self._united.values()):
+            merged, rows = self._merged_with_draws(continued)
             if merged.distributions is not None:
-                is_drawn = (merged.distributions.kinds != DrawKind.ONE_HOT).cpu().numpy()
-        else:
-            merged, host = None, self._merged_on_host(answers, continued)
-        assert host.scores is not None
-        values = np.exp(host.scores.astype(np.float64))
-        draft_s = self._draft_s() + self._costs.merging(len(answers))
-        bought = buy(host, values, self._all_costs(), draft_s=draft_s, max_nodes=self._max_nodes, is_drawn=is_drawn)
-        self._note_widths(host, bought.kept)
+                drawn = (merged.distributions.kinds != DrawKind.ONE_HOT).tolist()
+        elif continued is not None and self._union is not None:
+            for graft in self._grafts_on(rows, continued):
+                self._union.graft(graft)
+        draft_s = self._draft_s() + self._costs.merging(len(self._united))
+        bought = buy(
+            rows, self._all_costs(), max_nodes=self._max_nodes, draft_s=draft_s,
+            num_prompt_tokens=self._num_prompt_tokens, drawn=drawn,
+        )  # fmt: skip
+        self._note_widths(rows, bought.kept)
         if merged is None:
-            has_sources = len(self._known) > 1 or bool(host.sources.any())
-            return kept_nodes(host, bought.kept, device, has_sources=has_sources)
+            has_sources = len(self._known) > 1 or tree.source is not None
+            return kept_tree(rows, bought.kept, tree.tokens.device, has_sources=has_sources)
         if not bought.is_everything:
-            merged = prune(merged, torch.from_numpy(bought.kept).to(device))
+            merged = prune(merged, torch.tensor(bought.kept, device=tree.tokens.device))
         return merged.narrowed()
 
-    def _merged(self, answers: Mapping[int, _Answer], continued: Continue | None) -> tuple[TokenTree, HostTree]:
+    def _merged_with_draws(self, continued: Continue | None) -> tuple[TokenTree, list[HostRow]]:
         """Merges trees that hold drawn nodes, and grafts lookups below them; returns also a copy on the host."""
         # In the order of asking: whether a later drafter was asked may depend on what earlier ones drew.
-        trees = [with_values(answer.tree, answer.values) for answer in answers.values()]
-        if len(self._known) == 1:
-            return trees[0], on_host(trees[0])
-        merged = merge_trees(trees, max_nodes=MAX_NODES, drafters=list(answers))
-        host = on_host(merged)
-        grafts = [] if continued is None else self._grafts_on(host, continued)
-        if not grafts:
-            return merged, host
-        merged = grafted(merged, grafts, max_nodes=MAX_NODES)
-        return merged, on_host(merged)
+        merged, *others = (scored(answer.tree, answer.rows) for answer in self._united.values())
+        if self._union is not None:
+            merged = merge_trees([merged, *others], max_nodes=MAX_NODES, drafters=list(self._united))
+        rows = read_rows(merged, None)
+        grafts = self._grafts_on(rows, continued) if continued is not None and self._union is not None else []
+        if grafts:
+            merged = grafted(merged, grafts, max_nodes=MAX_NODES)
+            rows = read_rows(merged, None)
+        return merged, rows
 
-    def _merged_on_host(self, answers: Mapping[int, _Answer], continued: Continue | None) -> HostTree:
-        trees = [valued(answer.host, answer.values) for answer in answers.values()]
-        if len(self._known) == 1:
-            return trees[0]
-        union = HostMerge(trees, list(answers), max_nodes=MAX_NODES)
-        host = union.tree()
-        grafts = [] if continued is None else self._grafts_on(host, continued)
-        for graft in grafts:
-            union.graft(graft)
-        return union.tree() if grafts else host
-
-    def _grafts_on(self, host: HostTree, continued: Continue) -> list[Graft]:
-        chains, grafts = grafts_on(host, continued, [known.grafts for known in self._known])
+    def _grafts_on(self, rows: Sequence[HostRow], continued: Continue) -> list[Graft]:
+        chains, grafts = grafts_on(rows, continued, [known.grafts for known in self._known])
         self._grafts += chains
         return grafts
 
-    def _fitting(self) -> dict[int, _Answer]:
-        """Returns the trees to merge, in the order of arrival.
-
-        Drawn nodes and probes are verified at any cost, so a tree with such nodes is merged as a whole or not at all.
-        The size of its drafter's greatest tree decides: the size of the tree at hand may depend on what was drawn.
-        """
-        room, result = self._max_nodes - 1, dict[int, _Answer]()
-        for i, answer in self._answers.items():
-            if answer.tree.width < 2:
-                continue
-            if answer.tree.distributions is not None or (answer.host.sources[:, 1:] & PROBE).any():
-                known = self._known[i]
-                most = known.nodes_by_depth[self._asked[i] if self._asked[i] < known.deepest else -1] - 1
-                if most > room and len(self._known) > 1:
-                    continue
-                room -= most
-            result[i] = answer
-        return result
-
-    def _note_widths(self, host: HostTree, kept: NDArray[np.bool_]) -> None:
-        before = sum(1 << i for i in self._free)
-        for i in self._answers:
-            known, is_new = self._known[i], kept & host.is_drafted
-            if len(self._known) > 1:
-                is_new &= (host.sources >> i & 1 == 1) & (host.sources & before == 0)
-            levels = np.bincount(host.depths[is_new], minlength=known.deepest + 1)[1 : known.deepest + 1]
-            asked = slice(0, self._asked[i])
-            known.widths[asked] += _WIDTH_RATE * (levels[asked] / self._batch - known.widths[asked])
-            before |= 1 << i
+    def _note_widths(self, rows: Sequence[HostRow], kept: Sequence[Sequence[bool]]) -> None:
+        """Counts each bought node for the first drafter that proposed it, free drafters first."""
+        order = sorted(self._answers, key=lambda i: i not in self._free)
+        levels = {i: [0.0] * self._known[i].deepest for i in order}
+        for row, flags in zip(rows, kept, strict=True):
+            for node in row.drafted():
+                if flags[node]:
+                    source = row.sources[node] if len(self._known) > 1 else 1
+                    i = next((i for i in order if source >> i & 1), None)
+                    if i is not None and row.depths[node] <= len(levels[i]):
+                        levels[i][row.depths[node] - 1] += 1
+        for i, counts in levels.items():
+            widths = self._known[i].widths
+            for d in range(min(self._asked[i], len(widths))):
+                widths[d] += _WIDTH_RATE * (counts[d] / self._batch - widths[d])
 
     def learn_step(self, record: StepRecord) -> None:
         """Learns acceptance and seconds. While nobody is asked, learns from every n-th iteration only."""
@@ -406,9 +390,9 @@ class Goodput:
     def _loss(self, record: StepRecord, emitted: int) -> float:
         """Returns by how much an iteration was slower than plain decoding of its tokens."""
         costs, batch, width = self._costs, len(record.sequences), record.num_tokens
-        expected = float(costs.passes(batch, width)[width] + costs.host(emitted))
+        expected = costs.passes(batch, width)[width] + costs.host(emitted)
         for each in record.asked:
-            expected += float(costs.draft(each.index)[min(each.depth, self._known[each.index].deepest)])
+            expected += costs.draft(each.index)[min(each.depth, self._known[each.index].deepest)]
         seconds = min(record.seconds.total / costs.machine, LONGEST * expected)
         return seconds / costs.plain(batch) - emitted / batch
 
@@ -417,7 +401,7 @@ class Goodput:
         for step in steps:
             if step.tree_depth or step.num_proposed is not None:  # else it was not asked for
                 known.hits += _WIDTH_RATE * ((step.tree_depth > 0) - known.hits)
-        known.widths = known.shape * known.hits
+        known.widths = [known.hits * nodes for nodes in known.shape]
         drafted = [step for step in steps if step.tree_depth]
         right, last = [step.num_accepted for step in drafted], [step.tree_depth for step in drafted]
         known.after(frozenset()).learn([0] * len(drafted), right, last)
@@ -427,14 +411,13 @@ class Goodput:
         before, costly = [0] * self._batch, frozenset[int]()
         for i, answer in self._answers.items():
             known = self._known[i]
-            right = learn_followed(answer.host, known.nodes, answer.odds, steps)
-            has_hit = answer.host.is_drafted.any(1)
-            hits = np.flatnonzero(has_hit).tolist()
+            right = learn_followed(answer.rows, known.nodes, steps)
+            hits = [b for b, row in enumerate(answer.rows) if row.drafted()]
             if hits:
                 last = [min(self._asked[i], len(steps[b].tokens)) for b in hits]
                 known.after(costly).learn([before[b] for b in hits], [right[b] for b in hits], last)
-            known.hits += _WIDTH_RATE * (float(has_hit.mean()) - known.hits)
-            before = [max(pair) for pair in zip(before, right, strict=True)]
+            known.hits += _WIDTH_RATE * (len(hits) / self._batch - known.hits)
+            before = list(map(max, before, right))
             costly |= {i} - self._free
         for each in self._grafts:
             learn_chain(self._known[each.drafter].grafts, each, steps[each.leaf.row].tokens)

@@ -1,75 +1,70 @@
 """The formula: expected tokens per second of everything that an iteration may do.
 
-    rate = (B + survival of its nodes) / (pass(B + nodes) + draft(who, depth) + host(tokens))
+    rate = (B + P + survival of its nodes) / (pass(B + P + nodes) + draft(who, depth) + host(tokens))
 
-`best_depth` and `stop` judge what may be asked for, before it is drafted. L_b,d is the probability that the trees at
-hand are right down to depth d of sequence b. R_d is the probability that a candidate is right there where they are
-wrong. A draft of D levels then adds Σ_b Σ_d≤D (1 - L_b,d) R_d expected tokens.
+B sequences each emit a token of their own. P prompt tokens of other sequences are read in the same pass: they count as
+tokens, so that drafts take room from prompts only where they bring more.
+
+`best_depth` and `stop` judge what may be asked for, before it is drafted. L_d is the expected number of sequences whose
+trees at hand are right down to depth d. R_d is the probability that a candidate is right there where they are wrong. A
+draft of D levels then adds sum over d <= D of (B - L_d) R_d expected tokens.
 
 `buy` judges nodes that were drafted. A node is never worth more than its parent, so the most valuable nodes of all
 sequences form trees. The best number of nodes is taken, which may be none.
-
-Letters: B sequences, N nodes, D levels, k nodes at hand.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
-
-import numpy as np
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.token_tree import PROBE
-from foretoken.drafting.host_trees import with_ancestors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from foretoken.drafting.host_trees import HostTree
+    from foretoken.drafting.host_trees import HostRow
 
 
 class Costs(NamedTuple):
     """Seconds of everything but drafting.
 
     Attributes:
-        passes: (W,) of passes over 0, 1, … tokens; W - 1 stands for all greater ones.
-        host: Of accepting and committing, by the emitted tokens.
+        passes: Of passes over 0, 1, … tokens; the last one stands for all wider ones.
+        host: Of accepting and committing: seconds at 0 emitted tokens, and of each token.
         merging: Of merging one more tree.
     """
 
-    passes: NDArray[np.float64]
-    host: Callable[[Any], Any]
+    passes: Sequence[float]
+    host: tuple[float, float] = (0.0, 0.0)
     merging: float = 0.0
 
-    def without_drafting(self, widths: NDArray[Any], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the seconds of a pass over some tokens, and of the host."""
-        places = np.minimum((widths + 0.5).astype(np.int64), len(self.passes) - 1)
-        seconds: NDArray[np.float64] = self.passes[places] + self.host(tokens)
-        return seconds
+    def without_drafting(self, width: float, tokens: float) -> float:
+        """Returns the seconds of a pass over `width` tokens, and of the host for the expected tokens."""
+        start, slope = self.host
+        return self.passes[min(int(width + 0.5), len(self.passes) - 1)] + start + slope * tokens
 
 
 class AtHand(NamedTuple):
     """The trees of the drafters that have answered.
 
     Attributes:
-        reach: (B, D) probability that one of the trees is right down to each depth.
-        values: (k,) probabilities of their nodes, falling.
+        batch: B.
+        num_prompt_tokens: P.
+        covered: By depth, the expected number of sequences whose trees are right down to it.
+        values: Probabilities of their nodes, falling.
         draft_s: Seconds that the drafters took.
     """
 
-    reach: NDArray[np.float64]
-    values: NDArray[np.float64]
-    draft_s: float
-
-    @classmethod
-    def nothing(cls, batch: int) -> Self:
-        """Returns no trees."""
-        return cls(np.zeros((batch, 0)), np.zeros(0), 0.0)
+    batch: int
+    num_prompt_tokens: int = 0
+    covered: Sequence[float] = ()
+    values: Sequence[float] = ()
+    draft_s: float = 0.0
 
 
 class Candidate(NamedTuple):
-    """A drafter that was not asked yet; all fields are (D,), by depth.
+    """A drafter that was not asked yet; all fields are by depth, from depth 1.
 
     Attributes:
         reach: Probability that it is right down to the depth where the trees at hand are wrong.
@@ -77,22 +72,22 @@ class Candidate(NamedTuple):
         seconds: Of drafts of the depth.
     """
 
-    reach: NDArray[np.float64]
-    widths: NDArray[np.float64]
-    seconds: NDArray[np.float64]
+    reach: Sequence[float]
+    widths: Sequence[float]
+    seconds: Sequence[float]
 
 
 class DraftPlan(NamedTuple):
     """What an iteration may do.
 
     Attributes:
-        depth: Levels to draft; 0 for nothing more.
+        size: Levels to draft, or nodes at hand to verify; 0 for nothing more.
         width: Expected tokens of the pass.
-        tokens: Expected tokens of the batch.
+        tokens: Expected tokens of the batch, prompt tokens included.
         seconds: Expected seconds of the iteration.
     """
 
-    depth: int
+    size: int
     width: float
     tokens: float
     seconds: float
@@ -104,104 +99,114 @@ class DraftPlan(NamedTuple):
 
 
 def stop(at_hand: AtHand, costs: Costs) -> DraftPlan:
-    """Returns the plan in which no further drafter is asked."""
-    batch = len(at_hand.reach)
-    if not len(at_hand.values):
-        seconds_now = float(costs.passes[batch]) + at_hand.draft_s + float(costs.host(float(batch)))
-        return DraftPlan(0, batch, batch, seconds_now)
-    tokens = batch + _sums(at_hand.values)
-    widths = batch + np.arange(len(tokens))
-    seconds = costs.without_drafting(widths, tokens) + at_hand.draft_s
-    best = int((tokens / seconds).argmax())
-    return DraftPlan(0, float(widths[best]), float(tokens[best]), float(seconds[best]))
+    """Returns the plan in which no further drafter is asked and the best number of nodes at hand is verified."""
+    width = at_hand.batch + at_hand.num_prompt_tokens
+    return _best_size(width, width, at_hand.values, costs, at_hand.draft_s)
 
 
-def best_depth(at_hand: AtHand, candidate: Candidate, costs: Costs) -> DraftPlan:
-    """Returns the plan with the most tokens per second in which a candidate is asked, for at least one level."""
-    batch, deepest = at_hand.reach.shape[0], len(candidate.reach)
-    covered = at_hand.reach[:, :deepest]
-    added = batch * candidate.reach
-    added[: covered.shape[1]] -= covered.sum(0) * candidate.reach[: covered.shape[1]]
-    sums = _sums(at_hand.values)[:, None]
-    tokens = batch + sums + added.cumsum()
-    widths = batch + np.arange(len(sums))[:, None] + batch * candidate.widths.cumsum()
-    drafting = at_hand.draft_s + candidate.seconds + costs.merging * (len(at_hand.values) > 0)
-    seconds = costs.without_drafting(widths, tokens) + drafting
-    best = int((tokens / seconds).argmax())
-    depth = best % deepest + 1
-    return DraftPlan(depth, float(widths.flat[best]), float(tokens.flat[best]), float(seconds.flat[best]))
+def _best_size(width: float, tokens: float, values: Sequence[float], costs: Costs, draft_s: float) -> DraftPlan:
+    """Returns how many values to take, in this order, besides a pass of some width that brings some tokens."""
+    best = DraftPlan(0, width, tokens, costs.without_drafting(width, tokens) + draft_s)
+    rate = best.rate
+    for size, value in enumerate(values, start=1):
+        tokens += value
+        seconds = costs.without_drafting(width + size, tokens) + draft_s
+        if tokens > rate * seconds:
+            best, rate = DraftPlan(size, width + size, tokens, seconds), tokens / seconds
+    return best
 
 
-_MOST_AT_HAND = 128  # nodes, the most valuable first; the widest tree of several drafters
+def best_depth(now: DraftPlan, at_hand: AtHand, candidate: Candidate, costs: Costs) -> DraftPlan:
+    """Returns the plan with the most tokens per second in which a candidate is asked, for at least one level.
 
+    The depth is chosen for the number of nodes at hand that is best without the candidate, then the number of nodes for
+    this depth, and then the depth again.
 
-def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(k + 1,) expected tokens of the first 0, 1, …, k nodes."""
-    return np.concatenate([[0.0], values[:_MOST_AT_HAND].cumsum()])
+    Args:
+        now: Of `stop`.
+        at_hand: Trees.
+        candidate: A drafter.
+        costs: Seconds.
+    """
+    batch, values = at_hand.batch, at_hand.values
+    draft_s = at_hand.draft_s + (costs.merging if values else 0.0)
+    covered = [*at_hand.covered, *[0.0] * (len(candidate.reach) - len(at_hand.covered))]
+    added = list(accumulate((batch - done) * reach for done, reach in zip(covered, candidate.reach, strict=False)))
+    widths = [batch * width for width in accumulate(candidate.widths)]
+
+    def deepest(width: float, tokens: float) -> DraftPlan:
+        plans = [
+            DraftPlan(d + 1, width + widths[d], tokens + more, costs.without_drafting(width + widths[d], tokens + more)
+                      + draft_s + candidate.seconds[d])
+            for d, more in enumerate(added)
+        ]  # fmt: skip
+        return max(plans, key=lambda plan: plan.rate)
+
+    best = deepest(now.width, now.tokens)
+    if values:
+        d, start = best.size - 1, batch + at_hand.num_prompt_tokens
+        size = _best_size(start + widths[d], start + added[d], values, costs, draft_s + candidate.seconds[d]).size
+        if size != now.size:
+            best = max(best, deepest(start + size, start + sum(values[:size])), key=lambda plan: plan.rate)
+    return best
 
 
 class Purchase(NamedTuple):
     """Nodes that are worth their cost.
 
     Attributes:
-        kept: (B, N) bool, the nodes to verify; entries of roots mean nothing.
+        kept: By sequence and node, whether to verify it; entries of roots mean nothing.
         is_everything: Whether all nodes are kept.
-        tokens: Expected tokens of the batch.
+        tokens: Expected tokens of the batch, prompt tokens included.
         width: Tokens of the pass.
     """
 
-    kept: NDArray[np.bool_]
+    kept: list[list[bool]]
     is_everything: bool
     tokens: float
     width: int
 
 
 def buy(
-    host: HostTree,
-    values: NDArray[np.float64],
+    rows: Sequence[HostRow],
     costs: Costs,
     *,
-    draft_s: float,
     max_nodes: int,
-    is_drawn: NDArray[np.bool_] | None = None,
+    draft_s: float = 0.0,
+    num_prompt_tokens: int = 0,
+    drawn: Sequence[Sequence[bool]] | None = None,
 ) -> Purchase:
     """Chooses the nodes that are worth their cost.
 
     Args:
-        host: Trees.
-        values: (B, N) probability that each node is accepted with its path, at most its parent's.
+        rows: Trees. The value of a node is at most its parent's.
         costs: Seconds.
-        draft_s: Seconds that the drafts took.
         max_nodes: Most nodes of each tree, root included. Drawn nodes and probes are kept beyond this bound.
-        is_drawn: (B, N), nodes that were drawn from a draft distribution; None for none.
+        draft_s: Seconds that the drafts took.
+        num_prompt_tokens: P.
+        drawn: By sequence and node, whether it was drawn from a draft distribution; None for none.
     """
-    batch, width = host.tokens.shape
-    # A cut that depends on drawn tokens would bias the output. Probes are always kept: the drafter reads the target's
-    # answer there.
-    is_fixed = (host.sources & PROBE).astype(bool) & (host.depths > 0)
-    if is_drawn is not None:
-        is_fixed |= is_drawn & host.is_drafted
-    num_fixed = batch
-    if is_fixed.any():
-        is_fixed = with_ancestors(is_fixed, host)
-        num_fixed += int(is_fixed.sum())
-    candidates = np.where(host.is_drafted & ~is_fixed, values, -1.0)
-    num_candidates = int((candidates > 0).sum())
-    if width > max_nodes:
-        candidates = _best_of_rows(candidates, max_nodes - 1 - is_fixed.sum(1))
-    order = np.argsort(-candidates, axis=None, kind="stable")[:num_candidates]
-    worth = candidates.ravel()[order]
-    worth = worth[worth > 0]
-    tokens = batch + float(values[is_fixed & host.is_drafted].sum()) + np.concatenate([[0.0], worth.cumsum()])
-    widths = num_fixed + np.arange(len(tokens))
-    best = int((tokens / (costs.without_drafting(widths, tokens) + draft_s)).argmax())
-    is_fixed.ravel()[order[:best]] = True
-    return Purchase(is_fixed, best == num_candidates, float(tokens[best]), num_fixed + best)
-
-
-def _best_of_rows(values: NDArray[np.float64], most: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(B, N) values; all but the `most` greatest of each row are -1."""
-    order = np.argsort(-values, axis=1, kind="stable")
-    ranks = np.empty_like(order)
-    np.put_along_axis(ranks, order, np.arange(values.shape[1])[None], axis=1)
-    return np.where(ranks < most[:, None], values, -1.0)
+    kept = [[False] * len(row.tokens) for row in rows]
+    candidates: list[tuple[float, int, int]] = []
+    width = len(rows) + num_prompt_tokens
+    tokens, num_drafted, num_fixed = float(width), 0, 0
+    for b, row in enumerate(rows):
+        # A cut that depends on drawn tokens would bias the output. Probes are always kept: the drafter reads the
+        # target's answer there.
+        nodes, flags = row.drafted(), kept[b]
+        for node in range(1, len(flags)):
+            is_fixed = row.sources[node] & PROBE or (drawn is not None and drawn[b][node])
+            above = node if is_fixed and row.parents[node] >= 0 else 0
+            while above > 0 and not flags[above]:
+                flags[above], above = True, row.parents[above]
+        tokens += sum(row.values[node] for node in nodes if flags[node])
+        num_fixed += sum(flags)
+        left = [(-row.values[node], b, node) for node in nodes if not flags[node]]
+        num_drafted += len(left)
+        room = max(max_nodes - 1 - sum(flags), 0)
+        candidates += left if len(left) <= room else sorted(left)[:room]
+    candidates.sort()
+    best = _best_size(width + num_fixed, tokens, [-value for value, _, _ in candidates], costs, draft_s)
+    for _, b, node in candidates[: best.size]:
+        kept[b][node] = True
+    return Purchase(kept, best.size == num_drafted, best.tokens, int(best.width))

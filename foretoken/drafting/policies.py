@@ -59,8 +59,9 @@ class _OneDepth(Fixed):
         """Returns the depth of the next draft; 0 for plain decoding."""
         raise NotImplementedError
 
-    def allot(self, batch_size: int) -> Allotment:
-        """Returns the same depth for every sequence."""
+    def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
+        """Returns the same depth for every sequence, also beside prompts."""
+        del num_prompt_tokens
         depth = self.depth(batch_size)
         if not depth:
             return Allotment.nothing(batch_size)

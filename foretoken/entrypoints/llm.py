@@ -30,7 +30,6 @@ from foretoken.drafting.drafting import (
     choose_for_predictions,
     joint_reads,
     most_nodes,
-    room_beside_prompts,
 )
 from foretoken.engine.loop import Engine
 from foretoken.engine.scheduler import SlotPool
@@ -411,7 +410,6 @@ def _attach_drafters(setup: _DrafterSetup, config: SpeculativeConfig, target: Ru
         vocab_size=handle.vocab_size,
         max_nodes=target.max_nodes,
         device=handle.device,
-        beside_prompts=None if controller is None else room_beside_prompts(controller, handle),
         for_predictions=choose_for_predictions(options, drafters, handle) if setup.for_predictions else None,
     )
     target.cache.trim(0, 0)

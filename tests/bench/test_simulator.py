@@ -26,7 +26,7 @@ class Depth(Fixed):
         super().__init__(max_nodes=64)
         self.depth, self.records = depth, []
 
-    def allot(self, batch_size: int) -> Allotment:
+    def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
         return Allotment(allowances=[Allowance(depth=self.depth, nodes=64)] * batch_size)
 
     def learn_step(self, record: object) -> None:
@@ -54,13 +54,21 @@ def test_a_chain_gains_what_theorem_3_8_says(depth: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_controller_that_decides_nothing_is_a_fixed_setting(drafter: SimulatedDrafter, batch: int) -> None:
     """Trees and all: a policy meets what a fixed depth meets, and its records tell the truth."""
-    made = world(drafters=[drafter], batches=(batch,), noise=0.1)
+    made = world(drafters=[drafter], batches=(batch,))
     policy = Depth(4)
     played, fixed = Simulator(made, 3).play(policy, 400), Simulator(made, 3).fixed({0: 4}, 400)
     assert (played.tokens, played.seconds) == pytest.approx((fixed.tokens, fixed.seconds))
     assert sum(r.seconds.total for r in policy.records) == pytest.approx(played.seconds)
     emitted = sum(step.num_emitted for record in policy.records for step in record.sequences)
     assert emitted / batch == pytest.approx(played.tokens)
+
+
+def test_a_noisy_clock_is_observed_and_not_charged() -> None:
+    """Else two settings would differ by how often the machine was busy."""
+    policy, quiet = Depth(4), Simulator(world(), 3).fixed({0: 4}, 400)
+    played = Simulator(world(noise=0.3), 3).play(policy, 400)
+    assert played.seconds == pytest.approx(quiet.seconds)
+    assert sum(r.seconds.total for r in policy.records) != pytest.approx(quiet.seconds, rel=1e-3)
 
 
 def test_merged_trees_accept_the_longest_path() -> None:

@@ -21,8 +21,8 @@ from foretoken.drafters import recycling
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.recycling import RankRates, RecyclingDrafter, create
 from foretoken.drafters.registry import drafter_options
-from foretoken.drafting.acceptance import NodeAcceptance, log_odds_of
-from foretoken.drafting.host_trees import on_host, path_values
+from foretoken.drafting.acceptance import NodeAcceptance
+from foretoken.drafting.host_trees import read_rows
 from foretoken.trees.merge import merge_trees
 from tests.tree_checks import check_tree
 
@@ -265,9 +265,7 @@ def test_scores_calibrate() -> None:
     assert tree.scores is not None
     above = tree.scores[0].gather(0, tree.parents[0].clamp_min(0))
     assert (tree.scores[0] <= above).all()
-    host = on_host(tree)
-    values = path_values(host, NodeAcceptance(), log_odds_of(host.scores, host.parents))[:, 1:]
-    assert ((values > 0) & (values < 1)).all()
+    assert all(0 < value < 1 for value in read_rows(tree, NodeAcceptance())[0].values[1:])
 
 
 @pytest.mark.parametrize(

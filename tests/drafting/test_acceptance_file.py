@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny_models import tiny_model
 
@@ -42,7 +41,7 @@ def learned(num: int = 100) -> tuple[tuple[NodeAcceptance, LevelAcceptance], Kep
     made = learners()
     kept = KeptAcceptance(made, KEY)
     for i in range(num):
-        made[0].learn(np.array([3.0]), np.array([1]), np.array([i % 4 == 0]))
+        made[0].learn([(3.0, 1, i % 4 == 0)])
         made[1].learn([0], [int(i % 4 == 0)], [2])
         kept.learned()
     return made, kept
@@ -57,8 +56,9 @@ def test_the_next_process_begins_with_what_was_learned() -> None:
     kept.keep()
     again = learners()
     KeptAcceptance(again, KEY)
-    at = np.array([3.0]), np.array([1])
-    found, known, fresh = (each.probabilities(*at)[0] for each in (again[0], nodes, NodeAcceptance()))
+    found, known, fresh = (
+        each.path_values([-1, 0], [0, 1], [0.0, 3.0])[1] for each in (again[0], nodes, NodeAcceptance())
+    )  # fmt: skip
     assert found == pytest.approx(known, abs=0.15)
     assert fresh - found > 0.3
     assert again[1].survival()[0] == pytest.approx(levels.survival()[0], abs=0.1)
@@ -83,7 +83,7 @@ def test_a_controller_keeps_what_it_learned_at_its_end(cache: Path) -> None:
     kept = KeptAcceptance(made.learners, KEY)
     made.keep_learned(kept)
     for _ in range(100):
-        made.learners[0].learn(np.zeros(1), np.array([1]), np.array([True]))  # type: ignore[attr-defined]
+        made.learners[0].learn([(0.0, 1, True)])  # type: ignore[attr-defined]
         kept.learned()
     assert not (cache / FILE).exists()
     del made, kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 
 from foretoken.core.records import SequenceStep
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance, log_odds_of
+from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance
 from foretoken.drafting.base import Leaf
-from foretoken.drafting.host_trees import LookupChain, learn_chain, learn_followed, on_host, path_values
+from foretoken.drafting.host_trees import LookupChain, learn_chain, learn_followed, log_odds, read_rows
 
 
 @pytest.mark.parametrize("asked", [1, 2, 6])
@@ -43,7 +44,7 @@ def test_levels_that_earlier_drafters_had_right_are_no_test() -> None:
     levels = LevelAcceptance(4)
     for _ in range(300):
         levels.learn([2, 4], [3, 4], [4, 4])
-    assert levels._seen[:2].tolist() == [0, 0]
+    assert levels._seen[:2] == [0, 0]
     assert levels.rates()[2] > 0.9
     assert levels.rates()[3] < 0.1
 
@@ -57,25 +58,32 @@ def test_expected_rates_are_a_start_and_no_limit() -> None:
     assert levels.rates()[0] < 0.15
 
 
+def judged(nodes: NodeAcceptance, odds: list[float] | None, depths: list[int]) -> list[float]:
+    """P(node | its parent) of nodes on paths of their own."""
+    parents = [-1, *[0] * len(depths)]
+    return nodes.path_values(parents, [0, *depths], None if odds is None else [0.0, *odds])[1:]
+
+
 @pytest.mark.parametrize(("slope", "shift"), [(1.0, 0.0), (0.4, -1.0), (0.0, 1.0), (1.5, 0.5)])
 def test_nodes_are_calibrated(slope: float, shift: float) -> None:
     """A drafter that is wrongly sure of itself is judged right within a few dozen iterations."""
     chance, nodes = np.random.default_rng(2), NodeAcceptance()
     for _ in range(400):
-        odds, depths = chance.normal(1.0, 1.5, 3), np.array([1, 2, 3])
-        nodes.learn(odds, depths, chance.random(3) < 1 / (1 + np.exp(-slope * odds - shift)))
+        odds = chance.normal(1.0, 1.5, 3)
+        accepted = chance.random(3) < 1 / (1 + np.exp(-slope * odds - shift))
+        nodes.learn(list(zip(odds.tolist(), [1, 2, 3], accepted.tolist(), strict=True)))
     at = np.array([-1.0, 1.0, 3.0])
     true = 1 / (1 + np.exp(-slope * at - shift))
-    assert nodes.probabilities(at, np.array([1, 2, 3])) == pytest.approx(true, abs=0.12)
-    assert nodes.probabilities(at, np.array([9, 9, 9])) == pytest.approx(true, abs=0.12), "depths without labels"
+    assert judged(nodes, at.tolist(), [1, 2, 3]) == pytest.approx(true, abs=0.12)
+    assert judged(nodes, at.tolist(), [9, 9, 9]) == pytest.approx(true, abs=0.12), "depths without labels"
 
 
 def test_nodes_start_from_vllms_estimator() -> None:
     nodes = NodeAcceptance()
-    assert nodes.probabilities(np.array([2.0]), np.array([1]))[0] == pytest.approx(1 / (1 + np.exp(-0.8)))
+    assert judged(nodes, [2.0], [1])[0] == pytest.approx(1 / (1 + np.exp(-0.8)))
     for _ in range(200):
-        nodes.learn(np.array([2.0, -2.0]), np.array([1, 1]), np.array([False, True]))
-    found = nodes.probabilities(np.array([-2.0, 2.0]), np.array([1, 1]))
+        nodes.learn([(2.0, 1, False), (-2.0, 1, True)])
+    found = judged(nodes, [-2.0, 2.0], [1, 1])
     assert found[0] == pytest.approx(found[1], abs=0.01), "the slope is never negative"
 
 
@@ -84,27 +92,23 @@ def test_nodes_of_drafters_that_say_nothing_are_counted() -> None:
     chance, nodes = np.random.default_rng(0), NodeAcceptance()
     for _ in range(15):
         right = min(int(chance.geometric(0.03)) - 1, 8)
-        depths = np.arange(1, min(right + 1, 8) + 1)
-        nodes.learn(None, depths, depths <= right)
-    assert nodes.probabilities(None, np.arange(1, 9)).prod() == pytest.approx(0.97**8, abs=0.15)
+        nodes.learn([(None, depth, depth <= right) for depth in range(1, min(right + 1, 8) + 1)])
+    assert nodes.chain_values(8)[-1] == pytest.approx(0.97**8, abs=0.15)
 
 
 def test_scores_of_paths_become_odds_of_nodes() -> None:
     """Also scores that are no numbers."""
-    parents = np.array([[-1, 0, 1, 0, 0, 0]])
-    scores = np.log(np.array([[1.0, 0.8, 0.4, 0.2, 1.0, 1.0]], dtype=np.float32))
-    scores[0, 4:] = float("nan"), float("inf")
-    odds = log_odds_of(scores, parents)[0]
+    scores = [*np.log([1.0, 0.8, 0.4, 0.2]), float("nan"), float("inf"), float("-inf")]
+    odds = log_odds([-1, 0, 1, 0, 0, 0, 5], scores)
     assert odds[1:4] == pytest.approx(np.log([4.0, 1.0, 0.25]), abs=1e-5)
     assert np.isfinite(odds).all()
-    assert odds[4] < -8
-    assert log_odds_of(None, parents) is None
+    assert odds[4:] == pytest.approx([-9, 9, -9], abs=0.01)
 
 
 def test_the_value_of_a_node_is_the_product_of_its_path() -> None:
-    tree = on_host(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]))
+    tree = TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])])
     p = 1 / (1 + np.exp(0.2))  # before any label
-    assert path_values(tree, NodeAcceptance(), None)[0].tolist() == pytest.approx([1, p, p, p**2, p**3, p**2])
+    assert read_rows(tree, NodeAcceptance())[0].values == pytest.approx([1, p, p, p**2, p**3, p**2])
 
 
 def step(tokens: list[int]) -> SequenceStep:
@@ -115,8 +119,8 @@ def step(tokens: list[int]) -> SequenceStep:
 
 
 class Labels(NodeAcceptance):
-    def learn(self, log_odds: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
-        self.found = list(zip(depths.tolist(), accepted.tolist(), strict=True))
+    def learn(self, labels: Sequence[tuple[float | None, int, bool]]) -> None:
+        self.found = [(depth, is_accepted) for _, depth, is_accepted in labels]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +135,8 @@ class Labels(NodeAcceptance):
 def test_only_children_of_right_nodes_have_labels(tokens: list[int], labels: list[Any], depth: int) -> None:
     """Nodes that were cut before the pass are learned from too: what is never verified would never be found to pay."""
     nodes = Labels()
-    host = on_host(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]))
-    assert learn_followed(host, nodes, None, [step(tokens)]) == [depth]
+    rows = read_rows(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]), nodes)
+    assert learn_followed(rows, nodes, [step(tokens)]) == [depth]
     assert nodes.found == labels
 
 

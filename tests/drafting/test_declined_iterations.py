@@ -101,7 +101,7 @@ def test_a_draft_after_missed_iterations_has_its_feature(monkeypatch: pytest.Mon
 
     controller = engine_drafting._usual.controller
 
-    def allot(batch_size: int) -> Allotment:
+    def allot(batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
         controller._begin(batch_size)
         if next(script):
             first = controller._asking(Ask((0,), 4))

@@ -17,8 +17,7 @@ from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetReads
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting.base import Allotment, Controller, Fixed
-from foretoken.drafting.costs import BesidePrompts
-from foretoken.drafting.drafting import Draft, Drafting, choose_controller, most_nodes, room_beside_prompts
+from foretoken.drafting.drafting import Draft, Drafting, choose_controller, most_nodes
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
 
@@ -44,7 +43,7 @@ class Proposer:
 class Declining(Fixed):
     """Asks for nothing."""
 
-    def allot(self, batch_size: int) -> Allotment:
+    def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
         declined = Declined(width=2, pass_cost=2.0, draft_cost=0.1, acceptance=0.1, hit_rate=1.0)
         return Allotment.nothing(batch_size, declined)
 
@@ -139,34 +138,15 @@ def test_there_is_room_for_what_is_never_left_out() -> None:
     assert most_nodes([]) == 1
 
 
-class Full(BesidePrompts):
-    """There is room beside 8 tokens of prompts at most."""
-
-    def has_room(self, num_sequences: int, num_prompt_tokens: int) -> bool:
-        return num_prompt_tokens <= 8
-
-
-def test_nobody_is_asked_beside_prompts_that_fill_a_pass() -> None:
-    """And the controller hears nothing of such a pass, which was not its decision."""
+def test_the_controller_hears_of_prompts_in_the_pass() -> None:
+    """And of what came of such a pass."""
     drafters: list[Any] = [Proposer(lambda tree: tree)]
     controller = mock.Mock(wraps=Fixed(max_nodes=16))
-    drafting = Drafting(
-        drafters, controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"),
-        beside_prompts=Full(handle().costs),
-    )  # fmt: skip
-    asked = context([[5, 7], [5, 9]])
-    made = [drafting.propose(asked, num_prompt_tokens) for num_prompt_tokens in (0, 8, 9)]
-    assert [num_verified(each) for each in made] == [[3, 1], [3, 1], [0, 0]]
-    assert controller.allot.call_count == 2
-    assert made[2].is_committed, "drafters hear what such a pass brought"
-    assert made[2].declined is None
-    drafting.learn_step(made[2], StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
-    controller.learn_step.assert_not_called()
-
-
-def test_drafters_that_are_asked_in_every_pass_are_asked_beside_prompts() -> None:
-    assert room_beside_prompts(Fixed(max_nodes=16), handle()) is None
-    assert room_beside_prompts(Goodput(handle().costs, nodes_by_depth=[[1, 2]], max_nodes=2), handle()) is not None
+    drafting = Drafting(drafters, controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    made = drafting.propose(context([[5, 7], [5, 9]]), 9)
+    assert controller.allot.call_args.args == (2, 9)
+    drafting.learn_step(made, StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
+    controller.learn_step.assert_called_once()
 
 
 class Scripted(Declining):
@@ -176,7 +156,7 @@ class Scripted(Declining):
         super().__init__(max_nodes=16)
         self._script, self.num_learned = iter(script), 0
 
-    def allot(self, batch_size: int) -> Allotment:
+    def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
         kind = next(self._script)
         return super().allot(batch_size) if kind == "-" else Fixed(max_nodes=16).allot(batch_size)
 

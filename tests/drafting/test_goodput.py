@@ -148,11 +148,11 @@ def test_wide_passes_and_large_batches_cost() -> None:
 
 def test_plain_iterations_teach_no_acceptance() -> None:
     made = one()
-    before = made._known[0].after(frozenset()).survival().tolist()
+    before = made._known[0].after(frozenset()).survival()
     for _ in range(100):
         made._begin(1)
         made.learn_step(record(0, [0]))
-    assert made._known[0].after(frozenset()).survival().tolist() == before
+    assert made._known[0].after(frozenset()).survival() == before
 
 
 def test_the_reason_for_declining_has_the_numbers_of_the_decision() -> None:
@@ -261,3 +261,27 @@ def test_metrics_count_declined_drafts(curve: Any, is_dear: bool, monkeypatch: p
     assert (metrics.num_drafted == 0) == is_dear
     assert metrics.num_declined <= metrics.steps
     assert llm({}).generate([5], params)[0].metrics.num_declined == 0
+
+
+# A pass of up to 16 tokens takes 10 ms, and every further one half a millisecond.
+@pytest.mark.parametrize(
+    ("batch", "num_prompt_tokens", "is_drafted"),
+    [(1, 0, True), (1, 3, True), (4, 8, True), (8, 20, False), (1, 40, False), (4, 400, False)],
+)
+def test_drafts_take_room_from_prompts_only_where_it_is_cheap(
+    batch: int, num_prompt_tokens: int, is_drafted: bool
+) -> None:
+    """Prompt tokens are work too: where a pass is as long as it is wide, a guess is worth less than a certain token."""
+    made = one(((1, 16, 1016), (0.010, 0.010, 0.510)), level=1e-4)
+    assert (not made.allot(batch, num_prompt_tokens).is_empty) == is_drafted
+
+
+def test_beside_prompts_nothing_is_tried_and_a_decision_does_not_hold() -> None:
+    made = one(((1, 2), (1.0, 2.0)), level=2.0)
+    declined = made.allot(1)
+    assert made.allot(1) is declined
+    for _ in range(1000):
+        beside = made.allot(1, 4)
+        assert beside.is_empty
+        assert beside.declined is None
+    assert made.allot(1) is not declined

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
-from foretoken.drafting.host_trees import HostMerge, HostTree, on_host
+from foretoken.drafting.host_trees import HostMerge, HostRow, read_rows
 from foretoken.trees.merge import Graft, grafted, merge_trees
 
 
@@ -29,13 +29,23 @@ def batches(draw: st.DrawFn, *, size: int = 2) -> TokenTree:
     is_node = tree.parents >= 0
     scores = torch.tensor(values, dtype=torch.float32).reshape(tree.tokens.shape) * is_node
     is_probe = (scores == -9) & is_node
-    return replace(tree, scores=scores, source=torch.where(is_probe, PROBE, 0))
+    return replace(tree, scores=scores, source=torch.where(is_probe, PROBE, 0), host_facts=None)
 
 
-def same(found: HostTree, expected: HostTree) -> None:
+def united(trees: list[TokenTree], drafters: list[int], max_nodes: int) -> HostMerge:
+    """The union on the host; scores are logarithms of values."""
+    union = HostMerge(trees[0].tokens[:, 0].tolist(), max_nodes)
+    for tree, drafter in zip(trees, drafters, strict=True):
+        union.unite(read_rows(tree, None), drafter)
+    return union
+
+
+def same(found: list[HostRow], expected: TokenTree) -> None:
     """Checks that two trees are the same."""
-    for name in HostTree._fields:
-        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+    for row, other, count in zip(found, read_rows(expected, None), expected.num_nodes.tolist(), strict=True):
+        for name in ("tokens", "parents", "depths", "sources"):
+            assert getattr(row, name) == getattr(other, name)[:count], name
+        assert row.values == pytest.approx(other.values[:count])
 
 
 @given(
@@ -45,9 +55,7 @@ def test_the_union_is_that_of_tensors(trees: list[TokenTree], max_nodes: int, pl
     """Of chosen nodes, whatever is repeated, meant as a probe, or cut off."""
     drafters = places[: len(trees)]
     expected = merge_trees(trees, max_nodes=max_nodes, drafters=drafters)
-    found = HostMerge([on_host(tree) for tree in trees], drafters, max_nodes=max_nodes).tree()
-    width = int(expected.num_nodes.max())
-    same(found, on_host(expected.first_nodes(width)))
+    same(united(trees, drafters, max_nodes).rows, expected)
 
 
 @pytest.mark.parametrize("max_nodes", [4, 5, 6, 64])
@@ -57,18 +65,16 @@ def test_chains_hang_where_tensors_have_them(max_nodes: int) -> None:
     chains = [
         Graft(0, 3, 2, [6, 7], [-3.0, -4.0], 1), Graft(1, 2, 2, [8], [-3.0], 1), Graft(0, 2, 1, [6], [-2.0], 1),
     ]  # fmt: skip
-    union = HostMerge([on_host(tree)], [1], max_nodes=max_nodes)
+    union = united([tree], [1], max_nodes)
     for chain in chains:
         union.graft(chain)
-    same(union.tree(), on_host(grafted(merge_trees([tree], drafters=[1]), chains, max_nodes=max_nodes)))
+    same(union.rows, grafted(merge_trees([tree], drafters=[1]), chains, max_nodes=max_nodes))
 
 
 def test_what_was_cut_off_is_left_out() -> None:
     """Nodes without a parent are none, and nothing joins them."""
     tree = TokenTree.from_rows([TreeRow([5, 1, 2], [-1, 0, 1])])
-    cut = replace(tree, parents=torch.tensor([[-1, 0, -1]]), scores=torch.zeros(1, 3))
+    cut = replace(tree, parents=torch.tensor([[-1, 0, -1]]), scores=torch.zeros(1, 3), host_facts=None)
     whole = replace(tree, scores=-tree.depths.float())
-    found = HostMerge([on_host(cut), on_host(whole)], [0, 1], max_nodes=64).tree()
-    assert (found.tokens.tolist(), found.parents.tolist(), found.sources.tolist()) == (
-        [[5, 1, 2]], [[-1, 0, 1]], [[3, 3, 2]],
-    )  # fmt: skip
+    (found,) = united([cut, whole], [0, 1], 64).rows
+    assert (found.tokens, found.parents, found.sources) == ([5, 1, 2], [-1, 0, 1], [3, 3, 2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
-from foretoken.drafting.host_trees import HostTree, kept_nodes, on_host
+from foretoken.drafting.host_trees import kept_tree, read_rows
 from foretoken.drafting.plans import AtHand, Candidate, Costs, Purchase, best_depth, buy, stop
 from foretoken.runner.costs import CostCurve
 from foretoken.trees.merge import prune
@@ -24,68 +24,73 @@ def random_case(seed: int, num_drafters: int) -> tuple[AtHand, dict[int, Candida
     curve = CostCurve((1, 16, 64, 256), np.cumsum([1.0, *(rng.choice([0.05, 0.3, 1.0, 4.0], 3))]))
     depth = int(rng.integers(0, 9))
     reach = rng.uniform(0.2, 1.0, (batch, depth)).cumprod(1)
-    values = -np.sort(-reach.ravel())
     candidates = {}
     for drafter in range(num_drafters):
         deepest = int(rng.integers(1, 9))
         level = float(rng.choice([0.01, 0.05, 0.2, 0.6]))
         candidates[drafter] = Candidate(
-            reach=rng.uniform(0.3, 1.0, deepest).cumprod(),
-            widths=rng.choice([1.0, 2.0, 6.0], deepest),
-            seconds=float(rng.choice([0.0, 0.1])) + level * np.arange(1, deepest + 1),
+            reach=rng.uniform(0.3, 1.0, deepest).cumprod().tolist(),
+            widths=rng.choice([1.0, 2.0, 6.0], deepest).tolist(),
+            seconds=(float(rng.choice([0.0, 0.1])) + level * np.arange(1, deepest + 1)).tolist(),
         )
-    host = float(rng.choice([0.0, 0.02]))
-    costs = Costs(curve.seconds(np.arange(1000)), lambda tokens: host * tokens, float(rng.choice([0.0, 0.01])))
-    return AtHand(reach, values, 0.01), candidates, costs
+    host = 0.0, float(rng.choice([0.0, 0.02]))
+    costs = Costs(curve.seconds(np.arange(1000)).tolist(), host, float(rng.choice([0.0, 0.01])))
+    at_hand = AtHand(
+        batch, int(rng.choice([0, 30])), reach.sum(0).tolist(), sorted(reach.ravel().tolist(), reverse=True), 0.01
+    )
+    return at_hand, candidates, costs
 
 
-def rate(at_hand: AtHand, asked: list[tuple[Candidate, int]], costs: Costs) -> float:
+def rate(at_hand: AtHand, asked: list[tuple[Candidate, int]], costs: Costs, sizes: list[int] | None = None) -> float:
     """Tokens a second with some drafters asked for some levels, in that order; the best number of nodes at hand."""
-    batch = len(at_hand.reach)
-    deepest = max([at_hand.reach.shape[1], *(depth for _, depth in asked)])
+    batch, others = at_hand.batch, at_hand.num_prompt_tokens
     best = 0.0
-    for kept in range(len(at_hand.values) + 1):
-        tokens, width, seconds = float(batch + at_hand.values[:kept].sum()), float(batch + kept), at_hand.draft_s
-        for row in range(batch):
-            covered = np.zeros(deepest)
-            covered[: at_hand.reach.shape[1]] = at_hand.reach[row]
-            for candidate, depth in asked:
-                for level in range(depth):
-                    tokens += (1 - covered[level]) * candidate.reach[level]
-                    covered[level] += (1 - covered[level]) * candidate.reach[level]
+    for kept in range(len(at_hand.values) + 1) if sizes is None else sizes:
+        tokens, width, seconds = batch + others + sum(at_hand.values[:kept]), batch + others + kept, at_hand.draft_s
+        covered = [*at_hand.covered, *[0.0] * 64]
         for index, (candidate, depth) in enumerate(asked):
-            width += batch * candidate.widths[:depth].sum()
+            for level in range(depth):
+                added = (batch - covered[level]) * candidate.reach[level]
+                tokens, covered[level] = tokens + added, covered[level] + added
+            width += batch * sum(candidate.widths[:depth])
             seconds += candidate.seconds[depth - 1] + costs.merging * (index > 0 or len(at_hand.values) > 0)
-        seconds += float(costs.passes[round(width)]) + float(costs.host(np.array([tokens]))[0])
+        seconds += costs.passes[round(width)] + costs.host[1] * tokens
         best = max(best, tokens / seconds)
     return best
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_one_drafter_is_asked_exactly_where_and_as_deep_as_it_pays(seed: int) -> None:
-    at_hand, candidates, costs = random_case(seed, 1)
-    depths = range(1, len(candidates[0].reach) + 1)
-    by_depth = [rate(at_hand, [(candidates[0], depth)], costs) for depth in depths]
-    assert stop(at_hand, costs).rate == pytest.approx(rate(at_hand, [], costs))
-    plan = best_depth(at_hand, candidates[0], costs)
-    assert plan.rate == pytest.approx(max(by_depth))
-    assert by_depth[plan.depth - 1] == pytest.approx(max(by_depth))
+def test_one_drafter_is_asked_as_deep_as_it_pays() -> None:
+    """Against all depths and all numbers of nodes at hand."""
+    shares = []
+    for seed in range(200):
+        at_hand, candidates, costs = random_case(seed, 1)
+        now, sizes = stop(at_hand, costs), range(len(at_hand.values) + 1)
+        assert now.rate == pytest.approx(rate(at_hand, [], costs))
+        by_depth = [rate(at_hand, [(candidates[0], d + 1)], costs) for d in range(len(candidates[0].reach))]
+        plan = best_depth(now, at_hand, candidates[0], costs)
+        asked = [(candidates[0], plan.size)]
+        assert any(plan.rate == pytest.approx(rate(at_hand, asked, costs, [size])) for size in sizes)
+        shares.append(plan.rate / max(by_depth))
+    assert max(shares) == pytest.approx(1.0)
+    assert min(shares) > 0.94, "depth and number are chosen by turns"
+    assert sum(shares) / len(shares) > 0.999
 
 
 def with_answer(at_hand: AtHand, candidate: Candidate, depth: int, costs: Costs) -> AtHand:
     """What is at hand when a drafter's tree turns out as expected."""
-    batch = len(at_hand.reach)
-    deepest = max(at_hand.reach.shape[1], depth)
-    reach = np.pad(at_hand.reach, ((0, 0), (0, deepest - at_hand.reach.shape[1])))
-    added = (1 - reach[:, :depth]) * candidate.reach[:depth]
-    reach[:, :depth] += added
-    nodes = np.concatenate(
-        [np.repeat(added[:, d] / candidate.widths[d], int(candidate.widths[d])) for d in range(depth)]
-    )
-    values = -np.sort(-np.concatenate([at_hand.values, nodes]))
+    batch = at_hand.batch
+    covered = [*at_hand.covered, *[0.0] * (depth - len(at_hand.covered))]
+    values = list(at_hand.values)
+    for d in range(depth):
+        added = (batch - covered[d]) * candidate.reach[d]
+        covered[d] += added
+        num = int(batch * candidate.widths[d])
+        values += [added / num] * num
     merging = costs.merging * (len(at_hand.values) > 0)
-    assert len(nodes) == batch * candidate.widths[:depth].sum()
-    return AtHand(reach, values, at_hand.draft_s + float(candidate.seconds[depth - 1]) + merging)
+    return at_hand._replace(
+        covered=covered, values=sorted(values, reverse=True),
+        draft_s=at_hand.draft_s + candidate.seconds[depth - 1] + merging,
+    )  # fmt: skip
 
 
 def test_one_by_one_is_as_good_as_every_set() -> None:
@@ -102,11 +107,11 @@ def test_one_by_one_is_as_good_as_every_set() -> None:
         ]
         left, now = dict(candidates), at_hand
         while left:
-            plans = {i: best_depth(now, candidate, costs) for i, candidate in left.items()}
+            plans = {i: best_depth(stop(now, costs), now, candidate, costs) for i, candidate in left.items()}
             best = max(left, key=lambda i: plans[i].rate)
             if plans[best].rate <= stop(now, costs).rate:
                 break
-            now = with_answer(now, left.pop(best), plans[best].depth, costs)
+            now = with_answer(now, left.pop(best), plans[best].size, costs)
         assert stop(now, costs).rate >= 0.98 * max(nobody, *one), "nodes of fractional widths are rounded"
         shares.append(stop(now, costs).rate / max(nobody, *one, *two))
     assert min(shares) >= 0.92, "the first one's depth is not chosen for the second one"
@@ -115,16 +120,18 @@ def test_one_by_one_is_as_good_as_every_set() -> None:
 
 def test_a_long_sure_lookup_makes_a_model_superfluous() -> None:
     """Arctic's rule: who is expected to be accepted as far need not be asked."""
-    costs = Costs(CostCurve((1, 64), (1.0, 1.1)).seconds(np.arange(65)), lambda tokens: 0 * tokens)
-    model = Candidate(reach=0.8 ** np.arange(1, 5), widths=np.ones(4), seconds=0.1 * np.arange(1, 5))
+    costs = Costs(CostCurve((1, 64), (1.0, 1.1)).seconds(np.arange(65)).tolist())
+    model = Candidate([0.8**d for d in range(1, 5)], [1.0] * 4, [0.1 * d for d in range(1, 5)])
 
-    def is_asked(values: np.ndarray) -> bool:
-        at_hand = AtHand(values, values[0], 0.0)
-        return best_depth(at_hand, model, costs).rate > stop(at_hand, costs).rate
+    def is_asked(values: list[float]) -> bool:
+        at_hand = AtHand(1, covered=values, values=values)
+        now = stop(at_hand, costs)
+        return best_depth(now, at_hand, model, costs).rate > now.rate
 
-    assert not is_asked(np.full((1, 8), 0.95))
-    assert is_asked(0.3 ** np.arange(1.0, 9)[None])
-    assert best_depth(AtHand.nothing(1), model, costs).depth == 4
+    assert not is_asked([0.95] * 8)
+    assert is_asked([0.3**d for d in range(1, 9)])
+    nothing = AtHand(1)
+    assert best_depth(stop(nothing, costs), nothing, model, costs).size == 4
 
 
 FLAT, STEEP = ((1, 64), (1.0, 1.0)), ((1, 64), (1.0, 64.0))
@@ -133,7 +140,7 @@ VALUES = [0.9, 0.05, 0.7, 0.4, 0.03]
 
 
 def costs_of(curve: tuple) -> Costs:
-    return Costs(CostCurve(*curve).seconds(np.arange(65)), lambda tokens: 0.0 * tokens)
+    return Costs(CostCurve(*curve).seconds(np.arange(65)).tolist())
 
 
 def scored(rows: list[TreeRow], values: list[list[float]]) -> TokenTree:
@@ -145,15 +152,13 @@ def scored(rows: list[TreeRow], values: list[list[float]]) -> TokenTree:
     return replace(tree, scores=padded)
 
 
-def bought(tree: TokenTree, curve: tuple, **keys: Any) -> tuple[Purchase, HostTree]:
-    host = on_host(tree)
-    values = np.exp(host.scores.astype(np.float64))
-    return buy(host, values, costs_of(curve), **{"draft_s": 0.0, "max_nodes": 64, **keys}), host
+def bought(tree: TokenTree, curve: tuple, **keys: Any) -> Purchase:
+    return buy(read_rows(tree, None), costs_of(curve), **{"max_nodes": 64, **keys})
 
 
 @pytest.mark.parametrize(("curve", "count"), [(FLAT, 5), (STEEP, 0)])
 def test_nodes_are_bought_where_width_is_free_and_not_where_each_costs_a_pass(curve: tuple, count: int) -> None:
-    assert bought(scored([WIDE], [VALUES]), curve)[0].kept[:, 1:].sum() == count
+    assert sum(bought(scored([WIDE], [VALUES]), curve).kept[0]) == count
 
 
 @pytest.mark.parametrize("slope", [0.05, 0.2, 0.5, 0.8])
@@ -161,7 +166,7 @@ def test_the_bought_nodes_are_the_best_of_all_trees(slope: float) -> None:
     """Against a search through every subtree of two sequences."""
     curve = (1, 64), (1.0, 1.0 + 63 * slope)
     rows, values = [WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [[0.9, 0.5, 0.7, 0.4, 0.3], [0.6, 0.2]]
-    purchase, _ = bought(scored(rows, values), curve)
+    purchase = bought(scored(rows, values), curve)
 
     def subtrees(row: TreeRow) -> list[set[int]]:
         sets = []
@@ -184,10 +189,16 @@ def test_the_bought_nodes_are_the_best_of_all_trees(slope: float) -> None:
 def test_probes_and_drawn_nodes_are_never_cut() -> None:
     tree = scored([WIDE], [[1e-9] * 5])
     probes = replace(tree, source=torch.tensor([[0, 0, 0, 0, PROBE, 0]]))
-    assert np.flatnonzero(bought(probes, STEEP)[0].kept[0]).tolist() == [1, 3, 4], "with its path"
-    drawn = np.array([[False, True, True, False, False, False]])
-    assert np.flatnonzero(bought(tree, STEEP, is_drawn=drawn)[0].kept[0]).tolist() == [1, 2]
-    assert bought(tree, FLAT, max_nodes=3)[0].kept[:, 1:].sum() == 2
+    assert np.flatnonzero(bought(probes, STEEP).kept[0]).tolist() == [1, 3, 4], "with its path"
+    drawn = [[False, True, True, False, False, False]]
+    assert np.flatnonzero(bought(tree, STEEP, drawn=drawn).kept[0]).tolist() == [1, 2]
+    assert sum(bought(tree, FLAT, max_nodes=3).kept[0]) == 2
+
+
+def test_beside_prompts_a_node_must_bring_more_than_a_prompt_token() -> None:
+    tree, curve = scored([WIDE], [VALUES]), ((1, 16, 64), (1.0, 1.0, 2.5))
+    assert sum(bought(tree, curve).kept[0]) == 5
+    assert sum(bought(tree, curve, num_prompt_tokens=40).kept[0]) == 1, "only the node that is as good as certain"
 
 
 @pytest.mark.parametrize("has_source", [False, True])
@@ -201,12 +212,15 @@ def test_what_is_kept_is_put_together_as_pruning_does_it(slope: float, has_cut_n
         tree = replace(tree, source=source)
     if has_cut_node:
         parents = tree.parents.clone().index_put((torch.tensor(0), torch.tensor(5)), torch.tensor(-1))
-        tree = replace(tree, parents=parents)
-    purchase, host = bought(tree, ((1, 64), (1.0, 1.0 + 63 * slope)))
-    made = kept_nodes(host, purchase.kept, tree.tokens.device, has_sources=has_source)
-    expected = prune(tree, torch.from_numpy(purchase.kept)).narrowed()
+        tree = replace(tree, parents=parents, host_facts=None)
+    kept = bought(tree, ((1, 64), (1.0, 1.0 + 63 * slope))).kept
+    made = kept_tree(read_rows(tree, None), kept, tree.tokens.device, has_sources=has_source)
+    expected = prune(tree, torch.tensor(kept)).narrowed()
     for name in ("tokens", "parents", "depths", "num_nodes", "scores", "source"):
         ours, theirs = getattr(made, name), getattr(expected, name)
         assert (ours is None) == (theirs is None)
-        assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype), name
-    assert (made.max_depth, made.host_facts) == (expected.max_depth, expected.host_facts)
+        assert ours is None or (torch.allclose(ours, theirs) and ours.dtype == theirs.dtype), name
+    assert made.host_facts is not None
+    assert made.host_facts.nodes is not None
+    assert made.host_facts.nodes.tolist() == torch.stack([made.tokens, made.parents, made.depths]).tolist()
+    assert (made.max_depth, made.host_facts._replace(nodes=None)) == (expected.max_depth, expected.host_facts)

@@ -306,7 +306,10 @@ def test_trees_that_are_verified_whole_fit_the_cache(kind: str) -> None:
         trees = [replace(tree, distributions=drafts)] * 3
     else:  # of other tokens each, so that none joins another's
         source = torch.full_like(tree.tokens, PROBE)
-        trees = [replace(tree, tokens=tree.tokens + 11 * (tree.depths > 0) * i, source=source) for i in range(3)]
+        trees = [
+            replace(tree, tokens=tree.tokens + 11 * (tree.depths > 0) * i, source=source, host_facts=None)
+            for i in range(3)
+        ]  # fmt: skip
     made = Goodput(CostCurve((1,), (1.0,)), nodes_by_depth=[(1, *[16] * 10)] * 3, max_nodes=32)
     made.allot(2)
     made.further({2: trees[2]})

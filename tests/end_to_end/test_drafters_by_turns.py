@@ -27,7 +27,7 @@ class ByTurns(Goodput):
 
     num_grafts = _turn = 0
 
-    def allot(self, batch_size: int) -> Allotment:
+    def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
         ByTurns.num_grafts += len(self._grafts)
         self._begin(batch_size)
         self._free, self._turn = frozenset({0}), self._turn + 1
