@@ -7,8 +7,9 @@ the other prompts, with shallower drafts, one and four at once. The plan has see
 nor a drafter with a batch.
 
 Both are measured in turn, prompt by prompt: other programs may use the machine, and its speed may change by half within
-a minute. Batches of the benchmark drain, as their texts end at different times. A prediction therefore counts for the
-mean number of sequences that an iteration decoded, linear between predictions for whole numbers.
+a minute. Neither interrupted iterations of the plan nor interrupted rounds of the benchmark count. Batches of the
+benchmark drain, as their texts end at different times. A prediction therefore counts for the mean number of sequences
+that an iteration decoded, linear between predictions for whole numbers.
 """
 
 from __future__ import annotations
@@ -101,6 +102,17 @@ class Bench:
                     self.rows[name, temperature, size].add(engines.measure(setup, temperature, batch))
 
 
+_PAUSE = 1.5  # a round whose iterations take as many times as long as the median round's was interrupted; a choice
+
+
+def undisturbed_rate(row: Measurement) -> float:
+    """Returns the tokens/s of the rounds that were not interrupted."""
+    rounds = list(zip(row.tokens, row.seconds, row.taus, strict=True))
+    most = _PAUSE * median(seconds * tau / tokens for tokens, seconds, tau in rounds)
+    counted = [(tokens, seconds) for tokens, seconds, tau in rounds if seconds * tau / tokens <= most]
+    return sum(tokens for tokens, _ in counted) / sum(seconds for _, seconds in counted)
+
+
 def at_mean_batch(found: list[Prediction], batch: float) -> float:
     """Returns the tokens/s of a mean number of sequences, from predictions for 1, 2, 3, … sequences."""
     low = max(min(int(batch), len(found) - 1), 1)
@@ -134,9 +146,9 @@ def rows_of(plan: Measured, bench: Bench, depth: int) -> list[Row]:
                 batch_size=size,
                 batch=mean[name],
                 predicted=rates[name],
-                measured=measured.tokens_per_s,
+                measured=undisturbed_rate(measured),
                 predicted_speed_up=rates[name] / rates[PLAIN],
-                measured_speed_up=measured.tokens_per_s / sizes[PLAIN].tokens_per_s,
+                measured_speed_up=undisturbed_rate(measured) / undisturbed_rate(sizes[PLAIN]),
                 predicted_tau=predicted.draft.tokens,
                 measured_tau=measured.tau,
                 half_width=predicted.high / predicted.tokens_per_s - 1,
