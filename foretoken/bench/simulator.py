@@ -1,8 +1,9 @@
-"""Plays a controller against a made world, without a clock: what it gains, and what it loses against plain decoding.
+"""Plays a controller against a made or a recorded world, without a clock.
 
-A world says how long passes and drafts take, how often drafts are right, and what the controller is told of both. Every
-policy meets the same text: a draft that begins at a position is right for a number of levels that the position decides.
-So policies differ by their decisions alone.
+It tells what the controller gains, and what it loses against plain decoding. A world says how long passes and drafts
+take, how often drafts are right, and what the controller is told of both. Every policy meets the same text: a draft
+that begins at a position is right for a number of levels that the position decides. So policies differ by their
+decisions alone.
 
 One second is a pass over one token. Letters: B sequences, D levels.
 """
@@ -31,11 +32,24 @@ _APART = 1009  # positions between the beginnings of two sequences
 Curve = tuple[tuple[int, ...], tuple[float, ...]]  # widths, and seconds of a pass
 
 
+class Recording(NamedTuple):
+    """A drafter's drafts at every position of texts that the target wrote.
+
+    Attributes:
+        right: Levels of the draft after each position that the text followed; -1 where nothing was proposed.
+        scores: By position, the drafter's log-probability of the path down to each level; None without probabilities.
+    """
+
+    right: tuple[int, ...]
+    scores: tuple[tuple[float, ...], ...] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDrafter:
     """A drafter of a world.
 
     Attributes:
+        recorded: What it drafted in a text, which begins again at its end; None to draw drafts by the rates.
         rates: P(a drafted token is right | the tokens before it are), one for each kind of text, which take turns.
         fades: Each level is right this many times as often as the level above.
         stretch: Tokens of one kind of text.
@@ -48,7 +62,8 @@ class SimulatedDrafter:
         deepest: Most levels.
     """
 
-    rates: tuple[float, ...]
+    recorded: Recording | None = None
+    rates: tuple[float, ...] = ()
     fades: float = 0.97
     stretch: int = 400
     hits: float = 1.0
@@ -138,6 +153,11 @@ class _Text(NamedTuple):
 def _text(drafter: _Key, seed: int) -> _Text:
     chance = random.Random(seed * 1000 + drafter.place)
     model = drafter.made
+    if model.recorded is not None:
+        its, num = model.recorded, len(model.recorded.right)
+        around = [(place + seed * _APART) % num for place in range(_LENGTH)]
+        written = None if its.scores is None else [its.scores[place] for place in around]
+        return _Text([its.right[place] for place in around], [0] * _LENGTH, written)
     right, ranks, scores = [], [], []
     for place in range(_LENGTH):
         rate = model.rates[place // model.stretch % len(model.rates)]

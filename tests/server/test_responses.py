@@ -149,7 +149,9 @@ def test_a_class_says_the_form(speculative: LiveServer) -> None:
 
     client = speculative.client().responses
     for _ in range(2):
-        parsed = client.parse(model="tinycode", input="A queue.", text_format=Queue, max_output_tokens=60, temperature=0)
+        parsed = client.parse(
+            model="tinycode", input="A queue.", text_format=Queue, max_output_tokens=60, temperature=0
+        )
         assert 0 <= parsed.output_parsed.size <= 99
 
 
