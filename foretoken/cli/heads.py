@@ -306,7 +306,7 @@ def doctor(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded at once for -s.")] = 1,
     prompts: options.Prompts = "heldout",
-    num_prompts: options.NumPrompts = 16,
+    num_prompts: options.NumPrompts = 24,
     max_tokens: options.MaxTokens = 64,
     allow_other_target: Annotated[
         bool, typer.Option("--allow-other-target", help="Continue with a head for another target of the same sizes.")
