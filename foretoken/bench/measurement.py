@@ -48,6 +48,10 @@ class Measurement:
         nats_per_token: Mean surprise of the target at temperature 1 over the output, in nats; compared with plain
             decoding's, it shows the cost of a lossy rule. None if all setups are lossless.
         batch_size: Sequences decoded at once.
+        verify_seconds: Of target passes; this and the next two sum over iterations, prompt tokens left out.
+        draft_seconds: Of drafting.
+        host_seconds: Between the ends of iterations, outside of passes and drafting: accepting, committing, text.
+        last_step: When the last iteration ended, in seconds; None before the first.
         runs: One for each entry of `texts`.
         wall_seconds: Wall-clock seconds of all rounds, prefill included.
     """
@@ -62,6 +66,8 @@ class Measurement:
     iterations: int = 0
     verify_seconds: float = 0.0
     draft_seconds: float = 0.0
+    host_seconds: float = 0.0
+    last_step: float | None = None
     taus: list[float] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
     num_identical: int | None = None
@@ -103,13 +109,16 @@ class Measurement:
         """Milliseconds of an iteration in the drafter."""
         return self.metrics.seconds.draft / max(self.metrics.steps, 1) * 1e3
 
-    def add_step(self, record: StepRecord) -> None:
-        """Counts an iteration, unless it was prefill alone."""
+    def add_step(self, record: StepRecord, now: float) -> None:
+        """Counts an iteration that ended at `now`, in seconds, unless it was prefill alone."""
+        begin, self.last_step = self.last_step, now
         if all(step.ends_prompt for step in record.sequences):
             return
         self.iterations += 1
         self.verify_seconds += record.decode_seconds.verify
         self.draft_seconds += record.seconds.draft
+        if begin is not None:
+            self.host_seconds += now - begin - record.seconds.verify - record.seconds.draft
 
     def add(self, other: Measurement) -> None:
         """Adds further rounds of the same setup at the same temperature; the comparison with plain decoding stays."""
@@ -119,6 +128,7 @@ class Measurement:
         self.iterations += other.iterations
         self.verify_seconds += other.verify_seconds
         self.draft_seconds += other.draft_seconds
+        self.host_seconds += other.host_seconds
         self.taus += other.taus
         self.texts += other.texts
         self.runs += other.runs

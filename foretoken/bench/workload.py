@@ -227,8 +227,9 @@ class SetupEngines:
         categories, log = self.workload.categories, RunLog()
 
         def note(record: StepRecord) -> None:
-            row.add_step(record)
-            log.add(record, time.perf_counter())
+            now = time.perf_counter()
+            row.add_step(record, now)
+            log.add(record, now)
 
         self._on_step = note
         begin = time.perf_counter()

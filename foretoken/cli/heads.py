@@ -12,6 +12,7 @@ from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
 
 if TYPE_CHECKING:
+    from foretoken.bench.loss import Loss
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
     from foretoken.training.doctor.checks import Check
 
@@ -294,8 +295,18 @@ def doctor(
     data: Annotated[
         Path | None, typer.Option(help="Packed tokens to try training on. Default: the target's own texts.")
     ] = None,
+    speculative_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--speculative-config",
+            "-s",
+            metavar="DRAFTER",
+            help="Split the speed that a drafter loses, as `bench` takes it, into causes; may be repeated.",
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded at once for -s.")] = 1,
     prompts: options.Prompts = "heldout",
-    num_prompts: options.NumPrompts = 16,
+    num_prompts: options.NumPrompts = 24,
     max_tokens: options.MaxTokens = 64,
     allow_other_target: Annotated[
         bool, typer.Option("--allow-other-target", help="Continue with a head for another target of the same sizes.")
@@ -306,17 +317,25 @@ def doctor(
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Find out why a head does not draft: each check names a cause and a remedy.
+    """Find out why a head does not draft, or why drafts do not pay: each line names a cause and a remedy.
 
     The target continues prompts. The head is compared with the target's text: with the right feature and with features
     that are mistaken for it, at the right token and at the tokens beside it, and through the engine. Warnings are not
     faults.
+
+    With -s every drafter decodes the prompts in turn with plain decoding, greedily. Its seconds per token are compared
+    with an ideal: every draft is accepted as a whole, drafting costs nothing, a wide pass takes as long as a plain one,
+    and the host does no more than without drafts. Acceptance, drafting, wide passes and host share the difference.
     """
-    if head is None and method is None:
-        raise ConfigError("there is nothing to examine. Expected a head, or --method to train one.")
+    drafters = speculative_config or []
+    if head is None and method is None and not drafters:
+        raise ConfigError("there is nothing to examine. Expected a head, --method to train one, or -s to time drafts.")
     if train_check and head is None:
         raise ConfigError("--train-check takes the sizes of a head. Expected one. Pass HEAD, or --method alone.")
-    from foretoken.bench.workload import load_prompts
+    from foretoken.bench.compare import compare_setups
+    from foretoken.bench.loss import split_loss
+    from foretoken.bench.workload import Workload, load_prompts
+    from foretoken.entrypoints.config import checked_setup
     from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.files import local_head, open_files
     from foretoken.formats.registry import holds_head
@@ -328,6 +347,9 @@ def doctor(
         check_is_no_model(place)
         open_files(place)  # a damaged file gives a better message than a missing head
         raise ConfigError(f"'{head}' holds no draft head. Expected a directory or a file with the weights of a head.")
+    setups = [checked_setup(text, target=model) for text in drafters]
+    if any(setup.config is None for setup in setups):
+        raise ConfigError("'plain' loses no speed to drafts. Expected a drafter. Pass -s ngram, or another one.")
     texts = load_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
@@ -342,13 +364,25 @@ def doctor(
         runner=runner,
         allow_other_target=allow_other_target,
     )
-    checks = examine(loaded, tokenizer, case)
+    checks = [] if head is None and method is None else examine(loaded, tokenizer, case)
+    losses: list[tuple[str, Loss]] = []
+    if setups:
+        workload = Workload(prompts=texts, temperatures=(0.0,), max_tokens=max_tokens)
+        with terminal.progress("batches") as on_progress:
+            plain, *rows = compare_setups(
+                loaded, tokenizer, setups, workload, batch_size=batch_size, runner=runner, on_progress=on_progress
+            )
+        losses = [(row.setup, split_loss(row, plain)) for row in rows]
     header = options.run_header(loaded, head=head, prompts=len(texts))
     if as_json:
-        options.print_json({**header, "checks": [asdict(check) for check in checks]})
+        found = {"losses": [{"setup": name, **loss.as_dict()} for name, loss in losses]} if losses else {}
+        options.print_json({**header, "checks": [asdict(check) for check in checks], **found})
     else:
         terminal.conditions(header)
-        _print_checks(checks)
+        if checks:
+            _print_checks(checks)
+        for name, loss in losses:
+            _print_loss(name, loss)
     if any(check.verdict == "fault" for check in checks):
         raise typer.Exit(1)
 
@@ -357,6 +391,20 @@ def _print_checks(checks: list[Check]) -> None:
     rows = [[check.name, check.verdict, _shown(check.value), check.message] for check in checks]
     columns = ["check", "verdict", "found", "what it means"]
     terminal.print_table(columns, rows, texts=columns, colours=_COLOURS)
+
+
+def _print_loss(name: str, loss: Loss) -> None:
+    unexplained = loss.unexplained / loss.seconds
+    title = (
+        f"{name}: {loss.measured * 1e3:.2f} ms a token, plain decoding {loss.plain * 1e3:.2f}, ideal "
+        f"{loss.ideal * 1e3:.2f}. Lost: {loss.seconds * 1e3:.2f} ms, {unexplained:.0%} without a cause"
+    )
+    rows = [
+        [cause.name, f"{cause.seconds * 1e3:.2f}", f"{cause.seconds / loss.seconds:.0%}", cause.advice]
+        for cause in loss.causes
+    ]
+    columns = ["cause", "ms a token", "share", "what it means"]
+    terminal.print_table(columns, rows, title=title, texts=columns[-1:])
 
 
 def _shown(value: Any) -> str:

@@ -267,7 +267,7 @@ class HeadDrafter:
         target, is_on_cpu = self._target, runs_cpu_kernels(self._target.device)
         if quantization is not None and not is_on_cpu:
             raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
-        self.dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need not be exact
+        self.dtype = drafting_dtype(target.model)
         self.head, self.quantization = self.checkpoint.module(device=target.device, dtype=self.dtype), quantization
         if is_on_cpu:
             # bfloat16 rounds inputs, as int8 and a target in bfloat16 do.
@@ -355,6 +355,11 @@ class HeadDrafter:
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - begin)
         return best
+
+
+def drafting_dtype(target: LoadedModel) -> torch.dtype:
+    """Returns the dtype in which heads draft for a target: drafts need not be exact."""
+    return torch.float32 if runs_cpu_kernels(target.device) else target.dtype
 
 
 def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, state: Tensor) -> None:

@@ -82,6 +82,7 @@ def test_what_cannot_be_examined(place: Path, tmp_path: Path) -> None:
         ((str(tmp_path),), "holds no weights"),
         ((str(tmp_path / "none"),), "there is no head"),
         (("--method", "medsa"), "Did you mean 'medusa'?"),
+        (("-s", "plain"), "Pass -s ngram, or another one"),
         (("--method", "medusa", "--data", str(tmp_path)), "holds no packed tokens"),
         ((str(place / "head"), "--max-tokens", "1"), "the target wrote too little"),
     ):
@@ -89,3 +90,23 @@ def test_what_cannot_be_examined(place: Path, tmp_path: Path) -> None:
         assert result.returncode == 2, result.stdout + result.stderr
         assert sentence in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_lost_speed(place: Path) -> None:
+    setups = ("-s", "ngram:num_speculative_tokens=2", "-s", "oracle:num_speculative_tokens=2")
+    result = doctor(place, *setups, "--batch-size", "4", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["checks"] == []
+    ngram, oracle = facts["losses"]
+    assert (ngram["setup"], oracle["setup"]) == ("ngram num_speculative_tokens=2", "oracle num_speculative_tokens=2")
+    for loss in facts["losses"]:
+        assert {cause["name"] for cause in loss["causes"]} == {"acceptance", "drafting", "wide passes", "host"}
+        total = sum(cause["ms"] for cause in loss["causes"])
+        assert total + loss["unexplained_ms"] == pytest.approx(loss["loss_ms"])
+    acceptance = [next(each for each in loss["causes"] if each["name"] == "acceptance") for loss in (ngram, oracle)]
+    assert acceptance[0]["share"] > acceptance[1]["share"]
+    assert "tokens a pass" in acceptance[0]["advice"]
+    shown = doctor(place, "-s", "ngram:num_speculative_tokens=2").stdout
+    assert "wide passes" in shown
+    assert "without a cause" in shown

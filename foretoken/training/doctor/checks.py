@@ -5,6 +5,7 @@ Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +29,7 @@ from foretoken.training.doctor.readings import (
     MOVED_BLOCKS,
     NORMED_TWICE,
     PRE_NORM,
+    SURE,
     Agreement,
     DraftingFigures,
 )
@@ -257,7 +259,8 @@ def check_agreement(agreement: Agreement) -> list[Check]:
     knowledge = check_knowledge(agreement)
     if agreement.lagging:
         reason = "The head has learnt too little to tell."
-        return [skipped("feature", reason), skipped("labels", reason), knowledge, skipped("depth", reason)]
+        return [*(skipped(name, reason) for name in ("feature", "configuration", "labels")), knowledge,
+                skipped("depth", reason)]  # fmt: skip
     labels = check_labels(agreement)
     if labels.verdict == "fault":
         depth = skipped("depth", "The labels are off.")
@@ -265,7 +268,7 @@ def check_agreement(agreement: Agreement) -> list[Check]:
         depth = skipped("depth", "Heads that read the tokens before theirs may be better the deeper they are.")
     else:
         depth = check_depth(agreement)
-    return [check_feature(agreement), labels, knowledge, depth]
+    return [check_feature(agreement), check_configuration(agreement), labels, knowledge, depth]
 
 
 def check_feature(agreement: Agreement) -> Check:
@@ -283,17 +286,55 @@ def check_feature(agreement: Agreement) -> Check:
         BLOCK_BEFORE: _other_blocks(agreement.taps, BLOCK_BEFORE),
         BLOCK_AFTER: _other_blocks(agreement.taps, BLOCK_AFTER),
     }
-    scores = {name: round(agreement.score(name), 4) for name in agreement.table}
+    scores = {name: round(agreement.score(name), 4) for name in agreement.table if name not in agreement.variants}
     is_final = tuple(agreement.taps) == ("final",)
     where = "the output of the final norm" if is_final else f"taps {_listed(agreement.taps)}"
     message = f"What drafting reads, {where}, suits the head best."
-    if best != IN_PLACE:
+    if best in advice:
         message = (
             f"{advice[best][0].upper()}{advice[best][1:]}: mean agreement is {scores[best]:.3f} with that reading and "
             f"{scores[IN_PLACE]:.3f} with the one that drafting has."
         )
     expected = f"best with {where}, give or take {agreement.margin:.3f}"
-    return Check("feature", "ok" if best == IN_PLACE else "fault", scores, expected, message)
+    return Check("feature", "fault" if best in advice else "ok", scores, expected, message)
+
+
+def check_configuration(agreement: Agreement) -> Check:
+    """Checks that no other configuration of the head is right more often at the first step."""
+    if not agreement.variants:
+        return skipped("configuration", "No other configuration of this head is likely.")
+    scores = {name: round(agreement.score(name), 4) for name in (IN_PLACE, *agreement.variants)}
+    best = agreement.best_reading
+    message = "The head's configuration suits it best."
+    if best in agreement.variants:
+        message = (
+            f"With {best} the head is right more often: {agreement.variants[best]}. Mean agreement is "
+            f"{scores[best]:.3f} with that and {scores[IN_PLACE]:.3f} as configured."
+        )
+    expected = f"no variant better by {SURE:g} standard deviations of the first step"
+    return Check("configuration", "fault" if best in agreement.variants else "ok", scores, expected, message)
+
+
+def check_template(shares: Mapping[str, float], num_positions: int) -> Check:
+    """Checks that the head is right as often on the prompts as given as on prompts in the chat template.
+
+    Args:
+        shares: Positions at which the first step is right, the prompts as given first, then by form of the template.
+        num_positions: The fewest positions of a form.
+    """
+    given, best = next(iter(shares)), max(shares, key=shares.__getitem__)
+    margin = max(0.05, SURE * math.sqrt(0.5 / num_positions))
+    is_other = shares[best] > shares[given] + margin
+    message = "The head is right as often without the chat template as with it."
+    if is_other:
+        message = (
+            f"The head was trained on other prompts: it is right at {shares[best]:.3f} of the positions after prompts "
+            f"with {best}, and at {shares[given]:.3f} after prompts as given. Serve it with {best}, or train it on "
+            "text like that of your requests."
+        )
+    value = {name: round(share, 4) for name, share in shares.items()}
+    verdict: Verdict = "warning" if is_other else "ok"
+    return Check("chat template", verdict, value, f"none better by {margin:.3f}", message)
 
 
 def _other_blocks(taps: Sequence[Tap], reading: str) -> str:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import ForetokenError, ModelError
+from foretoken.core.errors import ForetokenError, ModelError, RequestError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetWeights
 from foretoken.formats.registry import read_head
 from foretoken.models.parts import TargetParts, target_parts
+from foretoken.text.codec import Codec
+from foretoken.text.prompts import ChatFormat, chat_prompts
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import (
     Check,
@@ -28,6 +30,7 @@ from foretoken.training.doctor.checks import (
     check_logits,
     check_serving,
     check_taps,
+    check_template,
     check_trained,
     check_values,
     fresh_head,
@@ -38,11 +41,11 @@ from foretoken.training.doctor.readings import (
     Texts,
     draft,
     greedy_texts,
-    measure,
     predictions,
     read_features,
     target_choices,
 )
+from foretoken.training.doctor.variants import Case, compare
 from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Batches, Trainer
 
@@ -84,7 +87,7 @@ def _check_start(target: LoadedModel, fresh: Callable[[int], Head], parts: Targe
     if not torch.equal(one, other):
         return skipped("fresh head", f"A fresh {config.method} head is random.")
     where = texts.judged(last=config.steps)
-    choices = target_choices(parts, Teacher(target).features(texts.tokens).float(), texts)
+    choices = target_choices(target, texts)
     share = min(float((row == choices)[where].float().mean()) for row in one)
     message = "Every fresh head predicts the target's own next token."
     if share < 0.99:
@@ -147,7 +150,7 @@ def _training_batch(texts: Texts, data: Batches | None) -> tuple[Tensor, Tensor]
     return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
 
-_OF_THE_HEAD = ("head trained", "head values", "feature", "labels", "knowledge", "depth", "drafting")
+_OF_THE_HEAD = ("head trained", "head values", "feature", "configuration", "labels", "knowledge", "depth", "drafting")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,16 +232,47 @@ def _examine_head(
         if served.value is None:
             return [*weights, *_skip("Its taps cannot be read.", *_OF_THE_HEAD[2:])], None
     options = {"method": checkpoint.config.method, "model": str(head), "allow_other_target": what.allow_other_target}
-    readings = read_features(target, texts.tokens, taps)
-    module = checkpoint.module(device=target.device, dtype=torch.float32)
-    choices = target_choices(parts, Teacher(target).features(texts.tokens).float(), texts)
-    agreement = measure(module, parts, readings, texts, choices=choices)
-    said = predictions(module, parts, readings[IN_PLACE], texts)
+    case, agreement = compare(checkpoint, target, texts)
+    said = predictions(case.head, case.parts, case.features, texts)
     try:
         drafting = check_drafting(draft(target, options, texts, said, tokenizer=tokenizer, runner=what.runner))
     except ForetokenError as err:
         drafting = Check("drafting", "fault", None, "a drafter", str(err))
-    return [*weights, *check_agreement(agreement), drafting], checkpoint
+    templates = _check_templates(case, tokenizer, what)
+    return [*weights, *check_agreement(agreement), *templates, drafting], checkpoint
+
+
+def _check_templates(case: Case, tokenizer: Any, what: Examination) -> list[Check]:
+    """Tries the head on the prompts in the target's chat template, with and without thinking."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return []
+    forms: dict[str, dict[str, Any]] = {"the chat template": {}}
+    if "enable_thinking" in str(template):
+        forms = {
+            f"the chat template {how} thinking": {"enable_thinking": is_on}
+            for how, is_on in (("with", True), ("without", False))
+        }
+    target, messages = case.target, [[{"role": "user", "content": prompt}] for prompt in what.prompts]
+    codec, written = Codec(tokenizer, target.vocab_size), {"the prompts as given": case.texts}
+    try:
+        for name, variables in forms.items():
+            form = ChatFormat(chat_template_kwargs=variables)
+            chats = chat_prompts(messages, tokenizer, codec, form, target.context_len)
+            prompts = [chat["prompt_token_ids"] for chat in chats]
+            written[name] = greedy_texts(target, tokenizer, prompts, max_tokens=what.max_tokens, runner=what.runner)
+    except RequestError as err:  # the template refuses the prompts, or they are too long for it
+        return [skipped("chat template", str(err))]
+    right = {}
+    for name, texts in written.items():
+        features = read_features(target, texts.tokens, case.head.config.taps)[IN_PLACE].to(case.features.dtype)
+        said = predictions(case.head, case.parts, features, texts, num_steps=1)[0]
+        right[name] = (said == target_choices(target, texts).roll(-1, dims=1))[texts.judged(last=1)].float()
+    return [
+        check_template(
+            {name: float(each.mean()) for name, each in right.items()}, min(len(each) for each in right.values())
+        )
+    ]
 
 
 def _skip(reason: str, *names: str) -> list[Check]:

@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import AutoregressiveHead, Head
 from foretoken.models.generic import find_blocks, find_final_norm
+from foretoken.models.parts import target_parts
 from foretoken.training.objective_base import first_candidates
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.core.passes import Tap
     from foretoken.core.records import StepRecord
@@ -44,7 +46,7 @@ _LONGEST_PROMPT = 128  # tokens; a choice: a longer one shows the same faults an
 IN_PLACE, PRE_NORM, NORMED_TWICE = "in place", "pre-norm", "normed twice"
 EARLIER, LATER = "one position earlier", "one position later"
 _MOVED = {EARLIER: -1, LATER: 1}  # positions by which these readings are off
-_SURE = 3.0  # standard deviations; a choice: by chance, one of 370 readings differs by more
+SURE = 3.0  # standard deviations; a choice: by chance, one of 370 readings differs by more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +77,20 @@ class Texts:
         return mask.to(self.device)
 
 
+class Variant(NamedTuple):
+    """What a head predicts in another configuration, (K, B, S) int64; and the cause and remedy if that is right."""
+
+    said: Tensor
+    advice: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """How often head i's first candidate is the target's choice, by its input feature and its label.
 
     Attributes:
-        table: By reading of the feature: (K, shifts) shares, shifts as in `SHIFTS`. For autoregressive heads the first
-            step alone, since later steps depend on its output.
+        table: By reading of the feature, and by variant of the configuration: (K, shifts) shares, shifts as in
+            `SHIFTS`. For autoregressive heads the first step alone, since later steps depend on its output.
         next_token: By reading: (K,) shares of answers that are the token right after the input feature. Untrained heads
             give that token, since the LM head computes it from the feature.
         most_frequent: Share of the most frequent label: the accuracy of a constant guess.
@@ -89,8 +98,9 @@ class Agreement:
         reads_tokens: Whether heads read the tokens between the feature and their own.
         is_autoregressive: Whether heads read their own states.
         taps: The taps that the head reads.
-        gains: For each reading one block off, by how many standard deviations its first step is right more often than
-            that of the present reading; over positions at which exactly one of the two is right.
+        gains: For each variant and each reading one block off, by how many standard deviations its first step is right
+            more often than with the present reading; over positions at which exactly one of the two is right.
+        variants: For each variant of the configuration the cause and the remedy.
     """
 
     table: Mapping[str, Sequence[Sequence[float]]]
@@ -101,6 +111,7 @@ class Agreement:
     is_autoregressive: bool = False
     taps: Sequence[Tap] = ("final",)
     gains: Mapping[str, float] = field(default_factory=dict)
+    variants: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def margin(self) -> float:
@@ -113,12 +124,14 @@ class Agreement:
 
     @property
     def best_reading(self) -> str:
-        """The best reading for the head: the present reading unless another is better beyond chance."""
+        """The best reading or variant for the head: the present reading unless another is better beyond chance."""
         return max((name for name in self.table if self._is_better(name)), key=self.score, default=IN_PLACE)
 
     def _is_better(self, name: str) -> bool:
-        if name in self.gains:  # neighbouring blocks are similar: compared position by position
-            return self.gains[name] > _SURE
+        if name in self.variants and self.score(name) < self.most_frequent + self.margin:
+            return False  # the head knows nothing in this configuration either
+        if name in self.gains:  # neighbouring blocks are similar, and so are variants: compared position by position
+            return self.gains[name] > SURE
         # The feature of the next position contains the first step's label. A head that hands features on, as a fresh
         # one does, repeats that label. `lagging` finds a head trained on that feature.
         if name == LATER and self.is_autoregressive:
@@ -154,18 +167,24 @@ class Agreement:
         return [index for index, (row, next_token) in enumerate(rows) if next_token > row[0] + self.margin]
 
 
-def greedy_texts(target: LoadedModel, tokenizer: Any, prompts: Sequence[str], *, max_tokens: int, runner: str) -> Texts:
+def greedy_texts(
+    target: LoadedModel, tokenizer: Any, prompts: Sequence[str | Sequence[int]], *, max_tokens: int, runner: str
+) -> Texts:
     """Continues prompts greedily; cuts long prompts, and leaves out those below two tokens.
 
-    Writes `max_tokens`, or fewer if the context is short. Raises `RequestError` when no prompt is long enough.
+    Prompts of token ids are not cut, but left out if they exceed the context. Writes `max_tokens`, or fewer if the
+    context is short. Raises `RequestError` when no prompt is left.
     """
     max_tokens = min(max_tokens, target.context_len // 2)
-    longest = min(_LONGEST_PROMPT, target.context_len - max_tokens - 1)
-    encoded = [list(tokenizer(prompt)["input_ids"])[:longest] for prompt in prompts]
-    encoded = [ids for ids in encoded if len(ids) > 1]
+    room = target.context_len - max_tokens - 1
+    encoded = [
+        list(tokenizer(prompt)["input_ids"])[: min(_LONGEST_PROMPT, room)] if isinstance(prompt, str) else list(prompt)
+        for prompt in prompts
+    ]
+    encoded = [ids for ids in encoded if 1 < len(ids) <= room]
     if not encoded:
         raise RequestError("no prompt has two tokens. Expected text to try a head on. Pass other --prompts.")
-    needed = min(longest + max_tokens + 1, target.context_len)
+    needed = max(map(len, encoded)) + max_tokens + 1
     llm = LLM(target, tokenizer=tokenizer, max_num_seqs=AT_ONCE, max_model_len=needed, runner=runner)
     outputs = llm.generate(encoded, greedy(max_tokens))
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
@@ -228,25 +247,32 @@ def _around_the_norm(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def predictions(
-    head: Head, parts: TargetParts, features: Tensor, texts: Texts, *, num_steps: int | None = None
+    head: Head,
+    parts: TargetParts,
+    features: Tensor,
+    texts: Texts,
+    *,
+    num_steps: int | None = None,
+    logits: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Returns (K, B, S) int64: first candidates at the judged positions, with the text as input; -1 at other positions.
 
-    The head, parts and (B, S, F E) features are in float32. `num_steps` is K, to compute fewer than all steps.
+    The head, parts and (B, S, F E) features are in one dtype. `num_steps` is K, to compute fewer than all steps.
+    `logits` turns a step and its (M, W) hidden values into (M, V) logits; None for the head's own.
     """
+    own = partial(head.logits, parts=parts)
     tokens, where = texts.tokens, texts.judged()
     steps = head.config.steps if num_steps is None else num_steps
     said = torch.full((steps, *tokens.shape), -1, device=tokens.device)
     for index, hidden in enumerate(islice(head.teacher_forced(features, tokens, parts), steps)):
-        said[index, where] = first_candidates(
-            partial(head.logits, index, parts=parts), hidden[where], head.config.vocab_size
-        )
+        said[index, where] = first_candidates(partial(logits or own, index), hidden[where], head.config.vocab_size)
     return said
 
 
 @torch.no_grad()
-def target_choices(parts: TargetParts, features: Tensor, texts: Texts) -> Tensor:
+def target_choices(target: LoadedModel, texts: Texts) -> Tensor:
     """Returns (B, S) int64, the target's most probable next token at the judged positions; -1 elsewhere."""
+    parts, features = target_parts(target, dtype=torch.float32), Teacher(target).features(texts.tokens).float()
     where = texts.judged()
     said = torch.full(where.shape, -1, device=where.device)
     said[where] = first_candidates(parts.lm_head, features[where], parts.lm_head_weight.shape[0])
@@ -254,15 +280,25 @@ def target_choices(parts: TargetParts, features: Tensor, texts: Texts) -> Tensor
 
 
 def measure(
-    head: Head, parts: TargetParts, readings: Mapping[str, Tensor], texts: Texts, *, choices: Tensor
+    head: Head,
+    parts: TargetParts,
+    readings: Mapping[str, Tensor],
+    texts: Texts,
+    *,
+    choices: Tensor,
+    variants: Mapping[str, Variant] = MappingProxyType({}),
 ) -> Agreement:
-    """Compares a head with `target_choices`, by reading of `read_features` and by shift; everything in float32."""
+    """Compares a head with `target_choices`, by reading of `read_features`, by variant and by shift.
+
+    The head, parts and readings are in one dtype.
+    """
     is_autoregressive = isinstance(head, AutoregressiveHead)
     # For a head of features alone, a position off and a label off are the same: the shifts cover that case.
     looks = reads_tokens(head, parts, readings[IN_PLACE])
     tried = [name for name in readings if looks or name not in (EARLIER, LATER)]
-    heads = range(1 if is_autoregressive else head.config.steps)
+    heads = range(compared_steps(head))
     said = {name: predictions(head, parts, readings[name], texts, num_steps=len(heads)) for name in tried}
+    said |= {name: each.said for name, each in variants.items()}
     where = [texts.judged(last=2 + index + max(SHIFTS)) for index in heads]
 
     def right(name: str, index: int, offset: int) -> Tensor:
@@ -273,15 +309,25 @@ def measure(
 
     labels = choices.roll(-1, dims=1)[where[0]]
     return Agreement(
-        table={name: [[share(name, i, 1 + i + shift) for shift in SHIFTS] for i in heads] for name in tried},
-        next_token={name: [share(name, i, _MOVED.get(name, 0)) for i in heads] for name in tried},
+        table={name: [[share(name, i, 1 + i + shift) for shift in SHIFTS] for i in heads] for name in said},
+        next_token={name: [share(name, i, _MOVED.get(name, 0)) for i in heads] for name in said},
         most_frequent=float(labels.bincount().max() / labels.numel()),
         num_positions=int(where[-1].sum()),
         reads_tokens=looks,
         is_autoregressive=is_autoregressive,
         taps=head.config.taps,
-        gains={name: _gain(right(IN_PLACE, 0, 1), right(name, 0, 1)) for name in tried if name in MOVED_BLOCKS},
+        gains={
+            name: _gain(right(IN_PLACE, 0, 1), right(name, 0, 1))
+            for name in said
+            if name in MOVED_BLOCKS or name in variants
+        },
+        variants={name: each.advice for name, each in variants.items()},
     )
+
+
+def compared_steps(head: Head) -> int:
+    """Returns K of `Agreement.table`: 1 for autoregressive heads, whose later steps read the first one's output."""
+    return 1 if isinstance(head, AutoregressiveHead) else head.config.steps
 
 
 def _gain(before: Tensor, after: Tensor) -> float:

@@ -1,0 +1,167 @@
+"""Each fault of a configuration that raises no error, planted in a bundled head, is named; healthy heads pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import trained_heads
+from trained_heads import MAX_TOKENS, PROMPTS, target, tokenizer, trained
+
+from foretoken.bench.workload import load_prompts
+from foretoken.entrypoints.model_arguments import load_target
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint
+from foretoken.formats.registry import read_head
+from foretoken.training.doctor.checks import Check, check_agreement, check_template
+from foretoken.training.doctor.examine import Examination, examine
+from foretoken.training.doctor.readings import Texts, greedy_texts
+from foretoken.training.doctor.variants import compare
+
+EXAMINE = "foretoken.training.doctor.examine"
+
+
+@cache
+def tinycode() -> tuple[Any, Any]:
+    return load_target("models/tinycode", dtype="auto", device="auto")
+
+
+@cache
+def texts() -> Texts:
+    """Two dozen prompts with the target's continuations."""
+    return greedy_texts(*tinycode(), load_prompts(limit=24), max_tokens=64, runner="auto")
+
+
+def head(method: str) -> HeadCheckpoint:
+    return read_head(Path(f"models/tinycode-{method}"))[1]
+
+
+def with_options(checkpoint: HeadCheckpoint, **options: Any) -> HeadCheckpoint:
+    return replace(checkpoint, config=checkpoint.config.model_copy(update=options))
+
+
+def with_rotary(method: str, **options: Any) -> HeadCheckpoint:
+    config: Any = head(method).config
+    return with_options(head(method), layer=config.layer.model_copy(update=options))
+
+
+def with_other_lm_head() -> HeadCheckpoint:
+    """Row i of the LM head stands for token i + 1, as after a conversion by another tokenizer."""
+    weights = dict(head("eagle3").weights)
+    return replace(head("eagle3"), weights=weights | {"lm_head.weight": weights["lm_head.weight"].roll(1, dims=0)})
+
+
+def with_draft_vocabulary(*, has_map: bool) -> HeadCheckpoint:
+    """The LM head has the rows of the 512 most frequent tokens; without the map these count as the first tokens."""
+    written = torch.tensor([token for text in texts().texts for token in text])
+    kept = written.bincount(minlength=6144).topk(512).indices.sort().values
+    weights = dict(head("eagle3").weights)
+    rows = weights["lm_head.weight"][kept].contiguous()
+    weights |= {"lm_head.weight": rows, "token_map": kept if has_map else torch.arange(len(kept))}
+    return with_options(replace(head("eagle3"), weights=weights), draft_vocab_size=len(kept))
+
+
+def faults(checkpoint: HeadCheckpoint) -> dict[str, Check]:
+    """The faults and warnings of a head beside the target's texts, by name."""
+    checks = check_agreement(compare(checkpoint, tinycode()[0], texts())[1])
+    return {check.name: check for check in checks if check.verdict not in ("ok", "skipped")}
+
+
+@pytest.mark.parametrize(
+    ("plant", "variant", "cause"),
+    [
+        (lambda: with_rotary("eagle", rope_theta=5e5), "rotary base 10000, scaling none", "another rotary embedding"),
+        (
+            lambda: with_rotary("hass", rope_scaling={"rope_type": "linear", "factor": 4.0}),
+            "rotary base 10000, scaling none", "Set rope_theta and rope_scaling to those",
+        ),
+        (with_other_lm_head, "the target's LM head", "Convert it again without an LM head of its own"),
+        (lambda: with_draft_vocabulary(has_map=False), "another token map", "`d2t` is missing"),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_named(plant: Callable[[], HeadCheckpoint], variant: str, cause: str) -> None:
+    found = faults(plant())
+    assert found.keys() == {"configuration"}
+    assert found["configuration"].message.startswith(f"With {variant} the head is right more often")
+    assert cause in found["configuration"].message
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_taps_of_a_bundled_head_one_block_off(by: int) -> None:
+    found = faults(with_options(head("eagle3"), boundaries=(2 - by, 6 - by, 9 - by)))
+    assert found.keys() == {"feature"}
+    assert "was trained on 2, 6, 9, and its configuration says" in found["feature"].message
+
+
+def test_a_dtype_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16 the inner values of the block overflow; the head computes the same otherwise."""
+    weights = dict(head("eagle").weights)
+    for key, factor in (("layer.up_proj.weight", 2.0**14), ("layer.down_proj.weight", 2.0**-14)):
+        weights[key] = weights[key] * factor
+    loud = replace(head("eagle"), weights=weights)
+    assert faults(loud) == {}
+    monkeypatch.setattr("foretoken.training.doctor.variants.drafting_dtype", lambda target: torch.float16)
+    found = faults(loud)
+    assert found.keys() == {"configuration"}
+    assert "With float32 the head is right more often: the dtype in which" in found["configuration"].message
+    assert faults(head("eagle")) == {}  # float16 alone does no harm
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "falcon", "hass", "hydra", "medusa", "mlp_speculator"])
+def test_a_healthy_head_has_no_finding(method: str) -> None:
+    assert faults(head(method)) == {}
+
+
+def test_a_healthy_head_with_a_draft_vocabulary() -> None:
+    assert faults(with_draft_vocabulary(has_map=True)) == {}
+
+
+def test_the_command_names_a_planted_fault(tmp_path: Path) -> None:
+    native.write_checkpoint(with_draft_vocabulary(has_map=False), tmp_path / "head")
+    case = Examination(head=tmp_path / "head", prompts=load_prompts(limit=24))
+    with mock.patch(f"{EXAMINE}.greedy_texts", autospec=True, return_value=texts()):
+        checks = {check.name: check for check in examine(*tinycode(), case)}
+    assert [name for name, check in checks.items() if check.verdict == "fault"] == ["configuration"]
+    assert "`d2t` is missing" in checks["configuration"].message
+    assert "chat template" not in checks  # the tokenizer has none
+
+
+TEMPLATE = "t9 t8 {{ messages[0]['content'] }} t7 {% if enable_thinking %}t6{% else %}t5{% endif %} t4"
+
+
+@pytest.mark.parametrize("is_thinking", [True, False])
+def test_the_prompts_that_a_head_was_trained_on(
+    is_thinking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = copy.deepcopy(tokenizer())
+    chats.chat_template = TEMPLATE
+    prompts = [f"t9 t8 {prompt} t7 {'t6' if is_thinking else 't5'} t4" for prompt in PROMPTS]
+    written = greedy_texts(target(), chats, prompts, max_tokens=MAX_TOKENS, runner="generic")
+    case = Examination(head=tmp_path, prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
+
+    native.write_checkpoint(trained(), tmp_path)
+    (check,) = (check for check in examine(target(), chats, case) if check.name == "chat template")
+    assert check.verdict == "ok"
+    assert list(check.value) == [
+        "the prompts as given", "the chat template with thinking", "the chat template without thinking",
+    ]  # fmt: skip
+
+    monkeypatch.setattr(trained_heads, "texts", lambda seed=0: written)
+    native.write_checkpoint(trained(), tmp_path, replaces=True)
+    (check,) = (check for check in examine(target(), chats, case) if check.name == "chat template")
+    assert check.verdict == "warning"
+    assert f"Serve it with the chat template {'with' if is_thinking else 'without'} thinking" in check.message
+
+
+def test_templates_differ_by_more_than_chance() -> None:
+    assert check_template({"as given": 0.6, "template": 0.64}, 10_000).verdict == "ok"
+    assert check_template({"as given": 0.6, "template": 0.66}, 10_000).verdict == "warning"
+    assert check_template({"as given": 0.6, "template": 0.7}, 200).verdict == "ok"
+    assert check_template({"as given": 0.7, "template": 0.6}, 10_000).verdict == "ok"
