@@ -300,8 +300,10 @@ class TreeExpansion:
             return level
         if depth == len(self._narrowed):
             places = self._goes_on[:, level.nodes].any(0).nonzero()[:, 0]
-            above = self._narrowed[-1][0] if depth else None
-            self._narrowed.append((places, level.narrowed(places, above)))
+            above, level_above = self._narrowed[-1] if depth else (None, None)
+            is_above_whole = depth == 0 or level_above is self._relations.levels[depth - 1]
+            is_whole = is_above_whole and len(places) == len(level.indices)
+            self._narrowed.append((places, level if is_whole else level.narrowed(places, above)))
         return self._narrowed[depth][1]
 
     def _prune(self, level: Level, likelihoods: Tensor, chosen: Tensor, depth: int) -> None:

@@ -42,7 +42,7 @@ _NUM_TOP = 10  # DISCO's k
 _NUM_STATISTICS = _NUM_TOP + 3
 _SMALLEST = 1e-6  # cap of log-odds; float32 cannot tell probabilities nearer to 1
 _HIDDEN, _NUM_BLOCKS = 32, 3  # of DISCO's network, a choice; of SpecDec++'s, its code
-_POSITION_SCALE = 1 / 16  # a choice: statistics of a similar size
+POSITION_SCALE = 1 / 16  # a choice: statistics of a similar size
 
 
 def statistics(log_probs: Tensor, place: Tensor, own: Tensor, depth: int) -> Tensor:
@@ -57,12 +57,17 @@ def statistics(log_probs: Tensor, place: Tensor, own: Tensor, depth: int) -> Ten
         own: (B, C) float32, log-probabilities of the children's tokens.
         depth: Of the P nodes.
     """
+    num_nodes = log_probs.shape[1]
     top = log_probs.topk(min(_NUM_TOP, log_probs.shape[2]), dim=2).values
-    top = nn.functional.pad(top, (0, _NUM_TOP - top.shape[2]), value=float("-inf"))
-    of_parent = torch.cat([top.exp().logit(_SMALLEST), normalised_entropy(log_probs).unsqueeze(2)], dim=2)
-    of_parent = of_parent.expand(-1, len(place), -1) if of_parent.shape[1] == 1 else of_parent[:, place]
-    own = own.exp().logit(_SMALLEST).unsqueeze(2)
-    return torch.cat([own, of_parent, torch.full_like(own, depth * _POSITION_SCALE)], dim=2)
+    if top.shape[2] < _NUM_TOP:
+        top = nn.functional.pad(top, (0, _NUM_TOP - top.shape[2]), value=float("-inf"))
+    entropy = normalised_entropy(log_probs).unsqueeze(2)
+    if num_nodes != len(place):
+        top, entropy = (
+            each.expand(-1, len(place), -1) if num_nodes == 1 else each[:, place] for each in (top, entropy)
+        )
+    odds = torch.cat([own.unsqueeze(2), top], dim=2).exp().logit(_SMALLEST)
+    return torch.cat([odds, entropy, torch.full_like(entropy, depth * POSITION_SCALE)], dim=2)
 
 
 class _ResidualBlock(nn.Module):
@@ -102,9 +107,17 @@ class StopRule:
         thresholds = Pruning(path_probability=1 - threshold) if is_product else Pruning(token_probability=threshold)
         return cls(thresholds=thresholds, network=network, max_depth=max_depth)
 
+    @property
+    def threshold(self) -> float:
+        """The threshold of the control, see `of`."""
+        product = self.thresholds.path_probability
+        return self.thresholds.token_probability or 1 - (product or 0.0)
+
     def on(self, device: torch.device) -> StopRule:
         """Returns the rule with the network on a device."""
-        return self if self.network is None else replace(self, network=self.network.to(device))
+        if self.network is None or next(self.network.parameters()).device == device:
+            return self
+        return replace(self, network=self.network.to(device))
 
     def log_estimates(self, log_probs: Tensor, place: Tensor, own: Tensor, depth: int) -> Tensor:
         """Returns log `a` of every child, (B, C) float32; NaN after logits with NaN. Arguments: see `statistics`."""
@@ -119,12 +132,13 @@ def rule_file(drafter: Path, control: str) -> Path:
     return (drafter.parent if drafter.is_file() else drafter) / "control" / f"{control}.safetensors"
 
 
-def write_rule(network: nn.Module, drafter: Path, control: str, *, threshold: float, max_depth: int) -> None:
+def write_rule(rule: StopRule, drafter: Path, control: str) -> None:
     """Writes a trained rule to its place beside a drafter's weights; raises `ConfigError` if that is not possible."""
-    path, facts = rule_file(drafter, control), {"threshold": str(threshold), "max_depth": str(max_depth)}
+    path, facts = rule_file(drafter, control), {"threshold": str(rule.threshold), "max_depth": str(rule.max_depth)}
+    assert rule.network is not None, "only trained rules have a file"
     with told_as(ConfigError, f"'{path}'", "Expected the drafter in a directory that may be written to."):
         path.parent.mkdir(exist_ok=True)
-        write_file(path, save(network.state_dict(), metadata=facts))
+        write_file(path, save(rule.network.state_dict(), metadata=facts))
 
 
 def read_rule(path: Path, control: str) -> StopRule:

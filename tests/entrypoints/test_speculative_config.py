@@ -82,7 +82,7 @@ def test_stop_rules(tmp_path: Path) -> None:
     assert parse(method="early_exit", control="confidence", confidence_threshold=1).options[0].stop == StopRule.of(
         "confidence", 1.0
     )
-    write_rule(acceptance_network("disco"), tmp_path, "disco", threshold=0.25, max_depth=7)
+    write_rule(StopRule.of("disco", 0.25, acceptance_network("disco"), 7), tmp_path, "disco")
     found = parse(method="draft_model", model=str(tmp_path), control="disco", num_speculative_tokens=3)
     assert found.options[0].num_speculative_tokens == 3
     found = parse(method="draft_model", model=str(tmp_path), control="disco")

@@ -124,19 +124,19 @@ def test_statistics_of_a_level() -> None:
 def test_a_trained_rule_is_kept_beside_the_weights(control: str, tmp_path: Path) -> None:
     network = acceptance_network(control)
     (weights := tmp_path / "model.safetensors").touch()
-    write_rule(network, weights, control, threshold=0.3, max_depth=5)
+    write_rule(StopRule.of(control, 0.3, network, 5), weights, control)
     assert rule_file(weights, control) == rule_file(tmp_path, control)
     rule = read_rule(rule_file(tmp_path, control), control)
     assert rule.max_depth == 5
-    threshold = rule.thresholds.token_probability if control == "disco" else 1 - (rule.thresholds.path_probability or 0)
-    assert threshold == pytest.approx(0.3)
+    assert rule.threshold == pytest.approx(0.3)
+    assert rule.thresholds == StopRule.of(control, 0.3).thresholds
     assert rule.network is not None
     values = torch.randn(4, NUM_STATISTICS)
     assert torch.equal(rule.network(values), network(values))
 
 
 def test_files_that_hold_no_rule(tmp_path: Path) -> None:
-    write_rule(acceptance_network("disco"), tmp_path, "disco", threshold=0.3, max_depth=5)
+    write_rule(StopRule.of("disco", 0.3, acceptance_network("disco"), 5), tmp_path, "disco")
     path = rule_file(tmp_path, "disco")
     with pytest.raises(ConfigError, match=r"is no trained rule of control 'specdec_pp': .*Train it again\."):
         read_rule(path, "specdec_pp")
