@@ -101,7 +101,7 @@ def test_stop_rules_are_kept_beside_the_weights_and_calibrated(tmp_path: Path) -
         assert (draft / "control" / f"{rule['control']}.safetensors").exists()
     used = run(*command, "--max-tokens", "24", "--temperature", "0", "--json")
     assert used.returncode == 0, used.stderr
-    assert all(row["identical"] == 2 for row in json.loads(used.stdout)["rows"][1:])
+    assert [row["num_identical"] for row in json.loads(used.stdout)["measurements"]] == [None, 2, 2]
 
 
 @pytest.mark.parametrize(
