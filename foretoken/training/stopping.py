@@ -114,7 +114,7 @@ def _logged(steps: Sequence[tuple[Tensor, Tensor]], generator: torch.Generator) 
     return LoggedText(values, acceptance, is_right.int().cumprod(1).sum(1).tolist())
 
 
-class Examples(NamedTuple):
+class LabelledTokens(NamedTuple):
     """Drafted tokens: (M, F) statistics, (M,) acceptance probabilities, (M,) probabilities that they are reached."""
 
     statistics: Tensor
@@ -122,15 +122,15 @@ class Examples(NamedTuple):
     weights: Tensor
 
 
-def examples_of(texts: Sequence[LoggedText]) -> Examples:
+def examples_of(texts: Sequence[LoggedText]) -> LabelledTokens:
     """Returns the tokens that may be reached."""
     acceptance = torch.cat([text.acceptance for text in texts])
     reached = functional.pad(acceptance.nan_to_num()[:, :-1].cumprod(1), (1, 0), value=1.0)
     counts = (reached > 0) & ~acceptance.isnan()
-    return Examples(torch.cat([text.statistics for text in texts])[counts], acceptance[counts], reached[counts])
+    return LabelledTokens(torch.cat([text.statistics for text in texts])[counts], acceptance[counts], reached[counts])
 
 
-def train_network(control: str, examples: Examples, *, seed: int = 0) -> nn.Module:
+def train_network(control: str, examples: LabelledTokens, *, seed: int = 0) -> nn.Module:
     """Returns the trained network of `disco` or `specdec_pp`: weighted binary cross-entropy with soft labels."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -175,7 +175,7 @@ def train_rules(log: Sequence[LoggedText], seconds: Mapping[str, IterationSecond
     return made
 
 
-def calibration_error(control: str, rule: StopRule, examples: Examples) -> float:
+def calibration_error(control: str, rule: StopRule, examples: LabelledTokens) -> float:
     """Returns the expected calibration error of the estimates over ten bins, without the weight of rejections."""
     assert rule.network is not None, "trained"
     odds = rule.network(examples.statistics)[:, 0] + torch.tensor(_REJECTION_WEIGHT[control]).log()
