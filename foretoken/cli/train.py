@@ -1,4 +1,4 @@
-"""`foretoken train` trains a draft head on a frozen target; `foretoken tune tree` finds the best static tree."""
+"""`foretoken train` trains a draft head; `foretoken tune` finds the best static tree and trains stop rules."""
 
 from __future__ import annotations
 
@@ -207,15 +207,10 @@ def tree(
     """
     from foretoken.bench.workload import TokenProgress, Workload, load_prompts
     from foretoken.core.token_tree import MAX_NODES
-    from foretoken.entrypoints.config import checked_setup, parse_speculative_config
     from foretoken.files.atomic_files import told_as, write_file
     from foretoken.training.evaluation import measured_acceptance, tuned_tree
 
-    setups = [checked_setup(text, target=model) for text in speculative_config or []]
-    configs = [setup.config for setup in setups if setup.config is not None]
-    each = [one for config in configs for one in parse_speculative_config(config, target=model).options]
-    if len(each) != 1:
-        raise ConfigError(f"-s names {len(each)} drafters. Expected one head or draft model, as -s hydra.")
+    name, drafter_options = _one_drafter(speculative_config, model)
     if nodes > MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}. Expected at most {MAX_NODES}.")
     if out is not None and (out.exists() or out.is_symlink()):
@@ -224,7 +219,7 @@ def tree(
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(max_tokens, loaded)
-    drafter, deepest = _drafter(each[0], loaded, tokenizer)
+    drafter, deepest = _drafter(drafter_options, loaded, tokenizer)
     if depth is not None and depth > (deepest or _DEEPEST):
         raise ConfigError(f"--depth is {depth}, but drafts are {deepest or _DEEPEST} deep at most. Expected no more.")
     with progress("tokens") as on_progress:
@@ -237,7 +232,7 @@ def tree(
         with told_as(ConfigError, f"'{out}'", "Expected a new file in a directory that may be written to."):
             write_file(out, json.dumps(choices) + "\n")
     header = options.run_header(
-        loaded, drafter=setups[0].name, prompts=len(texts), max_tokens=max_tokens,
+        loaded, drafter=name, prompts=len(texts), max_tokens=max_tokens,
         temperatures=list(workload.temperatures), seed=seed,
     )  # fmt: skip
     if as_json:
@@ -246,6 +241,89 @@ def tree(
         return
     terminal.conditions(header)
     _print(measured, tuned, choices, out)
+
+
+def stop(
+    model: options.Model,
+    speculative_config: options.Drafter = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=2, max=64, help="Most tokens of a draft. Default: all of a head; 16 for a draft model."),
+    ] = None,
+    prompts: options.Prompts = "all",
+    num_prompts: options.NumPrompts = 96,
+    max_tokens: options.MaxTokens = 96,
+    temperature: options.Temperatures = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Train the stop rules DISCO and SpecDec++ of a drafter, and keep them beside its weights.
+
+    The target continues prompts, and the drafter guesses at every position. A small network learns which guesses are
+    accepted. On a quarter of the texts the threshold and the greatest length are chosen that give most tokens a second,
+    by passes and drafts that are timed here. Use a rule as -s METHOD:control=disco, or control=specdec_pp.
+    """
+    from foretoken.bench.workload import TokenProgress, Workload, load_prompts
+    from foretoken.drafters.base import LONGEST_CHAIN
+    from foretoken.training import stopping
+    from foretoken.trees.stopping import TRAINED, write_rule
+
+    name, drafter_options = _one_drafter(speculative_config, model)
+    texts = load_prompts(prompts, limit=num_prompts)
+    if len(texts) < 2:
+        raise ConfigError("there is one prompt. Expected two at least, to train on and to choose thresholds by.")
+    workload = Workload(prompts=texts, temperatures=temperature or (0.0,), max_tokens=max_tokens, seed=seed)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    options.check_max_tokens(max_tokens, loaded)
+    drafter, deepest = _drafter(drafter_options, loaded, tokenizer)
+    place, depth = Path(str(drafter_options.model)), min(depth or LONGEST_CHAIN, deepest or _DEEPEST)
+    if not place.exists():
+        raise ConfigError(f"'{place}' is no directory here. Expected one, to keep the rules in. Download the drafter.")
+    seconds = stopping.iteration_seconds(
+        loaded, tokenizer, texts, options=drafter_options, controls=("fixed", *TRAINED), depth=depth
+    )
+    with progress("tokens") as on_progress:
+        counter = TokenProgress(workload, len(workload.temperatures), report=on_progress)
+        log = stopping.log_drafts(drafter, loaded, tokenizer, workload, depth=depth, progress=counter)
+    trained = stopping.train_rules(log, seconds)
+    length, best = stopping.best_length(log[:: stopping.HELD_BACK], seconds["fixed"].total)
+    rows = [{"control": "fixed", "max_depth": length, "tokens_per_s": best.rate, "tau": best.tokens / best.passes}]
+    for control, (rule, replayed, error) in trained.items():
+        write_rule(rule, place, control)
+        rows.append({
+            "control": control, "threshold": round(rule.threshold, 3), "max_depth": rule.max_depth,
+            "tokens_per_s": replayed.rate, "tau": replayed.tokens / replayed.passes, "calibration_error": error,
+        })  # fmt: skip
+    header = options.run_header(
+        loaded, drafter=name, prompts=len(texts), max_tokens=max_tokens, temperatures=list(workload.temperatures),
+        seed=seed,
+    )  # fmt: skip
+    if as_json:
+        options.print_json({**header, "rules": rows})
+        return
+    terminal.conditions(header)
+    columns = ["control", "threshold", "max_depth", "tokens_per_s", "tau", "calibration_error"]
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    terminal.print_table([column.replace("_", " ") for column in columns], cells, title="replayed on held-back texts")
+    terminal.print_line(f"wrote {', '.join(TRAINED)} to {place / 'control'}: pass -s METHOD:control=NAME")
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _one_drafter(texts: list[str] | None, model: str) -> tuple[str, DrafterOptions]:
+    from foretoken.entrypoints.config import checked_setup, parse_speculative_config
+
+    setups = [checked_setup(text, target=model) for text in texts or []]
+    configs = [setup.config for setup in setups if setup.config is not None]
+    each = [one for config in configs for one in parse_speculative_config(config, target=model).options]
+    if len(each) != 1:
+        raise ConfigError(f"-s names {len(each)} drafters. Expected one head or draft model, as -s hydra.")
+    return setups[0].name, each[0]
 
 
 def _drafter(config: DrafterOptions, target: LoadedModel, tokenizer: Any) -> tuple[Any, int | None]:

@@ -75,13 +75,13 @@ class NativeDraft:
 def can_draft(expansion: ShapedExpansion, width: int) -> bool:
     """Decides whether the kernels can choose children: on a CPU, with temperature as the only processor.
 
-    They draft whole trees. Pruned trees need one level at a time, so that nothing is drafted below a pruned node. They
+    They draft whole trees. Pruning and stop rules need one level at a time, so that nothing is drafted below. They
     draw siblings without replacement. The candidates must not outnumber the `width` logits of the draft model or head.
     """
     draws, is_here = expansion.draws, runs_cpu_kernels(expansion.roots.device)
     if draws.is_independent and draws.has_sampled:
         return False
-    return is_here and draws.pruning is None and draws.is_plain and expansion.num_candidates <= width
+    return is_here and not draws.looks_at_levels and draws.is_plain and expansion.num_candidates <= width
 
 
 class _Workspace(NamedTuple):

@@ -17,6 +17,7 @@ from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.trees.choices import OF_LANGUAGE_MODELS, PUBLISHED, TreeShape
 from foretoken.trees.dynamic import DynamicShape
 from foretoken.trees.merge import Pruning
+from foretoken.trees.stopping import StopRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -314,6 +315,8 @@ class DrafterOptions(BaseModel):
         pruning: Thresholds of improbable nodes, which are removed before the target sees them: "token_probability",
             "path_probability", "entropy_weighted", see `foretoken.trees.merge`. For methods with drafts that have
             probabilities.
+        stop: Decides after which tokens a draft ends. Made from "control" of `speculative_config`, for methods that
+            draft by probabilities of their own; None for full depth.
     """
 
     model_config = ConfigDict(
@@ -333,6 +336,7 @@ class DrafterOptions(BaseModel):
     max_nodes: int = Field(default=64, ge=2, le=512)
     tree_top_k: int | None = Field(default=None, ge=1, le=64)
     pruning: InstanceOf[Pruning] | None = None
+    stop: InstanceOf[StopRule] | None = None
 
     @field_validator("tree", mode="before")
     @classmethod
@@ -374,6 +378,20 @@ class DrafterOptions(BaseModel):
                 f"tree_top_k is {self.tree_top_k}, which only dynamic trees have: leave it out, or set 'tree' to "
                 "'dynamic'."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _stopping(self) -> Self:
+        if self.stop is None:
+            return self
+        if not self.has_dynamic_trees or self.tree == "dynamic":
+            what = "dynamic trees" if self.has_dynamic_trees else f"method '{self.method}'"
+            raise ConfigError(
+                f"'control' names a stop rule, which {what} cannot follow. Expected a chain or static tree of a method "
+                "that drafts by probabilities of its own, or another control."
+            )
+        if self.pruning is not None:
+            raise ConfigError("'pruning' stands beside a 'control' that is a stop rule. Expected one of them.")
         return self
 
     @property

@@ -87,9 +87,10 @@ class Options(DrafterOptions):
                 "'vocab_match' is 'text', which drafts chains, and 'tree' is something else. Expected 'chain'. Leave "
                 "'tree' out, or set vocab_match to 'intersection'."
             )
-        if self.matching == "text" and self.pruning is not None:
+        if self.matching == "text" and (self.pruning is not None or self.stop is not None):
+            what, key = ("not pruned", "pruning") if self.stop is None else ("not stopped by a rule", "control")
             raise ConfigError(
-                "'vocab_match' is 'text', whose drafts are not pruned. Leave 'pruning' out, or set vocab_match to "
+                f"'vocab_match' is 'text', whose drafts are {what}. Leave '{key}' out, or set vocab_match to "
                 "'intersection'."
             )
         return self
@@ -111,7 +112,7 @@ class DraftModelDrafter:
         self._options, self._load, self._match = options, load, match
         self._take_shape(options.language_model_shape())
         self._texts: dict[int, Translation] = {}  # by slot, if vocabularies differ
-        self._draws = KeptDraws(options.draft_sample_method, options.pruning)
+        self._draws = KeptDraws(options.draft_sample_method, options.pruning, options.stop)
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache.

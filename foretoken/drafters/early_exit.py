@@ -52,7 +52,7 @@ class EarlyExitDrafter:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._take_shape(options.language_model_shape())
-        self._draws = KeptDraws(options.draft_sample_method, options.pruning)
+        self._draws = KeptDraws(options.draft_sample_method, options.pruning, options.stop)
 
     def attach(self, target: TargetHandle) -> None:
         """Checks that the target has more blocks; raises `ConfigError` when no block would be left out."""

@@ -191,7 +191,7 @@ class HeadDrafter:
         self.reads = TargetReads(taps=self.checkpoint.config.taps, is_last_enough=self.reads_last)
         self.shape: AnyShape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
-        self._draws = KeptDraws(options.draft_sample_method, options.pruning)
+        self._draws = KeptDraws(options.draft_sample_method, options.pruning, options.stop)
 
     def attach(self, target: TargetHandle) -> None:
         """Makes the network, and chooses the tree by the measured seconds of passes and drafts."""

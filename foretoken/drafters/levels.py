@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from foretoken.trees.dynamic import ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
     from foretoken.trees.merge import Pruning
+    from foretoken.trees.stopping import StopRule
 
 _LONGEST_CATCH_UP = 2  # after full acceptance, the last drafted token and the bonus token are new to the draft model
 _LONGEST_MAPPED_CATCH_UP = 8  # longer if tokens of the target are several of the draft model's
@@ -194,8 +195,9 @@ def with_quantization(option: QuantizationOption, make: Callable[[Quantization |
 class KeptDraws:
     """The draws of the last proposal."""
 
-    def __init__(self, method: SampleMethod, pruning: Pruning | None = None) -> None:
-        self._is_greedy, self._is_independent, self._pruning = method == "greedy", method == "independent", pruning
+    def __init__(self, method: SampleMethod, pruning: Pruning | None = None, stop: StopRule | None = None) -> None:
+        self._is_greedy, self._is_independent = method == "greedy", method == "independent"
+        self._pruning, self._stop = pruning, stop
         self._draws: DraftDraws | None = None
         self._are_coupled: list[bool] = []
 
@@ -217,8 +219,9 @@ class KeptDraws:
             draws = DraftDraws.build(sampling, are_coupled, positions, greedy=self._is_greedy)
             self._draws, self._are_coupled = draws, are_coupled
         return roots, replace(
-            draws, root_positions=positions, pruning=self._pruning, is_independent=self._is_independent
-        )
+            draws, root_positions=positions, pruning=self._pruning, is_independent=self._is_independent,
+            stop=None if self._stop is None else self._stop.on(device),
+        )  # fmt: skip
 
 
 class NodePasses:

@@ -18,6 +18,7 @@ from foretoken.drafting.draft_timing import time_drafts
 from foretoken.drafting.goodput import Goodput
 from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
 from foretoken.grammars.drafts import FORCED, constrained_tree
+from foretoken.trees.stopping import STOP_CONTROLS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,8 +117,9 @@ def choose_controller(
         keeps_acceptance: Whether acceptance counts are read from and kept in the cache directory.
 
     Returns:
-        `Fixed` if options fix the draft size or a caller made the drafter; else `Goodput`. It buys nodes of several
-        drafters, of dynamic trees and of trees drafted at once, and else chooses the depth of whole drafts.
+        `Fixed` if options fix the draft size, a stop rule ends drafts, or a caller made the drafter; else `Goodput`. It
+        buys nodes of several drafters, of dynamic trees and of trees drafted at once, and else chooses the depth of
+        whole drafts.
     """
     sizes = most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters]
     if not isinstance(control, str):
@@ -127,7 +129,7 @@ def choose_controller(
     if control == "smartspec":
         timed = [time_drafts(drafter, target) for drafter in drafters]
         return SmartSpec(target.costs, timed, [drafter.nodes_by_depth for drafter in drafters], sizes[0])
-    if control == "fixed" or not options or not all(each.is_adaptive for each in options):
+    if control in ("fixed", *STOP_CONTROLS) or not options or not all(each.is_adaptive for each in options):
         return Fixed(*sizes)
     first, timed = options[0], [time_drafts(drafter, target) for drafter in drafters]
     is_bought = first.tree == "dynamic" or (first.can_prune_tree and first.tree == "tree")

@@ -1,6 +1,7 @@
 """Published policies of the speculation length, for studies and as baselines of `Goodput`.
 
-Each policy chooses one depth for all sequences of a batch, and whole drafts are verified.
+Each policy here chooses one depth for all sequences of a batch, and whole drafts are verified. The stop rules of
+`STOP_CONTROLS` decide while a draft is made, see `foretoken.trees.stopping`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafting.base import Allotment, Allowance, Fixed
+from foretoken.trees.stopping import STOP_CONTROLS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.runner.costs import CostCurve
 
-CONTROLS = ("goodput", "fixed", "heuristic", "smartspec")
+CONTROLS = ("goodput", "fixed", "heuristic", "smartspec", *STOP_CONTROLS)
 BatchTable = tuple[tuple[int, int, int], ...]  # least and most sequences, and the depth; 0 for plain decoding
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.acceptance.synthetic import joint_rates
-from foretoken.core.checks import as_python, check_text, shown
+from foretoken.core.checks import as_python, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method
 from foretoken.drafting.policies import check_batch_table, check_control
@@ -29,6 +29,7 @@ from foretoken.entrypoints.model_arguments import checked_path
 from foretoken.entrypoints.vllm_arguments import is_one_of
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.formats.registry import holds_head, method_of
+from foretoken.trees.stopping import STOP_CONTROLS, TRAINED, StopRule, read_rule, rule_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -239,8 +240,18 @@ _MOST_DRAFTERS = 16
 _PREDICTION = "prediction"  # the method that drafts from predictions of requests
 _EXAMPLE = 'Expected for example "ngram", "ngram+hass", a directory, or {"method": "ngram"}.'
 _BATCH_TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's name
+_THRESHOLD, _USUAL_THRESHOLD = "confidence_threshold", 0.4  # transformers' `assistant_confidence_threshold`
 ENGINE_KEYS = frozenset(
-    {"acceptance", "control", "drafters", "rejection_sample_method", _BATCH_TABLE, *_POLICY_KEYS, *_NEUTRAL}
+    {
+        "acceptance",
+        "control",
+        _THRESHOLD,
+        "drafters",
+        "rejection_sample_method",
+        _BATCH_TABLE,
+        *_POLICY_KEYS,
+        *_NEUTRAL,
+    }
 )
 
 
@@ -292,8 +303,10 @@ def parse_speculative_config(
         if key in config and not is_one_of(config[key], values):
             raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
     each = [config] if config.get("drafters") is None else _drafters(config)
-    options = [_options(one, target) for one in each]
-    return SpeculativeConfig(options=options, policy=_policy(config), control=_control(config))
+    control = _control(config)
+    threshold = _threshold(config, control)
+    options = [_options(one, target, control, threshold) for one in each]
+    return SpeculativeConfig(options=options, policy=_policy(config), control=control)
 
 
 def _control(config: Mapping[str, Any]) -> str | BatchTable:
@@ -303,6 +316,18 @@ def _control(config: Mapping[str, Any]) -> str | BatchTable:
     if table is not None:
         return check_batch_table(table)
     return "goodput" if name is None else check_control(name)
+
+
+def _threshold(config: Mapping[str, Any], control: str | BatchTable) -> float:
+    value = config.get(_THRESHOLD)
+    if value is None:
+        return _USUAL_THRESHOLD
+    if control != "confidence":
+        raise ConfigError(
+            f"'{_THRESHOLD}' is given. Expected 'control' to be 'confidence' then. Leave one of them out."
+        )
+    check_number(f"'{_THRESHOLD}'", value, 0.0, 1.0, low_open=True, error=ConfigError)
+    return float(value)
 
 
 def checked_setup(text: str, *, target: str) -> Setup:
@@ -342,7 +367,9 @@ def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [_mapping(one) for one in drafters]
 
 
-def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
+def _options(
+    config: Mapping[str, Any], target: str | None, control: str | BatchTable, threshold: float
+) -> DrafterOptions:
     own = {
         key: value
         for key, value in {**config, "method": _method(config)}.items()
@@ -360,9 +387,28 @@ def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
             own["method"] = method if method in known_methods() else method_of(place)
         elif not is_method(method):
             raise _no_method(method, target)
+    if control in STOP_CONTROLS:
+        own = {**_stopping(str(control), threshold, own, target), **own}
     options = drafter_options(own, other_keys=ENGINE_KEYS)
     check_model_of(options.method, options.model, target)
     return options
+
+
+def _stopping(control: str, threshold: float, own: Mapping[str, Any], target: str | None) -> dict[str, Any]:
+    """Returns a drafter's options under a stop rule; raises `ConfigError` without a trained rule."""
+    if control not in TRAINED:
+        return {"tree": "chain", "stop": StopRule.of(control, threshold)}
+    method, model = own["method"], own.get("model")
+    if model is None:
+        raise ConfigError(f"control '{control}' is kept with a drafter's weights, and method '{method}' has none.")
+    path = rule_file(Path(model), control)
+    if not path.exists():
+        raise ConfigError(
+            f"control '{control}' needs a trained rule, and there is no '{path}'. Train it: foretoken tune stop "
+            f"{target or 'TARGET'} -s {method}:model={model}"
+        )
+    rule = read_rule(path, control)
+    return {"tree": "chain", "num_speculative_tokens": rule.max_depth, "stop": rule}
 
 
 def _no_method(name: str, target: str | None) -> ConfigError:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from foretoken.sampling.batch import SamplingBatch
     from foretoken.trees.merge import Pruning
+    from foretoken.trees.stopping import StopRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class DraftDraws:
         has_sampled: False only if no `is_sampled` is true; known on the host.
         is_drawn_for_all: True only if no sequence is drafted greedily; known on the host.
         pruning: Thresholds of improbable tokens to leave out; None keeps all tokens.
+        stop: Decides after which tokens a draft ends; None for full depth. Replaces `pruning`.
         is_independent: Whether sampled siblings are drawn independently, repeats included, instead of without
             replacement.
     """
@@ -48,6 +50,7 @@ class DraftDraws:
     has_sampled: bool
     is_drawn_for_all: bool
     pruning: Pruning | None = None
+    stop: StopRule | None = None
     is_independent: bool = False
 
     @classmethod
@@ -80,6 +83,11 @@ class DraftDraws:
             has_sampled=has_sampled,
             is_drawn_for_all=False,
         )
+
+    @property
+    def looks_at_levels(self) -> bool:
+        """Whether the tokens of a level decide what is drafted below them."""
+        return self.pruning is not None or self.stop is not None
 
     @property
     def is_plain(self) -> bool:

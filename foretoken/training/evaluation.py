@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape, best_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from foretoken.models.loading import LoadedModel
     from foretoken.training.data.packed import PackedTokens
@@ -45,18 +46,12 @@ def measured_acceptance(
         K rows of R shares: entry i, r is P(candidate r of head i is the token | the tokens before were given); one row
         for a draft model.
     """
-    progress = progress or TokenProgress(workload, len(workload.temperatures), report=no_progress)
-    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, on_step=progress.add)
-    texts = []
-    for temperature in workload.temperatures:
-        for output in llm.generate(list(workload.prompts), workload.params(temperature)):
-            texts.append((len(output.prompt_token_ids), [*output.prompt_token_ids, *output.outputs[0].token_ids]))
-        progress.end_run()
-    guess = _head_guesses(drafter, target) if isinstance(drafter, Head) else _model_guesses(drafter, target.vocab_size)
+    texts = target_texts(target, tokenizer, workload, progress=progress)
+    guess = guesses_of(drafter, target)
     num_rows = drafter.config.steps if isinstance(drafter, Head) else 1
     hits = torch.zeros(num_rows, _NUM_RANKS, dtype=torch.float64)
     counts = torch.zeros(num_rows, 1, dtype=torch.float64)
-    for num_prompt, text in texts:
+    for _, num_prompt, text in texts:
         with torch.inference_mode():
             for index, (logits, labels) in enumerate(guess(torch.tensor([text], device=target.device), num_prompt)):
                 own = logits.gather(1, labels.unsqueeze(1))
@@ -68,8 +63,34 @@ def measured_acceptance(
     return [[round(share, 5) for share in row] for row in shares]
 
 
-def _head_guesses(head: Head, target: LoadedModel) -> Callable[[Tensor, int], Iterator[tuple[Tensor, Tensor]]]:
-    """Returns a function of (1, S) tokens and the prompt's length that yields (M, V) logits and (M,) labels a step."""
+def target_texts(
+    target: LoadedModel, tokenizer: Any, workload: Workload, *, progress: TokenProgress | None = None
+) -> list[tuple[float, int, list[int]]]:
+    """Returns what the target writes: for each text its temperature, the prompt's tokens, and the ids of the whole."""
+    progress = progress or TokenProgress(workload, len(workload.temperatures), report=no_progress)
+    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, on_step=progress.add)
+    texts = []
+    for temperature in workload.temperatures:
+        for output in llm.generate(list(workload.prompts), workload.params(temperature)):
+            ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            texts.append((temperature, len(output.prompt_token_ids), ids))
+        progress.end_run()
+    return texts
+
+
+Guess = Callable[[Tensor, int], Iterator[tuple[Tensor, Tensor]]]
+
+
+def guesses_of(drafter: Head | LoadedModel, target: LoadedModel) -> Guess:
+    """Returns a function of (1, S) tokens and the prompt's length that yields logits and labels of every step.
+
+    Step i of a head has (M - i, V) logits and (M - i,) labels: row s is a draft from position s of the output.
+    A draft model has the first step alone, and row s + i serves step i.
+    """
+    return _head_guesses(drafter, target) if isinstance(drafter, Head) else _model_guesses(drafter, target.vocab_size)
+
+
+def _head_guesses(head: Head, target: LoadedModel) -> Guess:
     head = head.to(target.device)
     parts, teacher = target_parts(target, dtype=torch.float32), Teacher(target, head.config.taps)
     width = head.config.hidden_size * len(head.config.taps)
@@ -86,8 +107,7 @@ def _head_guesses(head: Head, target: LoadedModel) -> Callable[[Tensor, int], It
     return guess
 
 
-def _model_guesses(model: LoadedModel, vocab_size: int) -> Callable[[Tensor, int], Iterator[tuple[Tensor, Tensor]]]:
-    """Returns the same function as `_head_guesses` for a draft model, with one step; vocab_size: V, the target's."""
+def _model_guesses(model: LoadedModel, vocab_size: int) -> Guess:
     parts, teacher = target_parts(model, dtype=torch.float32), Teacher(model)
     missing = vocab_size - model.vocab_size
 

@@ -4,7 +4,8 @@ One loop expands static trees (`TreeExpansion`) and dynamic trees (`foretoken.tr
 `levels()`, a drafter evaluates the nodes of `frontier(depth)` and passes their logits to `grow(depth, logits)`. A
 drafter with logits that do not depend on the nodes passes the logits of all levels at once to `grow_levels(logits)`.
 
-Pruned nodes (`foretoken.trees.merge`) are in no later frontier. The loop ends when no node is left.
+Pruned nodes (`foretoken.trees.merge`), and nodes that a stop rule ends (`foretoken.trees.stopping`), are in no later
+frontier. The loop ends when no node is left; where the host does not read the device freely, after all levels.
 
 The children of a whole level are chosen in a fixed number of tensor operations; only the noise of sampled requests is
 made node by node, see `DraftDraws.keys`.
@@ -147,11 +148,12 @@ class TreeExpansion:
             self._kinds = torch.zeros_like(self.tokens)
             self._row_of = torch.full_like(self.tokens, -1)
         self._num_tokens = 0
-        self._pruning = draws.pruning
-        if draws.pruning is not None:
+        self._stop = draws.stop
+        self._pruning = draws.pruning if draws.stop is None else draws.stop.thresholds
+        if self._pruning is not None:
             is_root = torch.arange(num_nodes, device=roots.device) == 0
             self._is_kept, self._goes_on = is_root.repeat(batch, 1), is_root.repeat(batch, 1)
-            self._paths = torch.zeros_like(self._scores)  # sums of `DraftDraws.likelihoods`
+            self._paths = torch.zeros_like(self._scores)  # sums of `DraftDraws.likelihoods`, or of a rule's estimates
             self._narrowed: list[tuple[Tensor, Level]] = []  # by depth: indices of expanded nodes, their level
 
     @property
@@ -232,7 +234,7 @@ class TreeExpansion:
         gains = _entries(log_probs, level.place, chosen)
         self._scores[:, children] = self._scores[:, level.parents] + gains
         if self._pruning is not None:
-            self._prune(level, self.draws.likelihoods(log_probs, keys), chosen)
+            self._prune(level, self.draws.likelihoods(log_probs, keys), chosen, depth)
         if self.draws.has_sampled:
             # A token with probability 0 is a choice, not a draw. That happens past the support, where a probability
             # underflows, and where logits are NaN.
@@ -298,11 +300,13 @@ class TreeExpansion:
             return level
         if depth == len(self._narrowed):
             places = self._goes_on[:, level.nodes].any(0).nonzero()[:, 0]
-            above = self._narrowed[-1][0] if depth else None
-            self._narrowed.append((places, level.narrowed(places, above)))
+            above, level_above = self._narrowed[-1] if depth else (None, None)
+            is_above_whole = depth == 0 or level_above is self._relations.levels[depth - 1]
+            is_whole = is_above_whole and len(places) == len(level.indices)
+            self._narrowed.append((places, level if is_whole else level.narrowed(places, above)))
         return self._narrowed[depth][1]
 
-    def _prune(self, level: Level, likelihoods: Tensor, chosen: Tensor) -> None:
+    def _prune(self, level: Level, likelihoods: Tensor, chosen: Tensor, depth: int) -> None:
         """Marks which children of a level stay if they are chosen (not drawn), and which of them are expanded.
 
         likelihoods: (B, P, V) or (B, 1, V), see `DraftDraws.likelihoods`; chosen: (B, C) int64, the children's tokens.
@@ -314,9 +318,14 @@ class TreeExpansion:
             by_parent = normalised_entropy(likelihoods)
             entropies = by_parent if by_parent.shape[1] == 1 else by_parent[:, level.place]
         own = _entries(likelihoods, level.place, chosen)
+        if self._stop is not None:
+            own = self._stop.log_estimates(likelihoods, level.place, own, depth)
         self._paths[:, children] = self._paths[:, level.parents] + own
         passes = pruning.token_passes(own, entropies) & pruning.path_passes(self._paths[:, children])
-        self._is_kept[:, children] = self._goes_on[:, children] = self._goes_on[:, level.parents] & passes
+        is_grown = self._goes_on[:, level.parents]
+        self._goes_on[:, children] = is_grown & passes
+        # The token that ends a draft by a stop rule is verified.
+        self._is_kept[:, children] = is_grown if self._stop is not None else is_grown & passes
 
     def _keep_drawn(self, level: Level, is_drawn: Tensor) -> None:
         """Keeps drawn nodes at any probability, see `Pruning`; is_drawn: (B, C) bool."""

@@ -13,6 +13,7 @@ from enumeration import Drafts
 from torch import Tensor
 
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
+from foretoken.trees.stopping import StopRule
 from tests.tree_checks import check_tree
 
 
@@ -115,6 +116,28 @@ def ending(proposal: Proposal, q: Tensor, threshold: float) -> Proposal:
         while node:
             node, token = divmod(node - 1, q.shape[1])
             if q[node, token] < threshold:
+                return [([], 1.0)]
+        return proposal(context)
+
+    return propose
+
+
+def stopped(proposal: Proposal, q: Tensor, rule: StopRule) -> Proposal:
+    """Nothing below a node that ends its draft by a rule, or below its descendants."""
+    vocab = q.shape[1]
+
+    def propose(context: int) -> list[tuple[list[Child], float]]:
+        path: list[tuple[int, int]] = []  # contexts and tokens, from the last node up
+        node = context
+        while node:
+            node, token = divmod(node - 1, vocab)
+            path.append((node, token))
+        total = torch.zeros(1, 1)
+        for depth, (above, token) in enumerate(reversed(path)):
+            log_probs = q[above].float().log().view(1, 1, -1)
+            own = rule.log_estimates(log_probs, torch.zeros(1, dtype=torch.int64), log_probs[..., token], depth)
+            total = total + own
+            if not (rule.thresholds.token_passes(own, None) & rule.thresholds.path_passes(total)).all():
                 return [([], 1.0)]
         return proposal(context)
 

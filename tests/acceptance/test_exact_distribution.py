@@ -15,16 +15,19 @@ from drafting import (
     independent,
     joined,
     random_table,
+    stopped,
     tables,
     without_improbable,
     without_replacement,
 )
+from end_to_end.stop_rules import stop_rule
 from enumeration import EXACT, Drafts, ExactLaw, Rule, exact_distribution
 
 from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_kseq, accept_sequential
 from foretoken.acceptance.select import LOSSLESS_RULES, AcceptancePolicy
 from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import DrawKind
+from foretoken.trees.stopping import STOP_CONTROLS
 
 RULES: dict[str, Rule] = {
     "greedy": lambda tree, log_probs, _: accept_greedy(tree, lambda nodes: log_probs(nodes).argmax(1)),
@@ -151,6 +154,21 @@ def test_drafts_that_end_below_improbable_draws(rule: str, case: str) -> None:
     draw = independent if rule.startswith("kseq") else draw
     target, draft = tables(case, 3, len(shape))
     every_draft = drafts([ending(draw(draft, width), draft, 0.3) for width in shape], 3)
+    assert len(set(every_draft.tree.num_nodes.tolist())) > 1, "some drafts end early"
+    assert law(rule.split(",")[0], every_draft, target).error <= EXACT
+
+
+@pytest.mark.parametrize("control", STOP_CONTROLS)
+@pytest.mark.parametrize(
+    "rule", ["sequential", "sequential, tree", "block", "traversal", "traversal, tree", "kseq, tree"]
+)
+def test_drafts_that_end_by_a_stop_rule(rule: str, control: str) -> None:
+    """The token that ends a draft is verified, and each path decides alone whether anything follows."""
+    shape, draw = ((2, 1), without_replacement) if rule.endswith("tree") else ((1, 1, 1), independent)
+    draw = independent if rule.startswith("kseq") else draw
+    target, draft = tables("dense", 3, len(shape))
+    levels = [stopped(draw(draft, width), draft, stop_rule(control)) for width in shape]
+    every_draft = drafts(levels, 3)
     assert len(set(every_draft.tree.num_nodes.tolist())) > 1, "some drafts end early"
     assert law(rule.split(",")[0], every_draft, target).error <= EXACT
 

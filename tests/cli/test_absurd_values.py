@@ -34,6 +34,7 @@ NEEDED = {
     "data index": ("{out}", "--out", "{out}"),
     "train": ("medusa", MODEL, "--data", "{out}", "--out", "{out}"),
     "tune tree": (MODEL, "-s", "hydra"),
+    "tune stop": (MODEL, "-s", "draft_model"),
     "doctor": (MODEL, HEAD),
 }
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]

@@ -1,8 +1,9 @@
-"""`foretoken tune tree`: what it prints and writes, on the bundled heads, and where the file is taken."""
+"""`foretoken tune`: what it prints and writes, on the bundled models, and where the files are taken."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,52 @@ def test_values_in_files(tmp_path: Path) -> None:
     file.write_text("[[0], [1]")
     assert "is not valid JSON" in run("verify", MODEL, "-s", f"hydra:tree=@{file}").stderr
     assert "there is no file" in run("verify", MODEL, "-s", f"hydra:tree=@{tmp_path / 'none'}").stderr
+
+
+def test_stop_rules_are_kept_beside_the_weights_and_calibrated(tmp_path: Path) -> None:
+    """Errors of calibration are those on texts that trained nothing."""
+    draft = tmp_path / "draft"
+    shutil.copytree(f"{MODEL}-draft", draft)
+    setup = f"draft_model:model={draft}"
+    command = (
+        "bench",
+        MODEL,
+        "-s",
+        f"{setup}:control=disco",
+        "-s",
+        f"{setup}:control=specdec_pp",
+        "--num-prompts",
+        "2",
+    )
+    refused = run(*command)
+    assert refused.returncode == 2
+    assert f"Train it: foretoken tune stop {MODEL} -s {setup}" in " ".join(refused.stderr.split())
+    result = run(
+        "tune", "stop", MODEL, "-s", setup, "--num-prompts", "48", "--max-tokens", "64", "--depth", "8", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    fixed, *rules = json.loads(result.stdout)["rules"]
+    assert [fixed["control"], *(rule["control"] for rule in rules)] == ["fixed", "disco", "specdec_pp"]
+    for rule in rules:
+        assert rule["calibration_error"] < 0.05
+        assert 0 < rule["threshold"] < 1
+        assert 1 <= rule["max_depth"] <= 8
+        assert 1 < rule["tau"] <= 9
+        assert (draft / "control" / f"{rule['control']}.safetensors").exists()
+    used = run(*command, "--max-tokens", "24", "--temperature", "0", "--json")
+    assert used.returncode == 0, used.stderr
+    assert [row["num_identical"] for row in json.loads(used.stdout)["measurements"]] == [None, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "-s names 0 drafters. Expected one head or draft model"),
+        (("-s", "ngram"), "method 'ngram' has no ranked candidates."),
+        (("-s", "draft_model", "--num-prompts", "1"), "there is one prompt. Expected two at least"),
+    ],
+)
+def test_what_training_of_stop_rules_refuses(arguments: tuple[str, ...], message: str) -> None:
+    result = run("tune", "stop", MODEL, *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in " ".join(result.stderr.split())

@@ -25,6 +25,7 @@ from unittest import mock
 import pytest
 import torch
 from end_to_end.chi_square import chi_square_level
+from end_to_end.stop_rules import stop_rule
 from end_to_end.tiny_llms import draft_model
 from tiny_models import tiny_model
 
@@ -61,8 +62,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "coupled": {"tree": {"widths": [2, 2]}},
 }
 PRUNED = "sequential, pruned"
+STOPPED = {
+    "block, stopped": {"num_speculative_tokens": 2, "stop": stop_rule("disco")},
+    "sequential, stopped tree": {"tree": {"widths": [2, 2]}, "stop": stop_rule("specdec_pp")},
+}
 SETTINGS_OF_ALL = {
     **SETTINGS,
+    **STOPPED,
     **{
         name: {"tree": {"widths": [2, 2]}, "pruning": {"token_probability": 0.2, "entropy_weighted": 0.9}}
         for name in (PRUNED, "traversal, pruned")
@@ -216,3 +222,18 @@ def test_broken_residual_is_found(setting: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "residual", lambda p, q: p / p.sum(1, keepdim=True))
     texts, _ = sample(setting, monkeypatch)
     assert chi_square_level(texts, exact_distribution(setting)) < LEVEL
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("setting", STOPPED)
+def test_the_draw_that_ends_a_draft_is_verified(setting: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of sampled requests that a stop rule ends; to leave out the draw that ended the draft is found."""
+    if is_broken:
+
+        def leave_out(self: TreeExpansion, level: Any, is_drawn: torch.Tensor) -> None:
+            self._is_kept[:, level.children] &= self._goes_on[:, level.children]
+
+        monkeypatch.setattr(TreeExpansion, "_keep_drawn", leave_out)
+    texts, metrics = sample(setting, monkeypatch, is_native=True)
+    assert (chi_square_level(texts, exact_distribution(setting)) > LEVEL) is not is_broken
+    assert 0 < metrics.drafted_at_depth[2] < metrics.drafted_at_depth[1], "some drafts end early, and others do not"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from drafters.adversarial import BEHAVIOURS
+from end_to_end.stop_rules import stop_rule
 from end_to_end.tiny_heads import HEADS, depth, head
 from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -28,6 +29,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.datastore import write_datastore
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
 from foretoken.models.loading import wrap_model
+from foretoken.trees.stopping import StopRule
 
 MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]
 GAPPED_CHOICES = [[1], [3], [1, 0], [1, 2], [1, 2, 1]]  # ranks that a search over measured acceptance may skip
@@ -247,6 +249,8 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft dynamic pruned": draft(
             tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12, pruning={"token_probability": 0.03}
         ),
+        "draft stopped": draft(num_speculative_tokens=6, stop=StopRule.of("confidence", 0.04)),
+        "draft tree stopped": draft(tree=WIDTHS, stop=stop_rule("specdec_pp")),
         "draft as stored": draft(num_speculative_tokens=4, quantization="none"),  # else int8 where that can be
         "draft intersection": draft_other("intersection", num_speculative_tokens=4),
         "draft intersection dynamic": draft_other(
@@ -273,6 +277,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
             )
             for name in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "falcon")
         },
+        "hydra stopped": head("hydra", architecture, control="confidence", confidence_threshold=0.05),
         "hydra pruned": head("hydra", architecture, num_speculative_tokens=3, pruning={"entropy_weighted": 0.3}),
         "medusa dynamic pruned": head(
             "medusa", architecture, tree="dynamic", num_speculative_tokens=3, pruning={"path_probability": 0.05}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.drafters import registry
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.entrypoints.config import ENGINE_KEYS, parse_speculative_config
+from foretoken.trees.stopping import StopRule, acceptance_network, write_rule
 
 # What vLLM 0.33 calls the keys, with values that ask for nothing foretoken lacks.
 NEUTRAL_KEYS = {
@@ -68,10 +70,55 @@ def test_who_decides_how_much_is_drafted() -> None:
     assert table == ((1, 64, 3), (65, 128, 0))
     with pytest.raises(ConfigError, match=r"there is no control 'smartspecs'\. Did you mean 'smartspec'"):
         parse(method="ngram", control="smartspecs")
-    with pytest.raises(ConfigError, match=r"there is no control 3\. Known: fixed"):
+    with pytest.raises(ConfigError, match=r"there is no control 3\. Known: confidence, disco, fixed"):
         parse(method="ngram", control=3)
     with pytest.raises(ConfigError, match="'control' stands beside"):
         parse(method="ngram", control="fixed", num_speculative_tokens_per_batch_size=[[1, 2, 3]])
+
+
+def test_stop_rules(tmp_path: Path) -> None:
+    chain = parse(method="draft_model", model="/x", control="confidence").options[0]
+    assert (chain.tree, chain.stop, chain.is_adaptive) == ("chain", StopRule.of("confidence", 0.4), True)
+    assert parse(method="early_exit", control="confidence", confidence_threshold=1).options[0].stop == StopRule.of(
+        "confidence", 1.0
+    )
+    write_rule(StopRule.of("disco", 0.25, acceptance_network("disco"), 7), tmp_path, "disco")
+    found = parse(method="draft_model", model=str(tmp_path), control="disco", num_speculative_tokens=3)
+    assert found.options[0].num_speculative_tokens == 3
+    found = parse(method="draft_model", model=str(tmp_path), control="disco")
+    assert found.options[0].num_speculative_tokens == 7
+    assert found.options[0].stop.thresholds.token_probability == 0.25
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "ngram", "control": "confidence"}, "a stop rule, which method 'ngram' cannot follow. Expected a"),
+        ({"method": "draft_model", "model": "/x", "control": "confidence", "tree": "dynamic"}, "which dynamic trees"),
+        (
+            {"method": "draft_model", "model": "/x", "control": "confidence", "pruning": {"path_probability": 0.1}},
+            "'pruning' stands beside a 'control' that is a stop rule. Expected one of them.",
+        ),
+        (
+            {"method": "draft_model", "model": "/x", "control": "confidence", "vocab_match": "text"},
+            "drafts are not stopped by a rule. Leave 'control' out",
+        ),
+        ({"method": "ngram", "confidence_threshold": 0.4}, "Expected 'control' to be 'confidence' then."),
+        (
+            {"method": "early_exit", "control": "confidence", "confidence_threshold": 0},
+            "'confidence_threshold' is 0. Expected above 0 and at most 1.",
+        ),
+        ({"method": "ngram", "control": "disco"}, "is kept with a drafter's weights, and method 'ngram' has none."),
+        (
+            {"method": "draft_model", "model": "/x", "control": "disco"},
+            "there is no '/x/control/disco.safetensors'. Train it: foretoken tune stop /nowhere/target -s "
+            "draft_model:model=/x",
+        ),
+    ],
+)
+def test_stop_rules_that_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse(**config)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +207,7 @@ def test_every_option_of_every_method_has_exactly_its_type() -> None:
     required = {"oracle": {"references": [[1, 2]]}}
     for method in known_methods():
         fields = _module(method).Options.model_fields
-        for key in fields.keys() - {"method", "tree", "pruning"}:
+        for key in fields.keys() - {"method", "tree", "pruning", "stop"}:
             for value in OPTIONS[key]:
                 with pytest.raises(ConfigError, match=rf"'{key}[.\d]*' of method '{method}' is "):
                     parse(method=method, **{**required.get(method, {}), key: value})
