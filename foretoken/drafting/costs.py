@@ -13,19 +13,17 @@ show. A busy machine slows passes, drafts and the host alike, so `machine` chang
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from math import exp, log
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from foretoken.runner.costs import CostCurve
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from foretoken.core.records import StepRecord
-    from foretoken.runner.costs import CostCurve
 
 LONGEST = 1.4  # an observation counts at most this far from what is known, unless the one before was as far
 _STEP = log(LONGEST)
@@ -52,75 +50,60 @@ class _Surprise:
 class _PassSeconds:
     """Seconds of passes over one number of sequences, for a machine that is as fast as at load."""
 
-    def __init__(self, widths: Sequence[int], told: Sequence[float]) -> None:
-        self._widths, self._told = widths, told
-        self._logs, self._num = [0.0] * len(widths), [0.0] * len(widths)
+    def __init__(self, told: CostCurve) -> None:
+        self._told = told
+        self._seen: dict[int, tuple[float, float]] = {}  # by tokens: log of true over told seconds, and observations
         self._surprise, self._noise = _Surprise(), 0.0  # mean square of surprises
         self._table, self._age = list[float](), 0
 
     def copy(self) -> _PassSeconds:
-        made = _PassSeconds(self._widths, self._told)
-        made._logs, made._num, made._noise = self._logs.copy(), self._num.copy(), self._noise
+        made = _PassSeconds(self._told)
+        made._seen, made._noise = self._seen.copy(), self._noise
         made.age()
         return made
 
     def age(self) -> None:
-        self._num = [min(num, 1.0) for num in self._num]
+        self._seen = {width: (ratio, min(num, 1.0)) for width, (ratio, num) in self._seen.items()}
 
     def num_seen(self, width: int) -> float:
-        place, share = self._near(width)
-        return _between(self._num, place, share)
+        return self._seen[width][1] if width in self._seen else 0.0
 
     def table(self, most: int) -> list[float]:
         """Seconds at 0, 1, … tokens, at least up to `most`."""
         if len(self._table) <= most or self._age >= _REFRESH_EVERY:
-            sizes = np.arange(max(len(self._table), most + 1, 64))
-            self._table, self._age = np.interp(sizes, self._widths, self._points()).tolist(), 0
+            self._table, self._age = self._seconds(max(len(self._table), most + 1, 64)), 0
         return self._table
 
-    def _points(self) -> NDArray[np.float64]:
-        seen, places, told = np.flatnonzero(self._num), np.log(self._widths), np.array(self._told)
-        if not len(seen):
-            return told
-        logs, num = np.array(self._logs)[seen], np.array(self._num)[seen]
+    def _seconds(self, size: int) -> list[float]:
+        told = self._told.seconds(np.arange(size))
+        seen = sorted(width for width in self._seen if width < size)
+        if not seen:
+            return [float(each) for each in told]
+        logs, num = np.array([self._seen[width] for width in seen]).T
         # The noisier the clock, the closer are few observations to the mean of all.
         mean = float(num @ logs) / float(num.sum())
         logs = mean + num / (num + self._noise / _SHAPE) * (logs - mean)
-        seconds = told * np.exp(np.interp(places, places[seen], logs))
+        seconds = told * np.exp(np.interp(np.log(np.maximum(np.arange(size), 1)), np.log(seen), logs))
         # Beyond the widest seen pass a token adds what it was told to add, corrected as between the seen passes.
         low, high = seen[0], seen[-1]
         usual = _RIDGE * told[high]
         added = max(seconds[high] - seconds[low], 0.0) + usual * seconds[high] / told[high]
         seconds[high:] = seconds[high] + added / (told[high] - told[low] + usual) * (told[high:] - told[high])
         # No pass takes longer than a wider one: disturbances only add.
-        return np.minimum.accumulate(seconds[::-1])[::-1]
-
-    def _near(self, width: int) -> tuple[int, float]:
-        """Returns the point below a width, and the share of the next point."""
-        place = min(max(bisect_right(self._widths, width), 1), len(self._widths) - 1) - 1
-        low, high = self._widths[place], self._widths[place + 1]
-        return place, min((width - low) / (high - low), 1.0)
+        rising: list[float] = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
+        return rising
 
     def learn(self, width: int, seconds: float) -> float:
         """Learns from a pass; returns the part of the surprise that the machine may explain, as a logarithm."""
         known = self.table(width)[width]
         surprise = self._surprise.clipped(log(max(seconds, 1e-9) / known))
         self._noise += _RATE * (surprise**2 - self._noise)
-        place, share = self._near(width)
-        own = log(known / _between(self._told, place, share)) + surprise
-        most = 0.0
-        for at, near in ((place, 1 - share), (place + 1, share)):
-            if near > 0:
-                rate = near * max(1 / (self._num[at] + near), _RATE)
-                self._logs[at] += rate * (own - self._logs[at])
-                self._num[at] += near
-                most = max(most, rate)
-        self._age += _REFRESH_EVERY if most > 0.1 else 1
-        return (1 - most) * surprise
-
-
-def _between(values: Sequence[float], place: int, share: float) -> float:
-    return values[place] + share * (values[place + 1] - values[place])
+        before, num = self._seen.get(width, (0.0, 0.0))
+        rate = max(1 / (num + 1), _RATE)
+        found = log(known / self._told(width)) + surprise
+        self._seen[width] = before + rate * (found - before), num + 1
+        self._age += _REFRESH_EVERY if rate > 0.1 else 1
+        return (1 - rate) * surprise
 
 
 class CostModel:
@@ -142,9 +125,7 @@ class CostModel:
             deepest: Most levels of each drafter.
             timed: Depth and seconds of each drafter's timed drafts; see `time_drafts`.
         """
-        widths = [1, 8, 64] if cost is None else [width for width, _ in cost.points]
-        widths += [widths[-1] << doubled for doubled in range(1, 5)]
-        self._told = _PassSeconds(widths, [1.0] * len(widths) if cost is None else cost.seconds(widths).tolist())
+        self._told = _PassSeconds(cost or CostCurve((1,), (1.0,)))
         self._passes: dict[int, _PassSeconds] = {}
         self.machine, self._num_passes = 1.0, 0
         self.host, self.merging = FadingLine(), FadingLine()

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _FREE = 0.03  # share of a plain iteration: a cheaper drafter is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
-_DECIDE_EVERY = 4  # iterations that share a decision once it repeats
+_DECIDE_EVERY = 8  # iterations that share a decision once it repeats
 
 
 class _Known:

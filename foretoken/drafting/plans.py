@@ -106,14 +106,17 @@ def stop(at_hand: AtHand, costs: Costs) -> DraftPlan:
 
 def _best_size(width: float, tokens: float, values: Sequence[float], costs: Costs, draft_s: float) -> DraftPlan:
     """Returns how many values to take, in this order, besides a pass of some width that brings some tokens."""
-    best = DraftPlan(0, width, tokens, costs.without_drafting(width, tokens) + draft_s)
-    rate = best.rate
+    passes, last, (start, slope) = costs.passes, len(costs.passes) - 1, costs.host  # not a call for each value
+    first, start = int(width + 0.5), start + draft_s
+    best, best_tokens = 0, tokens
+    best_s = passes[min(first, last)] + start + slope * tokens
+    rate = tokens / best_s
     for size, value in enumerate(values, start=1):
         tokens += value
-        seconds = costs.without_drafting(width + size, tokens) + draft_s
+        seconds = passes[min(first + size, last)] + start + slope * tokens
         if tokens > rate * seconds:
-            best, rate = DraftPlan(size, width + size, tokens, seconds), tokens / seconds
-    return best
+            best, best_tokens, best_s, rate = size, tokens, seconds, tokens / seconds
+    return DraftPlan(best, width + best, best_tokens, best_s)
 
 
 def best_depth(now: DraftPlan, at_hand: AtHand, candidate: Candidate, costs: Costs) -> DraftPlan:
