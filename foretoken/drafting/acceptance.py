@@ -33,7 +33,7 @@ _FADE = 0.5 ** (1 / 50)  # decay per draft
 _PRIOR = 2.0  # observations that the expected rate is worth, at each depth and over all of them
 _GUESS = 0.6  # rate before any observation
 _DEEPEST = 16  # levels of nodes that are told apart; deeper nodes count as the last
-AGED = 8.0  # weight of all earlier drafts when a probe begins, because texts change
+_POOLED = 8.0  # drafts that the rate of all depths is worth at each depth; and all drafts before a try: texts change
 
 
 class LevelAcceptance:
@@ -58,7 +58,7 @@ class LevelAcceptance:
         """Rates by depth; close to the expected rates, scaled to what was seen, where observations are few."""
         scale = (sum(self._right) + _PRIOR) / (_dot(self._seen, self._expected) + _PRIOR)
         return [
-            (right + _PRIOR * min(scale * expected, 1.0)) / (seen + _PRIOR)
+            (right + _POOLED * min(scale * expected, 1.0)) / (seen + _POOLED)
             for seen, right, expected in zip(self._seen, self._right, self._expected, strict=True)
         ]
 
@@ -89,7 +89,7 @@ class LevelAcceptance:
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        self._scale(AGED / max([*self._seen, AGED]))
+        self._scale(_POOLED / max([*self._seen, _POOLED]))
 
     def _scale(self, share: float) -> None:
         self._seen, self._right = _scaled(self._seen, share), _scaled(self._right, share)
@@ -199,7 +199,7 @@ class NodeAcceptance:
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        share = AGED / max([*self._num, AGED])
+        share = _POOLED / max([*self._num, _POOLED])
         self._ww *= share
         self._bb, self._wb = _scaled(self._bb, share), _scaled(self._wb, share)
         self._num, self._right = _scaled(self._num, share), _scaled(self._right, share)

@@ -40,14 +40,14 @@ class Exploration:
         """Notes that a choice is made anyway."""
         self._tried[choice] = self.count, 0
 
-    def is_due(self, choice: object, loss: float) -> bool:
+    def is_due(self, choice: object, loss: float, *, goes_on: bool = True) -> bool:
         """Decides whether to try a choice in this iteration, for an expected loss.
 
-        Two tries follow each other, and more while they gain.
+        Two tries follow each other. With `goes_on` more follow while drafts gain.
         """
         last, num = self._tried.setdefault(choice, (self.count - 1, 0))
         since = self.count - last
-        if (since <= 2 and num == 1) or (since == 1 and num > 1 and self._has_gained):
+        if (since <= 2 and num == 1) or (goes_on and since == 1 and num > 1 and self._has_gained):
             self._tried[choice] = self.count, num + 1
             return True
         if since < GAP or SHARE * since < 2 * loss:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _FREE = 0.03  # share of a plain iteration: a cheaper drafter is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
-_DECIDE_EVERY = 8  # iterations that share a decision once it repeats
+_DECIDE_EVERY = 8  # most iterations that share a decision once it repeats; fewer at first
 
 
 class _Known:
@@ -183,7 +183,7 @@ class Goodput:
         if num_prompt_tokens:
             return allotment
         if len(self._known) == 1 and self._plan is not None and first.depth == self._last_depth:
-            self._held, self._held_until = allotment, now + _DECIDE_EVERY
+            self._held, self._held_until = allotment, now + min(_DECIDE_EVERY, now // _DECIDE_EVERY)
         self._last_depth = first.depth
         return allotment
 
@@ -224,17 +224,24 @@ class Goodput:
         plans = {i: best_depth(now, at_hand, self._candidate(i), costs) for i in costly}
         best = max(costly, key=lambda i: plans[i].rate)
         if plans[best].rate > now.rate:
-            self._plan = plans[best]
+            self._plan = plan = plans[best]
             self._exploration.note(best)
-            return self._asking(Ask((best,), plans[best].size))
+            if plan.size < self._known[best].deepest and not self._num_prompt_tokens:
+                deeper = best_depth(now, at_hand, self._candidate(best), costs, least=plan.size + 1)
+                if self._exploration.is_due(("deeper", best), self._loss_of(deeper, plan.rate), goes_on=False):
+                    plan = deeper
+            return self._asking(Ask((best,), plan.size))
         for i in costly if not self._num_prompt_tokens else ():
-            loss = (plans[i].seconds * now.rate - plans[i].tokens) / self._batch
-            if self._exploration.is_due(i, loss):
+            if self._exploration.is_due(i, self._loss_of(plans[i], now.rate)):
                 if self._exploration.is_beginning(i):
                     self._known[i].age()
                     self._costs.age(i)
                 return self._asking(Ask((i,), plans[i].size))
         return None
+
+    def _loss_of(self, plan: DraftPlan, rate: float) -> float:
+        """Returns how many plain iterations a plan loses against a rate of tokens per second."""
+        return (plan.seconds * rate - plan.tokens) / self._batch
 
     def _asking(self, ask: Ask) -> Ask:
         self._asked.update((i, min(ask.depth, self._known[i].deepest)) for i in ask.drafters)

@@ -119,8 +119,8 @@ def _best_size(width: float, tokens: float, values: Sequence[float], costs: Cost
     return DraftPlan(best, width + best, best_tokens, best_s)
 
 
-def best_depth(now: DraftPlan, at_hand: AtHand, candidate: Candidate, costs: Costs) -> DraftPlan:
-    """Returns the plan with the most tokens per second in which a candidate is asked, for at least one level.
+def best_depth(now: DraftPlan, at_hand: AtHand, candidate: Candidate, costs: Costs, *, least: int = 1) -> DraftPlan:
+    """Returns the plan with the most tokens per second in which a candidate is asked, for at least some levels.
 
     The depth is chosen for the number of nodes at hand that is best without the candidate, then the number of nodes for
     this depth, and then the depth again.
@@ -130,6 +130,7 @@ def best_depth(now: DraftPlan, at_hand: AtHand, candidate: Candidate, costs: Cos
         at_hand: Trees.
         candidate: A drafter.
         costs: Seconds.
+        least: Least levels, at most those of the candidate.
     """
     batch, values = at_hand.batch, at_hand.values
     draft_s = at_hand.draft_s + (costs.merging if values else 0.0)
@@ -141,7 +142,7 @@ def best_depth(now: DraftPlan, at_hand: AtHand, candidate: Candidate, costs: Cos
         plans = [
             DraftPlan(d + 1, width + widths[d], tokens + more, costs.without_drafting(width + widths[d], tokens + more)
                       + draft_s + candidate.seconds[d])
-            for d, more in enumerate(added)
+            for d, more in enumerate(added[least - 1 :], start=least - 1)
         ]  # fmt: skip
         return max(plans, key=lambda plan: plan.rate)
 
