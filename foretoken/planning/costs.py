@@ -78,7 +78,7 @@ class Iterations:
         tokens: Tokens of a pass, over the whole batch.
         pass_ratio: Seconds of the passes over the seconds of such passes as they were timed alone: caches are colder
             here, features are read, and other programs run.
-        draft_s: Seconds of drafting.
+        draft_s: Seconds of drafting; without drafts those of deciding that, and of making roots.
         host_s: Seconds outside of passes and drafts.
     """
 
@@ -102,18 +102,18 @@ class TimedDrafter:
     seen: Iterations | None = None
     seen_depth: int = 0
 
-    def seconds(self, batch: int, depth: int, slowdown: float) -> float:
+    def seconds(self, batch: int, depth: int, plain: Iterations) -> float:
         """Returns the seconds of a draft for the whole batch.
 
         Args:
             batch: Sequences; between and beyond the timed batches the seconds are linear.
             depth: Levels.
-            slowdown: Of this machine since drafts were timed; not used if they were seen in the engine.
+            plain: Iterations without drafts: their slowdown counts if drafts were not seen in the engine.
         """
         alone = self._alone(batch, depth)
         if self.seen is None or not (known := self._alone(1, self.seen_depth)):
-            return slowdown * alone
-        return self.seen.draft_s / known * alone
+            return plain.draft_s + plain.pass_ratio * alone
+        return plain.draft_s + max(self.seen.draft_s - plain.draft_s, 0.0) / known * alone
 
     def _alone(self, batch: int, depth: int) -> float:
         return _between({size: fixed + depth * level for size, (fixed, level) in self.lines.items()}, batch)
@@ -198,7 +198,7 @@ class MeasuredCosts:
         """See `IterationCosts`."""
         timed = self.drafters.get(draft.name)
         if timed is not None:
-            return timed.seconds(batch, draft.depth, self.plain[min(self.plain)].pass_ratio)
+            return timed.seconds(batch, draft.depth, self.plain[min(self.plain)])
         sizes = drafter_sizes(draft.method, self.target)
         if sizes is None:
             return self.free[min(self.free)].draft_s
@@ -208,7 +208,9 @@ class MeasuredCosts:
 
     def host(self, draft: PlannedDraft, batch: int) -> float:
         """See `IterationCosts`."""
-        by_batch = {size: each.host_s for size, each in (self.free if draft.depth else self.plain).items()}
+        if not draft.depth:
+            return max(_between({size: each.host_s + each.draft_s for size, each in self.plain.items()}, batch), 0.0)
+        by_batch = {size: each.host_s for size, each in self.free.items()}
         timed = self.drafters.get(draft.name)
         own = 1.0 if timed is None or timed.seen is None else timed.seen.host_s / by_batch[min(by_batch)]
         return max(own * _between(by_batch, batch), 0.0)
@@ -216,11 +218,13 @@ class MeasuredCosts:
     def _ratio(self, draft: PlannedDraft, batch: int) -> float:
         """Returns the ratio of passes in the engine, by the tokens of a pass.
 
-        It lies between plain decoding and the free drafter at the nearest timed batch. A drafter that was seen keeps
-        its factor over that: reading features, for example, takes time as well.
+        It lies between plain decoding and the free drafter at the nearest timed batch. A drafter that was seen has a
+        factor over that: reading features, for example, takes time as well. The factor grows with the nodes.
         """
-        timed = self.drafters.get(draft.name)
-        own = 1.0 if timed is None or timed.seen is None else timed.seen.pass_ratio / self._usual(timed.seen.tokens, 1)
+        timed, own = self.drafters.get(draft.name), 1.0
+        if timed is not None and timed.seen is not None and timed.seen.tokens > 1:
+            factor = timed.seen.pass_ratio / self._usual(timed.seen.tokens, 1)
+            own += (factor - 1) * min(draft.nodes / (timed.seen.tokens - 1), 1.0)
         return own * self._usual(batch * (1 + draft.nodes), batch)
 
     def _usual(self, tokens: float, batch: int) -> float:
