@@ -266,6 +266,8 @@ class Drafting:
         if request.prediction is not None and self._predicting is not self._usual:
             self._guards[-1].begin(slot, request)
             self._predicted.add(slot)
+            if isinstance(controller := self._predicting.controller, Goodput):
+                controller.forget(len(self._guards) - 1)
 
     def reusable(self, slot: int, length: int) -> int:
         """Returns how many of the first positions of a slot no drafter needs to read again, see `PrefixKeeper`.

@@ -137,6 +137,11 @@ class Goodput:
         self._kept = kept
         weakref.finalize(self, kept.keep)
 
+    def forget(self, drafter: int) -> None:
+        """Forgets the acceptance of a drafter and the last decision: what it drafts from now on is another text."""
+        self._known[drafter] = _Known(self._known[drafter].nodes_by_depth, (), is_read=self._is_read)
+        self._held = None
+
     def plain_seconds(self, batch_size: int) -> float | None:
         """Returns the seconds of an iteration without drafts; None before one was measured."""
         costs = self._costs

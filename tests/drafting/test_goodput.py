@@ -285,3 +285,12 @@ def test_beside_prompts_nothing_is_tried_and_a_decision_does_not_hold() -> None:
         assert beside.is_empty
         assert beside.declined is None
     assert made.allot(1) is not declined
+
+
+def test_another_text_is_not_judged_by_the_last_one() -> None:
+    """As predictions of two requests: the second one is drafted from its first iteration."""
+    made = one(level=0.3)
+    live(made, 0.05, 0.3, 12)
+    assert made.allot(1).declined is not None
+    made.forget(0)
+    assert made.allot(1).allowances[0].depth > 0
