@@ -154,8 +154,8 @@ def _text(drafter: _Key, seed: int) -> _Text:
     chance = random.Random(seed * 1000 + drafter.place)
     model = drafter.made
     if model.recorded is not None:
-        its, num = model.recorded, len(model.recorded.right)
-        around = [(place + seed * _APART) % num for place in range(_LENGTH)]
+        its = model.recorded
+        around = [(place + seed * _APART) % len(its.right) for place in range(_LENGTH)]
         written = None if its.scores is None else [its.scores[place] for place in around]
         return _Text([its.right[place] for place in around], [0] * _LENGTH, written)
     right, ranks, scores = [], [], []
@@ -205,8 +205,7 @@ class Played:
     @property
     def rate(self) -> float:
         """Tokens of the batch a second."""
-        tokens = sum(size * pair[0] for size, pair in self.by_size.items())
-        return tokens / self.seconds
+        return sum(size * pair[0] for size, pair in self.by_size.items()) / self.seconds
 
 
 class _Fixed:
@@ -227,13 +226,10 @@ class Simulator:
 
     def fixed(self, depths: Mapping[int, int], length: int) -> Played:
         """Plays drafts of fixed depths by drafter; none for plain decoding."""
-        return self._play(_Fixed(depths), length)
+        return self.play(_Fixed(depths), length)
 
-    def play(self, controller: Controller, length: int) -> Played:
-        """Plays a controller until each sequence has `length` tokens."""
-        return self._play(controller, length)
-
-    def _play(self, policy: Controller | _Fixed, length: int) -> Played:
+    def play(self, policy: Controller | _Fixed, length: int) -> Played:
+        """Plays a policy until each sequence has `length` tokens."""
         world, played, sizes = self.world, Played(), self.world.sizes(self.seed)
         chance = random.Random(self.seed + 5)
         places = [row * _APART % _LENGTH for row in range(256)]
@@ -294,7 +290,7 @@ class Simulator:
             else:
                 rows = tree.rows()
                 accepted, width = [_followed(row) for row in rows], sum(len(row.tokens) for row in rows)
-                depths = _depths(rows)
+                depths = tree.depths.amax(1).tolist()
         else:
             accepted, width, depths = [0] * batch, batch, [0] * batch
         draft_s, rest = sum(step.seconds for step in steps), slowness * self._rest(width, batch + sum(accepted))
@@ -327,20 +323,18 @@ class Simulator:
             text, siblings = self._texts[i], self.world.drafters[i].siblings
             for b in range(batch):
                 right = text.right[places[b]]
-                if right < 0:
-                    continue
-                width += depth * siblings
-                found = min(right, depth)
-                found += found < depth and 0 < text.ranks[places[b]] < siblings
-                accepted[b] = max(accepted[b], found)
+                if right >= 0:
+                    width, found = width + depth * siblings, min(right, depth)
+                    found += found < depth and 0 < text.ranks[places[b]] < siblings
+                    accepted[b] = max(accepted[b], found)
         return accepted, width
 
     def _tree(self, i: int, depth: int, places: Sequence[int]) -> TokenTree:
         text, siblings = self._texts[i], self.world.drafters[i].siblings
-        if text.scores is not None:
-            return _tree_of(i, depth, tuple((text.right[p], text.ranks[p]) for p in places), siblings,
-                            tuple(tuple(text.scores[p][:depth]) for p in places))  # fmt: skip
-        return _cached_tree(i, depth, tuple((text.right[p], text.ranks[p]) for p in places), siblings)
+        rows = tuple((text.right[p], text.ranks[p]) for p in places)
+        if text.scores is None:
+            return _cached_tree(i, depth, rows, siblings)
+        return _tree_of(i, depth, rows, siblings, [text.scores[p][:depth] for p in places])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,8 +374,8 @@ def settings(world: World) -> list[dict[int, int]]:
 
 def compare(world: World, policy: Callable[[World], Controller], seed: int, length: int = 3000) -> Result:
     """Plays a policy and every fixed setting over the same text."""
-    simulator = Simulator(world, seed)
-    played, plain, best, setting = simulator.play(policy(world), length), *_fixed_settings(world, seed, length)
+    played = Simulator(world, seed).play(policy(world), length)
+    plain, best, setting = _fixed_settings(world, seed, length)
     return Result(
         share=played.rate / best.rate,
         early=best.early / played.early,
@@ -418,16 +412,6 @@ def _followed(row: TreeRow) -> int:
     return right
 
 
-def _depths(rows: Sequence[TreeRow]) -> list[int]:
-    result = []
-    for row in rows:
-        depths = [0] * len(row.tokens)
-        for node, parent in enumerate(row.parents):
-            depths[node] = depths[parent] + 1 if node else 0
-        result.append(max(depths))
-    return result
-
-
 @lru_cache(maxsize=1 << 14)
 def _cached_tree(i: int, depth: int, rows: tuple[tuple[int, int], ...], siblings: int) -> TokenTree:
     return _tree_of(i, depth, rows, siblings, None)
@@ -440,8 +424,7 @@ def _tree_of(
     made: list[TreeRow] = []
     values: list[list[float]] = []
     for b, (right, rank) in enumerate(rows):
-        tokens, parents, value = [0], [-1], [0.0]
-        above = 0
+        tokens, parents, value, above = [0], [-1], [0.0], 0
         for level in range(1, depth + 1 if right >= 0 else 1):
             sure = None if scores is None else scores[b][level - 1]
             before = 0.0 if scores is None or level == 1 else scores[b][level - 2]

@@ -138,7 +138,7 @@ class Goodput:
         weakref.finalize(self, kept.keep)
 
     def forget(self, drafter: int) -> None:
-        """Forgets the acceptance of a drafter and the last decision: what it drafts from now on is another text."""
+        """Forgets the acceptance of a drafter and the last decision, because its next drafts follow another text."""
         self._known[drafter] = _Known(self._known[drafter].nodes_by_depth, (), is_read=self._is_read)
         self._held = None
 

@@ -78,7 +78,7 @@ class Iterations:
         tokens: Tokens of a pass, over the whole batch.
         pass_ratio: Seconds of the passes over the seconds of such passes as they were timed alone: caches are colder
             here, features are read, and other programs run.
-        draft_s: Seconds of drafting; without drafts those of deciding that, and of making roots.
+        draft_s: Seconds of the draft stage, which takes a moment without drafts too.
         host_s: Seconds outside of passes and drafts.
     """
 
