@@ -24,6 +24,7 @@ from benchmarks.gpu_suite.attention_inputs import (
     make_problem,
 )
 from foretoken.attention.dispatch import reference_attention
+from foretoken.attention.layout import AttentionLayout
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.decoder.cuda_graphs import captured_pass, padded_inputs, shape_of
 
@@ -75,7 +76,7 @@ def available_kernels(work: Work) -> dict[str, Kernel]:
         if case["tables"] == "captured":
             shape = shape_of(problem.work)
             inputs = [part.to(query.device) for part in padded_inputs(problem.work, shape)]
-            tables = captured_pass(shape, inputs)[1].tables()
+            tables = AttentionLayout(captured_pass(shape, inputs)).tables()
             missing = shape.num_tokens - len(query)
             query = torch.nn.functional.pad(query, (0, 0, 0, 0, 0, missing), value=float("nan"))
         output = tree_attention_triton(

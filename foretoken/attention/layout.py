@@ -5,12 +5,12 @@ Letters: S sequences, M tokens of the pass, T tokens and N nodes of one sequence
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from foretoken.core.passes import PassTables
 from foretoken.core.token_tree import ancestor_mask, ancestor_words
 
 if TYPE_CHECKING:
@@ -19,65 +19,22 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PassTables:
-    """The rows of each sequence's keys, and which of them each token sees.
-
-    Row r of a slot holds position r for r < prefix; every token sees those rows within its sliding window. Row prefix +
-    i is node i of the sequence; its tokens are the last of its nodes.
-
-    Attributes:
-        slots: (S,) int32, cache slots.
-        prefix: (S,) int32, prefix lengths.
-        starts: (S + 1,) int32, where each sequence's tokens begin.
-        node_starts: (S + 1,) int32, where its nodes begin.
-        positions: (W,) int32, of the nodes.
-        words: (M, N32) int32, bit i % 32 of word i // 32 is set if the token sees node i of its sequence; None if every
-            sequence is a chain: a token sees all nodes up to its own.
-        written_slots: (M,) int64, the cache slot of each token.
-        written_rows: (M,) int64, the cache row of each token; -1 for padding tokens without a sequence.
-        max_prefix: Upper bound of `prefix`, known on the host; launches depend on it, results do not.
-        max_tokens: Upper bound of the tokens of a sequence, known on the host.
-        max_nodes: Upper bound of the nodes of a sequence, known on the host.
-    """
-
-    slots: Tensor
-    prefix: Tensor
-    starts: Tensor
-    node_starts: Tensor
-    positions: Tensor
-    words: Tensor | None
-    written_slots: Tensor
-    written_rows: Tensor
-    max_prefix: int
-    max_tokens: int
-    max_nodes: int
-
-
 class AttentionLayout:
     """Masks and kernel tables of one pass, built when asked for.
 
-    If `is_captured`, a CUDA graph of the pass is being captured. Then only tables exist, host values are bounds, and
-    replays change the contents of the tensors.
+    A pass under capture brings its tables. Then only tables exist, and host values are bounds.
     """
 
     def __init__(self, work: Pass) -> None:
-        self.is_captured = False
         self._work, self._node_offsets = work, work.node_offsets
-        self._tables: PassTables | None = None
+        self._tables = work.tables
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
         self._ancestors: list[Tensor | None] = []
 
-    @classmethod
-    def of_tables(cls, work: Pass, tables: PassTables) -> AttentionLayout:
-        """Returns the layout of a captured pass; its `tables` are filled anew before every replay.
-
-        The device reads slots, lengths and visibility at every replay. Of `work` only tokens, positions and lengths are
-        read.
-        """
-        layout = cls(work)
-        layout.is_captured, layout._tables = True, tables
-        return layout
+    @property
+    def is_captured(self) -> bool:
+        """Whether the pass is under capture, so that nothing may be read on the host."""
+        return self._work.tables is not None
 
     @property
     def slots(self) -> Sequence[int]:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken.attention.layout import PassTables
+from foretoken.core.passes import PassTables
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,7 +33,7 @@ from foretoken.core.checks import require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from foretoken.attention.layout import PassTables
+    from foretoken.core.passes import PassTables
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 LOG2E = tl.constexpr(math.log2(math.e))

@@ -48,6 +48,41 @@ class TokenChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassTables:
+    """The rows of each sequence's keys, and which of them each token sees.
+
+    Row r of a slot holds position r for r < prefix; every token sees those rows within its sliding window. Row prefix +
+    i is node i of the sequence; its tokens are the last of its nodes.
+
+    Attributes:
+        slots: (S,) int32, cache slots.
+        prefix: (S,) int32, prefix lengths.
+        starts: (S + 1,) int32, where each sequence's tokens begin.
+        node_starts: (S + 1,) int32, where its nodes begin.
+        positions: (W,) int32, of the nodes.
+        words: (M, N32) int32, bit i % 32 of word i // 32 is set if the token sees node i of its sequence; None if every
+            sequence is a chain: a token sees all nodes up to its own.
+        written_slots: (M,) int64, the cache slot of each token.
+        written_rows: (M,) int64, the cache row of each token; -1 for padding tokens without a sequence.
+        max_prefix: Upper bound of `prefix`, known on the host; launches depend on it, results do not.
+        max_tokens: Upper bound of the tokens of a sequence, known on the host.
+        max_nodes: Upper bound of the nodes of a sequence, known on the host.
+    """
+
+    slots: Tensor
+    prefix: Tensor
+    starts: Tensor
+    node_starts: Tensor
+    positions: Tensor
+    words: Tensor | None
+    written_slots: Tensor
+    written_rows: Tensor
+    max_prefix: int
+    max_tokens: int
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
     """Work for a decoder. A token sees the prefix of its sequence, its ancestors among the nodes, and itself.
 
@@ -69,6 +104,8 @@ class Pass:
         has_features: Whether tapped features are needed. A decoder may return them anyway.
         num_layers: Number of blocks to run, from the first, before the final norm and the LM head; None for all. Fewer
             blocks write only their own keys and values, and give no features.
+        tables: Kernel tables of a pass under capture. Lengths and slots of such a pass are bounds without meaning, and
+            each token has one position. None for passes that the host knows.
     """
 
     tokens: Tensor
@@ -83,6 +120,7 @@ class Pass:
     choice: TokenChoice | None = None
     has_features: bool = True
     num_layers: int | None = None
+    tables: PassTables | None = None
 
     def __post_init__(self) -> None:
         num, earlier = len(self.slots), self.num_earlier

@@ -101,11 +101,9 @@ class _Torch:
         self._tensors = list(filter(is_plain, layers.tensors()))
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
-        return self.run_on(inputs, work, side, AttentionLayout(work))
-
-    def run_on(self, inputs: Tensor, work: Pass, side: Tensor | None, layout: AttentionLayout) -> Tensor:
         check_memory(self._tensors)
         with torch.no_grad():
+            layout = AttentionLayout(work)
             features = self._blocks.run(inputs.to(self._dtype), work, layout, self._taps, self._fitted(side))[1]
         assert features is not None, "the output is tapped"
         return features
@@ -135,6 +133,8 @@ class _Graphs:
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         if self._weights.has_changed():
             raise PassError("a weight has moved in memory, where captured passes do not find it. Make a new LLM.")
+        if work.tables is not None:  # the caller captures more than this pass
+            return self._plain.run(inputs, work, side)
         shape = shape_of(work)
         if max(end - start for start, end in pairwise(work.offsets)) > _LONGEST_CAPTURED:
             return self._plain.run(inputs, work, side)
@@ -150,8 +150,7 @@ class _Graphs:
         self._plain.append(inputs, work, side)
 
     def _run_captured(self, shape: PassShape, *inputs: Tensor) -> Tensor:
-        work, layout = captured_pass(shape, inputs[:2])
-        return self._plain.run_on(inputs[2], work, inputs[3] if len(inputs) > 3 else None, layout)
+        return self._plain.run(inputs[2], captured_pass(shape, inputs[:2]), inputs[3] if len(inputs) > 3 else None)
 
 
 def _in_float32(side: Tensor | None) -> Tensor | None:
@@ -275,6 +274,8 @@ class BlockStack:
         if found != (expected if self.has_side else None):
             wanted = f"{expected}: a second input" if self.has_side else "None: the first block has no second input"
             raise PassError(f"side is {found}. Expected {wanted}.")
+        if work.tables is not None:
+            return
         rows = max(map(add, work.prefix_lens, (end - start for start, end in pairwise(work.node_offsets))))
         if rows > self.cache.capacity:
             raise PassError(f"the pass needs {rows} rows of a slot, which has {self.cache.capacity}. Feed fewer.")

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from foretoken.attention.dispatch import has_kernel
-from foretoken.attention.layout import AttentionLayout
 from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
@@ -176,31 +175,54 @@ def padded_inputs(work: Pass, shape: PassShape) -> list[Tensor]:
     return [torch.cat(parts), torch.tensor(places, dtype=torch.int32)]
 
 
-def captured_pass(shape: PassShape, inputs: Sequence[Tensor]) -> tuple[Pass, AttentionLayout]:
-    """Returns the pass in `inputs`, for functions under capture: the host reads no contents.
+def captured_pass(shape: PassShape, inputs: Sequence[Tensor]) -> Pass:
+    """Returns the pass of M tokens in `inputs`, without logits, for functions under capture.
 
-    Args:
-        inputs: From `padded_inputs`, all on the device.
-
-    Returns:
-        A pass of M tokens without logits, with one position a token, and its layout. Lengths and slots of the pass have
-            no meaning; kernels read them from the layout's tables.
+    inputs: From `padded_inputs`, all on the device.
     """
-    from foretoken.attention.triton_tables import pass_tables
-
     packed, places = inputs
     tokens, positions, parents = packed.split([shape.num_tokens, shape.num_nodes, shape.num_nodes])
     num = shape.num_sequences
+    rows = [places[0, :num], places[1, :num], places[2, : num + 1], places[3, : num + 1]]
+    return _with_tables(tokens, positions, parents, rows, shape)
+
+
+def captured_nodes(
+    tokens: Tensor, positions: Tensor, parents: Tensor, slots: Tensor, prefix_lens: Tensor, *, max_prefix: int
+) -> Pass:
+    """Returns a pass over the last M nodes of trees of one shape, without logits, for functions under capture.
+
+    Args:
+        tokens: (S, M) int64, of the new nodes.
+        positions: (S, N) int64, of all nodes; earlier passes computed the first N - M.
+        parents: (S, N) int64, as in `Pass`.
+        slots: (S,) int32, contiguous, cache slots.
+        prefix_lens: (S,) int32, contiguous, committed cache rows.
+        max_prefix: Bound of `prefix_lens`.
+    """
+    (num, new), count = tokens.shape, positions.shape[1]
+    starts = torch.arange(num + 1, dtype=torch.int32, device=tokens.device)
+    return _with_tables(
+        tokens.flatten(), positions.flatten(), parents.flatten(), [slots, prefix_lens, starts * new, starts * count],
+        PassShape(num, num * new, num * count, new, count, max_prefix),
+    )  # fmt: skip
+
+
+def _with_tables(
+    tokens: Tensor, positions: Tensor, parents: Tensor, places: Sequence[Tensor], shape: PassShape
+) -> Pass:
+    """Returns a pass under capture: the host reads no contents."""
+    from foretoken.attention.triton_tables import pass_tables
+
+    num = shape.num_sequences
     tables, token_positions = pass_tables(
-        parents, positions, places[0, :num], places[1, :num], places[2, : num + 1], places[3, : num + 1],
-        num_tokens=shape.num_tokens, max_prefix=shape.max_prefix, max_tokens=shape.max_tokens,
-        max_nodes=shape.max_nodes,
+        parents, positions, *places, num_tokens=shape.num_tokens, max_prefix=shape.max_prefix,
+        max_tokens=shape.max_tokens, max_nodes=shape.max_nodes,
     )  # fmt: skip
-    work = Pass(
+    return Pass(
         tokens=tokens, positions=token_positions, parents=parents, slots=range(num),
-        prefix_lens=[shape.max_prefix] * num, offsets=[*range(num), shape.num_tokens], logit_rows=None,
+        prefix_lens=[shape.max_prefix] * num, offsets=[*range(num), shape.num_tokens], logit_rows=None, tables=tables,
     )  # fmt: skip
-    return work, AttentionLayout.of_tables(work, tables)
 
 
 def _rounded_up(number: int) -> int:
@@ -253,7 +275,7 @@ class GraphDecoder:
         """See `Decoder`."""
         if self._weights.has_changed():
             raise PassError("a weight has moved in memory, where captured passes do not find it. Make a new LLM.")
-        if work.num_layers is not None:  # a pass of a draft
+        if work.num_layers is not None or work.tables is not None:  # a pass of a draft
             return self._stock.run(work)
         shape = shape_of(work)
         if work.logit_rows is None or not self._is_captured(shape, work.num_tokens - len(work.logit_rows)):
@@ -280,5 +302,5 @@ class GraphDecoder:
         return is_small and num_unwanted <= _MOST_UNWANTED
 
     def _run_captured(self, shape: PassShape, *inputs: Tensor) -> PassOutput:
-        work, layout = captured_pass(shape, inputs)
-        return self._stock.run_on(replace(work, logit_rows=self._every_row[: shape.num_tokens]), layout)
+        work = captured_pass(shape, inputs)
+        return self._stock.run(replace(work, logit_rows=self._every_row[: shape.num_tokens]))

@@ -298,16 +298,12 @@ class StockDecoder:
     def run(self, work: Pass) -> PassOutput:
         """See `Decoder`."""
         work = work.to(self._weights.device)
-        return self.run_on(work, AttentionLayout(work))
-
-    def run_on(self, work: Pass, layout: AttentionLayout) -> PassOutput:
-        """Runs a pass with a layout that exists already."""
         check_memory(self._tensors)
         with torch.inference_mode():
             x = functional.embedding(work.tokens, self._weights.embedding)
             if self._weights.embedding_scale != 1.0:
                 x = x * self._weights.embedding_scale
-            final, features = self._blocks.run(x, work, layout, self._taps)
+            final, features = self._blocks.run(x, work, AttentionLayout(work), self._taps)
             if work.logit_rows is None:
                 return PassOutput(logits=None, features=features)
             logits = self._head(final if work.has_all_logits else final[work.logit_rows]).float()

@@ -24,7 +24,7 @@ from foretoken.attention.triton_overlap import fetch_lines, launch_options, over
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
-    from foretoken.attention.layout import PassTables
+    from foretoken.core.passes import PassTables
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -27,7 +27,6 @@ from foretoken.drafters.vocabularies import (
     vocabulary_map,
 )
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
@@ -161,8 +160,8 @@ class DraftModelDrafter:
         if not active:
             return TokenTree.roots(all_roots, device=self._target.device)
         roots, draws = self._draws.of(context, active, self._runner.device)
-        expansion = begin_expansion(self._shapes[min(max(room), len(self._shapes) - 1)], roots, draws)
-        self._levels.fill(slots, texts, expansion)
+        shape = self._shapes[min(max(room), len(self._shapes) - 1)]
+        expansion = self._levels.draft(slots, texts, shape, roots, draws)
         return expansion.finish(active, room, all_roots)
 
     def commit(self, committed: Committed) -> None:

@@ -19,7 +19,8 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DrafterOptions, TargetReads
-from foretoken.drafters.levels import KeptDraws, SampleMethod, draft_by_levels
+from foretoken.drafters.captured import Prefixes
+from foretoken.drafters.levels import KeptDraws, LevelPasses, SampleMethod, draft_by_levels
 from foretoken.trees.dynamic import DynamicShape, begin_expansion
 from foretoken.trees.merge import Pruning
 
@@ -97,7 +98,9 @@ class EarlyExitDrafter:
         )
         work = replace(work, num_layers=self._num_layers)
         if not target.draft_trees(work, expansion, vocab_size=target.vocab_size):
-            draft_by_levels(work, expansion, self._logits, context_len=target.context_len)
+            prefixes = Prefixes(work.slots, [len(context.tokens[row]) for row in active])
+            passes = LevelPasses(prefixes, target.device, last_position=target.context_len - 1)
+            draft_by_levels(expansion, self._logits(work), passes, self._logits, num_layers=self._num_layers)
         return expansion.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
+from foretoken.drafters.captured import Prefixes
 from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
 from foretoken.drafters.head_features import CHUNK, TOGETHER, WaitingFeatures, rows_at
 from foretoken.drafters.levels import NodePasses
@@ -127,7 +128,7 @@ class FalconBlocks(WaitingFeatures):
     def fill(self, expansion: Expansion, slots: Sequence[int], outputs: Tensor) -> None:
         """Fills trees of roots in place, without reading any tensor; outputs: (B, K, W), from `of`."""
         lengths = [self._fed[slot] for slot in slots]
-        nodes, first = NodePasses(slots, lengths, self._device), integers_on(lengths, self._device)
+        nodes, first = NodePasses(Prefixes(slots, lengths), self._device), integers_on(lengths, self._device)
         places = torch.zeros(len(slots), 1, dtype=torch.int64, device=self._device)  # of nodes among the blocks
         state = rows_at(self._state, slots).unsqueeze(1)
         blocks = LastBlocks(outputs=outputs.unsqueeze(1), state=state, ends=places - 1)

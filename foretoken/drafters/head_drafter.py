@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime, runs_cpu_kernels
+from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
 from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
+from foretoken.drafters.captured import CapturedExpansion
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
 from foretoken.drafters.levels import KeptDraws, QuantizationOption, SampleMethod, with_quantization
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
@@ -33,15 +32,12 @@ from foretoken.heads.base import StepHead
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
-from foretoken.sampling.noise import KeyedNoise
 from foretoken.trees.choices import PUBLISHED, TreeShape, best_shape
-from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.decoder.native_linear import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.heads.base import Head
@@ -102,65 +98,6 @@ def checked_head(options: HeadOptions, model: LoadedModel) -> HeadCheckpoint:
     return checkpoint
 
 
-_MAX_GRAPHS = 32
-_TRUNCATION = ("top_k", "top_p", "min_p")
-
-
-class CapturedExpansion:
-    """Expands trees with one head, as a CUDA graph where possible."""
-
-    def __init__(
-        self,
-        fill: Callable[[ShapedExpansion, Tensor], None],
-        device: torch.device,
-        *,
-        capture: GraphCapture | None = None,
-    ) -> None:
-        """Prepares; `fill` fills a tree of roots from (B, E) features without reading any tensor.
-
-        Graphs are captured when a shape is first used, on GPUs by CUDA graphs if `capture` is None.
-        """
-        self._fill = fill
-        if capture is None and has_cuda_graphs(device):
-            capture = CudaGraphCapture(device)
-        self._graphs: CapturedGraphs[ShapedExpansion] | None = None
-        if capture is not None:
-            self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
-
-    def expand(self, shape: AnyShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> ShapedExpansion:
-        """Returns a tree of (B,) int64 roots, filled from (B, E) features; valid until the next call."""
-        if self._graphs is None:
-            expansion = begin_expansion(shape, roots, draws)
-            self._fill(expansion, features)
-            return expansion
-        batch = draws.batch
-        truncation = {name: value for name in _TRUNCATION if (value := getattr(batch, name)) is not None}
-        inputs = [
-            roots, features, draws.root_positions, draws.is_coupled, draws.is_sampled, batch.noise.seeds,
-            batch.temperature, batch.greedy, *truncation.values(),
-        ]  # fmt: skip
-        kinds = (draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
-        limits = (*truncation, batch.largest_top_k)
-        work = partial(self._captured_tree, shape, draws, list(truncation))
-        return self._graphs.run((shape, len(roots), kinds, limits), inputs, work)
-
-    def _captured_tree(
-        self, shape: AnyShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor
-    ) -> ShapedExpansion:
-        """The captured function: expands a tree with draws from parameters in tensors of its own, `limits` last."""
-        roots, features, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
-        own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))
-        # Nothing else of the batch is read, see `DraftDraws.keys`.
-        batch = replace(
-            draws.batch, noise=KeyedNoise(seeds), temperature=temperature, greedy=greedy, processors=(),
-            **own_limits,
-        )  # fmt: skip
-        own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)
-        expansion = begin_expansion(shape, roots, own)
-        self._fill(expansion, features)
-        return expansion
-
-
 _FALLBACK_TREE = "mc_sim_7b_63"
 _TIMED_CALLS = 5  # the first ones warm up
 
@@ -199,7 +136,7 @@ class HeadDrafter:
         self._features = with_quantization(self.options.quantization, self._prepared)
         self.checkpoint = replace(self.checkpoint, weights={})  # the network has its own
         self._kernels = self._native_kernels()
-        self._expansion = CapturedExpansion(self._fill, target.device)
+        self._expansion = self._expansions()
         self.shape = self._chosen_shape()
         self._shapes = [self.shape.truncated(depth) for depth in range(self.shape.depth + 1)]
         self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
@@ -277,6 +214,9 @@ class HeadDrafter:
         self.parts = target_parts(target.model, dtype=self.dtype, is_inference=True, quantization=of_lm_head)
         return self.features_for(target)
 
+    def _expansions(self) -> CapturedExpansion[None]:
+        return CapturedExpansion(self._fill, self._target.device)
+
     def _native_kernels(self) -> HeadKernels | None:
         if not isinstance(self.head, StepHead) or not runs_cpu_kernels(self._target.device):
             return None
@@ -297,13 +237,13 @@ class HeadDrafter:
         slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
         features = self._features.of(slots, texts)
         roots, draws = self._draws.of(context, rows, self._target.device)
-        return self._expansion.expand(shape, roots, draws, features)
+        return self._expansion.expand(shape, roots, draws, [features])[0]
 
     def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
         """Drafts a tree of one sequence without content, to time it; before any sequence has begun."""
         size = self.head.config.hidden_size
         features = torch.zeros(1, size, device=roots.device, dtype=self.dtype)
-        self._expansion.expand(shape, roots, draws, features)
+        self._expansion.expand(shape, roots, draws, [features])
 
     def _chosen_shape(self) -> AnyShape:
         options, depth = self.options, self.head.config.max_depth

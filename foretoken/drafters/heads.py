@@ -25,6 +25,7 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.native_head import AutoregressiveKernels
+from foretoken.drafters.captured import CapturedExpansion, Prefixes
 from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
 from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.levels import LevelPasses
@@ -122,6 +123,10 @@ class AutoregressiveDrafter(HeadDrafter):
         self._pairs = StackFeatures(self._encoded, self._stack, target, width=2 * head.config.width, dtype=self.dtype)
         return self._pairs
 
+    @override
+    def _expansions(self) -> CapturedExpansion[None]:
+        return CapturedExpansion(self._grow, self._target.device, is_capturable=self._stack.backend == "graphs")
+
     def _most_fed(self) -> int:
         """Returns the most nodes below the roots that a draft feeds; needed before drafts choose the tree.
 
@@ -148,9 +153,10 @@ class AutoregressiveDrafter(HeadDrafter):
         slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
         roots, draws = self._draws.of(context, rows, self._target.device)
         expansion = begin_expansion(shape, roots, draws)
-        if not self._has_drafted(expansion, slots, texts):
-            self._grow(expansion, self._pairs.of(slots, texts), slots, [len(text) - 1 for text in texts])
-        return expansion
+        if self._has_drafted(expansion, slots, texts):
+            return expansion
+        outputs, prefixes = self._pairs.of(slots, texts), Prefixes(slots, [len(text) - 1 for text in texts])
+        return self._expansion.expand(shape, roots, draws, [outputs], prefixes)[0]
 
     def _has_drafted(self, expansion: ShapedExpansion, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> bool:
         """Fills trees in one native call, which also feeds waiting pairs; False if the loop over levels is needed."""
@@ -164,10 +170,10 @@ class AutoregressiveDrafter(HeadDrafter):
         self._pairs.have_fed(slots)
         return True
 
-    def _grow(self, expansion: Expansion, outputs: Tensor, slots: Sequence[int], prefix_lens: Sequence[int]) -> None:
+    def _grow(self, expansion: Expansion, outputs: Tensor, prefixes: Prefixes) -> None:
         """Fills trees level by level, without reading any tensor; outputs: (B, 2 W), of the last committed pairs."""
         head, parts, width = self.head, self.parts, self.head.config.width
-        passes = LevelPasses(slots, prefix_lens, outputs.device)
+        passes = LevelPasses(prefixes, outputs.device)
         level = outputs.unsqueeze(1)
         for depth in expansion.levels():
             if depth:
@@ -175,19 +181,20 @@ class AutoregressiveDrafter(HeadDrafter):
                 states = frontier.inherited(level)[..., :width]
                 work = passes.next(frontier)
                 fed = self._fed(states.flatten(0, 1), frontier.tokens.flatten(), work)
-                level = fed.view(len(slots), -1, 2 * width)
+                level = fed.view(len(outputs), -1, 2 * width)
             expansion.grow(depth, head.logits(depth, level[..., width:], parts).float())
 
     @override
     def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
-        expansion, width = begin_expansion(shape, roots, draws), self.head.config.width
+        width = self.head.config.width
+        expansion = begin_expansion(shape, roots, draws)
         kernels = self._whole_drafts
         if kernels is not None and kernels.can_draft(expansion):
             work = Pass.of_chains([[0]], slots=[0], prefix_lens=[0], has_last_logits=True)
             kernels.draft(work, torch.zeros(1, width), expansion)
         else:
             outputs = torch.zeros(1, 2 * width, device=roots.device, dtype=self.dtype)
-            self._grow(expansion, outputs, [0], [0])
+            self._expansion.expand(shape, roots, draws, [outputs], Prefixes([0], [0]))
 
 
 _DRAFTERS: dict[str, type[HeadDrafter]] = {

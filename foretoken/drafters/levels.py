@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -21,8 +20,11 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_ids import common_prefix_len
 from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.cuda_graphs import GraphDecoder, captured_nodes
+from foretoken.drafters.captured import CapturedExpansion, Prefixes
 from foretoken.runner.runner import Runner
 from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.trees.dynamic import begin_expansion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import DraftContext, TargetHandle
     from foretoken.drafters.vocabularies import VocabularyMap
     from foretoken.models.loading import LoadedModel
-    from foretoken.trees.dynamic import ShapedExpansion
+    from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
     from foretoken.trees.merge import Pruning
     from foretoken.trees.stopping import StopRule
@@ -81,6 +83,7 @@ class DraftLevels:
         self._runner, self._vocab_size, self._mapping = runner, vocab_size, mapping
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
+        self._expand = self._expansion()
 
     def begin(self, slot: int, source: int | None = None, tokens: Sequence[int] = ()) -> None:
         """Starts a sequence; the first draft reads the prompt.
@@ -103,24 +106,51 @@ class DraftLevels:
             del state.tokens[length:]
             state.drafted = None
 
-    def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], expansion: ShapedExpansion) -> None:
-        """Feeds new tokens of B sequences, and expands drafts after them; `tokens`: ids of each whole sequence."""
+    def draft(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        shape: AnyShape,
+        roots: Tensor,
+        draws: DraftDraws,
+    ) -> ShapedExpansion:
+        """Feeds new tokens of B sequences, and returns drafts after them; valid until the next call.
+
+        Args:
+            tokens: Ids of each whole sequence.
+            roots: (B,) int64, the target's ids of the last tokens.
+        """
         if self._runner.follow_weights():
             self._slots = {slot: _SlotState([]) for slot in self._slots}
+            self._expand = self._expansion()
         work = self._catch_up(slots, tokens)
+        expansion = begin_expansion(shape, roots, draws)
         # The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
         if self._mapping is None and self._runner.draft_trees(work, expansion, vocab_size=self._vocab_size):
             drafted = _Drafted(*expansion.fed_nodes())
         else:
-            passes = draft_by_levels(
-                work, expansion, self._logits, context_len=self._runner.context_len,
-                vocab_size=self._runner.vocab_size, fed=None if self._mapping is None else self._mapping.fed,
-            )  # fmt: skip
-            drafted = _Drafted(passes.tokens, passes.parents)
+            prefixes = Prefixes(slots, [len(ids) for ids in tokens])
+            expansion, fed = self._expand.expand(shape, roots, draws, [self._logits(work)], prefixes)
+            drafted = _Drafted(*(part.clone() for part in fed))  # a graph overwrites them in the next call
         for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
             state = self._slots[slot]
             state.tokens.extend(ids[len(state.tokens) :])
             state.drafted = drafted, row
+        return expansion
+
+    def _expansion(self) -> CapturedExpansion[tuple[Tensor, Tensor]]:
+        runner = self._runner
+        is_capturable = runner.name == GraphDecoder.name and self._mapping is None and not runner.cache.is_shared
+        return CapturedExpansion(self._grow, runner.device, is_capturable=is_capturable)
+
+    def _grow(self, expansion: Expansion, logits: Tensor, prefixes: Prefixes) -> tuple[Tensor, Tensor]:
+        """Returns the (B, W) tokens and parents that were fed; logits: (B, V), after the roots."""
+        passes = LevelPasses(prefixes, logits.device, last_position=self._runner.context_len - 1)
+        draft_by_levels(
+            expansion, logits, passes, self._logits, vocab_size=self._runner.vocab_size,
+            fed=None if self._mapping is None else self._mapping.fed,
+        )  # fmt: skip
+        return passes.tokens, passes.parents
 
     def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Pass:
         """Feeds all but the last new tokens; returns the pass over the rest, with logits of the roots."""
@@ -232,21 +262,27 @@ class NodePasses:
         parents: (B, W) int64, among the nodes of the sequence, -1 below the prefix.
     """
 
-    def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        self._slots, self._prefix_lens = slots, prefix_lens
-        self.positions = self.parents = torch.empty(len(slots), 0, dtype=torch.int64, device=device)
+    def __init__(self, prefixes: Prefixes, device: torch.device) -> None:
+        self._prefixes = prefixes
+        self.positions = self.parents = torch.empty(len(prefixes.slots), 0, dtype=torch.int64, device=device)
 
     def add(self, tokens: Tensor, positions: Tensor, parents: Tensor) -> Pass:
         """Returns the pass over new nodes, (B, M) each, without logits."""
         num_earlier, (batch, num) = self.positions.shape[1], positions.shape
         self.positions = torch.cat([self.positions, positions], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
+        slots, lengths, bound = self._prefixes
+        if isinstance(slots, Tensor) or isinstance(lengths, Tensor):
+            assert isinstance(slots, Tensor), "both are on the device"
+            assert isinstance(lengths, Tensor), "both are on the device"
+            assert bound is not None, "a graph serves prefixes up to a bound"
+            return captured_nodes(tokens, self.positions, self.parents, slots, lengths, max_prefix=bound)
         return Pass(
             tokens=tokens.flatten(),
             positions=self.positions.flatten(),
             parents=self.parents.flatten(),
-            slots=self._slots,
-            prefix_lens=self._prefix_lens,
+            slots=slots,
+            prefix_lens=lengths,
             offsets=range(0, batch * num + 1, num),
             num_earlier=[num_earlier] * batch,
             logit_rows=None,
@@ -254,12 +290,17 @@ class NodePasses:
 
 
 class LevelPasses(NodePasses):
-    """The passes over the levels below the roots, of (B, W) int64 tokens; the roots lie in the prefix."""
+    """The passes over the levels below the roots, of (B, W) int64 tokens; the roots lie in the prefix.
 
-    def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        super().__init__(slots, prefix_lens, device)
+    `last_position`: Greatest position of a pass; None for no limit.
+    """
+
+    def __init__(self, prefixes: Prefixes, device: torch.device, *, last_position: int | None = None) -> None:
+        super().__init__(prefixes, device)
         self.tokens = self.parents
-        self._next_positions = integers_on(prefix_lens, device).unsqueeze(1)
+        lengths = prefixes.lengths
+        first = lengths.long() if isinstance(lengths, Tensor) else integers_on(lengths, device)
+        self._next_positions, self._last_position = first.unsqueeze(1), last_position
         self._above: range | None = None  # nodes of the level above
 
     def next(self, frontier: Frontier) -> Pass:
@@ -275,46 +316,45 @@ class LevelPasses(NodePasses):
         self._above = range(earlier, earlier + count)
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
         positions, self._next_positions = self._next_positions.expand(batch, count), self._next_positions + 1
+        if self._last_position is not None:
+            # A sequence near the context limit is fed beyond its own depth, together with deeper ones. Its drafts there
+            # are cut off, so its positions only have to be valid.
+            positions = positions.clamp_max(self._last_position)
         return self.add(tokens, positions, parents)
 
 
 def draft_by_levels(
-    work: Pass,
     expansion: Expansion,
+    logits: Tensor,
+    passes: LevelPasses,
     logits_of: Callable[[Pass], Tensor],
     *,
-    context_len: int,
     vocab_size: int | None = None,
     fed: Callable[[Tensor], Tensor] | None = None,
-) -> LevelPasses:
-    """Fills trees with one pass per level, and returns these passes.
+    num_layers: int | None = None,
+) -> None:
+    """Fills trees with one pass per level.
 
     Args:
-        work: The pass that ends with the roots of the trees.
+        logits: (B, V), after the roots.
         logits_of: Runs a pass; returns (R, V).
         vocab_size: Of the model, if the trees may have larger ids; these are fed as the last one.
         fed: Maps tokens of the trees to those that are fed; None for the same.
+        num_layers: As in `Pass`.
     """
-    ends = [prefix + end - start for prefix, (start, end) in zip(work.prefix_lens, pairwise(work.offsets), strict=True)]
-    passes = LevelPasses(work.slots, ends, work.tokens.device)
     for depth in expansion.levels():
         if not depth:
-            expansion.grow(depth, logits_of(work).unsqueeze(1))
+            expansion.grow(depth, logits.unsqueeze(1))
             continue
         frontier = expansion.frontier(depth)
-        level = passes.next(frontier if fed is None else frontier._replace(tokens=fed(frontier.tokens)))
-        level = replace(
-            level,
-            tokens=level.tokens if vocab_size is None else level.tokens.clamp_max(vocab_size - 1),
-            # A sequence near the context limit is fed beyond its own depth, together with deeper ones. Its drafts there
-            # are cut off, so its positions only have to be valid.
-            positions=level.positions.clamp_max(context_len - 1),
-            logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
-            num_layers=work.num_layers,
+        work = passes.next(frontier if fed is None else frontier._replace(tokens=fed(frontier.tokens)))
+        work = replace(
+            work,
+            tokens=work.tokens if vocab_size is None else work.tokens.clamp_max(vocab_size - 1),
+            logit_rows=torch.arange(work.num_tokens, device=work.tokens.device),
+            num_layers=num_layers,
         )
-        logits = logits_of(level)
-        expansion.grow(depth, logits.view(level.num_sequences, -1, logits.shape[-1]))
-    return passes
+        expansion.grow(depth, logits_of(work).unflatten(0, frontier.tokens.shape))
 
 
 def draft_runner(model: LoadedModel, target: TargetHandle, num_fed: int, option: QuantizationOption) -> Runner:

@@ -18,7 +18,6 @@ from foretoken.drafters.base import TargetReads
 from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, draft_runner
 from foretoken.drafters.vocabularies import shared_specials
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -220,8 +219,7 @@ class TextDraftDrafter:
         texts = [self._texts[slot].ids for slot in slots]
         _, draws = self._draws.of(context, rows, self._runner.device)
         roots = torch.tensor([ids[-1] for ids in texts], device=self._runner.device)
-        expansion = TreeExpansion(TreeShape.chain(depth), roots, draws)
-        self._levels.fill(slots, texts, expansion)
+        expansion = self._levels.draft(slots, texts, TreeShape.chain(depth), roots, draws)
         tree = expansion.finish(range(len(rows)), [depth] * len(rows), [ids[-1] for ids in texts])
         assert tree.scores is not None, "expansions score"
         both = torch.stack([tree.tokens.double(), tree.scores.double()], dim=1)[:, :, 1:].tolist()

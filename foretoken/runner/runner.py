@@ -226,6 +226,8 @@ class Runner:
         self._tree_drafting = decoder if isinstance(decoder, TreeDrafting) else None
 
     def _placed(self, work: Pass, num_drafted: int = 0) -> Pass:
+        if work.tables is not None:
+            return work
         cache, ends = self.cache, work.node_offsets
         for row, (slot, prefix) in enumerate(zip(work.slots, work.prefix_lens, strict=True)):
             needed = prefix + ends[row + 1] - ends[row]

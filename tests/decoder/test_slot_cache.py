@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -103,7 +105,7 @@ def test_writing_changes_its_own_rows_only(layer: int, *, is_captured: bool) -> 
     )
     layout = AttentionLayout(work)
     if is_captured:
-        layout = AttentionLayout.of_tables(work, layout.tables())
+        layout = AttentionLayout(replace(work, tables=layout.tables()))
     keys, values = cache.write(layer, layout, key, value)
     assert keys is cache.keys[layer]
     assert values is cache.values[layer]

@@ -22,6 +22,7 @@ from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Norm
 from foretoken.decoder.native_head import AutoregressiveKernels, LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import NativeLinear
+from foretoken.drafters.captured import Prefixes
 from foretoken.drafters.levels import LevelPasses
 from foretoken.heads.base import AutoregressiveHead, BlockOutputs, build_head
 from foretoken.heads.decoder_layer import LayerConfig
@@ -118,7 +119,7 @@ class Drafting:
         assert work.logit_rows is not None
         lengths = [end - begin for begin, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
-        passes = LevelPasses(work.slots, prefix_lens, states.device)
+        passes = LevelPasses(Prefixes(work.slots, prefix_lens), states.device)
         states, hidden = (part[work.logit_rows].unsqueeze(1) for part in self._fed(work, states))
         expansion.grow(0, self.head.logits(0, hidden, self.parts).float())
         for depth in range(1, expansion.depth):

@@ -20,9 +20,9 @@ from kernel_device import DEVICE, GuardedMemory, OnDevice, random_parents
 
 from benchmarks.gpu_suite.triton_masked import masked_attention_triton
 from foretoken.attention.dispatch import reference_attention
-from foretoken.attention.layout import AttentionLayout, PassTables
+from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.triton_tree import choose_num_splits, choose_tiling, tree_attention_triton
-from foretoken.core.passes import Pass
+from foretoken.core.passes import Pass, PassTables
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -13,9 +13,9 @@ from kernel_device import DEVICE, GuardedMemory, OnDevice, random_parents
 
 pytest.importorskip("triton")
 
-from foretoken.attention.layout import AttentionLayout, PassTables
+from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.triton_tables import pass_tables
-from foretoken.core.passes import Pass
+from foretoken.core.passes import Pass, PassTables
 from foretoken.decoder.cuda_graphs import captured_pass, padded_inputs, shape_of
 
 
@@ -127,9 +127,9 @@ def test_passes_as_they_are_captured(rows: list[Row]) -> None:
     shape = shape_of(work)
     assert all(size & (size - 1) == 0 for size in shape)
     inputs = [part.to(DEVICE) for part in padded_inputs(work, shape)]
-    captured, layout = captured_pass(shape, inputs)
-    assert layout.is_captured
-    assert_tables(work, layout.tables(), captured.positions)
+    captured = captured_pass(shape, inputs)
+    assert captured.tables is not None
+    assert_tables(work, captured.tables, captured.positions)
     assert captured.num_tokens == shape.num_tokens == len(captured.tokens) == len(captured.token_positions)
     assert torch.equal(captured.tokens[: work.num_tokens], work.tokens)
     assert set(captured.tokens.tolist()) <= set(work.tokens.tolist())

@@ -42,7 +42,7 @@ def test_rows_of_a_captured_pass(widths, dtype, *, is_strided) -> None:
     for part, new in zip(expected, padded, strict=True):
         for token, (slot, row) in enumerate([(3, 5), (3, 6), (3, 7), (1, 0), (1, 1)]):
             part[slot, :, row] = new[token]
-    layout = AttentionLayout.of_tables(PASS, tables)
+    layout = AttentionLayout(replace(PASS, tables=tables))
     with OnDevice():
         written = cache.write(1, layout, *padded)
     for part, wanted in zip(written, expected, strict=True):

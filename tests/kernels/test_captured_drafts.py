@@ -1,0 +1,159 @@
+"""Whole drafts as captured graphs, run again with other slots, lengths, tokens and seeds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from drafters.autoregressive_heads import SHAPES, Texts
+from drafters.autoregressive_heads import drafter as head_drafter
+from drafters.drafting_contexts import attached, context
+from end_to_end.tiny_llms import draft_model, noisy
+from kernel_device import DEVICE, OnDevice
+from tiny_models import VOCAB_SIZE
+
+from foretoken import SamplingParams
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.base import PassOutput
+from foretoken.decoder.cuda_graphs import GraphDecoder
+from foretoken.decoder.elementwise import TritonOps
+from foretoken.models.lean_weights import read_weights
+from foretoken.runner.decoders import DECODERS
+from foretoken.trees.dynamic import DynamicExpansion
+from foretoken.trees.expansion import TreeExpansion
+
+if DEVICE == "cuda":
+    pytest.skip("the drafters that it compares lie on the CPU", allow_module_level=True)
+
+
+class Rerun:
+    """Runs the function again, into the tensors of the first run, and lets it look at no content."""
+
+    def __init__(self) -> None:
+        self.num_captured = self.num_runs = 0
+
+    def capture(self, run: Any) -> Any:
+        self.num_captured += 1
+        first = run()
+
+        def again() -> None:
+            self.num_runs += 1
+            with OnDevice():
+                second = run()
+            for place, content in zip(tensors_in(first), tensors_in(second), strict=True):
+                place.copy_(content)
+
+        return first, again
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Those that a graph returns, whatever they are in."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    if isinstance(value, TreeExpansion | DynamicExpansion):
+        return tensors_in(list(vars(value).values()))
+    if isinstance(value, TokenTree):
+        return tensors_in([getattr(value, field.name) for field in fields(value)])
+    return tensors_in([value.logits, value.features]) if isinstance(value, PassOutput) else []
+
+
+def accepted(tree: TreeRow, dice: random.Random) -> list[int]:
+    """A path down the tree, ended by chance, and one token more."""
+    node, path = 0, []
+    while (children := [child for child, parent in enumerate(tree.parents) if parent == node]) and dice.random() < 0.7:
+        node = dice.choice(children)
+        path.append(tree.tokens[node])
+    return [*path, dice.randrange(VOCAB_SIZE)]
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> Rerun:
+    """What whole drafts are captured with, on the device that has graphs here."""
+    made = Rerun()
+    monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
+    monkeypatch.setattr("foretoken.decoder.torch_blocks.is_packable", lambda weight: False)  # as on a GPU
+    monkeypatch.setattr("foretoken.trees.dynamic.reads_are_free", lambda device: False)
+    monkeypatch.setattr("foretoken.drafters.captured.has_cuda_graphs", lambda device: True)
+    monkeypatch.setattr("foretoken.drafters.captured.CudaGraphCapture", lambda device: made)
+    monkeypatch.setattr("foretoken.decoder.block_stack.runs_cpu_kernels", lambda device: False)
+    monkeypatch.setattr("foretoken.decoder.block_stack.has_cuda_graphs", lambda device: True)
+    monkeypatch.setattr("foretoken.decoder.block_stack.CudaGraphCapture", lambda device: Rerun())
+    monkeypatch.setitem(
+        DECODERS,
+        "lean-graphs",
+        lambda model, cache, taps: GraphDecoder(
+            read_weights(model, cache.capacity), cache, taps, capture=Rerun(), ops=TritonOps()
+        ),
+    )
+    return made
+
+
+def assert_same_trees(ours: TokenTree, theirs: TokenTree) -> None:
+    """The same nodes, and the same draft distributions up to rounding."""
+    assert [(row.tokens, row.parents) for row in ours.rows()] == [(row.tokens, row.parents) for row in theirs.rows()]
+    assert (ours.distributions is None) == (theirs.distributions is None)
+    if ours.distributions is not None and theirs.distributions is not None:
+        assert torch.equal(ours.distributions.row_of, theirs.distributions.row_of)
+        torch.testing.assert_close(ours.distributions.rows, theirs.distributions.rows, rtol=1e-3, atol=1e-5)
+
+
+PARAMS = [SamplingParams(temperature=0.9), SamplingParams(temperature=0.7, seed=3), SamplingParams(temperature=0.0)]
+COUPLED = [False, True, False]
+
+
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
+    """Slots change places and lengths differ, so that a graph that kept any of them would draft another tree."""
+    captured = head_drafter(kind, **SHAPES[shape])
+    assert captured._stack.backend == "graphs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foretoken.drafters.captured.has_cuda_graphs", lambda device: False)
+        plain = head_drafter(kind, **SHAPES[shape])
+    dice, texts = random.Random(shape), Texts(kind)
+    for slot, length in enumerate((3, 9, 6)):
+        texts.begin([captured, plain], slot, [dice.randrange(VOCAB_SIZE) for _ in range(length)])
+    for round_ in range(5):
+        slots = dice.sample(range(3), 2 if round_ % 2 else 3)
+        texts.commit([captured, plain], slots)
+        asked = context(
+            [texts.texts[slot] for slot in slots], slots=slots, params=[PARAMS[slot] for slot in slots],
+            is_coupled=[COUPLED[slot] for slot in slots], max_depth=8 if round_ < 4 else [2] * len(slots),
+        )  # fmt: skip
+        ours, theirs = captured.propose(asked), plain.propose(asked)
+        assert_same_trees(ours, theirs)
+        for slot, row in zip(slots, ours.rows(), strict=True):
+            texts.texts[slot] += accepted(row, dice)
+    assert trees.num_runs >= 1
+
+
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"tree": "dynamic", "tree_top_k": 3, "max_nodes": 9}])
+def test_a_draft_model_drafts_the_trees_of_the_loop(shape: dict[str, Any], trees: Rerun) -> None:
+    """A slot's drafted rows are kept although a graph drafts for another slot in between."""
+    module = noisy().float()
+    captured = attached(draft_model(module, **shape)(), runner="lean-graphs")
+    plain = attached(draft_model(module, **shape)(), runner="lean-stock")
+    dice = random.Random(0)
+    written = [[dice.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3, 9, 6)]
+    for round_ in range(8):
+        slots = dice.sample(range(3), 1 if round_ % 2 else 2)
+        asked = context(
+            [written[slot] for slot in slots], slots=slots, params=[PARAMS[slot] for slot in slots],
+            is_coupled=[COUPLED[slot] for slot in slots],
+        )  # fmt: skip
+        ours, theirs = captured.propose(asked), plain.propose(asked)
+        assert_same_trees(ours, theirs)
+        for slot, row in zip(slots, ours.rows(), strict=True):
+            written[slot] += accepted(row, dice)
+            rows = [made._runner.cache.keys[0][slot, :, : len(written[slot]) - 1] for made in (captured, plain)]
+            known = len(captured._levels._slots[slot].tokens)
+            torch.testing.assert_close(rows[0][:, :known], rows[1][:, :known], rtol=1e-4, atol=1e-4)
+    assert trees.num_runs >= 2
