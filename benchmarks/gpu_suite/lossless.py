@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu_suite.work import Work
 
 _TARGET = Path(__file__).resolve().parents[2] / "models" / "tinycode"
-_HEADS = ("medusa", "hydra", "mlp_speculator")
+_HEADS = ("hass", "hydra", "medusa", "mlp_speculator")
 _PROMPTS = {1: 2, 3: 5, 8: 8}  # by batch size; of three and of eight some wait for a slot, or none does
 _TEMPERATURES = (0.0, 0.8)
 
@@ -49,14 +49,20 @@ def run(work: Work) -> None:
 
 
 def drafting_setups() -> list[Setup]:
-    """Plain decoding in batches, and every drafter that is there, as chain and as tree."""
+    """Plain decoding in batches, and every drafter that is there, as chain and as tree.
+
+    Lengths are fixed: on a small model drafts do not pay on a GPU, and a controller would check plain decoding.
+    """
     names = [
-        "ngram", "ngram:tree", "draft_model", "draft_model:tree",
+        "ngram:control=fixed", "ngram:tree:control=fixed", "draft_model:control=fixed",
+        "draft_model:tree:control=fixed",
         '{"method": "oracle", "pattern": [2]}', '{"method": "oracle", "pattern": [3, 0, 5], "tree": "tree"}',
     ]  # fmt: skip
     for method in _HEADS:
         if _TARGET.with_name(f"{_TARGET.name}-{method}").is_dir():
-            names += [f"{method}:tree", f"{method}:chain"]
+            names += [f"{method}:tree:control=fixed", f"{method}:chain:control=fixed"]
+    if _TARGET.with_name(f"{_TARGET.name}-hass").is_dir():
+        names.append("hass:tree=dynamic:control=fixed")
     return [Setup(PLAIN, None), *(parse_setup(name) for name in names)]
 
 
