@@ -36,7 +36,7 @@ class Prefixes(NamedTuple):
 
     Attributes:
         slots: On the host; under capture (B,) int32 on the device.
-        lengths: Likewise.
+        lengths: Of the prefixes; on the host, under capture (B,) int32 on the device.
         bound: Under capture the greatest length that the graph serves; else None.
     """
 
