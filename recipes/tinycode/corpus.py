@@ -177,7 +177,7 @@ def gather(
     train: dict[str, str] = {}
     held: dict[str, str] = {}
     seen_lines: set[int] = set()
-    listed = set(HELD_OUT_LIST.read_text(encoding="utf-8").split("\n"))  # the benchmarks' prompts come from these
+    listed = set(HELD_OUT_LIST.read_text(encoding="utf-8").split())  # the benchmarks' prompts come from these
     for group, relative, file in candidates(prefixes, sites, stats):
         stats["files_found"] += 1
         held_out = is_held_out(relative)
@@ -239,7 +239,8 @@ def main() -> None:
         with (args.run_dir / f"{name}.jsonl").open("w", encoding="utf-8") as out:
             out.writelines(json.dumps({"path": p, "text": t}) + "\n" for p, t in part.items())
     (args.run_dir / "corpus_stats.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    (args.run_dir / "held_out.txt").write_text("\n".join(sorted(held)) + "\n", encoding="utf-8")
+    listed = {*held, *HELD_OUT_LIST.read_text(encoding="utf-8").split()}  # a file once listed stays held out
+    (args.run_dir / "held_out.txt").write_text("\n".join(sorted(listed)) + "\n", encoding="utf-8")
     print(json.dumps(summary, indent=1))
 
 

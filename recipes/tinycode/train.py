@@ -148,7 +148,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--lr", type=float, default=2.5e-3)
     parser.add_argument("--warmup-steps", type=int, default=150)
-    parser.add_argument("--tokens-per-step", type=int, default=131_072)
+    parser.add_argument(
+        "--tokens-per-step", type=int, default=65_536, help="default: for 2e8 tokens, Bi et al. 2024 (arXiv 2401.02954)"
+    )
     end = parser.add_mutually_exclusive_group(required=True)
     end.add_argument("--steps", type=int, help="length of the run in steps")
     end.add_argument("--seconds", type=float, help="length of the run in seconds, compilation included")
