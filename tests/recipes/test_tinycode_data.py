@@ -11,6 +11,7 @@ from foretoken.bench.workload import load_prompts
 from recipes.tinycode import corpus
 from recipes.tinycode.licences import PERMISSIVE, RESTRICTIVE, has_restrictive_header
 from recipes.tinycode.prompts import prompts_of
+from recipes.tinycode.tokenizer import EOS, encode
 from recipes.tinycode.workload_prompts import edits_of, prose_of
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +129,28 @@ def test_prose_ends_within_a_docstring() -> None:
     [prompt] = prose_of(code)
     assert prompt.startswith('def f():\n    """Line 0')
     assert prompt.endswith("Line 4 says something.")
+
+
+def test_parallel_encoding_keeps_every_document_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = [f"def f_{i}():\n    return {i!r}\n" * (1 + i % 7) for i in range(50)] + ["naïve = '日本'\n"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    stream = encode(ROOT / "models/tinycode/tokenizer.json", tmp_path / "train.jsonl", processes=2)
+    assert tokenizer.decode(stream.tolist()) == EOS + EOS.join(texts) + EOS
+
+
+def test_a_package_stays_together_in_path_order() -> None:
+    part = {f"{package}/module_{i}.py": "" for i in (2, 0, 1) for package in ("one", "two", "three")}
+    ordered = list(corpus.in_package_order(part, {path: path.split("/")[0] for path in part}))
+    packages = list(dict.fromkeys(path.split("/")[0] for path in ordered))
+    assert sorted(packages) == ["one", "three", "two"]
+    assert ordered == [f"{package}/module_{i}.py" for package in packages for i in range(3)]
+
+
+def test_a_limit_cuts_the_largest_packages_to_whole_directories() -> None:
+    sizes = {"stdlib": 30, "small": 10, "large": 100, "huge": 400}
+    train = {f"{group}/{i // 5}/{i % 5}.py": "x" for group, size in sizes.items() for i in range(size)}
+    groups = {path: path.split("/")[0] for path in train}
+    kept = corpus.fit(train, groups, 120)
+    assert Counter(groups[path] for path in kept) == {"stdlib": 30, "small": 10, "large": 40, "huge": 40}
+    assert set(Counter(path.rpartition("/")[0] for path in kept).values()) == {5}
+    assert corpus.fit(train, groups, 1000) == train
