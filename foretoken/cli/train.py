@@ -60,13 +60,25 @@ def train(
             "glancing_floor. May be repeated.",
         ),
     ] = None,
-    steps: Annotated[int, _learning(min=1, help="Optimiser steps.")] = 1000,
+    steps: Annotated[int, _learning(min=1, help="Optimiser steps; with --seconds at most.")] = 1000,
+    seconds: Annotated[
+        float | None,
+        _learning(help="End after these seconds of steps, with the learning rate at its lowest. Default: no bound."),
+    ] = None,
     lr: Annotated[float, _learning(help="Highest learning rate.")] = 1e-3,
     warmup_steps: Annotated[int, _learning(min=0, help="Linear warm-up.")] = 50,
     lr_floor: Annotated[float, _learning(help="Last learning rate as a part of the highest, above 0.")] = 0.05,
     batch_size: Annotated[int, _learning(min=1, help="Windows of a global batch, over all processes.")] = 8,
     micro_batch_size: Annotated[int | None, _learning(min=1, help="Windows computed at once by a process.")] = None,
     length: Annotated[int, _learning(min=4, help="Tokens of a window.")] = 512,
+    max_offset: Annotated[
+        int | None,
+        _learning(
+            min=0,
+            help="Largest random offset of the head's positions in a window, so that the head drafts in texts longer "
+            "than a window; 0 for none. Default: the target's whole context.",
+        ),
+    ] = None,
     weight_decay: Annotated[float, _learning(help="Of AdamW.")] = 0.01,
     clip_norm: Annotated[float, _learning(help="Greatest gradient norm.")] = 1.0,
     precision: Annotated[str, _learning(metavar="NAME", help="float32, or bfloat16 by autocast.")] = "float32",
@@ -120,7 +132,7 @@ def train(
     keep_freed_memory()
     if threads is not None:
         set_num_threads(threads)
-    with step_progress(steps) as on_step, progress("held-out tokens") as on_held_out:
+    with step_progress(steps, seconds) as on_step, progress("held-out tokens") as on_held_out:
         command = f"$ {shlex.join(['foretoken', *sys.argv[1:]])}"
         try:
             result = trained(**arguments, on_step=on_step, on_held_out=on_held_out, command=command)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
+from foretoken.heads.base import IN_PLACE, WindowPositions
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Objective(BaseModel):
 
     def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
         """Yields `Head.teacher_forced` for this objective; `given` has noise on the features that the head reads."""
-        for hidden in head.teacher_forced(given.features, given.tokens, parts):
+        for hidden in head.teacher_forced(given.features, given.tokens, parts, given.positions):
             yield Fed(hidden)
 
     def divisors(self, counts: Tensor) -> Tensor:
@@ -108,6 +109,8 @@ class Examples:
         supervised: (B, S) bool, tokens that count as labels.
         features: (B, S, F E), the target's features that the head reads, side by side.
         final: (B, S, E), input of the target's LM head.
+        progress: Share of the training that is done.
+        positions: For the rotations of the head; the target's features are those of positions 0 … S - 1.
     """
 
     tokens: Tensor
@@ -115,14 +118,22 @@ class Examples:
     features: Tensor
     final: Tensor
     progress: float = 0.0
+    positions: WindowPositions = IN_PLACE
 
     @classmethod
     def of_batch(
-        cls, tokens: Tensor, supervised: Tensor, read: Tensor, config: HeadConfig, *, progress: float = 0.0
+        cls,
+        tokens: Tensor,
+        supervised: Tensor,
+        read: Tensor,
+        config: HeadConfig,
+        *,
+        progress: float = 0.0,
+        positions: WindowPositions = IN_PLACE,
     ) -> Examples:
         """Makes a micro-batch from the result of `foretoken.training.teacher.Teacher.read` for the taps of a head."""
         size = config.hidden_size
-        return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:], progress)
+        return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:], progress, positions)
 
 
 @dataclass(frozen=True, slots=True)

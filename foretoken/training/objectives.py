@@ -82,7 +82,9 @@ class UnrolledObjective(Objective):
         assert isinstance(head, AutoregressiveHead), "the table of methods says so"
         offset = int(torch.randint(self.stride, ())) if self.stride > 1 else 0
         starts = slice(offset, None, self.stride)
-        steps = head.unrolled(given.features, given.tokens, parts, starts=starts, is_detached=self.is_detached)
+        steps = head.unrolled(
+            given.features, given.tokens, parts, given.positions, starts=starts, is_detached=self.is_detached
+        )
         for index, hidden in enumerate(steps):
             yield Fed(hidden, offset, self.stride) if index else Fed(hidden)
 
@@ -179,7 +181,7 @@ class FalconObjective(Objective):
         if share:
             rows = learning_rows(given.supervised, block)
             with torch.no_grad():
-                outputs = head.block_outputs(given.features, following)
+                outputs = head.block_outputs(given.features, following, given.positions)
                 said = first_candidates(
                     lambda hidden: head.draft_logits(0, hidden, parts),
                     outputs[rows.sequence, rows.row],
@@ -191,7 +193,7 @@ class FalconObjective(Objective):
             chosen = glanced(rows, said != right, share, block)
             given = replace(given, features=with_answers(given.features, given.final, chosen, block))
             following = with_answers(following, following, chosen, block)
-        outputs = head.block_outputs(given.features, following)
+        outputs = head.block_outputs(given.features, following, given.positions)
         for index in range(block):  # row i of a block is step i of the draft that begins at the block's last position
             yield Fed(outputs[:, index::block], block - 1, block)
 
