@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.heads.base import IN_PLACE, WindowPositions
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _PORTION_VALUES = 1 << 24  # logits of one portion; NOTES, "Portions of 170 to 680 positions instead of 2730"
+_GPU_PORTION_VALUES = 1 << 26  # a choice: few launches, 256 MiB in float32
 
 
 class Fed(NamedTuple):
@@ -182,7 +184,7 @@ def accumulate(
         read = step.hidden[sequence[where], (position[where] - step.offset) // step.stride]
         scale = weight * objective.head_decay**index / float(divisors[index])
         losses.append(_StepLoss(objective, head, index, read, known, scale * step.stride, step.stride))
-    size = max(1, _PORTION_VALUES // head.config.vocab_size)
+    size = _portion_rows(head.config.vocab_size, sequence.device)
     for begin in range(0, num_rows[0], size):
         rows = sequence[begin : begin + size], place[begin : begin + size]
         portion = _portion(objective, examples, rows, parts, head.token_map)
@@ -320,7 +322,11 @@ def _noisy(features: Tensor, objective: Objective) -> Tensor:
 
 def first_candidates(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:
     """Returns (M,) int64, the most probable tokens of (M, W) inputs of `logits`, a portion at a time."""
-    return torch.cat([logits(part).argmax(-1) for part in rows.split(max(1, _PORTION_VALUES // vocab_size))])
+    return torch.cat([logits(part).argmax(-1) for part in rows.split(_portion_rows(vocab_size, rows.device))])
+
+
+def _portion_rows(vocab_size: int, device: torch.device) -> int:
+    return max(1, (_PORTION_VALUES if runs_cpu_kernels(device) else _GPU_PORTION_VALUES) // vocab_size)
 
 
 def mean_by_head(values: Tensor, counts: Tensor) -> Sequence[float]:

@@ -218,9 +218,10 @@ def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
     learning rows, sequence by sequence in order; `is_wrong` is (N,) bool; `block` is K.
     """
     chosen: list[tuple[int, int]] = []
-    for sequence in rows.sequence.unique().tolist():
-        is_own = rows.sequence == sequence
-        own, num_wrong = rows.row[is_own].tolist(), int(is_wrong[is_own].sum())
+    sequences, numbers, wrong = torch.stack([rows.sequence, rows.row, is_wrong.long()]).cpu()  # one transfer
+    for sequence in sequences.unique().tolist():
+        is_own = sequences == sequence
+        own, num_wrong = numbers[is_own].tolist(), int(wrong[is_own].sum())
         starts, known = own[::block], set(own)
         count = int(share * num_wrong) // (1 if block == 2 else block)
         for place in torch.randperm(len(starts))[:count].tolist():

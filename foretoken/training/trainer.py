@@ -285,8 +285,9 @@ class Trainer:
         return self._shared(total)
 
     def _shared(self, sums: HeadSums) -> HeadSums:
+        packed = torch.stack([sums.loss, sums.matches, sums.count])
         if self._processes.num_processes == 1:
-            return HeadSums(sums.loss.cpu(), sums.matches.cpu(), sums.count.cpu())
+            return HeadSums(*packed.cpu().unbind(0))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = self._processes.sum(torch.cat([grad.reshape(-1) for grad in grads]))
@@ -294,8 +295,7 @@ class Trainer:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = flat[offset : offset + grad.numel()].view_as(grad)
             offset += grad.numel()
-        packed = self._processes.sum(torch.stack([sums.loss, sums.matches, sums.count]))
-        return HeadSums(*packed.cpu().unbind(0))
+        return HeadSums(*self._processes.sum(packed).cpu().unbind(0))
 
     def _count_bad_step(self, step: int, loss: float) -> None:
         self.progress.skipped += 1
