@@ -255,6 +255,53 @@ def tree(
     _print(measured, tuned, choices, out)
 
 
+def acceptance(
+    model: options.Model,
+    head: Annotated[str, typer.Argument(help="A head that `foretoken train` made: a directory or a hub id.")],
+    out: Annotated[Path, typer.Option(help="Directory of the head with the results; must not exist.")],
+    prompts: options.Prompts = "heldout",
+    num_prompts: options.NumPrompts = 16,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure a head on held-out prompts as `foretoken train` does at its end, and write it with the results.
+
+    For heads that were trained with --num-prompts 0, perhaps on another machine. Drafting chooses its tree by the
+    acceptance rates that are stored with a head.
+    """
+    from dataclasses import replace
+
+    from foretoken.formats.checkpoint import TargetFingerprint
+    from foretoken.formats.files import local_head
+    from foretoken.formats.registry import read_head
+    from foretoken.training.report import held_out_workload, saved_head
+
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"'{out}' exists already. Expected a new directory. Choose another or remove it.")
+    checkpoint = read_head(local_head(head))[1]
+    if "settings" not in checkpoint.notes:
+        raise ConfigError(
+            f"'{head}' does not say how it was trained. Expected a head of `foretoken train`. Measure other heads with "
+            "`foretoken tune tree`."
+        )
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    checkpoint.check_target(TargetFingerprint.of(loaded), what=head)
+    stored = next(value.dtype for value in checkpoint.weights.values() if value.is_floating_point())
+    with progress("held-out tokens") as on_progress:
+        facts = saved_head(
+            replace(checkpoint, target=checkpoint.target or TargetFingerprint.of(loaded)), out, target=loaded,
+            tokenizer=tokenizer, dtype=str(stored).removeprefix("torch."),
+            workload=held_out_workload(prompts, num_prompts), on_progress=on_progress,
+        )  # fmt: skip
+    assert facts is not None, "there is one process"
+    if as_json:
+        options.print_json({**options.run_header(loaded), **facts})
+        return
+    _print_facts(facts)
+
+
 def stop(
     model: options.Model,
     speculative_config: options.Drafter = None,

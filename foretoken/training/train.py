@@ -24,7 +24,7 @@ from foretoken.models.placement import DTYPES
 from foretoken.training.config import JointConfig, head_config, objective_config, train_config, trained_method
 from foretoken.training.data.packed import DraftVocabulary, PackedTokens
 from foretoken.training.evaluation import EvaluationConfig
-from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head
+from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head, trained_notes
 from foretoken.training.run import RunSettings, train_head, train_jointly
 from foretoken.training.run_state import read_curve
 
@@ -252,9 +252,10 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         checkpoint, target = train_jointly(target, packed, run, initial=initial, on_step=on_step)
     if target_out is not None:
         target = save_target(target, target_out, tokenizer=tokenizer, like=name)
+    checkpoint = replace(checkpoint, notes=trained_notes(checkpoint.notes, run_dir, command))
     facts = saved_head(
-        checkpoint, out, target=target, tokenizer=tokenizer, dtype=save_dtype, workload=workload, run=run_dir,
-        command=command, on_progress=on_held_out,
+        checkpoint, out, target=target, tokenizer=tokenizer, dtype=save_dtype, workload=workload,
+        on_progress=on_held_out,
     )  # fmt: skip
     curve = [] if facts is None else read_curve(run_dir)  # None in every process but the first
     return TrainingResult(

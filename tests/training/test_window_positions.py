@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 import training_runs
+from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from foretoken.core.errors import ConfigError
 from foretoken.heads.base import WindowPositions, build_head
+from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config, train_config
 from foretoken.training.run import train_head
+from foretoken.training.teacher import Teacher
 from foretoken.training.train import _max_offset
 from foretoken.training.trainer import drawn_positions
 
@@ -91,3 +94,38 @@ def test_a_stopped_run_repeats_its_offsets(method: str, tmp_path: Path) -> None:
     training_runs.same_weights(again.weights, whole.weights)
     plain = training_runs.trained(tmp_path / "plain", method)
     assert any(not torch.equal(plain.weights[key], value) for key, value in whole.weights.items())
+
+
+class _Chains:
+    """Random texts in which one of three tokens follows each token."""
+
+    def __init__(self) -> None:
+        self._next = torch.randint(VOCAB_SIZE, (VOCAB_SIZE, 3), generator=torch.Generator().manual_seed(0))
+
+    def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        chosen = torch.randint(3, (batch_size, length), generator=generator)
+        tokens = [torch.randint(VOCAB_SIZE, (batch_size,), generator=generator)]
+        for column in chosen[:, 1:].unbind(1):
+            tokens.append(self._next[tokens[-1], column])
+        text = torch.stack(tokens, 1)
+        return text, torch.ones_like(text, dtype=torch.bool)
+
+
+def test_drafts_far_behind_the_windows(tmp_path: Path) -> None:
+    """A head that saw windows of 16 tokens drafts at positions 300 to 400 as well as at the first ones."""
+    target = wrap_model(tiny_model("llama", **training_runs.TINY, max_position_embeddings=416), name="long")
+    settings = training_runs.settings(
+        tmp_path, "hydra", sizes={"num_heads": 1, "num_layers": 1, "dropout": 0.0}, schedule={"num_steps": 150},
+        batch_size=16, max_offset=400,
+    )  # fmt: skip
+    head = train_head(target, _Chains(), settings).module(dtype=torch.float32).eval()
+    tokens, _ = _Chains().batch(0, batch_size=16, length=400, seed=1)
+    parts = target_parts(target, dtype=torch.float32)
+    with torch.no_grad():
+        features = Teacher(target).features(tokens)
+        choices = parts.lm_head(features)[:, 1:].argmax(-1)
+        hidden = next(iter(head.teacher_forced(features, tokens, parts)))
+        is_right = (head.draft_logits(0, hidden, parts)[:, :-1].argmax(-1) == choices).double()
+    near, far = float(is_right[:, 2:15].mean()), float(is_right[:, 300:].mean())
+    assert far >= near > 0.2
