@@ -261,6 +261,8 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("tune acceptance", train.acceptance, ending(
         "foretoken tune acceptance models/tinycode runs/hydra \\",
         "    --out runs/hydra-measured",
+        "foretoken tune acceptance models/tinycode models/tinycode-eagle \\",
+        "    --out runs/eagle-prose --prompts prose --num-prompts 4",
     )),
     ("tune stop", train.stop, ending(
         "foretoken tune stop models/tinycode -s draft_model",
