@@ -258,6 +258,12 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
         "foretoken tune tree models/tinycode -s hydra --nodes 32 --out runs/tree.json",
         "foretoken tune tree models/tinycode -s draft_model --nodes 16 --depth 6",
     )),
+    ("tune acceptance", train.acceptance, ending(
+        "foretoken tune acceptance models/tinycode runs/hydra \\",
+        "    --out runs/hydra-measured",
+        "foretoken tune acceptance models/tinycode models/tinycode-eagle \\",
+        "    --out runs/eagle-prose --prompts prose --num-prompts 4",
+    )),
     ("tune stop", train.stop, ending(
         "foretoken tune stop models/tinycode -s draft_model",
         "foretoken tune stop models/tinycode -s eagle --prompts prose",

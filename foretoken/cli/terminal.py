@@ -283,10 +283,10 @@ def renewed_line() -> Iterator[tuple[Callable[[str], None], float]]:
 
 
 @contextmanager
-def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
-    """Shows a training run of `total` steps: one renewed line on a terminal, else a line now and then.
+def step_progress(total: int, most_s: float | None = None) -> Iterator[Callable[[Any], None]]:
+    """Shows a training run: one renewed line on a terminal, else a line now and then.
 
-    Yields a function of a `StepReport`.
+    Yields a function of a `StepReport`. The run has at most `total` steps and, unless None, `most_s` seconds.
     """
     is_terminal, is_open, shown, evaluated = sys.stderr.isatty(), False, 0.0, ""  # is_open: the line has no end yet
     begin, begun_at = time.monotonic(), -1  # the clock, and the steps done at that time
@@ -303,7 +303,10 @@ def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
         if now - shown < (0.2 if is_terminal else 15.0) and report.step < total:
             return
         shown = now
-        minutes, seconds = divmod(round(pace * (total - report.step) + (report.seconds_after or 0.0)), 60)
+        left = pace * (total - report.step)
+        if most_s is not None:
+            left = min(left, max(most_s - (now - begin), 0.0))
+        minutes, seconds = divmod(round(left + (report.seconds_after or 0.0)), 60)
         parts = [
             f"step {report.step}/{total}",
             f"{minutes}:{seconds:02d} left",

@@ -60,13 +60,25 @@ def train(
             "glancing_floor. May be repeated.",
         ),
     ] = None,
-    steps: Annotated[int, _learning(min=1, help="Optimiser steps.")] = 1000,
+    steps: Annotated[int, _learning(min=1, help="Optimiser steps; with --seconds at most.")] = 1000,
+    seconds: Annotated[
+        float | None,
+        _learning(help="End after these seconds of steps, with the learning rate at its lowest. Default: no bound."),
+    ] = None,
     lr: Annotated[float, _learning(help="Highest learning rate.")] = 1e-3,
     warmup_steps: Annotated[int, _learning(min=0, help="Linear warm-up.")] = 50,
     lr_floor: Annotated[float, _learning(help="Last learning rate as a part of the highest, above 0.")] = 0.05,
     batch_size: Annotated[int, _learning(min=1, help="Windows of a global batch, over all processes.")] = 8,
     micro_batch_size: Annotated[int | None, _learning(min=1, help="Windows computed at once by a process.")] = None,
     length: Annotated[int, _learning(min=4, help="Tokens of a window.")] = 512,
+    max_offset: Annotated[
+        int | None,
+        _learning(
+            min=0,
+            help="Largest random offset of the head's positions in a window, so that the head drafts in texts longer "
+            "than a window; 0 for none. Default: the target's whole context.",
+        ),
+    ] = None,
     weight_decay: Annotated[float, _learning(help="Of AdamW.")] = 0.01,
     clip_norm: Annotated[float, _learning(help="Greatest gradient norm.")] = 1.0,
     precision: Annotated[str, _learning(metavar="NAME", help="float32, or bfloat16 by autocast.")] = "float32",
@@ -120,7 +132,7 @@ def train(
     keep_freed_memory()
     if threads is not None:
         set_num_threads(threads)
-    with step_progress(steps) as on_step, progress("held-out tokens") as on_held_out:
+    with step_progress(steps, seconds) as on_step, progress("held-out tokens") as on_held_out:
         command = f"$ {shlex.join(['foretoken', *sys.argv[1:]])}"
         try:
             result = trained(**arguments, on_step=on_step, on_held_out=on_held_out, command=command)
@@ -241,6 +253,53 @@ def tree(
         return
     terminal.conditions(header)
     _print(measured, tuned, choices, out)
+
+
+def acceptance(
+    model: options.Model,
+    head: Annotated[str, typer.Argument(help="A head that `foretoken train` made: a directory or a hub id.")],
+    out: Annotated[Path, typer.Option(help="Directory of the head with the results; must not exist.")],
+    prompts: options.Prompts = "heldout",
+    num_prompts: options.NumPrompts = 16,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure a head on held-out prompts as `foretoken train` does at its end, and write it with the results.
+
+    For heads that were trained with --num-prompts 0, perhaps on another machine. Drafting chooses its tree by the
+    acceptance rates that are stored with a head.
+    """
+    from dataclasses import replace
+
+    from foretoken.formats.checkpoint import TargetFingerprint
+    from foretoken.formats.files import local_head
+    from foretoken.formats.registry import read_head
+    from foretoken.training.report import held_out_workload, saved_head
+
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"'{out}' exists already. Expected a new directory. Choose another or remove it.")
+    checkpoint = read_head(local_head(head))[1]
+    if "settings" not in checkpoint.notes:
+        raise ConfigError(
+            f"'{head}' does not say how it was trained. Expected a head of `foretoken train`. Measure other heads with "
+            "`foretoken tune tree`."
+        )
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    checkpoint.check_target(TargetFingerprint.of(loaded), what=head)
+    stored = next(value.dtype for value in checkpoint.weights.values() if value.is_floating_point())
+    with progress("held-out tokens") as on_progress:
+        facts = saved_head(
+            replace(checkpoint, target=checkpoint.target or TargetFingerprint.of(loaded)), out, target=loaded,
+            tokenizer=tokenizer, dtype=str(stored).removeprefix("torch."),
+            workload=held_out_workload(prompts, num_prompts), on_progress=on_progress,
+        )  # fmt: skip
+    assert facts is not None, "there is one process"
+    if as_json:
+        options.print_json({**options.run_header(loaded), **facts})
+        return
+    _print_facts(facts)
 
 
 def stop(

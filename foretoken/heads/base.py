@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from foretoken.decoder.native_linear import Quantization, fast_linear, optimize_for_inference
-from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, unrolled_attention
+from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +53,28 @@ class HeadConfig(BaseModel):
         return ("final",)
 
 
+class WindowPositions(NamedTuple):
+    """Positions of the tokens of B training windows, as a decoder block rotates them.
+
+    The first `anchor` tokens keep their positions and all later tokens have `offset` added. So short windows teach a
+    head to draft at positions that it never sees as a length. Source: LongSpec, Yang et al. 2025 (arXiv 2502.17421).
+
+    Attributes:
+        anchor: (B, 1) int64, or 0.
+        offset: (B, 1) int64, or 0 for the positions of a text.
+    """
+
+    anchor: Tensor | int = 0
+    offset: Tensor | int = 0
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Returns (B, T) int64, (1, T) without offsets; tokens: (T,) int64, counted from the window's begin."""
+        return tokens.unsqueeze(0) + self.offset * (tokens >= self.anchor)
+
+
+IN_PLACE = WindowPositions()
+
+
 class Head(nn.Module, ABC):
     """Drafts from the target's features; `token_map` is (Vd,) int64, the token of each logit, or None for all."""
 
@@ -68,7 +90,9 @@ class Head(nn.Module, ABC):
         """Sets the weights from which training starts; draws from torch's global generator."""
 
     @abstractmethod
-    def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
+    def teacher_forced(
+        self, features: Tensor, tokens: Tensor, parts: TargetParts, positions: WindowPositions = IN_PLACE
+    ) -> Iterator[Tensor]:
         """Computes the inputs of each step's LM head when the text itself is fed.
 
         Yields K tensors (B, S, …); step i is valid at positions t <= S - 2 - i, where x_{t+1+i} exists.
@@ -77,6 +101,7 @@ class Head(nn.Module, ABC):
             features: (B, S, F E), the taps of a position side by side.
             tokens: (B, S) int64.
             parts: The modules shared with the target.
+            positions: For the rotations of heads with a decoder block.
         """
 
     @abstractmethod
@@ -139,8 +164,9 @@ class StepHead(Head):
 
     config: StepHeadConfig
 
-    def encode(self, features: Tensor) -> Tensor:
+    def encode(self, features: Tensor, positions: WindowPositions = IN_PLACE) -> Tensor:
         """Returns the first states (B, S, W) for features (B, S, E) of positions 0 … S - 1."""
+        del positions
         return features
 
     @abstractmethod
@@ -159,8 +185,10 @@ class StepHead(Head):
         return None
 
     @override
-    def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
-        state = self.encode(features)
+    def teacher_forced(
+        self, features: Tensor, tokens: Tensor, parts: TargetParts, positions: WindowPositions = IN_PLACE
+    ) -> Iterator[Tensor]:
+        state = self.encode(features, positions)
         for index in range(self.config.num_heads):
             state, hidden = self.step(index, state, tokens.roll(-(index + 1), dims=1), parts)
             yield hidden
@@ -238,14 +266,17 @@ class AutoregressiveHead(Head):
         """Returns the head for the native kernels, after `optimize_for_inference`; None if they cannot run it."""
 
     @override
-    def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
-        return self.unrolled(features, tokens, parts)
+    def teacher_forced(
+        self, features: Tensor, tokens: Tensor, parts: TargetParts, positions: WindowPositions = IN_PLACE
+    ) -> Iterator[Tensor]:
+        return self.unrolled(features, tokens, parts, positions)
 
     def unrolled(
         self,
         features: Tensor,
         tokens: Tensor,
         parts: TargetParts,
+        positions: WindowPositions = IN_PLACE,
         *,
         starts: slice = slice(None),
         is_detached: bool = False,
@@ -257,26 +288,27 @@ class AutoregressiveHead(Head):
         Args:
             features: (B, S, F E).
             tokens: (B, S) int64.
+            positions: For the rotations.
             starts: Q positions of the drafts that go on after the first step: later tensors are (B, Q, …).
             is_detached: Whether gradients stop between steps, as in HASS; else they flow through all steps, as in
                 EAGLE-3's training-time test.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        begins = torch.arange(tokens.shape[1], device=tokens.device)
         state = self.initial_state(features)
         first: Heads | None = None
         later: list[Heads] = []
         for index in range(self.config.num_steps):
             following = tokens.roll(-(index + 1), dims=1)
             if index == 1:
-                positions, state = positions[starts], state[:, starts]
+                begins, state = begins[starts], state[:, starts]
             embedded = self.embed(following[:, starts] if index else following, parts).to(state.dtype)
             inputs, side = self.paired(state, embedded)
-            heads = self.layer.projected(inputs, positions.unsqueeze(0) + index, side)
+            heads = self.layer.projected(inputs, positions.of(begins + index), side)
             if first is None:
-                first = heads
+                first, mixed = heads, causal_attention(heads)
             else:
                 later.append(heads)
-            mixed = unrolled_attention(heads.query, positions, first, later)
+                mixed = unrolled_attention(heads.query, begins, first, later)
             state, hidden = self.outputs(self.layer.finished(inputs, mixed))
             yield hidden
             if is_detached:

@@ -139,11 +139,7 @@ class DecoderLayer(nn.Module):
         """
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0)
-        heads = self.projected(inputs, positions, side)
-        is_grouped = heads.query.shape[2] != heads.key.shape[2]
-        query, key, value = (part.transpose(1, 2) for part in heads)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
-        return self.finished(inputs, mixed.transpose(1, 2))
+        return self.finished(inputs, causal_attention(self.projected(inputs, positions, side)))
 
     def projected(self, inputs: Tensor, positions: Tensor, side: Tensor | None = None) -> Heads:
         """Returns the inputs of attention for some positions; arguments as in `forward`."""
@@ -226,6 +222,16 @@ class DecoderLayer(nn.Module):
             frequencies, factor = self._scaled[device]
         angles = positions.to(exact).unsqueeze(-1) * frequencies.to(exact)
         return (angles.cos() * factor).to(dtype).unsqueeze(2), (angles.sin() * factor).to(dtype).unsqueeze(2)
+
+
+def causal_attention(heads: Heads, mask: Tensor | None = None) -> Tensor:
+    """Returns (B, T, H, Dh), the attention of a whole text; mask: (T, T) bool, what is seen if not all before."""
+    is_grouped = heads.query.shape[2] != heads.key.shape[2]
+    query, key, value = (part.transpose(1, 2) for part in heads)
+    mixed = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
+    )
+    return mixed.transpose(1, 2)
 
 
 def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Sequence[Heads]) -> Tensor:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from typing_extensions import override
 
 from foretoken.decoder.native_linear import Quantization, linear_layer, optimize_for_inference
-from foretoken.heads.base import AutoregressiveConfig, Head
-from foretoken.heads.decoder_layer import DecoderLayer, Heads, unrolled_attention
+from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, Head, WindowPositions
+from foretoken.heads.decoder_layer import DecoderLayer, Heads, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,41 +183,40 @@ class FalconHead(Head):
         self.lstm.weights.reset_parameters()
         self.layer.initialize()
 
-    def block_outputs(self, features: Tensor, embedded: Tensor) -> Tensor:
+    def block_outputs(self, features: Tensor, embedded: Tensor, positions: WindowPositions = IN_PLACE) -> Tensor:
         """Returns (B, S, E), the estimate of feature j + K at j, for training.
 
         Computes a whole text as blocks 0 … K - 1, K … 2 K - 1, …, all at once. `features` and `embedded`, of the token
         after each position, are (B, S, E).
         """
         x = self.lstm(paired(features, embedded)).to(features.dtype)
-        heads = self.layer.projected(x, torch.arange(x.shape[1], device=x.device).unsqueeze(0))
-        is_grouped = heads.query.shape[2] != heads.key.shape[2]
-        query, key, value = (part.transpose(1, 2) for part in heads)
+        heads = self.layer.projected(x, positions.of(torch.arange(x.shape[1], device=x.device)))
         mask = relaxed_mask(x.shape[1], self.config.block, x.device)
-        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
-        return self.layer.finished(x, mixed.transpose(1, 2))
+        return self.layer.finished(x, causal_attention(heads, mask))
 
     @override
-    def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
+    def teacher_forced(
+        self, features: Tensor, tokens: Tensor, parts: TargetParts, positions: WindowPositions = IN_PLACE
+    ) -> Iterator[Tensor]:
         """Computes `Head.teacher_forced`. Positions before K - 1 have no full block; the first pair fills the gap."""
         block = self.config.block
-        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        begins = torch.arange(tokens.shape[1], device=tokens.device)
         rows = parts.embed(tokens).to(features.dtype)
         x, states = self.lstm.feed_pairs(paired(features, rows.roll(-1, dims=1)))
-        text, drafted, outputs = self.layer.projected(x, positions), list[Heads](), list[Tensor]()
+        text, drafted, outputs = self.layer.projected(x, positions.of(begins)), list[Heads](), list[Tensor]()
         for slot in range(block):
-            own = (positions[0] + (slot + 1 - block)).clamp_min(0)
-            mixed = unrolled_attention(text.query[:, own], positions[0], text, drafted)
+            own = (begins + (slot + 1 - block)).clamp_min(0)
+            mixed = unrolled_attention(text.query[:, own], begins, text, drafted)
             outputs.append(self.layer.finished(x[:, own], mixed))
             yield outputs[-1]
         for begin in range(1, self.config.steps - block, block):  # offset of a block from the draft's position
             pairs = [paired(of_slot, rows.roll(-(begin + 1 + o), dims=1)) for o, of_slot in enumerate(outputs)]
             x, after = self.lstm.feed_pairs(torch.stack(pairs, dim=2), states)
             states = after[:, :, -1]
-            new = [self.layer.projected(x[:, :, slot], positions + begin + slot) for slot in range(block)]
+            new = [self.layer.projected(x[:, :, slot], positions.of(begins + begin + slot)) for slot in range(block)]
             drafted += new
             outputs = [
-                self.layer.finished(x[:, :, slot], unrolled_attention(heads.query, positions[0], text, drafted))
+                self.layer.finished(x[:, :, slot], unrolled_attention(heads.query, begins, text, drafted))
                 for slot, heads in enumerate(new)
             ]
             yield from outputs

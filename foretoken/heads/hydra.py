@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.native_linear import Quantization, fast_linear, linear_layer, optimize_for_inference
-from foretoken.heads.base import StepHead, StepHeadConfig
+from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions
 from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig
 
 if TYPE_CHECKING:
@@ -124,8 +124,11 @@ class HydraHeads(StepHead):
                 head.get_parameter("bias").zero_()
 
     @override
-    def encode(self, features: Tensor) -> Tensor:
-        return features if self.prefix is None else self.prefix(features)
+    def encode(self, features: Tensor, positions: WindowPositions = IN_PLACE) -> Tensor:
+        if self.prefix is None:
+            return features
+        encoded: Tensor = self.prefix(features, positions.of(torch.arange(features.shape[1], device=features.device)))
+        return encoded
 
     @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.nn.functional import gelu
 from typing_extensions import override
 
 from foretoken.decoder.native_head import BiasedNorm, HeadStep, HeadSteps, LmHead, ScaledEmbedding
-from foretoken.heads.base import StepHead, StepHeadConfig
+from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions
 
 if TYPE_CHECKING:
     from foretoken.models.parts import TargetParts
@@ -98,7 +98,8 @@ class MlpSpeculatorHead(StepHead):
                 nn.init.zeros_(module.bias)
 
     @override
-    def encode(self, features: Tensor) -> Tensor:
+    def encode(self, features: Tensor, positions: WindowPositions = IN_PLACE) -> Tensor:
+        del positions
         if not self.config.scale_input:
             return features
         return rms_scaled(features, self.config.rms_norm_eps) / math.sqrt(2)

@@ -28,6 +28,8 @@ class Schedule(BaseModel):
         warmup_steps: Steps of linear rise from near 0.
         floor: Last learning rate as a part of `peak`; above 0, or a resumed or extended run would silently stop
             learning.
+        seconds: The run ends after these seconds of steps, if it has not done all steps by then, and the rate falls by
+            this clock; None for steps alone.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -36,13 +38,19 @@ class Schedule(BaseModel):
     num_steps: int = Field(default=1000, ge=1)
     warmup_steps: int = Field(default=50, ge=0)
     floor: float = Field(default=0.05, gt=0, le=1)
+    seconds: float | None = Field(default=None, gt=0)
 
-    def rate(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0."""
+    def done(self, step: int, seconds: float) -> float:
+        """Returns the share of the run that is done after some steps, which took some seconds."""
+        return max(step / self.num_steps, 0.0 if self.seconds is None else seconds / self.seconds)
+
+    def rate(self, step: int, seconds: float = 0.0) -> float:
+        """Returns the learning rate of a step, counted from 0, that begins after `seconds` of steps."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         length = max(self.num_steps - self.warmup_steps - 1, 1)
-        progress = min((step - self.warmup_steps) / length, 1.0)
+        by_time = 0.0 if self.seconds is None else seconds / self.seconds
+        progress = min(max((step - self.warmup_steps) / length, by_time), 1.0)
         return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
@@ -53,6 +61,7 @@ class TrainConfig(BaseModel):
         batch_size: Windows of a global batch, over all processes.
         micro_batch_size: Windows computed at once by one process; None for all of its share.
         length: Tokens of a window.
+        max_offset: Largest random offset of the positions of a window, see `WindowPositions`; 0 for none.
         clip_norm: Greatest norm of the gradient.
         precision: Precision of the arithmetic: "float32", or "bfloat16" by autocast with float32 weights.
         seed: Seed of weights, order of the data and dropout.
@@ -64,6 +73,7 @@ class TrainConfig(BaseModel):
     batch_size: int = Field(default=8, ge=1, le=1 << 16)
     micro_batch_size: int | None = Field(default=None, ge=1)
     length: int = Field(default=512, ge=4)
+    max_offset: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.01, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = Field(default=1.0, gt=0)

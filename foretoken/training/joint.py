@@ -26,7 +26,7 @@ from foretoken.training.objective_base import Examples, HeadSums, Objective, acc
 from foretoken.training.trainer import Batches, Processes, Trainer, parameter_groups
 
 if TYPE_CHECKING:
-    from foretoken.heads.base import Head
+    from foretoken.heads.base import Head, WindowPositions
     from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
 
@@ -96,7 +96,15 @@ class JointTrainer(Trainer):
         weight = self._joint.weight(step, self._config.schedule.num_steps)
         return [*(weight * part for part in super()._weights(step)), 1.0]
 
-    def _backward(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
+    def _backward(
+        self,
+        step: int,
+        tokens: Tensor,
+        supervised: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        positions: WindowPositions,
+    ) -> HeadSums:
         """See `Trainer`; ignores `features`, since the backbone's own have a gradient."""
         del features
         backbone = self._target.backbone
@@ -106,7 +114,7 @@ class JointTrainer(Trainer):
         own = self._own_loss(leaf, tokens, supervised, float(counts[-1].clamp_min(1)))
         num_steps = self._config.schedule.num_steps
         weight = self._joint.weight(step, num_steps)
-        examples = Examples(tokens, supervised, leaf, leaf, step / num_steps)
+        examples = Examples(tokens, supervised, leaf, leaf, step / num_steps, positions)
         sums = accumulate(self._objective, self.head, examples, self._parts, counts=counts[:-1], weight=weight)
         hidden.backward(leaf.grad)
         return HeadSums(*(torch.cat(pair) for pair in zip((sums.loss, sums.matches, sums.count), own, strict=True)))

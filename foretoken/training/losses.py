@@ -1,7 +1,8 @@
 """Distances between a head's distribution and its targets, position by position, with explicit gradients.
 
 Autograd would keep several (M, V) tensors for each distance and read them again for the gradient. Here each block of
-rows, small enough for a CPU's cache, gets its losses and its gradient before the next block.
+rows, small enough for a CPU's cache, gets its losses and its gradient before the next block. On a GPU with Triton the
+kernels of `triton_losses` do the same row by row.
 
 Letters: M positions, V vocabulary.
 """
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import runs_cpu_kernels
+from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +76,10 @@ class Distances(NamedTuple):
 @torch.no_grad()
 def target_rows(logits: Tensor, *, has_probs: bool = True) -> TargetRows:
     """Returns the distributions of (M, V) logits of the target; has_probs: whether probabilities are needed."""
+    if _has_kernels(logits):
+        from foretoken.training.triton_losses import distributions
+
+        return TargetRows(*distributions(logits, has_probs=has_probs))
     exact = _exact(logits)
     best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     probs = torch.empty_like(logits, dtype=exact) if has_probs else None
@@ -102,6 +107,10 @@ def distances(
         labels: (M,) int64, the text itself.
         scale: Factor of the gradient alone.
     """
+    if _has_kernels(logits):
+        from foretoken.training.triton_losses import losses_and_gradient
+
+        return Distances(*losses_and_gradient(logits, target.probs, target.entropy, labels, weights, scale))
     exact = _exact(logits)
     loss = torch.zeros(len(logits), dtype=exact, device=logits.device)
     best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -166,6 +175,10 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         rows = slice(begin, begin + size)
         block = copy[: min(size, count - begin)]
         yield rows, block.copy_(logits[rows])
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    return has_triton_kernels(logits.device) and logits.dtype != torch.float64
 
 
 def _exact(logits: Tensor) -> torch.dtype:

@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
+from foretoken.core.backend import runs_cpu_kernels
+from foretoken.heads.base import IN_PLACE, WindowPositions
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _PORTION_VALUES = 1 << 24  # logits of one portion; NOTES, "Portions of 170 to 680 positions instead of 2730"
+_GPU_PORTION_VALUES = 1 << 26  # a choice: few launches, 256 MiB in float32
 
 
 class Fed(NamedTuple):
@@ -86,7 +89,7 @@ class Objective(BaseModel):
 
     def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
         """Yields `Head.teacher_forced` for this objective; `given` has noise on the features that the head reads."""
-        for hidden in head.teacher_forced(given.features, given.tokens, parts):
+        for hidden in head.teacher_forced(given.features, given.tokens, parts, given.positions):
             yield Fed(hidden)
 
     def divisors(self, counts: Tensor) -> Tensor:
@@ -108,6 +111,8 @@ class Examples:
         supervised: (B, S) bool, tokens that count as labels.
         features: (B, S, F E), the target's features that the head reads, side by side.
         final: (B, S, E), input of the target's LM head.
+        progress: Share of the training that is done.
+        positions: For the rotations of the head; the target's features are those of positions 0 … S - 1.
     """
 
     tokens: Tensor
@@ -115,14 +120,22 @@ class Examples:
     features: Tensor
     final: Tensor
     progress: float = 0.0
+    positions: WindowPositions = IN_PLACE
 
     @classmethod
     def of_batch(
-        cls, tokens: Tensor, supervised: Tensor, read: Tensor, config: HeadConfig, *, progress: float = 0.0
+        cls,
+        tokens: Tensor,
+        supervised: Tensor,
+        read: Tensor,
+        config: HeadConfig,
+        *,
+        progress: float = 0.0,
+        positions: WindowPositions = IN_PLACE,
     ) -> Examples:
         """Makes a micro-batch from the result of `foretoken.training.teacher.Teacher.read` for the taps of a head."""
         size = config.hidden_size
-        return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:], progress)
+        return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:], progress, positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +184,7 @@ def accumulate(
         read = step.hidden[sequence[where], (position[where] - step.offset) // step.stride]
         scale = weight * objective.head_decay**index / float(divisors[index])
         losses.append(_StepLoss(objective, head, index, read, known, scale * step.stride, step.stride))
-    size = max(1, _PORTION_VALUES // head.config.vocab_size)
+    size = _portion_rows(head.config.vocab_size, sequence.device)
     for begin in range(0, num_rows[0], size):
         rows = sequence[begin : begin + size], place[begin : begin + size]
         portion = _portion(objective, examples, rows, parts, head.token_map)
@@ -309,7 +322,11 @@ def _noisy(features: Tensor, objective: Objective) -> Tensor:
 
 def first_candidates(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:
     """Returns (M,) int64, the most probable tokens of (M, W) inputs of `logits`, a portion at a time."""
-    return torch.cat([logits(part).argmax(-1) for part in rows.split(max(1, _PORTION_VALUES // vocab_size))])
+    return torch.cat([logits(part).argmax(-1) for part in rows.split(_portion_rows(vocab_size, rows.device))])
+
+
+def _portion_rows(vocab_size: int, device: torch.device) -> int:
+    return max(1, (_PORTION_VALUES if runs_cpu_kernels(device) else _GPU_PORTION_VALUES) // vocab_size)
 
 
 def mean_by_head(values: Tensor, counts: Tensor) -> Sequence[float]:

@@ -82,7 +82,9 @@ class UnrolledObjective(Objective):
         assert isinstance(head, AutoregressiveHead), "the table of methods says so"
         offset = int(torch.randint(self.stride, ())) if self.stride > 1 else 0
         starts = slice(offset, None, self.stride)
-        steps = head.unrolled(given.features, given.tokens, parts, starts=starts, is_detached=self.is_detached)
+        steps = head.unrolled(
+            given.features, given.tokens, parts, given.positions, starts=starts, is_detached=self.is_detached
+        )
         for index, hidden in enumerate(steps):
             yield Fed(hidden, offset, self.stride) if index else Fed(hidden)
 
@@ -179,7 +181,7 @@ class FalconObjective(Objective):
         if share:
             rows = learning_rows(given.supervised, block)
             with torch.no_grad():
-                outputs = head.block_outputs(given.features, following)
+                outputs = head.block_outputs(given.features, following, given.positions)
                 said = first_candidates(
                     lambda hidden: head.draft_logits(0, hidden, parts),
                     outputs[rows.sequence, rows.row],
@@ -191,7 +193,7 @@ class FalconObjective(Objective):
             chosen = glanced(rows, said != right, share, block)
             given = replace(given, features=with_answers(given.features, given.final, chosen, block))
             following = with_answers(following, following, chosen, block)
-        outputs = head.block_outputs(given.features, following)
+        outputs = head.block_outputs(given.features, following, given.positions)
         for index in range(block):  # row i of a block is step i of the draft that begins at the block's last position
             yield Fed(outputs[:, index::block], block - 1, block)
 
@@ -216,9 +218,10 @@ def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
     learning rows, sequence by sequence in order; `is_wrong` is (N,) bool; `block` is K.
     """
     chosen: list[tuple[int, int]] = []
-    for sequence in rows.sequence.unique().tolist():
-        is_own = rows.sequence == sequence
-        own, num_wrong = rows.row[is_own].tolist(), int(is_wrong[is_own].sum())
+    sequences, numbers, wrong = torch.stack([rows.sequence, rows.row, is_wrong.long()]).cpu()  # one transfer
+    for sequence in sequences.unique().tolist():
+        is_own = sequences == sequence
+        own, num_wrong = numbers[is_own].tolist(), int(wrong[is_own].sum())
         starts, known = own[::block], set(own)
         count = int(share * num_wrong) // (1 if block == 2 else block)
         for place in torch.randperm(len(starts))[:count].tolist():

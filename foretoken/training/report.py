@@ -45,13 +45,8 @@ _PAPERS = {
 _HASS = "An EAGLE head, trained as HASS has it (arXiv 2408.15766)"
 
 
-def head_card(
-    checkpoint: HeadCheckpoint, facts: Mapping[str, Any], curve: Sequence[Mapping[str, Any]], command: str
-) -> str:
-    """Returns a model card in Markdown, from `saved_head`'s facts and `read_curve`'s lines.
-
-    `command` is that of the training with its prompt: `$` of a shell or `>>>` of Python.
-    """
+def head_card(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> str:
+    """Returns a model card in Markdown, from a head with the notes of `trained_notes` and `saved_head`'s facts."""
     target = Path(checkpoint.target.name or "its target").name if checkpoint.target else "its target"
     settings = checkpoint.notes["settings"]
     train, schedule = settings["train"], settings["train"]["schedule"]
@@ -72,7 +67,7 @@ def head_card(
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     points = "\n".join(
         f"| {point['step']} | {point['loss']:.3f} | {' '.join(f'{share:.3f}' for share in point['head_matches'])} |"
-        for point in _thinned(curve)
+        for point in checkpoint.notes.get("curve", ())
     )
     method, unit = checkpoint.config.method, _unit(checkpoint)
     paper = _HASS if "top_weight" in settings["objective"] else _PAPERS.get(method, method)
@@ -97,9 +92,17 @@ prompts, 128 tokens each; tau with the static tree `mc_sim_7b_63`{_dynamic(facts
 {points}
 
 ```console
-{command}
+{checkpoint.notes.get("command", "")}
 ```
 """
+
+
+def trained_notes(notes: Mapping[str, Any], run: Path, command: str) -> dict[str, Any]:
+    """Returns the notes of a run with its curve, some points of it, and its command, with which a card can be written.
+
+    `command` has its prompt: `$` of a shell or `>>>` of Python.
+    """
+    return {**notes, "curve": _thinned(read_curve(run)), "command": command}
 
 
 def _unit(checkpoint: HeadCheckpoint) -> str:
@@ -164,8 +167,8 @@ def _thinned(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         points.append(
             {
                 "step": part[-1]["step"],
-                "loss": sum(line["loss"] for line in part) / len(part),
-                "head_matches": [sum(column) / len(part) for column in matches],
+                "loss": round(sum(line["loss"] for line in part) / len(part), 5),
+                "head_matches": [round(sum(column) / len(part), 5) for column in matches],
             }
         )
     return points
@@ -179,7 +182,7 @@ _QUOTED_TREE = "mc_sim_7b_63"  # the tree of published figures, so that figures 
 _QUOTED_NODES = 64  # nodes of `_QUOTED_TREE`, root included
 
 
-def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and goes to
+def saved_head(
     checkpoint: HeadCheckpoint,
     out: Path,
     *,
@@ -187,15 +190,13 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
     tokenizer: Any,
     dtype: str,
     workload: Workload | None,
-    run: Path,
-    command: str,
     on_progress: Callable[[int, int], None] = no_progress,
 ) -> dict[str, Any] | None:
     """Measures a trained head on held-out prompts and writes it; returns the JSON-ready facts.
 
-    `out` appears whole or not at all. `dtype` "auto" is that of the target's checkpoint. Without a `workload` nothing
-    is measured. `run` has the curve, `command` the training for the card, see `head_card`. Returns None in every
-    process but the first.
+    `checkpoint` has the notes of `trained_notes`, perhaps with earlier measurements, which are replaced. `out` appears
+    whole or not at all. `dtype` "auto" is that of the target's checkpoint. Without a `workload` nothing is measured.
+    Returns None in every process but the first.
 
     `on_progress`: called with held-out tokens decoded and such tokens in all. Raises `ConfigError` when a file cannot
     be written, or `out` is taken.
@@ -211,7 +212,7 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
         "method": head.config.method,
         "parameters": sum(value.numel() for value in weights.values()),
         "bytes": sum(value.numel() * value.itemsize for value in weights.values()),
-        **{key: value for key, value in checkpoint.notes.items() if key != "settings"},
+        **{key: value for key, value in checkpoint.notes.items() if key not in ("settings", "curve", "command")},
     }
     with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
         if workload is not None:
@@ -225,7 +226,7 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
             assert head.acceptance is not None, "it was just measured"
             facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
         native.write_files(replace(head, notes={**checkpoint.notes, **facts}), place)
-        (place / "README.md").write_text(head_card(head, facts, read_curve(run), command), encoding="utf-8")
+        (place / "README.md").write_text(head_card(head, facts), encoding="utf-8")
     return {**facts, "directory": str(out)}
 
 

@@ -289,6 +289,8 @@ def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int)
 
 def _told_to_stop(received: list[int], processes: Processes, device: torch.device) -> int | None:
     """Returns the signal that any process got: all stop after the same step, since none may wait for a stopped one."""
+    if processes.num_processes == 1:  # without a wait for the device
+        return next((number for number in STOP_SIGNALS if number in received), None)
     told = torch.tensor([float(number in received) for number in STOP_SIGNALS], device=device)
     counts = processes.sum(told).tolist()
     return next((number for number, count in zip(STOP_SIGNALS, counts, strict=True) if count), None)

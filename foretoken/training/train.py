@@ -24,7 +24,7 @@ from foretoken.models.placement import DTYPES
 from foretoken.training.config import JointConfig, head_config, objective_config, train_config, trained_method
 from foretoken.training.data.packed import DraftVocabulary, PackedTokens
 from foretoken.training.evaluation import EvaluationConfig
-from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head
+from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head, trained_notes
 from foretoken.training.run import RunSettings, train_head, train_jointly
 from foretoken.training.run_state import read_curve
 
@@ -123,12 +123,14 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     draft_vocab: Place | None = None,
     objective: Mapping[str, Any] | None = None,
     steps: int = 1000,
+    seconds: float | None = None,
     lr: float = 1e-3,
     warmup_steps: int = 50,
     lr_floor: float = 0.05,
     batch_size: int = 8,
     micro_batch_size: int | None = None,
     length: int = 512,
+    max_offset: int | None = None,
     weight_decay: float = 0.01,
     clip_norm: float = 1.0,
     precision: str = "float32",
@@ -164,12 +166,17 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         init: Directory or hub id of a head to begin from; None for neutral weights.
         draft_vocab: File of `foretoken data vocab` with the tokens that the head drafts; None for all.
         objective: Weights of the loss that differ from the method's defaults, such as `{"ce_weight": 1.0}`.
+        steps: Optimiser steps; with `seconds` at most.
+        seconds: Seconds of steps after which the run ends, with the learning rate at its lowest; None for no bound. The
+            weights then depend on the machine's speed.
         lr: Highest learning rate of AdamW.
         warmup_steps: Steps of linear warm-up.
         lr_floor: Last learning rate of the cosine schedule as a fraction of `lr`, above 0.
         batch_size: Windows of the global batch, over all processes.
         micro_batch_size: Windows that one process computes at once; None for all of its share.
         length: Tokens of a window.
+        max_offset: Largest random offset of the head's positions in a window, in tokens, so that the head drafts in
+            texts that are longer than a window; 0 for none, None for all positions of the target's context.
         clip_norm: Greatest norm of the gradient.
         precision: "float32", or "bfloat16" for autocast.
         seed: Seed of the order of the data, of new weights and of dropout.
@@ -209,16 +216,21 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
     if init is not None and draft_vocab is not None:
         raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
+    if seconds is not None and joint is not None:
+        raise ConfigError("--seconds bounds the training of a head alone, and --joint trains two. Leave one out.")
     held_out = _held_out(eval_every, _path(eval_data), Path(data), is_joint=joint is not None)
     _check_values(save_every_s, cache_gib, save_dtype, num_prompts)
     weights = objective_config(method, objective or {})
     settings = train_config({
-        "schedule": {"peak": lr, "num_steps": steps, "warmup_steps": warmup_steps, "floor": lr_floor},
+        "schedule": {"peak": lr, "num_steps": steps, "warmup_steps": warmup_steps, "floor": lr_floor,
+                     "seconds": seconds},
         "batch_size": batch_size, "micro_batch_size": micro_batch_size, "length": length, "seed": seed,
+        "max_offset": max_offset or 0,
         "weight_decay": weight_decay, "clip_norm": clip_norm, "precision": precision,
     })  # fmt: skip
     packed = PackedTokens.open(Path(data))
     target, tokenizer = load_target(name, dtype=dtype, device=device)
+    settings = settings.model_copy(update={"max_offset": _max_offset(max_offset, length, target.context_len)})
     _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # reports too little data before the work
     initial = None if init is None else _initial_head(init, method, target)
@@ -240,9 +252,10 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         checkpoint, target = train_jointly(target, packed, run, initial=initial, on_step=on_step)
     if target_out is not None:
         target = save_target(target, target_out, tokenizer=tokenizer, like=name)
+    checkpoint = replace(checkpoint, notes=trained_notes(checkpoint.notes, run_dir, command))
     facts = saved_head(
-        checkpoint, out, target=target, tokenizer=tokenizer, dtype=save_dtype, workload=workload, run=run_dir,
-        command=command, on_progress=on_held_out,
+        checkpoint, out, target=target, tokenizer=tokenizer, dtype=save_dtype, workload=workload,
+        on_progress=on_held_out,
     )  # fmt: skip
     curve = [] if facts is None else read_curve(run_dir)  # None in every process but the first
     return TrainingResult(
@@ -311,6 +324,16 @@ def _check_data(packed: PackedTokens, tokenizer: Any, vocab_size: int, *, data: 
             f"'{data}' was not packed with the tokenizer of '{model}'. Expected data for this target: make it with "
             f"`foretoken data {model}`."
         )
+
+
+def _max_offset(given: int | None, length: int, context_len: int) -> int:
+    most = max(context_len - length, 0)
+    if given is not None and not 0 <= given <= most:
+        raise ConfigError(
+            f"--max-offset is {given}. Expected 0 to {most}: windows of {length} tokens within the target's context "
+            f"of {context_len}. Pass another number, or leave it out."
+        )
+    return most if given is None else given
 
 
 def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> Path | None:

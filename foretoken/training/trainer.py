@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.heads.base import WindowPositions
 from foretoken.sampling.noise import derive_seed
 from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts, mean_by_head
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from foretoken.training.config import TrainConfig
 
 
+_MAX_ANCHOR = 4  # tokens, as published
 _BAD_STEPS_IN_A_ROW = 5  # a choice: one step may overflow by chance, and the run ends after so many
 _RECENT_STEPS = 20  # steps of the rate in progress lines; a choice
 
@@ -166,7 +168,7 @@ class Trainer:
         Raises:
             ModelError: After several steps in a row without a finite loss or gradient; these steps change no weights.
         """
-        while self.progress.step < self._config.schedule.num_steps:
+        while self._done < 1:
             yield self._train_step()
         if self.progress.skipped >= self.progress.step:
             raise ModelError(
@@ -188,7 +190,7 @@ class Trainer:
         counts = self._counts(supervised)
         sums = self._gradients(step, tokens, supervised, counts)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), config.clip_norm))
-        rate = config.schedule.rate(step)
+        rate = config.schedule.rate(step, self.progress.seconds)
         losses = mean_by_head(sums.loss, counts)
         parts = mean_by_head(sums.loss, self._divisors(counts))
         loss = math.fsum(value * weight for value, weight in zip(parts, self._weights(step), strict=True))
@@ -203,6 +205,9 @@ class Trainer:
             self._count_bad_step(step, loss)
         self._optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - begin
+        if config.schedule.seconds is not None and world > 1:  # all processes end after the same step
+            device = next(self.head.parameters()).device
+            seconds = float(self._processes.sum(torch.tensor([seconds], device=device))) / world
         self._recent.append((seconds, tokens.numel()))
         self.progress.step += 1
         self.progress.tokens += tokens.numel()
@@ -217,6 +222,11 @@ class Trainer:
             grad_norm=grad_norm,
             tokens_per_s=sum(n for _, n in self._recent) / recent_s,
         )
+
+    @property
+    def _done(self) -> float:
+        """The share of the run that is done."""
+        return self._config.schedule.done(self.progress.step, self.progress.seconds)
 
     def _trained(self) -> nn.Module:
         """Returns the module that is optimised and saved; by default the head alone."""
@@ -237,9 +247,19 @@ class Trainer:
         del step
         return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
 
-    def _backward(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
-        progress = step / self._config.schedule.num_steps
-        examples = Examples.of_batch(tokens, supervised, features, self.head.config, progress=progress)
+    def _backward(
+        self,
+        step: int,
+        tokens: Tensor,
+        supervised: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        positions: WindowPositions,
+    ) -> HeadSums:
+        del step
+        examples = Examples.of_batch(
+            tokens, supervised, features, self.head.config, progress=self._done, positions=positions
+        )
         return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
 
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:
@@ -249,13 +269,15 @@ class Trainer:
         own_tokens, own_supervised = tokens[rank::world].to(device), supervised[rank::world].to(device)
         # With more processes than windows some have none, and targets cannot run on an empty batch.
         features = self._features(step, own_tokens).to(device) if len(own_tokens) else own_tokens
+        anchor, offset = (each[rank::world].to(device) for each in drawn_positions(self._config, step))
         self._module.train()
         total: HeadSums | None = None
         size = self._config.micro_batch_size or max(len(own_tokens), 1)
         for begin in range(0, len(own_tokens), size):
             part = slice(begin, begin + size)
+            positions = WindowPositions(anchor[part], offset[part])
             with torch.autocast(device.type, torch.bfloat16, enabled=self._config.compute_dtype == torch.bfloat16):
-                sums = self._backward(step, own_tokens[part], own_supervised[part], features[part], counts)
+                sums = self._backward(step, own_tokens[part], own_supervised[part], features[part], counts, positions)
             total = sums if total is None else total + sums
         if total is None:  # more processes than windows
             zeros = torch.zeros_like(counts, device=device)
@@ -263,8 +285,9 @@ class Trainer:
         return self._shared(total)
 
     def _shared(self, sums: HeadSums) -> HeadSums:
+        packed = torch.stack([sums.loss, sums.matches, sums.count])
         if self._processes.num_processes == 1:
-            return HeadSums(sums.loss.cpu(), sums.matches.cpu(), sums.count.cpu())
+            return HeadSums(*packed.cpu().unbind(0))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = self._processes.sum(torch.cat([grad.reshape(-1) for grad in grads]))
@@ -272,8 +295,7 @@ class Trainer:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = flat[offset : offset + grad.numel()].view_as(grad)
             offset += grad.numel()
-        packed = self._processes.sum(torch.stack([sums.loss, sums.matches, sums.count]))
-        return HeadSums(*packed.cpu().unbind(0))
+        return HeadSums(*self._processes.sum(packed).cpu().unbind(0))
 
     def _count_bad_step(self, step: int, loss: float) -> None:
         self.progress.skipped += 1
@@ -284,6 +306,16 @@ class Trainer:
                 "numbers. Lower the learning rate, or check the target's features with `foretoken doctor`; the last "
                 "checkpoint is untouched."
             )
+
+
+def drawn_positions(config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:
+    """Returns anchors and offsets of a step's batch for `WindowPositions`, a pure function of (seed, step).
+
+    They are (B, 1) int64, on the CPU. As in LongSpec (arXiv 2502.17421), 0 to 4 first tokens keep their positions.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(config.seed, -1 - step))
+    anchor = torch.randint(_MAX_ANCHOR + 1, (config.batch_size, 1), generator=generator)
+    return anchor, torch.randint(config.max_offset + 1, (config.batch_size, 1), generator=generator)
 
 
 def parameter_groups(module: nn.Module, weight_decay: float, rate_factor: float = 1.0) -> list[dict[str, Any]]:

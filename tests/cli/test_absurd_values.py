@@ -34,6 +34,7 @@ NEEDED = {
     "data index": ("{out}", "--out", "{out}"),
     "train": ("medusa", MODEL, "--data", "{out}", "--out", "{out}"),
     "tune tree": (MODEL, "-s", "hydra"),
+    "tune acceptance": (MODEL, HEAD, "--out", "{out}"),
     "tune stop": (MODEL, "-s", "draft_model"),
     "doctor": (MODEL, HEAD),
 }

@@ -116,3 +116,21 @@ def test_what_training_of_stop_rules_refuses(arguments: tuple[str, ...], message
     result = run("tune", "stop", MODEL, *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert message in " ".join(result.stderr.split())
+
+
+def test_a_head_is_measured_again(tmp_path: Path) -> None:
+    """The weights stay; rates, tau and card are of the prompts given now."""
+    head, made = Path(f"{MODEL}-medusa"), tmp_path / "measured"
+    result = run("tune", "acceptance", MODEL, str(head), "--out", str(made), "--num-prompts", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    facts, old, new = json.loads(result.stdout), *(json.loads((d / "config.json").read_text()) for d in (head, made))
+    assert (made / "model.safetensors").read_bytes() == (head / "model.safetensors").read_bytes()
+    assert new["config"] == old["config"]
+    assert new["notes"]["settings"] == old["notes"]["settings"]
+    assert new["acceptance"] != old["acceptance"]
+    assert [row[0] for row in new["acceptance"]] == facts["acceptance_of_first_candidate"]
+    assert new["notes"]["tau_at_temperature_0"] == facts["tau_at_temperature_0"] > 1
+    assert f"| tau at temperature 0 | {facts['tau_at_temperature_0']:.2f} " in (made / "README.md").read_text()
+    again = run("tune", "acceptance", MODEL, str(head), "--out", str(made), "--num-prompts", "1")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "exists already. Expected a new directory." in again.stderr

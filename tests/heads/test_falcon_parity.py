@@ -11,6 +11,7 @@ from head_formulas import SAME, E, V, numbers, rms, shared_parts, silu, tokens
 from heads.tiny_falcon import LAYER, falcon
 from torch import Tensor
 
+from foretoken.heads.base import IN_PLACE, WindowPositions
 from foretoken.heads.falcon import FalconHead, paired, relaxed_mask
 
 MODES = ("recurrent", "per_position")
@@ -111,12 +112,13 @@ def test_unrolled_equals_drafting(block: int, mode: str) -> None:
                     torch.testing.assert_close(unrolled[step][b, position], feature, **SAME)
 
 
+@pytest.mark.parametrize("positions", [IN_PLACE, WindowPositions(torch.tensor([[1], [4]]), torch.tensor([[9], [700]]))])
 @pytest.mark.parametrize("mode", MODES)
-def test_training_learns_what_drafts_begin_with(mode: str) -> None:
+def test_training_learns_what_drafts_begin_with(mode: str, positions: WindowPositions) -> None:
     """Row j of training is the step of the draft that begins where j's block ends."""
     head, features, text = falcon(block=3, lstm_mode=mode), numbers(2, S, E, seed=9), tokens(2, S)
-    rows = head.block_outputs(features, shared_parts().embed(text.roll(-1, dims=1)))
-    unrolled = list(head.teacher_forced(features, text, shared_parts()))
+    rows = head.block_outputs(features, shared_parts().embed(text.roll(-1, dims=1)), positions)
+    unrolled = list(head.teacher_forced(features, text, shared_parts(), positions))
     for row in range(S - 1):
         step = row % 3
         torch.testing.assert_close(rows[:, row], unrolled[step][:, row - step + 2], **SAME)

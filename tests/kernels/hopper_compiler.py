@@ -19,6 +19,8 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
 from foretoken.decoder import triton_kernels
 from foretoken.sampling import triton_choice
+from foretoken.training import triton_losses
+from foretoken.training.losses import LossWeights
 
 BF16 = torch.bfloat16
 POINTERS = {
@@ -31,6 +33,7 @@ KERNELS = {
     triton_tables: ["_tables_kernel"],
     triton_choice: ["_part_kernel", "_merge_kernel"],
     triton_walk: ["_walk_kernel"],
+    triton_losses: ["_distribution_kernel", "_distance_kernel"],
     triton_kernels: [
         "_commit_kernel",
         "_write_kernel",
@@ -143,6 +146,24 @@ def compile_all() -> None:
         for outputs in (4096, 6144, 28_672):
             triton_kernels.small_batch_gemm(x, torch.zeros(1, dtype=BF16).expand(outputs, 4096))
         triton_kernels.small_batch_gemm(x, torch.zeros(1, dtype=BF16).expand(6144, 4096), torch.float32)
+    compile_losses()
+
+
+def compile_losses() -> None:
+    """Distances of heads in training."""
+    for kind in (torch.float32, BF16):
+        logits, labels = torch.zeros(2, 6144, dtype=kind), torch.zeros(2, dtype=torch.int64)
+        for has_probs in (False, True):
+            triton_losses.distributions(logits, has_probs=has_probs)
+        probs, entropy = logits.float(), torch.zeros(2)
+        for weights in (
+            LossWeights(kl=1.0),
+            LossWeights(kl=0.1, top=1.0),
+            LossWeights(1.0, 1.0, 1.0, 1.0),
+            LossWeights(),
+        ):
+            triton_losses.losses_and_gradient(logits, probs, entropy, labels, weights, 0.5)
+        triton_losses.losses_and_gradient(logits, None, None, labels, LossWeights(token=1.0), 0.5)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ import pytest
 import torch
 import training_runs
 
+from foretoken.training import trainer
 from foretoken.training.config import Schedule
+from foretoken.training.run import train_head
+from foretoken.training.trainer import StepReport
 
 
 def test_warmup_rises_in_equal_steps_to_the_peak() -> None:
@@ -66,3 +69,43 @@ def test_the_rates_of_a_run_in_pieces(tmp_path: Path) -> None:
     # The third step's checkpoint was not written when its report was interrupted: it is done again.
     assert used == [*rates[:3], *rates[2:]]
     assert [line["rate"] for line in training_runs.metrics(tmp_path / "run")] == rates
+
+
+def test_rates_fall_by_the_clock_where_it_is_ahead() -> None:
+    by_steps, by_clock = Schedule(num_steps=101, warmup_steps=0), Schedule(num_steps=101, warmup_steps=0, seconds=8.0)
+    assert by_clock.rate(50, 2.0) == by_steps.rate(50)
+    assert by_clock.rate(5, 4.0) == pytest.approx(by_steps.rate(50))
+    assert by_clock.rate(5, 9.0) == by_steps.rate(100)
+    assert by_steps.rate(5, 9.0) == by_steps.rate(5)
+
+
+@pytest.mark.parametrize("method", ["medusa", "falcon"])
+def test_a_run_ends_with_its_seconds(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes two seconds here. The last one begins before the end, and the share of glances falls as well."""
+    readings = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: float(next(readings)))
+    schedule = {"peak": 1e-2, "num_steps": 500, "warmup_steps": 2, "seconds": 9.0}
+    training_runs.trained(tmp_path / "run", method, schedule=schedule)
+    lines = training_runs.metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    expected = [Schedule(**schedule).rate(step, 2.0 * step) for step in range(5)]
+    assert [line["rate"] for line in lines] == expected
+    assert expected[-1] < 0.1 * expected[1]
+
+
+def test_a_stopped_run_goes_on_with_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: float(next(readings)))
+    schedule = {"peak": 1e-2, "num_steps": 500, "warmup_steps": 2, "seconds": 9.0}
+
+    def fail(report: StepReport) -> None:
+        if report.step == 3:
+            raise ZeroDivisionError
+
+    settings = training_runs.settings(tmp_path / "run", schedule=schedule, save_every_s=-1.0)
+    with pytest.raises(ZeroDivisionError):
+        train_head(training_runs.target(), training_runs.batches(), settings, on_step=fail)
+    stopped = training_runs.trained(tmp_path / "run", schedule=schedule)
+    whole = training_runs.trained(tmp_path / "whole", schedule=schedule)
+    assert stopped.notes["steps"] == whole.notes["steps"] == 5
+    training_runs.same_weights(stopped.weights, whole.weights)

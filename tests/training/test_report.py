@@ -13,7 +13,8 @@ from foretoken.formats.registry import read_head
 from foretoken.training.report import held_out_seconds, saved_head
 
 NOTES = {
-    "steps": 5, "tokens": 100, "seconds": 1.0,
+    "steps": 5, "tokens": 100, "seconds": 1.0, "command": "$ foretoken train",
+    "curve": [{"step": 5, "loss": 1.25, "head_matches": [0.5, 0.25]}],
     "settings": {
         "head": {"num_steps": 3}, "objective": {"passes": 2, "ce_weight": 1.0},
         "train": {
@@ -40,7 +41,7 @@ def test_static_and_dynamic_trees(tmp_path: Path, method: str) -> None:
     work = Workload(prompts=PROMPTS[:3], temperatures=(0.0, 0.8), max_tokens=12)
     facts = saved_head(
         replace(trained(method, steps=40), notes=NOTES), tmp_path / "head", target=target(), tokenizer=tokenizer(),
-        dtype="float32", workload=work, run=tmp_path, command="foretoken train",
+        dtype="float32", workload=work,
     )  # fmt: skip
     assert facts is not None
     head = read_head(tmp_path / "head")[1]
@@ -57,8 +58,9 @@ def test_static_and_dynamic_trees(tmp_path: Path, method: str) -> None:
             assert head.notes[f"{name}tau_at_temperature_{temperature}"] == tau
     card = (tmp_path / "head" / "README.md").read_text()
     assert f"| tau at temperature 0, dynamic trees | {facts['dynamic_tau_at_temperature_0']:.2f} " in card
-    for row in ROWS[method]:
+    for row in (*ROWS[method], "| 5 | 1.250 | 0.500 0.250 |", "$ foretoken train"):
         assert row in card
+    assert not {"curve", "command", "settings"} & facts.keys()
 
 
 def test_the_time_that_measuring_takes_is_expected() -> None:

@@ -28,8 +28,7 @@ class Tokenizer:
 def save_head_to(out: Path, work: Path) -> None:
     head = training_runs.trained(work / "run", schedule={"num_steps": 2})
     with full_disk(256) if out.name == "full" else full_disk(1 << 20):
-        saved_head(head, out, target=training_runs.target(), tokenizer=None, dtype="auto", workload=None,
-                   run=work / "run", command="foretoken train")  # fmt: skip
+        saved_head(head, out, target=training_runs.target(), tokenizer=None, dtype="auto", workload=None)
 
 
 def save_target_to(out: Path, work: Path) -> None:

@@ -6,13 +6,14 @@ The slow side feeds the decoder layer whole texts: the true features up to where
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, build_head
+from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, AutoregressiveHead, WindowPositions, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
@@ -26,6 +27,8 @@ TOKEN_MAP = torch.tensor([1, 2, 4, 5, 7, 8, 11, 12])
 EAGLE = EagleConfig(hidden_size=E, vocab_size=V, layer=LAYER, num_steps=K)
 EAGLE3 = Eagle3Config(hidden_size=E, vocab_size=V, layer=LAYER, num_steps=K, boundaries=(1, 2, 4))
 PARTIAL = EAGLE3.model_copy(update={"draft_vocab_size": len(TOKEN_MAP)})
+
+ANCHORED = WindowPositions(torch.tensor([[0], [4]]), torch.tensor([[5], [700]]))
 
 CASES: dict[str, tuple[AutoregressiveConfig, Objective]] = {
     "eagle": (EAGLE, EagleObjective(noise=0.0)),
@@ -71,7 +74,8 @@ def drafts(head: AutoregressiveHead, given: Examples, begin: int, *, is_detached
     for index in range(head.config.num_steps):
         following = given.tokens[:, 1 : begin + 2 + index]
         inputs, side = head.paired(states, head.embed(following, shared))
-        state, hidden = head.outputs(head.layer(inputs, None, side)[:, -1])
+        positions = given.positions.of(torch.arange(inputs.shape[1]))
+        state, hidden = head.outputs(head.layer(inputs, positions, side)[:, -1])
         yield hidden[:, :]
         if begin + 2 + index >= S:
             return
@@ -124,10 +128,12 @@ def learned(head: AutoregressiveHead, given: Examples, objective: Objective) -> 
     return accumulate(objective, head, given, parts(), counts=counts)
 
 
+@pytest.mark.parametrize("positions", [IN_PLACE, ANCHORED], ids=["in place", "anchored"])
 @pytest.mark.parametrize("name", CASES)
-def test_drafts_one_by_one(name: str) -> None:
+def test_drafts_one_by_one(name: str, positions: WindowPositions) -> None:
     config, objective = CASES[name]
     given, head, naive = examples(config), random_head(config), random_head(config)
+    given = replace(given, positions=positions)
     found = learned(head, given, objective)
     loss, sums, matches = slow_loss(naive, given, objective)
     loss.backward()
