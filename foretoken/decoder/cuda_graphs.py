@@ -81,6 +81,16 @@ def bound_of(longest: int) -> int:
     return bound
 
 
+class WarmUps:
+    """Counts work that took longer than it will again: it was captured, or compiled kernels before a capture."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+WARM_UPS = WarmUps()
+
+
 class CapturedGraphs(Generic[Output]):
     """Work over tensors of several shapes; a graph is captured at the first use of a shape."""
 
@@ -114,6 +124,7 @@ class CapturedGraphs(Generic[Output]):
     def _captured(self, shape: Hashable, inputs: Sequence[Tensor], work: Callable[..., Output]) -> _Graph[Output]:
         if len(self._kept) >= self._limit:
             self._kept.popitem(last=False)
+        WARM_UPS.count += 1
         before = _allocated(self._device)
         places = [torch.empty_like(content, device=self._device).copy_(content) for content in inputs]
         output, run = self._capture.capture(partial(work, *places))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.backend import has_cuda_graphs
-from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture, bound_of
+from foretoken.decoder.cuda_graphs import WARM_UPS, CapturedGraphs, CudaGraphCapture, bound_of
 from foretoken.sampling.noise import KeyedNoise
 from foretoken.trees.dynamic import begin_expansion
 
@@ -103,6 +103,7 @@ class CapturedExpansion(Generic[Result]):
         work = partial(self._captured_tree, shape, draws, list(truncation), bound)
         self._uses[key] += 1
         if self._uses[key] < _CAPTURED_USE:
+            WARM_UPS.count += 1
             return work(*(content.to(self._device) for content in contents))
         return self._graphs.run(key, contents, work)
 

@@ -23,6 +23,7 @@ from foretoken.core.backend import StageClock, has_triton_kernels, integers_on, 
 from foretoken.core.errors import ModelError, described
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import MAX_NODES, TokenTree
+from foretoken.decoder.cuda_graphs import WARM_UPS
 from foretoken.drafters.base import DraftContext
 from foretoken.drafting.drafting import Draft
 from foretoken.engine.prefill import Chunk, Prefill
@@ -105,6 +106,7 @@ class Engine:
     @policy.setter
     def policy(self, policy: AcceptancePolicy) -> None:
         self._policy, self._is_lossy, self._synthetic = policy, policy.is_lossy, policy.schedule()
+        self._num_warm_ups = WARM_UPS.count
         self._are_coupled = {is_seeded: policy.is_coupled(is_seeded=is_seeded) for is_seeded in (False, True)}
 
     @property
@@ -402,7 +404,9 @@ class Engine:
             sequence.credit(step)
         self.counts.add(record)
         decoded = record if not num_ending else replace(record, sequences=steps[:num_decoding])
-        self._drafting.learn_step(draft, decoded)
+        if WARM_UPS.count == self._num_warm_ups:  # else its seconds say nothing of the next iteration's
+            self._drafting.learn_step(draft, decoded)
+        self._num_warm_ups = WARM_UPS.count
         if self._on_step is not None:
             self._call_back(self._on_step, record)
 

@@ -12,6 +12,7 @@ from end_to_end.tiny_llms import drafters, llm
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.records import StepRecord
 from foretoken.core.results import GenerationMetrics
+from foretoken.decoder.cuda_graphs import WARM_UPS
 from foretoken.drafters.base import Committed
 from foretoken.drafting.drafting import Drafting
 from foretoken.engine import loop
@@ -163,3 +164,22 @@ def test_lossy_rules_say_so(rule: str, is_known: bool) -> None:
         assert metrics.lossy_tv == pytest.approx(sum(record.lossy_tv for record in records))
     else:
         assert math.isnan(metrics.lossy_tv)
+
+
+def test_controllers_learn_nothing_from_iterations_that_captured_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an iteration takes as long as a hundred others, and would end drafting for as long."""
+    records: list[StepRecord] = []
+    learned: list[StepRecord] = []
+    monkeypatch.setattr(Drafting, "learn_step", lambda self, draft, record: learned.append(record))
+    verify = loop.verification
+
+    def captures(*arguments: object) -> object:
+        WARM_UPS.count += len(records) in (2, 3)
+        return verify(*arguments)
+
+    monkeypatch.setattr(loop, "verification", captures)
+    engine = llm({}, max_num_seqs=1, max_model_len=CONTEXT_LEN, on_step=records.append)
+    engine.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    kept = [record.seconds for number, record in enumerate(records) if number not in (2, 3)]
+    assert [record.seconds for record in learned] == kept
+    assert len(records) == len(kept) + 2
