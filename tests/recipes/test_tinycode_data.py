@@ -10,9 +10,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from foretoken.bench.workload import load_prompts
 from recipes.tinycode import corpus
 from recipes.tinycode.licences import PERMISSIVE, RESTRICTIVE, has_restrictive_header
+from recipes.tinycode.long_prompts import Cutter
 from recipes.tinycode.prompts import prompts_of
 from recipes.tinycode.tokenizer import EOS, encode
-from recipes.tinycode.workload_prompts import edits_of, prose_of
+from recipes.tinycode.workload_prompts import MODEL, edits_of, prose_of
 
 ROOT = Path(__file__).parents[2]
 HELD_OUT = (ROOT / "recipes/tinycode/held_out.txt").read_text(encoding="utf-8").split()
@@ -154,3 +155,44 @@ def test_a_limit_cuts_the_largest_packages_to_whole_directories() -> None:
     assert Counter(groups[path] for path in kept) == {"stdlib": 30, "small": 10, "large": 40, "huge": 40}
     assert set(Counter(path.rpartition("/")[0] for path in kept).values()) == {5}
     assert corpus.fit(train, groups, 1000) == train
+
+
+FUNCTION = '''def weigh(path, unit):
+    """Weighs a file."""
+    size = path.stat().st_size
+    if unit == "kilo":
+        size = size / 1000
+    elif unit == "mega":
+        size = size / 1000000
+    print(path, size)
+    total = size + len(path.name) + len(path.suffix)
+    return total, path
+'''
+
+
+def test_long_prompts_ask_for_what_stands_at_their_beginning() -> None:
+    cutter = Cutter(AutoTokenizer.from_pretrained(MODEL))
+    texts = [FUNCTION, *(f"VALUE_{i} = {i} * {i}\n" * 30 for i in range(20))]
+    renamed = cutter.far_back(texts, 0, 1500, is_renamed=True)
+    same = cutter.far_back(texts, 0, 1500, is_renamed=False)
+    assert renamed is not None
+    assert same is not None
+    for prompt in (renamed, same):
+        assert prompt.startswith(FUNCTION.rstrip())
+        assert 1450 <= cutter.num_tokens(prompt) <= 1500
+        assert "VALUE_3" in prompt
+    assert renamed.endswith("def weigh(filename, unit):")
+    assert same.endswith('def weigh(path, unit):\n    """Weighs a file."""\n')
+    assert cutter.far_back(texts, 0, 100_000, is_renamed=False) is None, "there is not so much text"
+
+
+def test_long_prompts_end_in_the_middle_of_a_function() -> None:
+    cutter = Cutter(AutoTokenizer.from_pretrained(MODEL))
+    texts = [*(f"VALUE_{i} = {i} * {i}\n" * 30 for i in range(20)), FUNCTION]
+    prompt = cutter.continued(texts, 20, 1000)
+    assert prompt is not None
+    head, _, rest = prompt.rpartition("def weigh")
+    assert head.startswith("VALUE_")
+    assert 3 <= rest.count("\n") <= 8
+    assert FUNCTION.startswith("def weigh" + rest)
+    assert 950 <= cutter.num_tokens(prompt) <= 1000
