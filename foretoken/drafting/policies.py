@@ -6,6 +6,7 @@ Each policy here chooses one depth for all sequences of a batch, and whole draft
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,12 +113,14 @@ class SmartSpec(_OneDepth):
 
     A draft of k levels is expected to emit (1 - a^(k+1)) / (1 - a) tokens for each of B sequences. The draft takes
     d_0 + d_1 k seconds, the pass c_0 + c_1 B (k + 1), and k = 0 takes c_0 + c_1 B. The costs are fitted once, to what
-    was measured at load.
+    was measured at load. The paper profiles drafts of all batch sizes; here those of one sequence are timed, and their
+    factor for each batch size is a moving average.
 
     Source: Liu et al. 2024 (arXiv 2406.14066), section 4: goodput, one length for the batch.
     """
 
-    _RATE = 0.05  # weight of an iteration in the moving acceptance rate; a choice, the paper names none
+    _RATE = 0.05  # weight of an iteration in moving averages; a choice, the paper names none
+    _LONGEST = 4.0  # an interrupted draft counts as so many times the usual one at most; a choice
     _START = 0.7  # acceptance rate before any draft; a choice, the paper names none
 
     def __init__(
@@ -151,17 +154,23 @@ class SmartSpec(_OneDepth):
             [sum(nodes[min(k, len(nodes) - 1)] - 1 for nodes in nodes_by_depth) for k in range(deepest)]
         )
         self._acceptance = self._START
+        self._factors: defaultdict[int, float] = defaultdict(lambda: 1.0)  # of a draft's seconds, by batch size
 
     def depth(self, batch_size: int) -> int:
         """Returns the depth with the greatest goodput."""
         tokens = self._acceptance**self._depths
-        seconds = self._draft + self._pass(batch_size * (1 + self._nodes))
+        seconds = self._draft * self._factors[batch_size] + self._pass(batch_size * (1 + self._nodes))
         return int((tokens.cumsum() / seconds).argmax())
 
     def learn_step(self, record: StepRecord) -> None:
-        """Moves the acceptance rate: accepted tokens over accepted and first rejected ones."""
+        """Moves the averages; the acceptance rate is accepted tokens over accepted and first rejected ones."""
+        timed = sum(float(self._draft[min(asked.depth, len(self._draft) - 1)]) for asked in record.asked)
+        if timed > 0.0:
+            usual = self._factors[len(record.sequences)]
+            found = min(sum(asked.seconds for asked in record.asked) / timed, self._LONGEST * usual)
+            self._factors[len(record.sequences)] = usual + self._RATE * (found - usual)
         accepted = sum(step.num_accepted for step in record.sequences)
         rejected = sum(0 <= step.num_accepted < step.tree_depth for step in record.sequences)
         if accepted + rejected:
-            found = min(accepted / (accepted + rejected), 0.99)
-            self._acceptance += self._RATE * (found - self._acceptance)
+            rate = min(accepted / (accepted + rejected), 0.99)
+            self._acceptance += self._RATE * (rate - self._acceptance)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
-from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
 from foretoken.runner.costs import CostCurve, PassCosts
 
@@ -60,6 +61,17 @@ def test_smartspec_takes_the_greatest_goodput(batch: int, slope: float, acceptan
     assert goodput(depth) >= 0.99 * max(map(goodput, range(9)))
     if slope * batch > 1 and acceptance < 0.5:
         assert depth == 0
+
+
+def test_smartspec_learns_what_a_draft_of_a_batch_costs() -> None:
+    """Drafts of eight sequences take eight times as long as the timed ones of one sequence, so none pays there."""
+    made = SmartSpec(CostCurve((1, 64), (1.0, 1.0)), [[(1, 0.15), (4, 0.45)]], NODES, 9)
+    assert made.allot(8).allowances[0].depth >= 3
+    for _ in range(200):
+        told = record(*[(4, 1)] * 8)
+        made.learn_step(replace(told, asked=[AskedDrafter(index=0, name="d", depth=4, seconds=8 * 0.45)]))
+    assert made.allot(8).is_empty
+    assert made.allot(1).allowances[0].depth >= 1, "one sequence drafts as before"
 
 
 @pytest.mark.parametrize(
