@@ -136,6 +136,8 @@ def rows_of(plan: Measured, bench: Bench, depth: int) -> list[Row]:
     rows = []
     for (name, temperature, size), measured in bench.rows.items():
         sizes = {each: bench.rows[each, temperature, size] for each in (PLAIN, name)}
+        if not all(row.iterations for row in sizes.values()):
+            sys.exit(f"Error: every round of {name} was interrupted. Expected a quiet one. Add --num-prompts.")
         mean = {each: row.metrics.steps / row.iterations for each, row in sizes.items()}
         rates = {each: at_mean_batch([its[each] for its in by_batch[temperature]], mean[each]) for each in sizes}
         predicted = by_batch[temperature][size - 1][name]
