@@ -82,7 +82,11 @@ def bound_of(longest: int) -> int:
 
 
 class WarmUps:
-    """Counts work that took longer than it will again: it was captured, or compiled kernels before a capture."""
+    """Counts passes and drafts whose seconds are not those of later ones.
+
+    Attributes:
+        count: Of this process: captures, and first drafts of a shape, which compile kernels.
+    """
 
     def __init__(self) -> None:
         self.count = 0

@@ -152,16 +152,22 @@ class AutoregressiveDrafter(HeadDrafter):
     def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
         slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
         roots, draws = self._draws.of(context, rows, self._target.device)
-        expansion = begin_expansion(shape, roots, draws)
-        if self._has_drafted(expansion, slots, texts):
-            return expansion
+        if self._whole_drafts is not None:
+            expansion = begin_expansion(shape, roots, draws)
+            if self._has_drafted(self._whole_drafts, expansion, slots, texts):
+                return expansion
         outputs, prefixes = self._pairs.of(slots, texts), Prefixes(slots, [len(text) - 1 for text in texts])
         return self._expansion.expand(shape, roots, draws, [outputs], prefixes)[0]
 
-    def _has_drafted(self, expansion: ShapedExpansion, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> bool:
+    def _has_drafted(
+        self,
+        kernels: AutoregressiveKernels,
+        expansion: ShapedExpansion,
+        slots: Sequence[int],
+        texts: Sequence[Sequence[int]],
+    ) -> bool:
         """Fills trees in one native call, which also feeds waiting pairs; False if the loop over levels is needed."""
-        kernels = self._whole_drafts
-        if kernels is None or not kernels.can_draft(expansion):
+        if not kernels.can_draft(expansion):
             return False
         pairs = self._pairs.waiting(slots, texts)
         if pairs is None:

@@ -123,12 +123,13 @@ class DraftLevels:
         if self._runner.follow_weights():
             self._slots = {slot: _SlotState([]) for slot in self._slots}
             self._expand = self._expansion()
-        work = self._catch_up(slots, tokens)
-        expansion = begin_expansion(shape, roots, draws)
+        work, expansion = self._catch_up(slots, tokens), None
         # The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
-        if self._mapping is None and self._runner.draft_trees(work, expansion, vocab_size=self._vocab_size):
-            drafted = _Drafted(*expansion.fed_nodes())
-        else:
+        if self._mapping is None and self._runner.has_tree_drafting:
+            begun = begin_expansion(shape, roots, draws)
+            if self._runner.draft_trees(work, begun, vocab_size=self._vocab_size):
+                expansion, drafted = begun, _Drafted(*begun.fed_nodes())
+        if expansion is None:
             prefixes = Prefixes(slots, [len(ids) for ids in tokens])
             expansion, fed = self._expand.expand(shape, roots, draws, [self._logits(work)], prefixes)
             drafted = _Drafted(*(part.clone() for part in fed))  # a graph overwrites them in the next call

@@ -174,6 +174,11 @@ class Runner:
         """
         return self._decoder.run(self._placed(work))
 
+    @property
+    def has_tree_drafting(self) -> bool:
+        """Whether the decoder has `TreeDrafting.draft_trees`, though perhaps not for every tree."""
+        return self._tree_drafting is not None
+
     def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int) -> bool:
         """Computes a pass that ends with the roots of trees, and the trees below them, in one call if the decoder can.
 
