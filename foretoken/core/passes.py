@@ -102,6 +102,7 @@ class Pass:
             mask is needed. May be False for chains.
         choice: How the tokens after the rows of logits are chosen; None takes the greatest logits.
         has_features: Whether tapped features are needed. A decoder may return them anyway.
+        attention_rows: (A,) int64, ascending, the tokens whose attention weights are needed; None for none.
         num_layers: Number of blocks to run, from the first, before the final norm and the LM head; None for all. Fewer
             blocks write only their own keys and values, and give no features.
         tables: Kernel tables of a pass under capture. Lengths and slots of such a pass are bounds without meaning, and
@@ -119,6 +120,7 @@ class Pass:
     is_causal: bool = False
     choice: TokenChoice | None = None
     has_features: bool = True
+    attention_rows: Tensor | None = None
     num_layers: int | None = None
     tables: PassTables | None = None
 

@@ -28,11 +28,16 @@ class PassOutput:
             passes without features.
         chosen: (R,) int64, the token after each row by `Pass.choice`, the lowest among equals; -1 if the largest logit
             is not finite. None if the decoder chooses no tokens; impossible tokens then keep their logits.
+        attention: (S, L, Hk, C) float32, softmax weights over the cache rows 0..C-1 of each sequence, summed over the
+            sequence's tokens of `Pass.attention_rows` and over the query heads of each KV head; C is the most rows of a
+            sequence, prefix and nodes; 0 for rows that no such token sees. None without `attention_rows`. L is the
+            number of layers run.
     """
 
     logits: Tensor | None
     features: Tensor | None
     chosen: Tensor | None = None
+    attention: Tensor | None = None
 
 
 class Decoder(Protocol):

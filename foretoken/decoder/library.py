@@ -267,9 +267,12 @@ class PassArguments(Structure):
         *((name, c_int64) for name in ("num_threads", "num_sequences", "num_logits")),
         *((name, c_void_p) for name in (
             "tokens", "inputs", "sides", "positions", "parents", "slots", "prefix", "starts", "node_starts",
-            "logit_rows", "logits", "inverse_temperature", "seeds", "impossible_ids", "chosen", "taps",
+            "logit_rows", "logits", "inverse_temperature", "seeds", "impossible_ids", "chosen",
+            "attention_rows", "attention", "taps",
         )),
         ("num_impossible", c_int64),
+        ("num_attention", c_int64),
+        ("attention_cols", c_int64),
         ("num_taps", c_int64),
         ("is_append", c_int64),
         ("features_are_bfloat16", c_int64),
@@ -361,6 +364,7 @@ class Status(IntEnum):
     LOGIT_ROWS = 10
     SHAPE = 11
     DRAWS = 12
+    ATTENTION_ROWS = 13
 
 
 # A choice: more threads than that only wait for each other (NOTES, "Waiting threads").

@@ -88,6 +88,7 @@ class _Workspace(NamedTuple):
     memory: Tensor
     num_nodes: int
     threads: int
+    num_weighed: int
 
 
 class NativeBlocks:
@@ -139,7 +140,7 @@ class NativeBlocks:
         """
         described, arguments, held = self._prepared(work, inputs, sides)
         structure = described.structure
-        features = logits = chosen = None
+        features = logits = chosen = attention = None
         if not work.has_features or work.num_layers is not None:
             arguments.num_taps = 0
         elif self._taps:
@@ -152,9 +153,19 @@ class NativeBlocks:
             arguments.logits = logits.data_ptr()  # null without rows
             chosen = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
             arguments.chosen = chosen.data_ptr()
+        if work.attention_rows is not None:
+            layers = structure.num_layers if work.num_layers is None else work.num_layers
+            most = max(
+                prefix + nodes for prefix, nodes in zip(work.prefix_lens, _lengths(work.node_offsets), strict=True)
+            )
+            attention = torch.zeros(len(work.slots), layers, structure.kv_heads, most, device="cpu")
+            (rows,) = _fitting(("attention_rows", work.attention_rows, torch.int64, (len(work.attention_rows),)))
+            held.append(rows)
+            arguments.num_attention, arguments.attention_rows = len(rows), rows.data_ptr()
+            arguments.attention, arguments.attention_cols = attention.data_ptr(), most
         self._call_kernels(described, arguments, work)
         del held  # the kernels read it until here
-        return PassOutput(logits=logits, features=features, chosen=chosen)
+        return PassOutput(logits=logits, features=features, chosen=chosen, attention=attention)
 
     def append(self, work: Pass, inputs: Tensor, sides: Tensor | None = None) -> None:
         """Runs a pass without the rest of the last block after its keys and values; raises `PassError` as `run`."""
@@ -257,7 +268,7 @@ class NativeBlocks:
         return described, arguments, [*lists, *tensors]
 
     def _call_kernels(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
-        workspace = self._take_workspace(len(work.parents), arguments.num_threads)
+        workspace = self._take_workspace(len(work.parents), arguments.num_threads, arguments.num_attention)
         arguments.workspace = workspace.memory.data_ptr()
         model = described.structure if work.num_layers is None else _cut(described.structure, work.num_layers)
         status = self._library.foretoken_decode(byref(model), byref(arguments))
@@ -265,20 +276,21 @@ class NativeBlocks:
         if status:
             raise PassError(self._complaint(Status(status), work))
 
-    def _take_workspace(self, num_nodes: int, threads: int) -> _Workspace:
+    def _take_workspace(self, num_nodes: int, threads: int, num_weighed: int = 0) -> _Workspace:
         """Returns an idle workspace that is large enough, or a new one; two Python threads never share one."""
         try:
             idle = self._idle.pop()
         except IndexError:
-            idle = _Workspace(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0)
-        if num_nodes <= idle.num_nodes and threads <= idle.threads:
+            idle = _Workspace(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0, 0)
+        if num_nodes <= idle.num_nodes and threads <= idle.threads and num_weighed <= idle.num_weighed:
             return idle
         num_nodes, threads = max(num_nodes, idle.num_nodes), max(threads, idle.threads)
+        num_weighed = max(num_weighed, idle.num_weighed)
         size = self._library.foretoken_workspace_bytes(
-            byref(self._described.structure), c_int64(num_nodes), c_int64(threads)
+            byref(self._described.structure), c_int64(num_nodes), c_int64(threads), c_int64(num_weighed)
         )
         try:
-            return _Workspace(_allocated(size, f"a pass of {num_nodes} nodes"), num_nodes, threads)
+            return _Workspace(_allocated(size, f"a pass of {num_nodes} nodes"), num_nodes, threads, num_weighed)
         except PassError:
             self._idle.append(idle)
             raise
@@ -306,6 +318,8 @@ class NativeBlocks:
                 )
             case Status.LOGIT_ROWS:
                 text = f"logit_rows are not ascending in 0..{work.num_tokens - 1}."
+            case Status.ATTENTION_ROWS:
+                text = f"attention_rows are not ascending in 0..{work.num_tokens - 1}."
             case Status.SHAPE | Status.DRAWS:
                 text = f"the draft is no tree level by level: {status.name}. Expected children side by side, by rank."
             case Status.NO_MEMORY:

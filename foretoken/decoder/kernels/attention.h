@@ -1,302 +1,256 @@
-// Attention of few queries over a sequence's cache rows.
+// Attention of few queries over a sequence's cache rows, block by block.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
+#include "attention_tiles.h"
+#include "attention_vectors.h"
 #include "gemm.h"
-#include "interface.h"
-#include "tiles.h"
 #include "vectors.h"
+#include "views.h"
 
 namespace {
 
-// The rows that one token sees: the cache rows low..prefix of its sequence, then `count` scratch rows, numbered from
-// the prefix. The first `run` scratch rows are 0 to `run` - 1.
-struct View {
-  int64_t low, prefix, count, run;
-  const int32_t* scratch;
-
-  int64_t size() const { return prefix - low + count; }
-};
-
-// Returns the rows that node t of sequence s sees. `runs`: for each node, how many nodes before it are its nearest
-// ancestors. `every`: the numbers of all scratch rows, for nodes that see all rows before them.
-View view_of(const Pass& pass, const int32_t* runs, const int32_t* every, int64_t window, int64_t s, int64_t t, int32_t* scratch) {
-  const int64_t first = pass.node_starts[s], prefix = pass.prefix[s], position = pass.positions[first + t];
-  const int64_t low = window > 0 ? std::min(std::max<int64_t>(0, position - window + 1), prefix) : 0;
-  const int64_t *parents = pass.parents + first, *positions = pass.positions + first;
-  int64_t count = 0;
-  if (window > 0) {
-    for (int64_t node = t; node >= 0 && position - positions[node] < window; node = parents[node]) scratch[count++] = int32_t(node);
-  } else if (runs[first + t] == t) {
-    return {low, prefix, t + 1, t + 1, every};
-  } else {
-    for (int64_t node = t; node >= 0;) {
-      const int64_t last = node - runs[first + node];
-      for (int64_t i = node; i >= last; --i) scratch[count + node - i] = int32_t(i);
-      count += node - last + 1;
-      node = parents[last];
-    }
-  }
-  std::reverse(scratch, scratch + count);
-  int64_t run = 0;
-  while (run < count && scratch[run] == run) ++run;
-  return {low, prefix, count, run, scratch};
-}
-
-// Dot products of up to kQueries queries, from one on, with up to kKeys keys, in vector registers.
-template <class T>
-class VectorDots {
- public:
-  static constexpr int kKeys = 4, kQueries = kTokens;
-
-  VectorDots(const Inputs<T>& queries, int64_t first, int64_t D) : queries_(queries.at(first, 0)), D_(D) {}
-
-  // The number of queries that the buffers hold for this many queries.
-  static int64_t padded(int64_t queries) { return (queries + kQueries - 1) / kQueries * kQueries; }
-
-  // With the first `count` of some keys. Writes kKeys values a query; the rest of them is undefined; `stride` elements
-  // from one query to the next.
-  void run(const T* keys, int64_t count, float* out, int64_t stride) const {
-    const T* rows[kKeys];
-    float dots[kQueries * kKeys];
-    for (int r = 0; r < kKeys; ++r) rows[r] = keys + std::min<int64_t>(r, count - 1) * D_;
-    dot_block<T, kKeys, kQueries>(rows, queries_, D_, NoFetch{}, dots);
-    for (int c = 0; c < kQueries; ++c) std::copy_n(dots + c * kKeys, kKeys, out + c * stride);
-  }
-
- private:
-  const typename Inputs<T>::Token* queries_;
-  const int64_t D_;
-};
-
 #if defined(FORETOKEN_TILES)
 template <class T>
-using Dots = std::conditional_t<kIsTiled<T>, TileDots, VectorDots<T>>;
+using BlockAttention = std::conditional_t<kIsTiled<T>, TileAttention, VectorAttention<T>>;
 #else
 template <class T>
-using Dots = VectorDots<T>;
+using BlockAttention = VectorAttention<T>;
 #endif
 
-constexpr int64_t kMostPerQuery = 4;  // `Dots<T>::padded(n)` is at most this many times n
+constexpr int64_t kMostPerQuery = 4;  // `BlockAttention<T>::padded(n)` is at most this many times n
 
-// Attention of up to kQueries queries that share keys and values: (rows, D) of one head of one sequence. A query's
-// result does not depend on other queries: its keys come in the order of its view.
+// The softmax of up to kQueries queries over some rows: greatest score as a power of 2, sum of the numerators, and the mixture of values
+// (kQueries, width), not yet divided by the sum. A sum of 0: the query sees none of the rows.
+template <class T>
+struct Softmax {
+  static constexpr int kQueries = BlockAttention<T>::kQueries, kPadded = std::max(kQueries, kLanes);
+  float *greatest, *sums, *mixtures;  // (kPadded,) twice
+
+  Softmax(float* memory) : greatest(memory), sums(memory + kPadded), mixtures(memory + 2 * kPadded) {}
+  static int64_t size(int64_t D) { return 2 * kPadded + kQueries * BlockAttention<T>::width(D); }
+
+  void clear() {
+    std::fill_n(greatest, kPadded, -INFINITY);
+    std::fill_n(sums, kPadded, 0.0f);
+  }
+
+  // Adds the softmax of later rows.
+  void add(const Softmax& other, int64_t width) {
+    float kept[kPadded], added[kPadded];
+    for (int i = 0; i < kPadded; i += kLanes) {
+      const Lanes ours = load_lanes(greatest + i), theirs = load_lanes(other.greatest + i), top = theirs > ours ? theirs : ours;
+      const Lanes old = power_of_two(ours - top), late = power_of_two(theirs - top);
+      store_lanes(kept + i, old);
+      store_lanes(added + i, late);
+      store_lanes(greatest + i, top);
+    }
+    for (int c = 0; c < kQueries; ++c) {
+      if (other.sums[c] == 0.0f) continue;
+      float *to = mixtures + c * width, *from = other.mixtures + c * width;
+      if (sums[c] == 0.0f) {
+        sums[c] = other.sums[c];
+        std::copy_n(from, width, to);
+        continue;
+      }
+      sums[c] = std::fma(other.sums[c], added[c], sums[c] * kept[c]);
+      const Lanes old = in_all_lanes(kept[c]), late = in_all_lanes(added[c]);
+      for (int64_t d = 0; d < width; d += kLanes) store_lanes(to + d, multiply_add(load_lanes(from + d), late, load_lanes(to + d) * old));
+    }
+  }
+};
+
+// A thread's buffers for attention.
+template <class T>
+struct AttentionSpace {
+  using Weight = typename BlockAttention<T>::Weight;
+  float* scores;    // (kQueries, kBlock)
+  Weight* weights;  // (kQueries, kBlock), or the scores
+  T* packed;
+  float* block;     // of `Softmax`
+  float* totals;    // of `Softmax`, for every kQueries queries
+};
+
+// Attention of up to kMostQueries queries that share keys and values: (rows, D) of one head of one sequence.
+//
+// Every kBlock places have a softmax of their own, which are added in order (Rabe and Staats 2021, arXiv 2112.05682). A
+// query's result therefore depends neither on other queries nor on who computes a block.
 template <class T>
 class SharedAttention {
  public:
-  static constexpr int kKeys = Dots<T>::kKeys, kQueries = Dots<T>::kQueries;
+  using Engine = BlockAttention<T>;
+  static constexpr int kKeys = Engine::kKeys, kQueries = Engine::kQueries, kMostQueries = Engine::kMostQueries;
 
-  // views: of the queries from `first` on.
-  SharedAttention(const MatrixInputs<T>& queries, int64_t first, const View* views, int count, const T* keys, const T* values, int64_t D, float* scores, int64_t stride)
-      : dots_(queries, first, D), views_(views), count_(count), keys_(keys), values_(values), D_(D), scores_(scores), stride_(stride) {}
-
-  // Computes scores of the queries, then the numerators of their softmax and 1 / its sum. A softcap above 0 bounds the
-  // scores.
-  void score(float scale, float softcap) {
-    const Seen seen(views_, count_);
-    score_prefix(seen);
-    score_scratch(seen);
-    for (int c = 0; softcap > 0 && c < count_; ++c) cap(of(c), views_[c].size(), scale, softcap);
-    if (softcap > 0) scale = 1.0f;
-    Lanes sums[std::max(kQueries, 4)] = {};
-    for (int c = 0; c < count_; ++c) sums[c] = soften(of(c), views_[c].size(), scale);
-    store_lanes(factors_, 1.0f / sums_over_lanes<std::max(kQueries, 4)>(sums));
+  // views: of the queries from `first` on. A softcap above 0 bounds the scores.
+  SharedAttention(const typename Engine::Queries& queries, int64_t first, const View* views, int count, const T* keys, const T* values, int64_t D, float scale, float softcap, const AttentionSpace<T>& space)
+      : engine_(queries, first, count, D, space.packed), first_(first), views_(views), count_(count), keys_(keys), values_(values), D_(D), scale_(scale), softcap_(softcap), space_(space) {
+    for (int c = 0; c < count; ++c) {
+      begin_ = std::min(begin_, views[c].begin());
+      end_ = std::max(end_, views[c].end());
+      plain_ = std::max(plain_, views[c].plain());
+    }
   }
 
-  // Calls emit(query, d, values...) with the mixture of values: kLanes at a time, the last ones of an odd D one by one.
-  template <class Emit>
-  void mix(Emit&& emit) const {
-    for (int first = 0; first < count_; first += kTokens) {
-      const Group group(views_ + first, first, std::min(kTokens, count_ - first));
-      int64_t d = 0;
-      for (; d + 4 * kLanes <= D_; d += 4 * kLanes) mix_lanes<4>(group, d, emit);
-      for (; d + 2 * kLanes <= D_; d += 2 * kLanes) mix_lanes<2>(group, d, emit);
-      for (; d + kLanes <= D_; d += kLanes) mix_lanes<1>(group, d, emit);
-      for (; d < D_; ++d) {
-        for (int c = first; c < first + group.count; ++c) {
-          float sum = 0;
-          walk(c, [&](float weight, const T* value) { sum = std::fma(weight, to_float(value[d]), sum); });
-          emit(c, d, sum * factors_[c]);
-        }
+  // The blocks first..last that some query sees.
+  int64_t first_block() const { return begin_ / kBlock; }
+  int64_t last_block() const { return (end_ + kBlock - 1) / kBlock; }
+
+  // Elements for the weights of a query over `rows` places: for each block its greatest score, then its numerators.
+  static int64_t kept(int64_t rows) { return (rows + kBlock - 1) / kBlock * (kBlock + 1); }
+
+  // Keeps the weights of a query for `add_weights`. memory: of `kept(rows)` elements.
+  void keep(int c, float* memory) { kept_[c] = memory; }
+
+  void run() {
+    for (int c = 0; c < count_; c += kQueries) total(c).clear();
+    Softmax<T> block(space_.block);
+    for (int64_t b = first_block(); b < last_block(); ++b) {
+      engine_.pack(keys_, values_, b * kBlock, std::min((b + 1) * kBlock, plain_));
+      for (int c = 0; c < count_; c += kQueries) {
+        if (compute(b * kBlock, c, block)) total(c).add(block, Engine::width(D_));
       }
+    }
+  }
+
+  // Calls emit(query, d, values...) with the results: kLanes at a time, the last ones of an odd D one by one.
+  template <class Emit>
+  void emit(Emit&& emit) const {
+    for (int c = 0; c < count_; ++c) {
+      const Softmax<T> softmax = total(c);
+      const auto emit_one = [&](int64_t d, auto values) { emit(c, d, values); };
+      engine_.emit(softmax.mixtures + c % kQueries * Engine::width(D_), 1.0f / softmax.sums[c % kQueries], emit_one);
+    }
+  }
+
+  // Adds the kept weights of a query to those of the rows it sees.
+  void add_weights(int c, float* rows) const {
+    const View& view = views_[c];
+    const Softmax<T> softmax = total(c);
+    for (int64_t place = view.begin(), b = place / kBlock; place < view.end(); ++b) {
+      const float* kept = kept_[c] + b * (kBlock + 1);
+      const float* weights = kept + 1 - b * kBlock;
+      const float factor = power_of_two(Lanes{} + (kept[0] - softmax.greatest[c % kQueries]))[0] / softmax.sums[c % kQueries];
+      const int64_t end = std::min(view.end(), (b + 1) * kBlock), plain = std::min(view.plain(), end);
+      for (; place < plain; ++place) rows[place] = std::fma(weights[place], factor, rows[place]);
+      for (; place < end; ++place) rows[view.row(place)] = std::fma(weights[place], factor, rows[view.row(place)]);
     }
   }
 
  private:
-  // The rows that some queries see: cache rows from `low` on, and all queries those from `common` on; scratch rows
-  // before `scratch`, and all queries those before `shared`.
-  struct Seen {
-    int64_t low = INT64_MAX, common = 0, scratch = 0, shared = INT64_MAX;
+  Softmax<T> total(int c) const { return space_.totals + c / kQueries * Softmax<T>::size(D_); }
 
-    Seen(const View* views, int count) {
+  // Computes the softmax of the places begin..begin + kBlock, of kQueries queries from query `first` on. Returns whether
+  // some query sees such a place.
+  bool compute(int64_t begin, int first, Softmax<T>& out) {
+    const View* views = views_ + first;
+    const int count = std::min(kQueries, count_ - first);
+    int64_t low = begin + kBlock, high = begin;
+    for (int c = 0; c < count; ++c) {
+      low = std::min(low, views[c].begin());
+      high = std::max(high, std::min(begin + kBlock, views[c].end()));
+    }
+    if (low >= high) return false;
+    engine_.choose(first_ + first);
+    score_plain(views, count, std::max(low, begin), begin);
+    score_scratch(views, count, begin);
+    out.clear();
+    const int64_t size = std::min((high - begin + kStep - 1) / kStep * kStep, kBlock);
+    Lanes sums[std::max(kQueries, 4)] = {};
+    for (int c = 0; c < count; ++c) {
+      float* scores = space_.scores + c * kBlock;
+      const int64_t from = std::max<int64_t>(views[c].begin() - begin, 0), to = std::min(views[c].end() - begin, size);
+      if (from >= to) {
+        std::fill_n(space_.weights + c * kBlock, size, typename Engine::Weight{});
+        continue;
+      }
+      if (softcap_ > 0) cap(scores, size);
+      std::fill(scores, scores + from, -INFINITY);
+      std::fill(scores + to, scores + size, -INFINITY);
+      float* kept = kept_[first + c] == nullptr ? nullptr : kept_[first + c] + begin / kBlock * (kBlock + 1);
+      sums[c] = soften(scores, size, space_.weights + c * kBlock, out.greatest[c], kept);
+    }
+    store_lanes(out.sums, sums_over_lanes<std::max(kQueries, 4)>(sums));
+    engine_.mix(views, count, values_, begin, space_.weights, out.mixtures);
+    return true;
+  }
+
+  // Scores of rows at their places. Queries that do not see some of these rows get too many scores.
+  void score_plain(const View* views, int count, int64_t low, int64_t begin) const {
+    int64_t end = begin;
+    for (int c = 0; c < count; ++c) end = std::max(end, std::min(begin + kBlock, views[c].plain()));
+    for (int64_t row = low / kKeys * kKeys; row < end; row += kKeys) {
+      engine_.score_packed(keys_, begin, row, std::min<int64_t>(kKeys, end - row), space_.scores);
+    }
+  }
+
+  // Scores of rows at other places.
+  void score_scratch(const View* views, int count, int64_t begin) const {
+    const int64_t prefix = views[0].prefix;
+    int64_t next[kQueries], last[kQueries], low = INT64_MAX, high = 0;
+    for (int c = 0; c < count; ++c) {
+      next[c] = std::max(views[c].run, begin - views[c].at);
+      last[c] = std::min(views[c].count, begin + kBlock - views[c].at);
+      if (next[c] >= last[c]) continue;
+      low = std::min<int64_t>(low, views[c].scratch[next[c]]);
+      high = std::max<int64_t>(high, views[c].scratch[last[c] - 1] + 1);
+    }
+    float out[kQueries * kKeys];
+    for (int64_t row = low; row < high; row += kKeys) {
+      engine_.score(keys_ + (prefix + row) * D_, std::min<int64_t>(kKeys, high - row), out, kKeys);
       for (int c = 0; c < count; ++c) {
-        low = std::min(low, views[c].low);
-        common = std::max(common, views[c].low);
-        shared = std::min(shared, views[c].run);
-        if (views[c].count > 0) scratch = std::max<int64_t>(scratch, views[c].scratch[views[c].count - 1] + 1);
-      }
-    }
-  };
-
-  // Queries whose values are mixed together.
-  struct Group : Seen {
-    int first, count;
-
-    Group(const View* views, int first, int count) : Seen(views, count), first(first), count(count) {}
-  };
-
-  float* of(int c) const { return scores_ + c * stride_; }
-
-  // Scores of cache rows. If all queries see the same rows, scores go straight to their places. Scores of scratch rows
-  // overwrite the values past the last row.
-  void score_prefix(const Seen& seen) {
-    const int64_t prefix = views_[0].prefix;
-    float out[kQueries * kKeys];
-    for (int64_t row = seen.low; row < prefix; row += kKeys) {
-      const int64_t count = std::min<int64_t>(kKeys, prefix - row);
-      if (seen.low == seen.common) {
-        dots_.run(keys_ + row * D_, count, scores_ + row - seen.low, stride_);
-        continue;
-      }
-      dots_.run(keys_ + row * D_, count, out, kKeys);
-      for (int c = 0; c < count_; ++c) {
-        for (int r = 0; r < count; ++r) {
-          if (row + r >= views_[c].low) of(c)[row + r - views_[c].low] = out[c * kKeys + r];
+        float* scores = space_.scores + c * kBlock + views[c].at - begin;
+        for (; next[c] < last[c] && views[c].scratch[next[c]] < row + kKeys; ++next[c]) {
+          scores[next[c]] = out[c * kKeys + views[c].scratch[next[c]] - row];
         }
       }
     }
   }
 
-  // Scores of scratch rows. A query that sees all rows so far, but not all of these, gets too many scores; later ones
-  // overwrite them.
-  void score_scratch(const Seen& seen) {
-    const int64_t prefix = views_[0].prefix;
-    float out[kQueries * kKeys];
-    int64_t next[kQueries];
-    for (int c = 0; c < count_; ++c) next[c] = views_[c].run;
-    for (int64_t row = 0; row < seen.scratch; row += kKeys) {
-      const T* keys = keys_ + (prefix + row) * D_;
-      if (seen.low == seen.common && row + kKeys <= seen.shared) {
-        dots_.run(keys, kKeys, scores_ + prefix - seen.low + row, stride_);
-        continue;
-      }
-      dots_.run(keys, std::min<int64_t>(kKeys, seen.scratch - row), out, kKeys);
-      for (int c = 0; c < count_; ++c) {
-        const View& view = views_[c];
-        float* scores = of(c) + prefix - view.low;
-        if (row < view.run) std::copy_n(out + c * kKeys, kKeys, scores + row);
-        for (; next[c] < view.count && view.scratch[next[c]] < row + kKeys; ++next[c]) {
-          scores[next[c]] = out[c * kKeys + view.scratch[next[c]] - row];
-        }
-      }
-    }
-  }
-
-  // Scales and caps scores; the buffer has room for a register past the last score.
-  static void cap(float* scores, int64_t size, float scale, float softcap) {
+  // Scales and caps scores.
+  void cap(float* scores, int64_t size) const {
     for (int64_t j = 0; j < size; j += kLanes) {
-      store_lanes(scores + j, hyperbolic_tangent(load_lanes(scores + j) * scale / softcap) * softcap);
+      store_lanes(scores + j, hyperbolic_tangent(load_lanes(scores + j) * scale_ / softcap_) * softcap_);
     }
   }
 
-  // Turns scores into the numerators of a softmax and returns the denominator, lane by lane.
-  static Lanes soften(float* scores, int64_t size, float scale) {
-    const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
-    for (int64_t j = size; j < padded; ++j) scores[j] = -INFINITY;
+  // Turns scores into the numerators of a softmax. Sets the greatest score, and returns the sum lane by lane. kept: see
+  // `keep`, or null.
+  Lanes soften(const float* scores, int64_t size, typename Engine::Weight* weights, float& top, float* kept) const {
+    const float scale = (softcap_ > 0 ? 1.0f : scale_) * 1.44269504088896341f;  // of powers of 2
     Lanes greatest = Lanes{} - INFINITY;
-    for (int64_t j = 0; j < padded; j += kLanes) {
+    for (int64_t j = 0; j < size; j += kLanes) {
       const Lanes s = load_lanes(scores + j) * scale;
       greatest = s > greatest ? s : greatest;
     }
-    const Lanes all = in_all_lanes(scale), top = in_all_lanes(greatest_lane(greatest));
+    top = greatest_lane(greatest);
+    if (kept != nullptr) *kept++ = top;
+    const Lanes all = in_all_lanes(scale), most = in_all_lanes(top);
     Lanes sum{};
-    for (int64_t j = 0; j < padded; j += kLanes) {
-      const Lanes e = exponential(multiply_add(load_lanes(scores + j), all, -top));
-      store_lanes(scores + j, e);
+    for (int64_t j = 0; j < size; j += kLanes) {
+      const Lanes e = power_of_two(multiply_add(load_lanes(scores + j), all, -most));
+      store_lanes(weights + j, e);
+      if (kept != nullptr) store_lanes(kept + j, e);
       sum += e;
     }
     return sum;
   }
 
-  // Calls step(weight, value) for every row that query c sees.
-  template <class Step>
-  void walk(int c, Step&& step) const {
-    const View& view = views_[c];
-    const float* weights = of(c) - view.low;
-    for (int64_t row = view.low; row < view.prefix; ++row) step(weights[row], values_ + row * D_);
-    for (int64_t j = 0; j < view.count; ++j) step(weights[view.prefix + j], values_ + (view.prefix + view.scratch[j]) * D_);
-  }
+  static constexpr int64_t kStep = 32;  // places are filled up to a multiple of this
 
-  template <int kRegisters, class Emit>
-  void mix_lanes(const Group& group, int64_t d, Emit&& emit) const {
-    const int64_t prefix = views_[0].prefix;
-    Lanes sums[kTokens][kRegisters] = {};
-    for (int i = 0; i < group.count; ++i) {
-      const int c = group.first + i;
-      Lanes own[kRegisters] = {};
-      for (int64_t row = views_[c].low; row < group.common; ++row) add<kRegisters>(c, row, row, d, own);
-      for (int j = 0; j < kRegisters; ++j) sums[i][j] = own[j];
-    }
-    if (group.count == 1) add_common<1>(group, d, sums);
-    if (group.count == 2) add_common<2>(group, d, sums);
-    if constexpr (kTokens > 2) {
-      if (group.count == 3) add_common<3>(group, d, sums);
-      if (group.count == 4) add_common<4>(group, d, sums);
-    }
-    for (int i = 0; i < group.count; ++i) {
-      const int c = group.first + i;
-      Lanes own[kRegisters];
-      for (int j = 0; j < kRegisters; ++j) own[j] = sums[i][j];
-      for (int64_t j = group.shared; j < views_[c].count; ++j) add<kRegisters>(c, prefix + j, prefix + views_[c].scratch[j], d, own);
-      for (int j = 0; j < kRegisters; ++j) emit(c, d + j * kLanes, own[j] * factors_[c]);
-    }
-  }
-
-  // Adds a row's values times the weight of query c at `place`.
-  template <int kRegisters>
-  FORETOKEN_INLINE void add(int c, int64_t place, int64_t row, int64_t d, Lanes (&sums)[kRegisters]) const {
-    const Lanes weight = in_all_lanes(of(c)[place - views_[c].low]);
-#pragma GCC unroll 4
-    for (int i = 0; i < kRegisters; ++i) sums[i] = multiply_add(weight, load_lanes(values_ + row * D_ + d + i * kLanes), sums[i]);
-  }
-
-  // Adds the rows that all queries see: each value is loaded once for all queries. The compiler knows their number, or
-  // their sums would not stay in registers.
-  template <int kCount, int kRegisters>
-  void add_common(const Group& group, int64_t d, Lanes (&totals)[kTokens][kRegisters]) const {
-    static_assert(kCount <= kTokens);
-    Lanes sums[kCount][kRegisters];
-    const float* weights[kCount];
-    for (int c = 0; c < kCount; ++c) {
-      weights[c] = of(group.first + c) - views_[group.first + c].low;
-      for (int i = 0; i < kRegisters; ++i) sums[c][i] = totals[c][i];
-    }
-    const int64_t end = views_[0].prefix + group.shared;
-    for (int64_t row = group.common; row < end; ++row) {
-      const T* value = values_ + row * D_ + d;
-#pragma GCC unroll 4
-      for (int i = 0; i < kRegisters; ++i) {
-        const Lanes v = load_lanes(value + i * kLanes);
-#pragma GCC unroll 4
-        for (int c = 0; c < kCount; ++c) sums[c][i] = multiply_add(in_all_lanes(weights[c][row]), v, sums[c][i]);
-      }
-    }
-    for (int c = 0; c < kCount; ++c) {
-      for (int i = 0; i < kRegisters; ++i) totals[c][i] = sums[c][i];
-    }
-  }
-
-  const Dots<T> dots_;
+  Engine engine_;
+  const int64_t first_;
   const View* const views_;
   const int count_;
   const T *keys_, *values_;
   const int64_t D_;
-  float* const scores_;
-  const int64_t stride_;
-  float factors_[std::max(kQueries, kLanes)];
+  const float scale_, softcap_;
+  const AttentionSpace<T> space_;
+  int64_t begin_ = INT64_MAX, end_ = 0, plain_ = 0;
+  float* kept_[kMostQueries] = {};
 };
 
 }  // namespace

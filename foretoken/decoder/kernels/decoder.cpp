@@ -43,9 +43,9 @@ auto with_dtypes(const Model& model, Run&& run) {
 extern "C" {
 
 // -1 if 64 bits cannot count the bytes.
-int64_t foretoken_workspace_bytes(const Model* model, int64_t num_nodes, int64_t num_threads) {
+int64_t foretoken_workspace_bytes(const Model* model, int64_t num_nodes, int64_t num_threads, int64_t num_attention) {
   return with_dtypes(*model, [&](auto type, auto weights) {
-    return Workspace<decltype(type), decltype(weights)>(*model, num_nodes, num_threads, nullptr).size;
+    return Workspace<decltype(type), decltype(weights)>(*model, num_nodes, num_threads, nullptr, num_attention).size;
   });
 }
 

@@ -27,11 +27,13 @@ class Decoder {
       : model_(model),
         pass_(pass),
         rows_(pass.starts[pass.num_sequences]),
-        space_(model, pass.node_starts[pass.num_sequences], pass.num_threads, pass.workspace),
+        num_nodes_(pass.node_starts[pass.num_sequences]),
+        space_(model, num_nodes_, pass.num_threads, pass.workspace, pass.attention == nullptr ? 0 : pass.num_attention),
         normed_(space_.normed, rows_, model.hidden),
         mixed_(space_.mixed, rows_, model.heads * model.head_dim),
         group_(group_size(model)) {
-    std::iota(space_.every, space_.every + pass.node_starts[pass.num_sequences], 0);
+    std::iota(space_.every, space_.every + num_nodes_, 0);
+    while (portion_ > SharedAttention<T>::kQueries && num_units() < kUnits * pass.num_threads) portion_ /= 2;
     space_.units[0] = 0;
     for (int64_t s = 0; s < pass.num_sequences; ++s) {
       std::fill(space_.sequence + pass.starts[s], space_.sequence + pass.starts[s + 1], s);
@@ -69,6 +71,8 @@ class Decoder {
   }
 
  private:
+  using Queries = typename SharedAttention<T>::Engine::Queries;
+  static constexpr int64_t kUnits = 4;   // for each thread, if there are enough queries; a choice
   static constexpr int64_t kAhead = 32;  // tokens whose sums with the residual stream come next; a choice
 
   void embed() {
@@ -119,11 +123,14 @@ class Decoder {
       place_keys(layer, m, 0, model_.kv_heads);
     });
     barrier_.wait();
-    const int64_t* ends = space_.units + 1;
-    share(space_.units[pass_.num_sequences], [&](int64_t unit) {
-      const int64_t s = std::upper_bound(ends, ends + pass_.num_sequences, unit) - ends;
-      attend(layer, s, unit - space_.units[s]);
-    });
+    // A thread adds the attention weights of all tokens of a sequence and a KV head, one token after another.
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    for (int64_t s = 0; s < pass_.num_sequences; ++s) {
+      for (int64_t unit = 0; unit < space_.units[s + 1] - space_.units[s]; ++unit) {
+        const int64_t owner = has_weighed(s, unit) ? s * model_.kv_heads + unit / chunks_of(s) : space_.units[s] + unit;
+        if (owner % threads == thread) attend(layer, s, unit);
+      }
+    }
   }
 
   // The input of attention: the norm of the stream, after the norm of the second input if the layer has one. Written to
@@ -255,11 +262,12 @@ class Decoder {
     for (int64_t h = first * group_; h < last * group_; ++h) {
       float* query = space_.query + (m * model_.heads + h) * D;
       rotate_head(layer, layer.query_norm, query, m);
-      const MatrixInputs<T> queries = queries_of(s, h / group_);
+      const Queries queries = queries_of(s, h / group_);
       const int64_t q = t * group_ + h % group_;
       int64_t i = 0;
       for (; i + kLanes <= D; i += kLanes) queries.put(q, i, load_lanes(query + i));
       for (; i < D; ++i) queries.put(q, i, query[i]);
+      for (; i < Queries::padded(D); ++i) queries.put(q, i, 0.0f);
     }
   }
 
@@ -286,33 +294,55 @@ class Decoder {
   // Attention of a portion of a sequence's queries, of a group of heads with one KV head; query t * group + h is head h
   // of token t. `unit` counts the portions of all KV heads.
   void attend(const Layer& layer, int64_t s, int64_t unit) {
-    const int64_t kv_head = unit / chunks_of(s), first = unit % chunks_of(s) * SharedAttention<T>::kQueries;
-    const int64_t D = model_.head_dim, thread = omp_get_thread_num(), stride = greatest_rows(model_);
-    constexpr int kQueries = SharedAttention<T>::kQueries;
-    const int count = int(std::min<int64_t>(kQueries, group_ * num_tokens(s) - first));
-    View views[kQueries];
+    const int64_t kv_head = unit / chunks_of(s), first = unit % chunks_of(s) * portion_;
+    const int64_t D = model_.head_dim, thread = omp_get_thread_num();
+    const int count = int(std::min<int64_t>(portion_, group_ * num_tokens(s) - first));
+    View views[SharedAttention<T>::kMostQueries];
     for (int c = 0; c < count; ++c) {
       const int64_t token = (first + c) / group_;
-      int32_t* scratch = space_.scratch + (thread * kQueries + c) * stride;
+      int32_t* scratch = space_.scratch + (thread * SharedAttention<T>::kMostQueries + c) * num_nodes_;
       const bool is_same = c > 0 && (first + c - 1) / group_ == token;
       views[c] = is_same ? views[c - 1] : view_of(pass_, space_.runs, space_.every, layer.window, s, num_earlier(s) + token, scratch);
     }
     const int64_t start = cache_row(s, kv_head, 0);
     SharedAttention<T> attention(queries_of(s, kv_head), first, views, count, static_cast<const T*>(layer.keys) + start,
-                                 static_cast<const T*>(layer.values) + start, D,
-                                 space_.scores + thread * kQueries * stride, stride);
-    attention.score(layer.scale, layer.softcap);
-    attention.mix([&](int c, int64_t d, auto values) {
+                                 static_cast<const T*>(layer.values) + start, D, layer.scale, layer.softcap,
+                                 space_.attention_of(thread, D));
+    const auto kept_of = [&](int64_t i) { return space_.kept + (thread * space_.num_kept + i) * SharedAttention<T>::kept(model_.capacity); };
+    for (int64_t c = 0, i = 0; c < count; ++c) {
+      if (is_weighed(s, first + c)) attention.keep(int(c), kept_of(i++));
+    }
+    attention.run();
+    attention.emit([&](int c, int64_t d, auto values) {
       const int64_t m = pass_.starts[s] + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
       put_anywhere(mixed_, m, k, values);
     });
+    if (pass_.attention == nullptr) return;
+    float* weights = pass_.attention + ((s * model_.num_layers + (&layer - model_.layers)) * model_.kv_heads + kv_head) * pass_.attention_cols;
+    for (int c = 0; c < count; ++c) {
+      if (is_weighed(s, first + c)) attention.add_weights(c, weights);
+    }
+  }
+
+  // Whether the attention weights of a query are needed.
+  bool is_weighed(int64_t s, int64_t query) const {
+    const int64_t m = pass_.starts[s] + query / group_;
+    return pass_.attention != nullptr && std::binary_search(pass_.attention_rows, pass_.attention_rows + pass_.num_attention, m);
+  }
+
+  bool has_weighed(int64_t s, int64_t unit) const {
+    const int64_t first = unit % chunks_of(s) * portion_, end = std::min(first + portion_, group_ * num_tokens(s));
+    for (int64_t query = first; pass_.attention != nullptr && query < end; ++query) {
+      if (is_weighed(s, query)) return true;
+    }
+    return false;
   }
 
   // Rotated queries of all tokens of a sequence, of the heads that share a KV head.
-  MatrixInputs<T> queries_of(int64_t s, int64_t kv_head) const {
-    const int64_t D = model_.head_dim, count = Dots<T>::padded(group_ * num_tokens(s));
+  Queries queries_of(int64_t s, int64_t kv_head) const {
+    const int64_t D = model_.head_dim, count = BlockAttention<T>::padded(group_ * num_tokens(s));
     const int64_t first = pass_.starts[s] * model_.heads * kMostPerQuery + kv_head * count;
-    return {space_.rotated + first * MatrixInputs<T>::padded(D), count, D};
+    return {space_.rotated + first * Queries::padded(D), count, D};
   }
 
   int64_t cache_row(int64_t s, int64_t head, int64_t row) const {
@@ -329,7 +359,13 @@ class Decoder {
 
   int64_t num_tokens(int64_t s) const { return pass_.starts[s + 1] - pass_.starts[s]; }
   int64_t num_earlier(int64_t s) const { return pass_.node_starts[s + 1] - pass_.node_starts[s] - num_tokens(s); }
-  int64_t chunks_of(int64_t s) const { return (group_ * num_tokens(s) + SharedAttention<T>::kQueries - 1) / SharedAttention<T>::kQueries; }  // portions of queries
+  int64_t chunks_of(int64_t s) const { return (group_ * num_tokens(s) + portion_ - 1) / portion_; }  // portions of queries
+
+  int64_t num_units() const {
+    int64_t count = 0;
+    for (int64_t s = 0; s < pass_.num_sequences; ++s) count += model_.kv_heads * chunks_of(s);
+    return count;
+  }
 
   bool wants(int64_t tap) const { return std::find(pass_.taps, pass_.taps + pass_.num_taps, tap) != pass_.taps + pass_.num_taps; }
 
@@ -357,10 +393,11 @@ class Decoder {
 
   const Model& model_;
   const Pass& pass_;
-  const int64_t rows_;
+  const int64_t rows_, num_nodes_;
   const Workspace<T, W> space_;
   const MatrixInputs<W> normed_, mixed_;
-  const int64_t group_;  // query heads for each KV head
+  const int64_t group_;                                 // query heads for each KV head
+  int64_t portion_ = SharedAttention<T>::kMostQueries;  // queries that a thread computes together
   Barrier barrier_;
 };
 

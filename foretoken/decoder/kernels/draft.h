@@ -106,6 +106,7 @@ class LevelPasses {
       }
     }
     pass_.logits = nullptr;
+    pass_.attention = nullptr;
     pass_.chosen = nullptr;
     pass_.num_taps = 0;
     decoder_.emplace(model_, pass_);

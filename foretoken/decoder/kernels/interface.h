@@ -79,8 +79,11 @@ struct Pass {
   const int64_t* seeds;                  // (R,)
   const int64_t* impossible;             // (U,) tokens whose logits become -inf before one is chosen
   int64_t* chosen;                       // (R,) the tokens after the rows, -1 if the largest logit is not finite; or null
+  const int64_t* attention_rows;         // (A,) ascending, the tokens whose attention weights are needed
+  float* attention;                      // (S, L, KV heads, C), zeros; gets the weights of cache rows, summed over these tokens; or null
   const int64_t* taps;                   // (F,) boundary indices; layers + 1 means after the final norm
   int64_t num_impossible;
+  int64_t num_attention, attention_cols;  // A, and C: at least the rows of every sequence, prefix and nodes
   int64_t num_taps;
   int64_t is_append;                     // whether the last layer computes keys and values alone, without output
   int64_t features_are_bfloat16;         // otherwise float32
@@ -186,4 +189,5 @@ enum class Status : int64_t {
   kLogitRows = 10,
   kShape = 11,
   kDraws = 12,
+  kAttentionRows = 13,
 };

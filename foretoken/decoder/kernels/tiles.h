@@ -208,20 +208,16 @@ void sum_tiles(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t f
   }
 }
 
-// Transposes sums (kTileRows, width) into dot products (width, kTileRows), `stride` elements from one row to the next.
-// There are sixteen of these, with room for another row past the sums.
-inline void transpose(const float* sums, int64_t width, float* out, int64_t stride = kTileRows) {
-  __m512 rows[16], pairs[16], turned[16];
-  if (width == 1) return _mm512_storeu_ps(out, _mm512_loadu_ps(sums));
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) rows[i] = _mm512_loadu_ps(sums + i * width);
+// Transposes sixteen rows of sixteen elements.
+FORETOKEN_INLINE void transpose(__m512 (&rows)[16]) {
+  __m512 pairs[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
     pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {  // a quarter q of rows[i + j] has token 4 q + j of rows i to i + 3
+  for (int i = 0; i < 16; i += 4) {  // a quarter q of rows[i + j] has column 4 q + j of rows i to i + 3
     for (int j = 0; j < 2; ++j) {
       const __m512d lower = _mm512_castps_pd(pairs[i + j]), upper = _mm512_castps_pd(pairs[i + j + 2]);
       rows[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(lower, upper));
@@ -232,13 +228,23 @@ inline void transpose(const float* sums, int64_t width, float* out, int64_t stri
   for (int j = 0; j < 4; ++j) {
     const __m512 even[2] = {_mm512_shuffle_f32x4(rows[j], rows[4 + j], 0x88), _mm512_shuffle_f32x4(rows[8 + j], rows[12 + j], 0x88)};
     const __m512 odd[2] = {_mm512_shuffle_f32x4(rows[j], rows[4 + j], 0xdd), _mm512_shuffle_f32x4(rows[8 + j], rows[12 + j], 0xdd)};
-    turned[j] = _mm512_shuffle_f32x4(even[0], even[1], 0x88);
-    turned[4 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0x88);
-    turned[8 + j] = _mm512_shuffle_f32x4(even[0], even[1], 0xdd);
-    turned[12 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
+    rows[j] = _mm512_shuffle_f32x4(even[0], even[1], 0x88);
+    rows[4 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0x88);
+    rows[8 + j] = _mm512_shuffle_f32x4(even[0], even[1], 0xdd);
+    rows[12 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
   }
+}
+
+// Transposes sums (kTileRows, width) into dot products (width, kTileRows). There are sixteen of these, with room for
+// another row past the sums.
+inline void transpose(const float* sums, int64_t width, float* out) {
+  __m512 rows[16];
+  if (width == 1) return _mm512_storeu_ps(out, _mm512_loadu_ps(sums));
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * stride, turned[i]);
+  for (int i = 0; i < 16; ++i) rows[i] = _mm512_loadu_ps(sums + i * width);
+  transpose(rows);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * kTileRows, rows[i]);
 }
 
 // Calls work(first, last, begin, end) for this thread's share of the rows of a matrix and each panel of tokens
@@ -339,86 +345,6 @@ template <class Function>
 void multiply_gated(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
   gate.scales == nullptr ? multiply_gated_tiles<Bfloat16>(gate, up, x, M, inner, f) : multiply_gated_tiles<Int8>(gate, up, x, M, inner, f);
 }
-
-// See `VectorDots`. Up to kFew queries are laid out for exactly that many, more of them for kQueries.
-class TileDots : TileRegisters {
- public:
-  static constexpr int kKeys = kTileRows, kQueries = kTileTokens, kFew = 4;
-
-  // Registers: 0 sums of keys by queries; 4 and 6 keys and queries, 5 and 7 their elements past the last whole step.
-  // Queries of one whole step stay in register 6 for all keys.
-  TileDots(const TileInputs& queries, int64_t first, int64_t D)
-      : queries_(queries.at(first, 0)), D_(D), width_(queries.width), pairs_(queries.width * 2 * int64_t(sizeof(Bfloat16))) {
-    const int64_t rest = D % kTileStep / 2 * 2;
-    shape(0, kKeys, pairs_);
-    if (D >= kTileStep) shape(4, kKeys, 2 * kTileStep);
-    if (D >= kTileStep) shape(6, kTileStep / 2, pairs_);
-    if (rest > 0) shape(5, kKeys, 2 * rest);
-    if (rest > 0) shape(7, rest / 2, pairs_);
-    use();
-    if (D == kTileStep) _tile_loadd(6, queries_, pairs_);
-  }
-
-  static int64_t padded(int64_t queries) { return queries <= kFew ? kFew : (queries + kQueries - 1) / kQueries * kQueries; }
-
-  void run(const Bfloat16* keys, int64_t count, float* out, int64_t stride) const {
-    alignas(kBytes) float sums[kKeys * (kQueries + 1)];
-    KeyRows rows(keys, count, D_);
-    int64_t k = 0;
-    _tile_zero(0);
-    for (; k + kTileStep <= D_; k += kTileStep) {
-      const Bfloat16* from = rows.at(k, kTileStep);
-      _tile_loadd(4, from, rows.stride);
-      if (D_ > kTileStep) _tile_loadd(6, queries_ + k * width_, pairs_);
-      _tile_dpbf16ps(0, 4, 6);
-    }
-    if (k + 2 <= D_) {
-      const Bfloat16* from = rows.at(k, D_ - k);
-      _tile_loadd(5, from, rows.stride);
-      _tile_loadd(7, queries_ + k * width_, pairs_);
-      _tile_dpbf16ps(0, 5, 7);
-    }
-    _tile_stored(0, sums, pairs_);
-    for (int64_t i = 0; D_ % 2 > 0 && i < count * width_; ++i) {
-      const float key = to_float(keys[i / width_ * D_ + D_ - 1]), query = to_float(queries_[(D_ - 1) * width_ + i % width_ * 2]);
-      sums[i] = std::fma(key, query, sums[i]);
-    }
-    width_ == kFew ? transpose_few(sums, out, stride) : transpose(sums, width_, out, stride);
-  }
-
- private:
-  // Keys for a tile: in place, or copied if there are fewer than a tile reads.
-  struct KeyRows {
-    const Bfloat16* keys;
-    const int64_t count, D, stride;  // stride: bytes
-    Bfloat16 copied[kKeys * kTileStep];
-
-    KeyRows(const Bfloat16* keys, int64_t count, int64_t D)
-        : keys(keys), count(count), D(D), stride((count < kKeys ? kTileStep : D) * int64_t(sizeof(Bfloat16))) {}
-    const Bfloat16* at(int64_t k, int64_t size) {
-      if (count >= kKeys) return keys + k;
-      fence();
-      for (int64_t r = 0; r < count; ++r) std::copy_n(keys + r * D + k, size, copied + r * kTileStep);
-      fence();
-      return copied;
-    }
-  };
-
-  // Transposes (kKeys, kFew) into (kFew, kKeys), `stride` elements from one row to the next.
-  static void transpose_few(const float* sums, float* out, int64_t stride) {
-    static_assert(kFew == 4 && kKeys == 16);
-    const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32), d = _mm512_loadu_ps(sums + 48);
-    for (int i = 0; i < kFew; ++i) {
-      const __m512i every = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0));
-      const __m256 first = _mm512_castps512_ps256(_mm512_permutex2var_ps(a, every, b));
-      const __m256 second = _mm512_castps512_ps256(_mm512_permutex2var_ps(c, every, d));
-      _mm512_storeu_ps(out + i * stride, _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1));
-    }
-  }
-
-  const Bfloat16* const queries_;
-  const int64_t D_, width_, pairs_;  // pairs_: bytes of two elements of all queries
-};
 
 #endif
 

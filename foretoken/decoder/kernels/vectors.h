@@ -195,6 +195,31 @@ inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
 #endif
 }
 
+inline Lanes power_of_two(Lanes x) {  // 2^x, relative error below 3e-7; 0 below -125
+#if defined(__AVX512DQ__)
+  x = (Lanes)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // NaN stays NaN
+  const Lanes r = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+#else
+  const IntLanes underflows = x < -125.0f;
+  x = underflows ? Lanes{} - 125.0f : x;
+  const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Lanes n = (x - 0.5f + magic) - magic, r = x - n;
+#endif
+  Lanes p = Lanes{} + 1.8671307479962707e-3f;  // with p(0) = 1, the least relative error on 0..1
+  p = multiply_add(p, r, Lanes{} + 9.017028845846653e-3f);
+  p = multiply_add(p, r, Lanes{} + 5.579991266131401e-2f);
+  p = multiply_add(p, r, Lanes{} + 2.4016444385051727e-1f);
+  p = multiply_add(p, r, Lanes{} + 6.931512951850891e-1f);
+  p = multiply_add(p, r, Lanes{} + 1.0f);
+#if defined(__AVX512DQ__)
+  return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  const IntLanes power = (__builtin_convertvector(n, IntLanes) + 127) << 23;
+  const Lanes result = p * reinterpret_cast<const Lanes&>(power);
+  return underflows ? Lanes{} : result;
+#endif
+}
+
 inline bool any_of(IntLanes flags) {  // whether a comparison holds in some lane
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)flags, (__m512i)flags) != 0;

@@ -13,10 +13,6 @@ namespace {
 
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-inline int64_t greatest_rows(const Model& model) {
-  return model.capacity + kLanes;  // keys that one token can see, padded
-}
-
 // Whether the first layer has a second input, and the width of attention's input there.
 inline bool has_side(const Model& model) { return model.layers[0].side_norm.weight != nullptr; }
 inline int64_t attention_width(const Model& model) { return has_side(model) ? 2 * model.hidden : model.hidden; }
@@ -43,9 +39,10 @@ struct Workspace {
   float *residual, *query, *key, *value, *gate, *up;
   float* branch;      // (M, hidden), added to the residual stream after a norm; empty without such norms
   Token *normed, *mixed, *inner;  // normed: twice as wide if the first layer has a second input
-  typename MatrixInputs<T>::Token* rotated;
-  float* scores;      // kQueries rows a thread
-  int32_t* scratch;   // as many
+  typename SharedAttention<T>::Engine::Queries::Token* rotated;
+  AttentionSpace<T> attention;  // of the first thread
+  int32_t* scratch;             // (threads, kMostQueries, M), see `View`
+  float* kept;                  // (threads, up to kMostQueries), see `SharedAttention::keep`
   int32_t *runs, *every;  // (W,), see `view_of`
   int64_t *sequence;  // (M,), of each token
   int64_t *units;     // (S + 1,), the first portion of attention of each sequence
@@ -59,9 +56,10 @@ struct Workspace {
   Token *pair_inputs, *pair_inner;              // of P tokens and the padding of each expert's tokens
 
   int64_t size = 0;  // -1 if 64 bits cannot count it
+  int64_t num_kept;  // queries in `kept` of a thread
 
-  // M: tokens or nodes, the larger number.
-  Workspace(const Model& model, int64_t M, int64_t threads, void* base) {
+  // M: tokens or nodes, the larger number; weighed: tokens whose attention weights are needed.
+  Workspace(const Model& model, int64_t M, int64_t threads, void* base, int64_t weighed = 0) {
     const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
     int64_t pairs = 0;
     if (M > std::numeric_limits<int64_t>::max() - kMostTokens || __builtin_mul_overflow(M, model.top_k, &pairs) ||
@@ -77,12 +75,20 @@ struct Workspace {
     take(base, gate, M, model.intermediate);
     take(base, up, M, model.intermediate);
     take(base, branch, model.has_post_norms ? M : 0, model.hidden);
-    take(base, rotated, M, kMostPerQuery * model.heads * MatrixInputs<T>::padded(model.head_dim));
+    take(base, rotated, M, kMostPerQuery * model.heads * SharedAttention<T>::Engine::Queries::padded(model.head_dim));
     take(base, normed, padded_M, MatrixInputs<W>::padded(attention_width(model)));
     take(base, mixed, padded_M, MatrixInputs<W>::padded(q));
     take(base, inner, padded_M, MatrixInputs<W>::padded(model.intermediate));
-    take(base, scores, threads, Dots<T>::kQueries * greatest_rows(model));
-    take(base, scratch, threads, Dots<T>::kQueries * greatest_rows(model));
+    using Attention = SharedAttention<T>;
+    const int64_t softmax = Softmax<T>::size(model.head_dim), block = Attention::kQueries * kBlock;
+    take(base, attention.scores, threads, block);
+    take(base, attention.weights, threads, block);
+    take(base, attention.packed, threads, Attention::Engine::packed(model.head_dim));
+    take(base, attention.block, threads, softmax);
+    take(base, attention.totals, threads, Attention::kMostQueries / Attention::kQueries * softmax);
+    take(base, scratch, size < 0 ? -1 : threads * Attention::kMostQueries, M);
+    num_kept = std::min<int64_t>(Attention::kMostQueries, std::min(weighed, M) * group_size(model));
+    take(base, kept, threads * num_kept, Attention::kept(model.capacity));
     for (int32_t** each : {&runs, &every}) take(base, *each, M, 1);
     take(base, sequence, M, 1);
     take(base, units, padded_M + 1, 1);
@@ -96,6 +102,13 @@ struct Workspace {
     take(base, pair_inner, padded_pairs, MatrixInputs<W>::padded(model.expert_intermediate));
   }
 
+  AttentionSpace<T> attention_of(int64_t thread, int64_t head_dim) const {
+    using Attention = SharedAttention<T>;
+    const int64_t softmax = Softmax<T>::size(head_dim), block = Attention::kQueries * kBlock;
+    return {attention.scores + thread * block, attention.weights + thread * block, attention.packed + thread * Attention::Engine::packed(head_dim),
+            attention.block + thread * softmax, attention.totals + thread * Attention::kMostQueries / Attention::kQueries * softmax};
+  }
+
  private:
   template <class E>
   void take(void* base, E*& part, int64_t rows, int64_t cols) {
@@ -106,6 +119,14 @@ struct Workspace {
 bool all_within(const int64_t* values, int64_t count, int64_t end) {
   // One comparison a value: a negative value is a large unsigned one.
   return std::all_of(values, values + count, [&](int64_t value) { return uint64_t(value) < uint64_t(end); });
+}
+
+// Whether values ascend from 0 on, and stay below `end`.
+bool ascend_within(const int64_t* values, int64_t count, int64_t end) {
+  for (int64_t i = 0, last = -1; i < count; last = values[i++]) {
+    if (values[i] <= last || values[i] >= end) return false;
+  }
+  return true;
 }
 
 // Decides whether a sequence may have this many rows behind its prefix. Its slot and its prefix are within bounds.
@@ -122,6 +143,7 @@ Status check(const Model& model, const Pass& pass) {
       (has_side(model) && pass.sides == nullptr) || pass.workspace == nullptr ||
       (pass.num_taps > 0 && pass.features == nullptr) ||
       (pass.logits != nullptr && pass.logit_rows == nullptr) ||
+      (pass.attention != nullptr && pass.num_attention > 0 && pass.attention_rows == nullptr) ||
       (pass.inverse_temperature != nullptr && pass.seeds == nullptr)) {
     return Status::kMissing;
   }
@@ -141,12 +163,14 @@ Status check(const Model& model, const Pass& pass) {
   if (pass.num_threads < 1 || pass.num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
   if (pass.inputs == nullptr && !all_within(pass.tokens, M, model.vocab)) return Status::kTokens;
   if (!all_within(pass.positions, node_starts[S], model.num_positions)) return Status::kPositions;
-  if (pass.logits == nullptr) return Status::kDone;
-  int64_t last = -1;  // ascending rows are at most M
-  for (int64_t r = 0; r < pass.num_logits; ++r) {
-    if (pass.logit_rows[r] <= last || pass.logit_rows[r] >= M) return Status::kLogitRows;
-    last = pass.logit_rows[r];
+  if (pass.attention != nullptr) {
+    for (int64_t s = 0; s < S; ++s) {
+      if (pass.prefix[s] + node_starts[s + 1] - node_starts[s] > pass.attention_cols) return Status::kCacheRows;
+    }
+    if (!ascend_within(pass.attention_rows, pass.num_attention, M)) return Status::kAttentionRows;
   }
+  if (pass.logits == nullptr) return Status::kDone;
+  if (!ascend_within(pass.logit_rows, pass.num_logits, M)) return Status::kLogitRows;
   if (!all_within(pass.impossible, pass.num_impossible, model.head.rows)) return Status::kTokens;
   return pass.num_logits < 1 ? Status::kLogitRows : Status::kDone;
 }

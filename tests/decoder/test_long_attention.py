@@ -1,0 +1,178 @@
+"""The native attention behind long prefixes: the same bits in a tree, in a chunk and alone, and its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
+from decoder.slow_blocks import Slow
+from decoder.test_block_stack import E, block, chains, in_dtype, matrix, numbers
+from torch import Tensor
+
+from foretoken.attention.dispatch import reference_attention
+from foretoken.attention.layout import AttentionLayout
+from foretoken.core.errors import PassError
+from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.blocks import Blocks
+from foretoken.decoder.native import NativeBlocks
+from foretoken.decoder.slot_cache import LayerShape, SlotCache
+
+CAPACITY = 1200
+# Two paths that take turns, so that most rows of a node are not where they are after a commit.
+PARENTS = [-1, 0, 0, *range(1, 37)]
+PATH = [0, *range(1, 39, 2)]
+# Windows that begin in the middle of a block; prefixes around the end of a block and of a tile.
+SHAPES: list[dict[str, Any]] = [
+    {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64},
+    {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32},
+    {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "window": 301},
+    {"num_heads": 8, "num_kv_heads": 2, "head_dim": 80, "softcap": 1.5},
+    {"num_heads": 8, "num_kv_heads": 1, "head_dim": 128},
+    {"num_heads": 9, "num_kv_heads": 3, "head_dim": 33, "window": 17},
+]
+
+
+def blocks_of(spec: dict[str, Any], dtype: torch.dtype) -> Blocks:
+    heads, kv_heads, size = spec["num_heads"], spec["num_kv_heads"], spec["head_dim"]
+    made = [
+        block(
+            seed,
+            spec={**spec, "scale": 0.3},
+            query=matrix(heads * size, E, seed + 1),
+            key=matrix(kv_heads * size, E, seed + 2),
+            value=matrix(kv_heads * size, E, seed + 3),
+            output=matrix(E, heads * size, seed + 4),
+            rotary=None,
+        )
+        for seed in (0, 100)
+    ]
+    return in_dtype(Blocks(blocks=made, final_norm=None), dtype)
+
+
+def native(layers: Blocks, prefix: int) -> tuple[NativeBlocks, SlotCache]:
+    """Kernels with all taps, on two slots with the same prefix; later rows are NaN."""
+    spec = layers.blocks[0].spec
+    shape = LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)
+    cache = SlotCache([shape] * 2, num_slots=2, capacity=CAPACITY, dtype=layers.dtype, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(5)
+    for part in (*cache.keys, *cache.values):
+        part[:] = torch.randn(part.shape[1:], generator=generator).to(layers.dtype)
+    for slot in range(2):
+        cache.poison(slot, prefix)
+    return NativeBlocks(layers, cache, [0, 1, 2]), cache
+
+
+def on_threads(count: int, made: NativeBlocks, work: Pass, rows: Tensor) -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return made.run(work, rows)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def tree_pass(slot: int, prefix: int) -> Pass:
+    tree = TokenTree.from_rows([TreeRow([0] * len(PARENTS), PARENTS)])
+    return replace(Pass.of_tree(tree, slots=[slot], prefix_lens=[prefix], last_position=CAPACITY - 1), logit_rows=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("prefix", [250, 256, 750, 1023])
+@pytest.mark.parametrize("spec", SHAPES, ids=str)
+def test_a_path_of_a_tree_has_the_bits_of_committed_tokens(
+    spec: dict[str, Any], prefix: int, dtype: torch.dtype
+) -> None:
+    layers = blocks_of(spec, dtype)
+    made, cache = native(layers, prefix)
+    rows = numbers(len(PARENTS), E, seed=8, scale=1.0).float()
+    alone = [
+        on_threads(1, made, chains([1], slots=[0], prefix_lens=[prefix + i]), rows[node : node + 1]).features
+        for i, node in enumerate(PATH)
+    ]
+    expected = torch.cat(alone)
+    assert expected.isfinite().all()
+    for threads in (1, 2, 3):
+        cache.poison(1, prefix)
+        found = on_threads(threads, made, tree_pass(1, prefix), rows).features
+        assert torch.equal(found[PATH], expected)
+        cache.poison(1, prefix)
+        chunk = on_threads(threads, made, chains([len(PATH)], slots=[1], prefix_lens=[prefix]), rows[PATH]).features
+        assert torch.equal(chunk, expected)
+
+
+def expected_weights(layers: Blocks, cache: SlotCache, work: Pass, features: Tensor, rows: list[int]) -> Tensor:
+    """By `reference_attention`, with the unit vectors as values, in float64."""
+    layout, spec, slow = AttentionLayout(work), layers.blocks[0].spec, Slow(in_dtype(layers, torch.float64))
+    most = max(layout.num_keys(s) for s in range(len(work.slots)))
+    weights = torch.zeros(len(work.slots), len(layers.blocks), spec.num_kv_heads, most, dtype=torch.float64)
+    for s, slot in enumerate(work.slots):
+        own, end = list(range(work.offsets[s], work.offsets[s + 1])), layout.num_keys(s)
+        mask = layout.mask(s, spec.window)
+        for index, each in enumerate(slow.layers.blocks):
+            x = slow.normed(each.attention_norm, features[own, index].double())
+            query = slow.linear(each.query, x).to(layers.dtype).double().unflatten(1, (spec.num_heads, spec.head_dim))
+            key = cache.keys[index][slot, :, :end].double()
+            unit = torch.eye(end, dtype=torch.float64).expand(spec.num_kv_heads, -1, -1)
+            probs = reference_attention(
+                query.transpose(0, 1), key, unit, mask, scale=spec.attention_scale, softcap=spec.softcap
+            )
+            wanted = [t - own[0] for t in rows if t in own]
+            weights[s, index, :, :end] = probs[:, wanted].sum(1).unflatten(0, (spec.num_kv_heads, -1)).sum(1)
+    return weights
+
+
+# Features are rounded to the dtype before the query is computed from them, and queries are rounded too.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", SHAPES, ids=str)
+def test_attention_weights(spec: dict[str, Any], dtype: torch.dtype) -> None:
+    """Of some nodes of a tree and of some tokens of a chain, on any number of threads."""
+    layers, prefix = blocks_of(spec, dtype), 700
+    made, cache = native(layers, prefix)
+    work = tree_pass(1, prefix).with_chains(chains([70], slots=[0], prefix_lens=[290]))
+    rows = numbers(work.num_tokens, E, seed=8, scale=1.0).float()
+    scored = [0, 5, len(PARENTS) - 1, len(PARENTS) + 3, work.num_tokens - 2, work.num_tokens - 1]
+    asked = replace(work, attention_rows=torch.tensor(scored))
+    found = on_threads(1, made, asked, rows)
+    expected = expected_weights(layers, cache, work, found.features, scored)
+    assert found.attention.shape == expected.shape
+    assert (found.attention - expected).abs().max() <= TOLERANCE[dtype] * expected.max()
+    assert ((found.attention == 0) | (expected > 0)).all(), "only rows that some token sees have weights"
+    for threads in (2, 3):
+        again = on_threads(threads, made, asked, rows)
+        assert torch.equal(again.attention, found.attention)
+        assert torch.equal(again.features, made.run(work, rows).features)
+    assert made.run(work, rows).attention is None
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_other_instruction_sets(instruction_set: str) -> None:
+    prefix, scored = 530, [1, 2]
+    with kernels_for(instruction_set):
+        for spec in SHAPES[1:4]:
+            layers = blocks_of(spec, torch.bfloat16)
+            made, cache = native(layers, prefix)
+            work = replace(tree_pass(1, prefix), attention_rows=torch.tensor(scored))
+            found = made.run(work, numbers(len(PARENTS), E, seed=8, scale=1.0).float())
+            expected = expected_weights(layers, cache, work, found.features, scored)
+            assert (found.attention - expected).abs().max() <= TOLERANCE[torch.bfloat16] * expected.max()
+
+
+def test_fewer_layers_and_wrong_rows() -> None:
+    layers = blocks_of(SHAPES[1], torch.float32)
+    made, _ = native(layers, 300)
+    work, row = chains([2], slots=[0], prefix_lens=[300]), numbers(2, E, seed=1).float()
+    whole = made.run(replace(work, attention_rows=torch.tensor([1])), row).attention
+    cut = made.run(replace(work, attention_rows=torch.tensor([1]), num_layers=1), row).attention
+    assert torch.equal(cut, whole[:, :1])
+    none = made.run(replace(work, attention_rows=torch.tensor([], dtype=torch.int64)), row).attention
+    assert not none.any()
+    for wrong in ([2], [-1], [1, 0]):
+        with pytest.raises(PassError, match=r"attention_rows are not ascending in 0\.\.1"):
+            made.run(replace(work, attention_rows=torch.tensor(wrong)), row)
