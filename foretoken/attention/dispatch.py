@@ -45,9 +45,17 @@ def reference_attention(
     Returns:
         (H, T, Dv) in the query's dtype; the softmax runs in at least float32.
     """
-    heads, queries, width = query.shape
-    groups = heads // key.shape[0]
-    grouped = query.reshape(key.shape[0], groups * queries, width)
+    heads, queries, _ = query.shape
+    probs = _probabilities(query, key, mask, scale=scale, softcap=softcap, sinks=sinks).to(value.dtype)
+    return (probs @ value).view(heads, queries, -1)
+
+
+def _probabilities(
+    query: Tensor, key: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Returns (Hk, H / Hk * T, S), the softmax of `reference_attention` in at least float32."""
+    (heads, queries, width), num = query.shape, key.shape[0]
+    grouped = query.reshape(num, heads // num * queries, width)
     scores = (grouped @ key.transpose(1, 2)).view(heads, queries, -1) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -56,8 +64,7 @@ def reference_attention(
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype).view(heads, 1, 1).expand(-1, queries, 1)], dim=2)
-    probs = scores.softmax(-1)[:, :, : key.shape[1]].to(value.dtype)
-    return (probs.view(key.shape[0], groups * queries, -1) @ value).view(heads, queries, -1)
+    return scores.softmax(-1)[:, :, : key.shape[1]].reshape(num, heads // num * queries, -1)
 
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -83,6 +90,8 @@ def tree_attention(
         keys: (slots, Hk, capacity, Dk), one layer of the cache, this pass's rows already written.
         values: (slots, Hk, capacity, Dv).
     """
+    if layout.has_weights:
+        layout.keep_weights(_summed_weights(query, keys, layout, window, scale=scale, softcap=softcap, sinks=sinks))
     if layout.is_captured or has_cuda_runtime(query.device):
         kernel = _triton_kernel(query.dtype, max(query.shape[-1], values.shape[-1]))
         if kernel is not None:
@@ -104,6 +113,20 @@ def tree_attention(
             output = reference_attention(own, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
         outputs.append(output.transpose(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _summed_weights(query: Tensor, keys: Tensor, layout: AttentionLayout, window: int | None, **terms: Any) -> Tensor:
+    """Returns (S, Hk, C), the weights of one layer, see `PassOutput.attention`; reads the keys once more."""
+    count = range(len(layout.slots))
+    weights = torch.zeros(len(count), keys.shape[1], max(map(layout.num_keys, count)), device=keys.device)
+    for row, slot in enumerate(layout.slots):
+        tokens, end = layout.weighed_tokens(row), layout.num_keys(row)
+        if tokens:
+            mask, first = layout.mask(row, window), layout.tokens_of(row).start
+            seen = None if mask is None else mask[[token - first for token in tokens]]
+            probs = _probabilities(query[tokens].transpose(0, 1), keys[slot, :, :end], seen, **terms)
+            weights[row, :, :end] = probs.sum(1)
+    return weights
 
 
 def has_kernel(dtype: torch.dtype, head_width: int) -> bool:

@@ -29,12 +29,32 @@ class AttentionLayout:
         self._work, self._node_offsets = work, work.node_offsets
         self._tables = work.tables
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-        self._ancestors: list[Tensor | None] = []
+        self._weighed = [] if work.attention_rows is None else work.attention_rows.tolist()
+        self._weights: list[Tensor] = []
 
     @property
     def is_captured(self) -> bool:
         """Whether the pass is under capture, so that nothing may be read on the host."""
         return self._work.tables is not None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether attention weights of some tokens are needed."""
+        return bool(self._weighed)
+
+    def weighed_tokens(self, sequence: int) -> list[int]:
+        """Returns a sequence's tokens, as indices in the pass, whose attention weights are needed."""
+        tokens = self.tokens_of(sequence)
+        return [token for token in self._weighed if tokens.start <= token < tokens.stop]
+
+    def keep_weights(self, weights: Tensor) -> None:
+        """Keeps the weights of the next layer, (S, Hk, C)."""
+        self._weights.append(weights)
+
+    @property
+    def attention(self) -> Tensor | None:
+        """The kept weights, see `PassOutput.attention`."""
+        return torch.stack(self._weights, dim=1) if self._weights else None
 
     @property
     def slots(self) -> Sequence[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -102,9 +102,9 @@ class Pass:
             mask is needed. May be False for chains.
         choice: How the tokens after the rows of logits are chosen; None takes the greatest logits.
         has_features: Whether tapped features are needed. A decoder may return them anyway.
-        attention_rows: (A,) int64, ascending, the tokens whose attention weights are needed; None for none.
         num_layers: Number of blocks to run, from the first, before the final norm and the LM head; None for all. Fewer
             blocks write only their own keys and values, and give no features.
+        attention_rows: (A,) int64, ascending, the tokens whose attention weights are needed; None for none.
         tables: Kernel tables of a pass under capture. Lengths and slots of such a pass are bounds without meaning, and
             each token has one position. None for passes that the host knows.
     """
@@ -120,8 +120,8 @@ class Pass:
     is_causal: bool = False
     choice: TokenChoice | None = None
     has_features: bool = True
-    attention_rows: Tensor | None = None
     num_layers: int | None = None
+    attention_rows: Tensor | None = None
     tables: PassTables | None = None
 
     def __post_init__(self) -> None:
@@ -223,6 +223,7 @@ class Pass:
         *,
         slots: Sequence[int],
         prefix_lens: Sequence[int],
+        first_positions: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         has_last_logits: bool = False,
     ) -> Pass:
@@ -230,15 +231,16 @@ class Pass:
 
         Args:
             tokens: Tokens of S sequences, at least one each, of any length.
+            first_positions: Of each; None if row i of every slot holds position i.
             has_last_logits: Whether the last token of each sequence needs logits; the others never do.
         """
         ids: list[int] = []
         positions: list[int] = []
         parents: list[int] = []
         offsets, last = [0], []
-        for own, prefix in zip(tokens, prefix_lens, strict=True):
+        for own, first in zip(tokens, prefix_lens if first_positions is None else first_positions, strict=True):
             ids += own
-            positions += range(prefix, prefix + len(own))
+            positions += range(first, first + len(own))
             parents += range(-1, len(own) - 1)
             offsets.append(len(ids))
             last.append(len(ids) - 1)
@@ -253,12 +255,13 @@ class Pass:
         """Returns this pass with its tensors on a device; from the host in one transfer that waits for nothing."""
         if self.tokens.device == device:
             return self
-        parts = [self.tokens, self.positions, self.parents, *([] if self.logit_rows is None else [self.logit_rows])]
-        sizes = [len(part) for part in parts]
-        tokens, positions, parents, *rows = integers_on(torch.cat(parts).numpy(), device).split(sizes)
-        return replace(
-            self, tokens=tokens, positions=positions, parents=parents, logit_rows=rows[0] if rows else None
-        )  # fmt: skip
+        names = ["tokens", "positions", "parents", "logit_rows", "attention_rows"]
+        parts: dict[str, Tensor] = {name: part for name in names if (part := getattr(self, name)) is not None}
+        moved = integers_on(torch.cat(list(parts.values())).numpy(), device).split(
+            [len(each) for each in parts.values()]
+        )
+        changes: dict[str, Any] = dict(zip(parts, moved, strict=True))
+        return replace(self, **changes)
 
     def with_all_logits(self) -> Pass:
         """Returns this pass with the logits of all tokens."""
@@ -270,20 +273,23 @@ class Pass:
         require(self.num_earlier is None, "nodes computed earlier stand before the new ones of their sequence")
         require(self.num_layers is None and chains.num_layers is None, "prompts go through all blocks")
         require(self.choice is None or chains.logit_rows is None, "tokens are chosen after all rows of logits")
-        own = self.to(chains.tokens.device)
-        logit_rows = own.logit_rows
-        if chains.logit_rows is not None:
-            rows = chains.logit_rows + self.num_tokens
-            logit_rows = rows if logit_rows is None else torch.cat([logit_rows, rows])
+        own, count = self.to(chains.tokens.device), self.num_tokens
         return Pass(
             tokens=torch.cat([own.tokens, chains.tokens]),
             positions=torch.cat([own.positions, chains.positions]),
             parents=torch.cat([own.parents, chains.parents]),
             slots=[*self.slots, *chains.slots],
             prefix_lens=[*self.prefix_lens, *chains.prefix_lens],
-            offsets=[*self.offsets, *(self.num_tokens + offset for offset in chains.offsets[1:])],
-            logit_rows=logit_rows,
+            offsets=[*self.offsets, *(count + offset for offset in chains.offsets[1:])],
+            logit_rows=_joined(own.logit_rows, chains.logit_rows, count),
             is_causal=self.is_causal and chains.is_causal,
             choice=self.choice,
             has_features=self.has_features or chains.has_features,
+            attention_rows=_joined(own.attention_rows, chains.attention_rows, count),
         )
+
+
+def _joined(rows: Tensor | None, more: Tensor | None, num_tokens: int) -> Tensor | None:
+    """Returns rows of a pass of `num_tokens` and of the chains behind it."""
+    parts = [*([] if rows is None else [rows]), *([] if more is None else [more + num_tokens])]
+    return torch.cat(parts) if parts else None

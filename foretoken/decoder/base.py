@@ -29,15 +29,24 @@ class PassOutput:
         chosen: (R,) int64, the token after each row by `Pass.choice`, the lowest among equals; -1 if the largest logit
             is not finite. None if the decoder chooses no tokens; impossible tokens then keep their logits.
         attention: (S, L, Hk, C) float32, softmax weights over the cache rows 0..C-1 of each sequence, summed over the
-            sequence's tokens of `Pass.attention_rows` and over the query heads of each KV head; C is the most rows of a
-            sequence, prefix and nodes; 0 for rows that no such token sees. None without `attention_rows`. L is the
-            number of layers run.
+            sequence's tokens of `Pass.attention_rows` and over the query heads of each KV head. C is the most rows of a
+            sequence, prefix and nodes; 0 for rows that no such token sees. L is the
+            number of layers run. None without `attention_rows`.
     """
 
     logits: Tensor | None
     features: Tensor | None
     chosen: Tensor | None = None
     attention: Tensor | None = None
+
+    def without_first(self, num_tokens: int, num_sequences: int) -> PassOutput:
+        """Returns features and attention without those of the first tokens and sequences of the pass."""
+        features, attention = self.features, self.attention
+        return PassOutput(
+            logits=None,
+            features=None if features is None else features[num_tokens:],
+            attention=None if attention is None else attention[num_sequences:],
+        )
 
 
 class Decoder(Protocol):

@@ -290,7 +290,8 @@ class GraphDecoder:
         """See `Decoder`."""
         if self._weights.has_changed():
             raise PassError("a weight has moved in memory, where captured passes do not find it. Make a new LLM.")
-        if work.num_layers is not None or work.tables is not None:  # a pass of a draft
+        if work.num_layers is not None or work.tables is not None or work.attention_rows is not None:
+            # a pass of a draft, or one whose weights are read on the host
             return self._stock.run(work)
         shape = shape_of(work)
         if work.logit_rows is None or not self._is_captured(shape, work.num_tokens - len(work.logit_rows)):

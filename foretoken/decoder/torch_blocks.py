@@ -303,12 +303,13 @@ class StockDecoder:
             x = functional.embedding(work.tokens, self._weights.embedding)
             if self._weights.embedding_scale != 1.0:
                 x = x * self._weights.embedding_scale
-            final, features = self._blocks.run(x, work, AttentionLayout(work), self._taps)
-            if work.logit_rows is None:
-                return PassOutput(logits=None, features=features)
-            logits = self._head(final if work.has_all_logits else final[work.logit_rows]).float()
-            cap = self._weights.logit_softcap
-            return PassOutput(logits=logits if cap is None else torch.tanh(logits / cap) * cap, features=features)
+            layout = AttentionLayout(work)
+            final, features = self._blocks.run(x, work, layout, self._taps)
+            logits, cap = None, self._weights.logit_softcap
+            if work.logit_rows is not None:
+                logits = self._head(final if work.has_all_logits else final[work.logit_rows]).float()
+                logits = logits if cap is None else torch.tanh(logits / cap) * cap
+            return PassOutput(logits=logits, features=features, attention=layout.attention)
 
 
 def _head(weights: LeanWeights) -> Callable[[Tensor], Tensor]:

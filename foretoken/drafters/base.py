@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
+    from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import CostCurve
     from foretoken.sampling.batch import SamplingBatch
@@ -44,11 +45,16 @@ class TargetReads:
         top_k: Most probable tokens needed at every verified node, see `Verified.top_ids`; 0 for none.
         is_last_enough: Whether `commit` is only needed before a proposal. Iterations without a later draft are then
             left out, and their features are not read.
+        attention_tokens: Last tokens of a prompt whose attention weights are needed, see `Committed.attention`; 0 for
+            no weights at all.
+        attention_every: Verifications from one with weights of its first and last nodes to the next; 0 for none.
     """
 
     taps: tuple[Tap, ...] = ()
     top_k: int = 0
     is_last_enough: bool = False
+    attention_tokens: int = 0
+    attention_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,7 @@ class TargetHandle:
         dtype: Of the target; a draft model takes the same.
         runner: Runner for a draft model, see `foretoken.runner.runner`.
         model: The loaded target, for drafters that share its embedding and LM head (`target_parts`).
+        cache: KV rows of the target, for drafters that copy rows of theirs. Trusted drafters only: others get None.
         run: Runs one pass of the target, for drafters that run the target itself. Its tokens stand behind the committed
             rows of some slots; the next verification overwrites their rows. Trusted drafters only: others get
             `PassError`.
@@ -82,6 +89,7 @@ class TargetHandle:
     runner: str
     tokenizer: Any
     model: LoadedModel
+    cache: SlotCache | None
     run: Callable[[Pass], PassOutput]
     draft_trees: Callable[..., bool]
     measured_costs: Callable[[], CostCurve]
@@ -183,6 +191,10 @@ class Committed:
         tokens: Tokens at the new positions of each, at least one.
         features: (P, F, D) tapped features of these positions, one sequence after another; None without taps.
         verified: Answers of the verification; None after a part of a prompt.
+        attention: B times (L, Hk, rows) float32, by layer and KV head: softmax weights over the first rows of the
+            sequence, summed over query heads and over some tokens: the last ones of a prompt, or the first and the last
+            node of a tree. After a prompt these rows are those of all its tokens, after a verification those before the
+            root. None for sequences without weights; None without any. See `TargetReads`.
     """
 
     slots: Sequence[int]
@@ -190,6 +202,7 @@ class Committed:
     tokens: Sequence[Sequence[int]]
     features: Tensor | None
     verified: Verified | None = None
+    attention: Sequence[Tensor | None] | None = None
 
     @property
     def lengths(self) -> list[int]:

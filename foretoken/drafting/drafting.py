@@ -95,6 +95,8 @@ def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
         taps=tuple(taps),
         top_k=max((drafter.reads.top_k for drafter in drafters), default=0),
         is_last_enough=all(drafter.reads.is_last_enough for drafter in drafters),
+        attention_tokens=max((drafter.reads.attention_tokens for drafter in drafters), default=0),
+        attention_every=min((every for drafter in drafters if (every := drafter.reads.attention_every)), default=0),
     )
 
 

@@ -96,6 +96,7 @@ class Engine:
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._sampling = SamplingState(slots.num_slots, target.vocab_size, target.device)
         self.counts, self._memory = EngineCounts(), MemoryPressure(target.device)
+        self._num_committed = 0  # verifications that drafters heard of
         self._scheduler = Scheduler(target, drafting, self._sampling.table, slots, self.counts)
 
     @property
@@ -180,7 +181,7 @@ class Engine:
         chunks = self._prefill.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
         output = contained(sequence, self._scored, chunks)
         if output is not None:
-            self._prefill.finish_chunks(chunks, output.features, time.perf_counter() - begin, num_decoding)
+            self._prefill.finish_chunks(chunks, output, time.perf_counter() - begin, num_decoding)
 
     def _scored(self, sequence: Sequence, chunks: list[Chunk]) -> PassOutput:
         chunk = chunks[0]
@@ -248,7 +249,11 @@ class Engine:
     ) -> VerifiedBatch:
         """Verifies, accepts, and moves accepted KV rows into place. Leaves the sequences unchanged."""
         clock.mark()
-        asked, work = verification(self.target, self._prefill, decoding, joining, draft)
+        every = self._drafting.reads.attention_every if draft.is_committed else 0
+        has_attention = every > 0 and self._num_committed % every == 0
+        asked, work = verification(
+            self.target, self._prefill, decoding, joining, draft, has_attention=has_attention
+        )  # fmt: skip
         batch = self._sampling.batch(asked.sequences) if asked.sequences else None
         if batch is not None and not (batch.is_all_greedy and self._impossible_ids is None):
             choice = token_choice(asked.sequences, asked.offsets, self._impossible_ids, self.target.device)
@@ -350,7 +355,7 @@ class Engine:
             return [None] * len(asked.sequences)
 
     def _commit(self, verified: VerifiedBatch, clock: StageClock) -> None:
-        asked, draft, features = verified.asked, verified.draft, verified.output.features
+        asked, draft, output = verified.asked, verified.draft, verified.output
         sequences, num_decoding = asked.sequences, draft.tree.batch_size
         roots: list[int] = []
         generated: list[list[int]] = []
@@ -366,13 +371,12 @@ class Engine:
         if asked.trees is not None and draft.is_committed:
             outcomes = verified.outcomes[:num_decoding]
             ids = self._top_ids(verified) if self._drafting.reads.top_k else None
-            self._drafting.commit(
-                newly_committed(roots[:num_decoding], asked.trees, draft.tree, outcomes, features, ids)
-            )
+            self._num_committed += 1
+            self._drafting.commit(newly_committed(roots[:num_decoding], asked.trees, draft.tree, outcomes, output, ids))
         clock.mark()
         seconds = clock.seconds()
-        features = None if features is None else features[asked.num_decoding :]
-        self._prefill.finish_chunks(asked.chunks, features, seconds.verify, asked.num_decoding)
+        prompts = output.without_first(asked.num_decoding, num_decoding)
+        self._prefill.finish_chunks(asked.chunks, prompts, seconds.verify, asked.num_decoding)
         if sequences:
             self._record(verified, generated, seconds)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
 from foretoken.drafters.base import Committed
+from foretoken.engine.verification import attention_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from torch import Tensor
-
+    from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
@@ -126,29 +127,37 @@ class Prefill:
         return min(unread, self.budget.tokens(num_decoding, self._target.prefill_chunk))
 
     def as_pass(self, chunks: Seq[Chunk]) -> Pass:
-        """Returns a pass over some chunks that gives the logits of their roots."""
+        """Returns a pass over some chunks that gives the logits of their roots and the weights that drafters read."""
         work = Pass.of_chains(
             [chunk.tokens for chunk in chunks],
             slots=[chunk.slot for chunk in chunks],
             prefix_lens=[chunk.start for chunk in chunks],
             device=self._target.device,
         )
-        ends = zip(chunks, work.offsets[1:], strict=True)
-        roots = [end - 1 for chunk, end in ends if chunk.is_last]
-        return replace(work, logit_rows=integers_on(roots, self._target.device)) if roots else work
+        lasts = [span for chunk, span in zip(chunks, pairwise(work.offsets), strict=True) if chunk.is_last]
+        if not lasts:
+            return work
+        work = replace(work, logit_rows=integers_on([end - 1 for _, end in lasts], self._target.device))
+        most = self._drafting.reads.attention_tokens
+        if not most:
+            return work
+        read = [token for start, end in lasts for token in range(max(start, end - most), end)]
+        return replace(work, attention_rows=integers_on(read, self._target.device))
 
-    def finish_chunks(self, chunks: Seq[Chunk], features: Tensor | None, seconds: float, num_decoding: int) -> None:
-        """Records that a pass has filled the rows of chunks, and tells the drafters; features: (M, F, D), or None."""
+    def finish_chunks(self, chunks: Seq[Chunk], output: PassOutput, seconds: float, num_decoding: int) -> None:
+        """Records that a pass has filled the rows of chunks, and tells the drafters; output: of the chunks alone."""
         num_tokens = sum(len(chunk.tokens) for chunk in chunks) if chunks else 0
         self.budget.learn_seconds(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
         if not chunks:
             return
+        ends = [chunk.start + len(chunk.tokens) if chunk.is_last else 0 for chunk in chunks]
         self._drafting.commit(
             Committed(
                 slots=[chunk.slot for chunk in chunks],
                 starts=[chunk.start for chunk in chunks],
                 tokens=[chunk.tokens for chunk in chunks],
-                features=features,
+                features=output.features,
+                attention=attention_of(output, ends),
             )
         )
         for chunk in chunks:

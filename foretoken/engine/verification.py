@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -183,14 +184,14 @@ def newly_committed(
     trees: Pass,
     tree: TokenTree,
     outcomes: list[Outcome],
-    features: Tensor | None,
+    output: PassOutput,
     top_ids: Tensor | None,
 ) -> Committed:
     """Returns what drafters learn: root and accepted path of every sequence, with their features.
 
-    `trees` is the part of the pass with the trees. `features`, (M, F, D) or None, are of its tokens, perhaps followed
-    by others.
+    `trees` is the part of the pass with the trees, which others may follow.
     """
+    features = output.features
     starts = trees.offsets[:-1]
     paths: list[list[int]] = []
     tokens: list[list[int]] = []
@@ -210,7 +211,15 @@ def newly_committed(
         tokens=tokens,
         features=features,
         verified=Verified(tree=tree, paths=paths, offsets=trees.offsets, top_ids=top_ids),
+        attention=None if trees.attention_rows is None else attention_of(output, trees.prefix_lens),
     )
+
+
+def attention_of(output: PassOutput, counts: Seq[int]) -> list[Tensor | None] | None:
+    """Returns the weights of `PassOutput.attention` over the first `counts` rows of each sequence; None for no rows."""
+    if output.attention is None:
+        return None
+    return [output.attention[row, :, :, :count] if count else None for row, count in enumerate(counts)]
 
 
 def sequence_step(
@@ -291,9 +300,18 @@ class VerifiedBatch(NamedTuple):
 
 
 def verification(
-    target: Runner, prefill: Prefill, decoding: list[Sequence], joining: list[Sequence], draft: Draft
+    target: Runner,
+    prefill: Prefill,
+    decoding: list[Sequence],
+    joining: list[Sequence],
+    draft: Draft,
+    *,
+    has_attention: bool = False,
 ) -> tuple[Verification, Pass]:
-    """Returns the work of an iteration and its pass; `draft` is for `decoding`, `joining` still read prompts."""
+    """Returns the work of an iteration and its pass; `draft` is for `decoding`, `joining` still read prompts.
+
+    has_attention: Whether attention weights of the first and last node of each tree are needed.
+    """
     trees, num_nodes = None, 0
     if decoding:
         slots, lengths = [], []
@@ -302,6 +320,9 @@ def verification(
             lengths.append(len(sequence.tokens) - 1)
         trees = target.verification(slots, lengths, draft.tree, has_features=draft.is_committed)
         num_nodes = trees.offsets[-1]
+        if has_attention:
+            ends = {node for start, end in pairwise(trees.offsets) for node in (start, end - 1)}
+            trees = replace(trees, attention_rows=integers_on(sorted(ends), trees.tokens.device))
     chunks = prefill.next_chunks(joining, num_nodes) if joining else []
     if not chunks:
         if trees is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,7 +244,9 @@ def _checked_reads(reads: Any, owner: str) -> TargetReads:
             f"taps of {owner} are {shown(taps)}. Expected a tuple of layer numbers, 0 for the embeddings, or 'final'."
         )
     check_integer(f"top_k of {owner}", reads.top_k, 0, _MOST_IDS, error=ConfigError)
-    return TargetReads(taps=tuple(taps), top_k=int(reads.top_k))
+    for key in ("attention_tokens", "attention_every"):
+        check_integer(f"{key} of {owner}", getattr(reads, key), 0, _MOST_IDS, error=ConfigError)
+    return replace(reads, taps=tuple(taps), top_k=int(reads.top_k), is_last_enough=False)
 
 
 def _checked_sizes(sizes: Any, owner: str) -> list[int]:

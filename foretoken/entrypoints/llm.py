@@ -148,6 +148,7 @@ class LLM(BuiltPerProcess):
             runner=runner,
             tokenizer=self.tokenizer,
             model=loaded,
+            cache=self.target.cache,
             run=self.target.run,
             draft_trees=self.target.draft_trees,
             measured_costs=lambda: costs(self.target.name).tree,

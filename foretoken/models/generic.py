@@ -237,7 +237,8 @@ class GenericDecoder:
             "use_cache": True,
         }
         logits, rows = None, work.logit_rows
-        begun = ForwardPass(layout=AttentionLayout(work), num_layers=work.num_layers)
+        layout = AttentionLayout(work)
+        begun = ForwardPass(layout=layout, num_layers=work.num_layers)
         with torch.inference_mode(), running(begun) as forward_pass:
             if work.num_layers is not None:
                 if self._early_exit is None:
@@ -253,4 +254,6 @@ class GenericDecoder:
         features = None
         if self._taps and work.num_layers is None:
             features = torch.stack([forward_pass.features[tap][0] for tap in self._taps], dim=1)
-        return PassOutput(logits=None if logits is None else logits.float(), features=features)
+        return PassOutput(
+            logits=None if logits is None else logits.float(), features=features, attention=layout.attention
+        )
