@@ -199,6 +199,7 @@ class BlockStack:
         *,
         num_slots: int,
         capacity: int,
+        num_positions: int | None = None,
         taps: Sequence[int] = (),
         backend: Literal["auto", "native", "torch"] = "auto",
         capture: GraphCapture | None = None,
@@ -209,6 +210,7 @@ class BlockStack:
         Args:
             layers: The blocks; their weights stay where they are and must not be freed.
             capacity: Rows of a slot, with those of drafted nodes.
+            num_positions: See `SlotCache`.
             taps: Extra outputs of `run_with_features`: i is the input of block i, L the output of the last block.
             backend: "auto" for the fastest.
             capture: Captures and replays; None for CUDA graphs on GPUs and no capture elsewhere.
@@ -225,7 +227,10 @@ class BlockStack:
         num_layers = len(layers.blocks)
         require(all(0 <= tap <= num_layers for tap in taps), f"taps {list(taps)}. Expected boundaries 0..{num_layers}")
         shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.blocks]
-        self.cache = SlotCache(shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device)
+        self.cache = SlotCache(
+            shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device,
+            num_positions=num_positions,
+        )  # fmt: skip
         self.hidden_size, self.has_side = layers.hidden_size, layers.has_side
         self._backend = _backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture, quantization)
         self.backend = self._backend.name

@@ -15,6 +15,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,6 +159,7 @@ class SlotCache:
 
     Attributes:
         capacity: Most rows of a slot, with scratch rows.
+        num_positions: Positions of the tokens in a slot are below it.
         is_shared: Whether slots share rows, and must reserve them.
         keys: Of each layer, (places, heads, capacity, width). `places` gives the place of a slot.
         values: As `keys`.
@@ -172,12 +174,15 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         num_rows: int | None = None,
+        num_positions: int | None = None,
     ) -> None:
         """Allocates `capacity` rows a slot, scratch rows included; or shares `num_rows` among all slots.
 
-        `num_rows` is a multiple of `GRANULE` and at least `capacity`.
+        `num_rows` is a multiple of `GRANULE` and at least `capacity`. `num_positions` may exceed the capacity if slots
+        hold a part of their texts; None if row i holds position i.
         """
-        self.num_slots, self.capacity = num_slots, capacity
+        self.num_slots, self.capacity, self.num_positions = num_slots, capacity, num_positions or capacity
+        self._shapes = shapes
         self._pool: RowPool | None = None
         if num_rows and num_rows < num_slots * capacity:
             self._pool = RowPool(num_slots, num_rows, granule=GRANULE, most=capacity)
@@ -206,6 +211,13 @@ class SlotCache:
         return store.as_strided(
             (num_layers, rows // GRANULE, num_heads, self.capacity, width),
             (num_heads * rows * width, GRANULE * width, rows * width, width, 1),
+        )
+
+    def with_capacity(self, capacity: int) -> SlotCache:
+        """Returns an empty cache of the same model with so many rows a slot."""
+        first = self.keys[0]
+        return SlotCache(
+            self._shapes, num_slots=self.num_slots, capacity=capacity, dtype=first.dtype, device=first.device
         )
 
     @property
@@ -308,6 +320,30 @@ class SlotCache:
         for store in self._stores.values():
             store[:, place, :, :count] = store[:, known, :, :count]
 
+    def copy_from(self, source: SlotCache, places: tuple[int, int], rows: range, start: int) -> None:
+        """Copies consecutive rows of another cache of the same model, in every layer, to rows from `start` on.
+
+        `places`: the slot there and the slot here.
+        """
+        (known,), (place,) = source.places(places[:1]), self.places(places[1:])
+        for size, store in self._stores.items():
+            copied = source._stores[size][:, known, :, rows.start : rows.stop]
+            store[:, place, :, start : start + len(rows)] = copied
+
+    def gather_from(self, source: SlotCache, places: tuple[int, int], rows: Tensor, start: int) -> None:
+        """Copies listed rows of another cache of the same model to rows from `start` on, in order.
+
+        Args:
+            places: The slot there and the slot here.
+            rows: (layers, n) int64, or (layers, Hk, n) for a list of each KV head, of the first layers.
+        """
+        (known,), (place,) = source.places(places[:1]), self.places(places[1:])
+        for layer, listed in enumerate(rows):
+            for theirs, own in ((source.keys, self.keys), (source.values, self.values)):
+                lists = listed.expand(own[layer].shape[1], -1)
+                for head, each in enumerate(lists):
+                    _take_rows(theirs[layer][known, head], each, own[layer][place, head, start : start + len(each)])
+
     def poison(self, slot: int, start: int) -> None:
         """Overwrites the rows of a slot from `start` on with NaN; a correct program never notices."""
         (place,) = self.places([slot])
@@ -321,6 +357,18 @@ class SlotCache:
                 rows = store[:, first.source // GRANULE, :, : first.num_rows]
                 copied = rows.clone() if abs(source - target) < first.num_rows else rows
                 store[:, first.target // GRANULE, :, : first.num_rows] = copied
+
+
+def _take_rows(source: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Copies listed rows of (capacity, D) to (n, D); NumPy copies a row at once, torch element by element."""
+    if runs_cpu_kernels(source.device):
+        whole = _INTEGERS[source.itemsize]
+        np.take(source.view(whole).numpy(), rows.numpy(), axis=0, out=out.view(whole).numpy(), mode="clip")
+    else:
+        torch.index_select(source, 0, rows, out=out)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def _portions(source: int, target: int, count: int) -> list[Move]:

@@ -38,11 +38,13 @@ class Prefixes(NamedTuple):
         slots: On the host; under capture (B,) int32 on the device.
         lengths: Of the prefixes; on the host, under capture (B,) int32 on the device.
         bound: Under capture the greatest length that the graph serves; else None.
+        positions: Of the first nodes behind the prefixes, as `lengths`; None if row i of every slot holds position i.
     """
 
     slots: Sequence[int] | Tensor
     lengths: Sequence[int] | Tensor
     bound: int | None = None
+    positions: Sequence[int] | Tensor | None = None
 
 
 class CapturedExpansion(Generic[Result]):
@@ -114,8 +116,8 @@ class CapturedExpansion(Generic[Result]):
         roots, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *others = places
         inputs: list[Any] = others[: len(others) - len(limits)]
         if bound is not None:
-            slots, lengths = inputs.pop()
-            inputs.append(Prefixes(slots[: len(roots)], lengths[: len(roots)], bound))
+            slots, lengths, positions = (row[: len(roots)] for row in inputs.pop())
+            inputs.append(Prefixes(slots, lengths, bound, positions))
         own_limits: dict[str, Any] = dict(zip(limits, others[len(others) - len(limits) :], strict=True))
         # Nothing else of the batch is read, see `DraftDraws.keys`.
         batch = replace(
@@ -127,6 +129,7 @@ class CapturedExpansion(Generic[Result]):
 
 
 def _places(prefixes: Prefixes) -> Tensor:
-    """Returns slots and lengths, (2, B or more) int32; both rows begin at a multiple of 16 bytes, as for all passes."""
-    rows = [list(prefixes.slots), list(prefixes.lengths)]
+    """Returns slots, lengths and positions, (3, B or more) int32; each row begins at a multiple of 16 bytes."""
+    positions = prefixes.lengths if prefixes.positions is None else prefixes.positions
+    rows = [list(prefixes.slots), list(prefixes.lengths), list(positions)]
     return torch.tensor([[*row, *[0] * (-len(row) % 4)] for row in rows], dtype=torch.int32)

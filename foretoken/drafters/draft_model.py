@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import DrafterOptions, TargetReads
+from foretoken.drafters.base import TargetReads
 from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, SampleMethod, draft_runner
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.drafters.vocabularies import (
@@ -26,6 +26,7 @@ from foretoken.drafters.vocabularies import (
     vocabularies,
     vocabulary_map,
 )
+from foretoken.drafters.windows import OwnRows, WindowOptions
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import Pruning
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from foretoken.trees.dynamic import AnyShape
 
 
-class Options(DrafterOptions):
+class Options(WindowOptions):
     """Options of a draft model.
 
     Attributes:
@@ -86,6 +87,11 @@ class Options(DrafterOptions):
                 "'vocab_match' is 'text', which drafts chains, and 'tree' is something else. Expected 'chain'. Leave "
                 "'tree' out, or set vocab_match to 'intersection'."
             )
+        if self.matching == "text" and self.draft_window_size is not None:
+            raise ConfigError(
+                "'vocab_match' is 'text', whose draft model reads its whole text. Leave 'draft_window_size' out, or "
+                "set vocab_match to 'intersection'."
+            )
         if self.matching == "text" and (self.pruning is not None or self.stop is not None):
             what, key = ("not pruned", "pruning") if self.stop is None else ("not stopped by a rule", "control")
             raise ConfigError(
@@ -99,7 +105,6 @@ class DraftModelDrafter:
     """Drafts with a language model, level by level."""
 
     name = "draft_model"
-    reads = TargetReads(is_last_enough=True)
 
     def __init__(
         self,
@@ -109,6 +114,7 @@ class DraftModelDrafter:
     ) -> None:
         """Makes a drafter; `attach` loads the model. `match` compares vocabularies; None if they are the same."""
         self._options, self._load, self._match = options, load, match
+        self.reads = options.with_attention(TargetReads(is_last_enough=True))
         self._take_shape(options.language_model_shape())
         self._texts: dict[int, Translation] = {}  # by slot, if vocabularies differ
         self._draws = KeptDraws(options.draft_sample_method, options.pruning, options.stop)
@@ -123,8 +129,16 @@ class DraftModelDrafter:
         self._mapping = None if self._match is None else self._match(target, model)
         self._take_shape(shape := self._options.language_model_shape(lambda: target.costs))
         most_fed = shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
-        self._runner = draft_runner(model, target, most_fed, self._options.quantization)
-        self._levels = DraftLevels(self._runner, vocab_size=target.vocab_size, mapping=self._mapping)
+        if self._options.draft_retrieval and self._mapping is not None:
+            raise ConfigError(
+                "draft_retrieval reads the target's attention by position, and the draft model has another vocabulary. "
+                "Leave it out."
+            )
+        rows = self._options.partial_rows
+        self._runner = draft_runner(model, target, most_fed, self._options.quantization, partial_rows=rows)
+        self._context_len = self._runner.context_len if rows is None else model.context_len
+        self._rows = OwnRows(self._runner.cache, self._options, target.num_slots, most_fed)
+        self._levels = DraftLevels(self._runner, self._rows, vocab_size=target.vocab_size, mapping=self._mapping)
 
     def _take_shape(self, shape: AnyShape) -> None:
         self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
@@ -152,7 +166,7 @@ class DraftModelDrafter:
         texts: list[Sequence[int]] = []
         for row, ids in enumerate(tokens):
             all_roots.append(context.tokens[row][-1])
-            room.append(min(context.max_depth[row], self._runner.context_len - len(ids)))
+            room.append(min(context.max_depth[row], self._context_len - len(ids)))
             if room[row] > 0:
                 active.append(row)
                 slots.append(context.slots[row])
@@ -165,7 +179,8 @@ class DraftModelDrafter:
         return expansion.finish(active, room, all_roots)
 
     def commit(self, committed: Committed) -> None:
-        """Learns nothing: the next proposal reads the accepted path from the committed tokens."""
+        """Learns what to retrieve; the next proposal reads the accepted path from the committed tokens."""
+        self._rows.choose(committed)
 
     def release(self, slot: int) -> None:
         """Forgets the sequence, except its KV rows."""

@@ -21,10 +21,11 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.native_head import HeadKernels
-from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
+from foretoken.drafters.base import TargetReads, TreeOption
 from foretoken.drafters.captured import CapturedExpansion
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
 from foretoken.drafters.levels import KeptDraws, QuantizationOption, SampleMethod, with_quantization
+from foretoken.drafters.windows import OwnRows, WindowOptions
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from foretoken.trees.expansion import Expansion
 
 
-class HeadOptions(DrafterOptions):
+class HeadOptions(WindowOptions):
     """Options of all drafters over heads.
 
     Attributes:
@@ -121,11 +122,17 @@ class HeadDrafter:
     reads_last: ClassVar[bool] = True
     head: Head
 
+    @property
+    def has_window(self) -> bool:
+        """Whether the head has a decoder block that `draft_window_size` narrows."""
+        return False
+
     def __init__(self, options: HeadOptions, model: LoadedModel) -> None:
         """Reads the head's files; `attach` makes the network. Raises the errors of `checked_head`."""
         self.name, self.options = options.method, options
         self.checkpoint = checked_head(options, model)
-        self.reads = TargetReads(taps=self.checkpoint.config.taps, is_last_enough=self.reads_last)
+        reads = TargetReads(taps=self.checkpoint.config.taps, is_last_enough=self.reads_last)
+        self.reads = options.with_attention(reads)
         self.shape: AnyShape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
         self._draws = KeptDraws(options.draft_sample_method, options.pruning, options.stop)
@@ -184,12 +191,16 @@ class HeadDrafter:
         return LastFeatures(target.num_slots, self.head.config.hidden_size, device=target.device, dtype=self.dtype)
 
     def stack_of(self, layer: DecoderLayer, num_scratch: int = 0) -> BlockStack:
-        """Returns the head's decoder block with a KV cache for the context and `num_scratch` drafted positions."""
-        capacity = self._target.context_len + num_scratch
+        """Returns the head's decoder block with a KV cache for the context or a window, and drafted positions."""
+        most, rows = self._target.context_len + num_scratch, self.options.partial_rows
         return BlockStack(
-            layer.as_blocks(capacity), num_slots=self._target.num_slots, capacity=capacity,
-            quantization=self.quantization,
+            layer.as_blocks(most), num_slots=self._target.num_slots, num_positions=most,
+            capacity=most if rows is None else rows + num_scratch, quantization=self.quantization,
         )  # fmt: skip
+
+    def rows_of(self, stack: BlockStack, num_scratch: int = 0) -> OwnRows:
+        """Returns the places of rows of that KV cache."""
+        return OwnRows(stack.cache, self.options, self._target.num_slots, num_scratch)
 
     def state_of(self, features: Tensor) -> Tensor:
         """Returns the first state of the steps, (B, W), from (B, E) features."""
@@ -202,6 +213,11 @@ class HeadDrafter:
 
     def _prepared(self, quantization: Quantization | None) -> LastFeatures | WaitingFeatures:
         target, is_on_cpu = self._target, runs_cpu_kernels(self._target.device)
+        if self.options.draft_window_size is not None and not self.has_window:
+            raise ConfigError(
+                f"'{self.options.model}' has no decoder block that a window could narrow. Expected draft_window_size "
+                "for heads of EAGLE, EAGLE-3 and Hydra++ alone. Leave it out."
+            )
         if quantization is not None and not is_on_cpu:
             raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
         self.dtype = drafting_dtype(target.model)

@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from foretoken.core.passes import Pass
+from foretoken.drafters.windows import OwnRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,8 +85,12 @@ class LastFeatures:
 class WaitingFeatures(ABC):
     """Committed features that wait until the next draft; earlier features are in the KV rows of `stack`."""
 
-    def __init__(self, stack: BlockStack, target: TargetHandle, dtype: torch.dtype) -> None:
+    def __init__(
+        self, stack: BlockStack, target: TargetHandle, dtype: torch.dtype, rows: OwnRows | None = None
+    ) -> None:
+        """Starts without features; `rows`: the places of KV rows, None for those of whole texts."""
         self.stack, self._dtype = stack, dtype
+        self.rows = rows or OwnRows(stack.cache, None, target.num_slots, most_fed=0)
         self._fed = [0] * target.num_slots  # positions in the cache
         # (T, F, E) each, committed after those
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]
@@ -120,7 +125,7 @@ class WaitingFeatures(ABC):
 
     def reusable(self, slot: int, length: int) -> int:
         """Returns the positions with features, at most `length`; see `foretoken.drafters.base.PrefixKeeper`."""
-        return min(length, self._num_here(slot))
+        return self.rows.reusable(slot, min(length, self._num_here(slot)))
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
         """Starts a sequence in a slot; `prefix` is a prefix that `reusable` allowed, or None."""
@@ -130,8 +135,7 @@ class WaitingFeatures(ABC):
         for part in self._waiting[source] if fed < length else ():
             waiting.append(part[: length - fed])
             fed += len(waiting[-1])
-        if source != slot and self._fed[slot]:
-            self.stack.cache.copy_rows(source, slot, self._fed[slot])
+        self.rows.begin(slot, source, self._fed[slot])
         self._waiting[slot], self._known[slot], self._has_seen[slot] = waiting, length, False
 
     def _num_here(self, slot: int) -> int:
@@ -164,13 +168,14 @@ class StackFeatures(WaitingFeatures):
         *,
         width: int,
         dtype: torch.dtype,
+        rows: OwnRows | None = None,
     ) -> None:
-        """Starts without features.
+        """Starts without features; `rows`: see `WaitingFeatures`.
 
         `encode`: feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W); the last rows
         are stored.
         """
-        super().__init__(stack, target, dtype)
+        super().__init__(stack, target, dtype, rows)
         self._encode = encode
         self._has_last = [False] * target.num_slots  # whether `_last` is of the last position in the cache
         self._last = torch.zeros(target.num_slots, width, device=target.device, dtype=dtype)
@@ -184,6 +189,11 @@ class StackFeatures(WaitingFeatures):
     def begin(self, slot: int, prefix: Prefix | None) -> None:
         super().begin(slot, prefix)
         self._has_last[slot] = False
+
+    @override
+    def learn(self, committed: Committed) -> None:
+        super().learn(committed)
+        self.rows.choose(committed)
 
     @override
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
@@ -219,10 +229,7 @@ class StackFeatures(WaitingFeatures):
                 features = features[-1:]
             following.append(text[self._fed[slot] + 1 :][: len(features)])
             parts.append(features)
-        work = Pass.of_chains(
-            following, slots=slots, prefix_lens=[self._fed[slot] for slot in slots], device=parts[0].device,
-            has_last_logits=True,
-        )  # fmt: skip
+        work = self._pass_of(slots, following, parts[0].device, has_last_logits=True)
         return WaitingPairs(work, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def have_fed(self, slots: Sequence[int]) -> None:
@@ -236,15 +243,21 @@ class StackFeatures(WaitingFeatures):
 
     def _feed_alone(self, slot: int, text: Sequence[int], features: Tensor) -> None:
         """Feeds (T, F E) features of one slot in chunks."""
-        for chunk in features.split(CHUNK):
+        for chunk in features.split(min(CHUNK, self.rows.most_at_once)):
             begin = self._fed[slot] + 1
             self._feed([slot], [text[begin : begin + len(chunk)]], chunk)
 
     def _feed(self, slots: Sequence[int], following: Sequence[Sequence[int]], features: Tensor) -> None:
         """Runs the block over the next positions of some slots: (M, F E) features, and the tokens after them."""
-        prefix_lens = [self._fed[slot] for slot in slots]
-        work = Pass.of_chains(following, slots=slots, prefix_lens=prefix_lens, device=features.device)
+        work = self._pass_of(slots, following, features.device)
         set_last(self._last, slots, self._encode(features, work), work.offsets)
         for slot, tokens in zip(slots, following, strict=True):
             self._fed[slot] += len(tokens)
             self._has_last[slot] = True
+
+    def _pass_of(
+        self, slots: Sequence[int], following: Sequence[Sequence[int]], device: torch.device, **options: bool
+    ) -> Pass:
+        fed = [self._fed[slot] for slot in slots]
+        rows = [self.rows.make_room(*each) for each in zip(slots, fed, map(len, following), strict=True)]
+        return Pass.of_chains(following, slots=slots, prefix_lens=rows, first_positions=fed, device=device, **options)

@@ -83,7 +83,14 @@ class HydraDrafter(HeadDrafter):
         if self.head.prefix is None:
             return super().features_for(target)
         stack = self.stack_of(self.head.prefix)
-        return StackFeatures(stack.run, stack, target, width=self.head.config.hidden_size, dtype=self.dtype)
+        width, rows = self.head.config.hidden_size, self.rows_of(stack)
+        return StackFeatures(stack.run, stack, target, width=width, dtype=self.dtype, rows=rows)
+
+    @property
+    @override
+    def has_window(self) -> bool:
+        config = self.checkpoint.config
+        return isinstance(config, HydraConfig) and config.prefix is not None
 
 
 class MlpSpeculatorDrafter(HeadDrafter):
@@ -115,13 +122,21 @@ class AutoregressiveDrafter(HeadDrafter):
     def features_for(self, target: TargetHandle) -> StackFeatures:
         head = self.head
         self._stack = self.stack_of(head.layer, self._most_fed())
+        self._rows = self.rows_of(self._stack, self._most_fed())
         steps = head.native_steps(self.parts) if runs_cpu_kernels(target.device) else None
         self._whole_drafts: AutoregressiveKernels | None = None
         if steps is not None:
             with suppress(UnsuitableError):  # the kernels do not support the head or its block
                 self._whole_drafts = AutoregressiveKernels(steps, self._stack)
-        self._pairs = StackFeatures(self._encoded, self._stack, target, width=2 * head.config.width, dtype=self.dtype)
+        self._pairs = StackFeatures(
+            self._encoded, self._stack, target, width=2 * head.config.width, dtype=self.dtype, rows=self._rows
+        )
         return self._pairs
+
+    @property
+    @override
+    def has_window(self) -> bool:
+        return True
 
     @override
     def _expansions(self) -> CapturedExpansion[None]:
@@ -156,7 +171,9 @@ class AutoregressiveDrafter(HeadDrafter):
             expansion = begin_expansion(shape, roots, draws)
             if self._has_drafted(self._whole_drafts, expansion, slots, texts):
                 return expansion
-        outputs, prefixes = self._pairs.of(slots, texts), Prefixes(slots, [len(text) - 1 for text in texts])
+        outputs, positions = self._pairs.of(slots, texts), [len(text) - 1 for text in texts]
+        rows = [self._rows.row(*each) for each in zip(slots, positions, strict=True)]
+        prefixes = Prefixes(slots, rows, positions=positions)
         return self._expansion.expand(shape, roots, draws, [outputs], prefixes)[0]
 
     def _has_drafted(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.native_linear import Quantization
     from foretoken.drafters.base import DraftContext, TargetHandle
     from foretoken.drafters.vocabularies import VocabularyMap
+    from foretoken.drafters.windows import OwnRows
     from foretoken.models.loading import LoadedModel
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
@@ -69,21 +70,85 @@ class _Drafted:
 
 @dataclass(slots=True)
 class _SlotState:
-    """The draft model's KV rows of one sequence; node i of `drafted` is in cache row `len(tokens) + i`."""
+    """The tokens of one sequence that the draft model's KV rows hold; the nodes of `drafted` stand behind them."""
 
     tokens: list[int]
     drafted: tuple[_Drafted, int] | None = None
 
 
+class TreeDrafts:
+    """Drafts trees with a language model below the last tokens of a pass, in one call where the decoder can."""
+
+    def __init__(
+        self, runner: Runner, *, vocab_size: int, mapping: VocabularyMap | None = None, num_layers: int | None = None
+    ) -> None:
+        """Prepares; `mapping` translates the target's ids, None for the same vocabulary; `num_layers` as in `Pass`."""
+        self._runner, self._vocab_size, self._mapping, self._num_layers = runner, vocab_size, mapping, num_layers
+        self._expand = self._expansion()
+
+    def follow_weights(self) -> bool:
+        """Returns whether weights were written to since the last call, so that all KV rows are invalid."""
+        if not self._runner.follow_weights():
+            return False
+        self._expand = self._expansion()
+        return True
+
+    def draft(
+        self, work: Pass, prefixes: Prefixes, shape: AnyShape, roots: Tensor, draws: DraftDraws
+    ) -> tuple[ShapedExpansion, tuple[Tensor, Tensor]]:
+        """Runs a pass and drafts trees; returns them, valid until the next call, and the nodes that were fed.
+
+        Args:
+            work: Ends each sequence with its root, and has the logits of the roots.
+            prefixes: With the roots.
+            roots: (B,) int64, the target's ids of the roots.
+
+        Returns:
+            The trees; and (B, W) tokens and (B, W) or (1, W) parents of fed nodes: those with children, -1 below the
+            root. Node i has the i-th cache row behind the root's.
+        """
+        work = replace(work, num_layers=self._num_layers)
+        # The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
+        if self._mapping is None and self._runner.has_tree_drafting:
+            begun = begin_expansion(shape, roots, draws)
+            if self._runner.draft_trees(work, begun, vocab_size=self._vocab_size):
+                return begun, begun.fed_nodes()
+        expansion, fed = self._expand.expand(shape, roots, draws, [self._logits(work)], prefixes)
+        return expansion, (fed[0].clone(), fed[1].clone())  # a graph overwrites them in the next call
+
+    def _expansion(self) -> CapturedExpansion[tuple[Tensor, Tensor]]:
+        runner = self._runner
+        is_capturable = runner.name == GraphDecoder.name and self._mapping is None and not runner.cache.is_shared
+        return CapturedExpansion(self._grow, runner.device, is_capturable=is_capturable)
+
+    def _grow(self, expansion: Expansion, logits: Tensor, prefixes: Prefixes) -> tuple[Tensor, Tensor]:
+        """Returns the (B, W) tokens and parents that were fed; logits: (B, V), after the roots."""
+        passes = LevelPasses(prefixes, logits.device, last_position=self._runner.last_position)
+        draft_by_levels(
+            expansion, logits, passes, self._logits, vocab_size=self._runner.vocab_size,
+            fed=None if self._mapping is None else self._mapping.fed, num_layers=self._num_layers,
+        )  # fmt: skip
+        return passes.tokens, passes.parents
+
+    def _logits(self, work: Pass) -> Tensor:
+        """(R, V), of a pass."""
+        logits = self._runner.run(work).logits
+        assert logits is not None, "the pass asks for them"
+        if self._mapping is not None:
+            return self._mapping.to_target(logits)
+        missing = self._vocab_size - logits.shape[-1]  # one vocabulary differs at most in unused padding ids
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+
 class DraftLevels:
     """Fills expansions with a draft model's tokens."""
 
-    def __init__(self, runner: Runner, *, vocab_size: int, mapping: VocabularyMap | None = None) -> None:
+    def __init__(self, runner: Runner, rows: OwnRows, *, vocab_size: int, mapping: VocabularyMap | None = None) -> None:
         """Starts with an empty cache; `mapping` translates the target's ids, None for the same vocabulary."""
-        self._runner, self._vocab_size, self._mapping = runner, vocab_size, mapping
+        self._runner, self._rows, self._vocab_size = runner, rows, vocab_size
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
-        self._expand = self._expansion()
+        self._trees = TreeDrafts(runner, vocab_size=vocab_size, mapping=mapping)
 
     def begin(self, slot: int, source: int | None = None, tokens: Sequence[int] = ()) -> None:
         """Starts a sequence; the first draft reads the prompt.
@@ -94,15 +159,16 @@ class DraftLevels:
         """
         length = 0
         if source is not None and source in self._slots:
-            length = common_prefix_len(self._slots[source].tokens, tokens)
-            if length and source != slot:
-                self._runner.copy_prefix(source, slot, length)
+            length = self._rows.reusable(source, common_prefix_len(self._slots[source].tokens, tokens))
+        self._rows.begin(slot, source, length)
         self._slots[slot] = _SlotState(list(tokens[:length]))
 
     def crop(self, slot: int, length: int) -> None:
         """Forgets a sequence's rows from position `length` on, and its drafted rows."""
         state = self._slots[slot]
         if length < len(state.tokens):
+            length = self._rows.reusable(slot, length)
+            self._rows.begin(slot, slot, length)
             del state.tokens[length:]
             state.drafted = None
 
@@ -120,55 +186,53 @@ class DraftLevels:
             tokens: Ids of each whole sequence.
             roots: (B,) int64, the target's ids of the last tokens.
         """
-        if self._runner.follow_weights():
-            self._slots = {slot: _SlotState([]) for slot in self._slots}
-            self._expand = self._expansion()
-        work, expansion = self._catch_up(slots, tokens), None
-        # The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
-        if self._mapping is None and self._runner.has_tree_drafting:
-            begun = begin_expansion(shape, roots, draws)
-            if self._runner.draft_trees(work, begun, vocab_size=self._vocab_size):
-                expansion, drafted = begun, _Drafted(*begun.fed_nodes())
-        if expansion is None:
-            prefixes = Prefixes(slots, [len(ids) for ids in tokens])
-            expansion, fed = self._expand.expand(shape, roots, draws, [self._logits(work)], prefixes)
-            drafted = _Drafted(*(part.clone() for part in fed))  # a graph overwrites them in the next call
+        if self._trees.follow_weights():
+            for slot in self._slots:
+                self.begin(slot)
+        work, lengths = self._catch_up(slots, tokens), [len(ids) for ids in tokens]
+        rows = [self._rows.row(slot, length) for slot, length in zip(slots, lengths, strict=True)]
+        prefixes = Prefixes(slots, rows, positions=lengths)
+        expansion, fed = self._trees.draft(work, prefixes, shape, roots, draws)
+        drafted = _Drafted(*fed)
         for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
             state = self._slots[slot]
             state.tokens.extend(ids[len(state.tokens) :])
             state.drafted = drafted, row
         return expansion
 
-    def _expansion(self) -> CapturedExpansion[tuple[Tensor, Tensor]]:
-        runner = self._runner
-        is_capturable = runner.name == GraphDecoder.name and self._mapping is None and not runner.cache.is_shared
-        return CapturedExpansion(self._grow, runner.device, is_capturable=is_capturable)
-
-    def _grow(self, expansion: Expansion, logits: Tensor, prefixes: Prefixes) -> tuple[Tensor, Tensor]:
-        """Returns the (B, W) tokens and parents that were fed; logits: (B, V), after the roots."""
-        passes = LevelPasses(prefixes, logits.device, last_position=self._runner.context_len - 1)
-        draft_by_levels(
-            expansion, logits, passes, self._logits, vocab_size=self._runner.vocab_size,
-            fed=None if self._mapping is None else self._mapping.fed,
-        )  # fmt: skip
-        return passes.tokens, passes.parents
-
     def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Pass:
         """Feeds all but the last new tokens; returns the pass over the rest, with logits of the roots."""
         prefix_lens: list[int] = []
+        starts: list[int] = []
         new: list[Sequence[int]] = []
         for slot, ids in zip(slots, tokens, strict=True):
             state = self._keep_accepted(slot, ids)
             while len(ids) - len(state.tokens) > self._longest_catch_up:
                 start = len(state.tokens)
-                chunk = ids[start : min(start + self._runner.prefill_chunk, len(ids) - 1)]
-                self._runner.prefill(slot, self._embeddable(chunk), start)
+                most = min(self._runner.prefill_chunk, self._rows.most_at_once)
+                chunk = ids[start : min(start + most, len(ids) - 1)]
+                row = self._rows.make_room(slot, start, len(chunk))
+                work = self._pass_of([slot], [chunk], [row], [start])
+                self._runner.run(work)
                 state.tokens.extend(chunk)
-            prefix_lens.append(len(state.tokens))
-            new.append(self._embeddable(ids[prefix_lens[-1] :]))
+            starts.append(len(state.tokens))
+            new.append(ids[starts[-1] :])
+            prefix_lens.append(self._rows.make_room(slot, starts[-1], len(new[-1])))
+        return self._pass_of(slots, new, prefix_lens, starts, has_last_logits=True)
+
+    def _pass_of(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        has_last_logits: bool = False,
+    ) -> Pass:
         return Pass.of_chains(
-            new, slots=slots, prefix_lens=prefix_lens, device=self._runner.device, has_last_logits=True
-        )
+            [self._embeddable(ids) for ids in tokens], slots=slots, prefix_lens=rows, first_positions=starts,
+            device=self._runner.device, has_last_logits=has_last_logits,
+        )  # fmt: skip
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
         state = self._slots[slot]
@@ -176,20 +240,11 @@ class DraftLevels:
         start = len(state.tokens)
         if state.drafted is not None and start < len(tokens) - 1:
             drafted, row = state.drafted
-            path = drafted.path(row, tokens[start:-1])
-            self._runner.cache.move_rows(slot, [start + node for node in path], start)
+            path, first = drafted.path(row, tokens[start:-1]), self._rows.row(slot, start)
+            self._runner.cache.move_rows(slot, [first + node for node in path], first)
             state.tokens.extend(tokens[start : start + len(path)])
         state.drafted = None
         return state
-
-    def _logits(self, work: Pass) -> Tensor:
-        """(R, V), of a pass."""
-        logits = self._runner.run(work).logits
-        assert logits is not None, "the pass asks for them"
-        if self._mapping is not None:
-            return self._mapping.to_target(logits)
-        missing = self._vocab_size - logits.shape[-1]  # one vocabulary differs at most in unused padding ids
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _embeddable(self, tokens: Sequence[int]) -> Sequence[int]:
         last = self._runner.vocab_size - 1
@@ -272,7 +327,7 @@ class NodePasses:
         num_earlier, (batch, num) = self.positions.shape[1], positions.shape
         self.positions = torch.cat([self.positions, positions], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
-        slots, lengths, bound = self._prefixes
+        slots, lengths, bound, _ = self._prefixes
         if isinstance(slots, Tensor) or isinstance(lengths, Tensor):
             assert isinstance(slots, Tensor), "both are on the device"
             assert isinstance(lengths, Tensor), "both are on the device"
@@ -299,8 +354,8 @@ class LevelPasses(NodePasses):
     def __init__(self, prefixes: Prefixes, device: torch.device, *, last_position: int | None = None) -> None:
         super().__init__(prefixes, device)
         self.tokens = self.parents
-        lengths = prefixes.lengths
-        first = lengths.long() if isinstance(lengths, Tensor) else integers_on(lengths, device)
+        first = prefixes.lengths if prefixes.positions is None else prefixes.positions
+        first = first.long() if isinstance(first, Tensor) else integers_on(first, device)
         self._next_positions, self._last_position = first.unsqueeze(1), last_position
         self._above: range | None = None  # nodes of the level above
 
@@ -358,11 +413,22 @@ def draft_by_levels(
         expansion.grow(depth, logits_of(work).unflatten(0, frontier.tokens.shape))
 
 
-def draft_runner(model: LoadedModel, target: TargetHandle, num_fed: int, option: QuantizationOption) -> Runner:
-    """Returns the runner of a draft model that feeds at most `num_fed` nodes of a draft; see `with_quantization`."""
+def draft_runner(
+    model: LoadedModel,
+    target: TargetHandle,
+    num_fed: int,
+    option: QuantizationOption,
+    *,
+    partial_rows: int | None = None,
+) -> Runner:
+    """Returns the runner of a draft model that feeds at most `num_fed` nodes of a draft; see `with_quantization`.
+
+    `partial_rows`: rows of slots that hold a part of a text; None for slots with the whole text.
+    """
     runner = Runner(
-        model, num_slots=target.num_slots, context_len=target.context_len, max_nodes=num_fed + 1, runner=target.runner
-    )
+        model, num_slots=target.num_slots, context_len=partial_rows or target.context_len, max_nodes=num_fed + 1,
+        runner=target.runner, has_partial_texts=partial_rows is not None,
+    )  # fmt: skip
 
     def quantize(quantization: Quantization | None) -> None:  # leaves the model as it is if it raises
         if quantization is not None:

@@ -203,9 +203,9 @@ def _check_windows(tested: _Tested) -> None:
 
 
 DECODERS: dict[str, Callable[[LoadedModel, SlotCache, Sequence[Tap]], Decoder]] = {
-    "lean-native": lambda model, cache, taps: NativeDecoder(read_weights(model, cache.capacity), cache, taps),
-    "lean-graphs": lambda model, cache, taps: GraphDecoder(read_weights(model, cache.capacity), cache, taps),
-    "lean-stock": lambda model, cache, taps: StockDecoder(read_weights(model, cache.capacity), cache, taps),
+    "lean-native": lambda model, cache, taps: NativeDecoder(read_weights(model, cache.num_positions), cache, taps),
+    "lean-graphs": lambda model, cache, taps: GraphDecoder(read_weights(model, cache.num_positions), cache, taps),
+    "lean-stock": lambda model, cache, taps: StockDecoder(read_weights(model, cache.num_positions), cache, taps),
     "generic": GenericDecoder,
 }
 EXACT = frozenset(
@@ -251,4 +251,4 @@ def quantized_decoder(
     """
     if name != NativeDecoder.name:
         raise UnsuitableError(f"the {name} runner has no kernels for {quantization}, only {NativeDecoder.name} has.")
-    return NativeDecoder(read_weights(model, cache.capacity), cache, taps, quantization=quantization)
+    return NativeDecoder(read_weights(model, cache.num_positions), cache, taps, quantization=quantization)

@@ -66,6 +66,7 @@ class Runner:
         costs: Callable[[str], PassCosts] | None = None,
         shares_rows: bool = False,
         kv_cache_memory_bytes: int | None = None,
+        has_partial_texts: bool = False,
     ) -> None:
         """Allocates the cache and proves on the model that tree attention is correct.
 
@@ -79,6 +80,7 @@ class Runner:
             shares_rows: Whether slots share KV rows if memory is too small for the longest sequence in every slot. The
                 caller then calls `cache.reserve` before a pass writes rows.
             kv_cache_memory_bytes: Memory for KV rows; None for half of the free memory.
+            has_partial_texts: Whether slots hold some rows of longer texts, so that positions may exceed the rows.
 
         Raises:
             ConfigError: If `runner` does not exist.
@@ -114,8 +116,9 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
             num_rows=longest if shares_rows else None,
+            num_positions=model.context_len if has_partial_texts else None,
         )
-        self.last_position = min(model.context_len, self.cache.capacity) - 1
+        self.last_position = min(model.context_len, self.cache.num_positions) - 1
         self._taps = tuple(taps)
         self._quantization: Quantization | None = None
         self._writes = WeightWrites(model.module)
@@ -163,6 +166,11 @@ class Runner:
         return self._decoder.name
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether it runs on quantised copies of the weights."""
+        return self._quantization is not None
+
+    @property
     def is_exact(self) -> bool:
         """Whether a token's logits have the same bits at any width, batch and number of threads; see `Decoder`."""
         return self._decoder.is_exact
@@ -187,7 +195,7 @@ class Runner:
         decoder = self._tree_drafting
         return decoder is not None and decoder.draft_trees(
             self._placed(work, num_drafted=expansion.num_fed), expansion, vocab_size=vocab_size,
-            last_position=self.context_len - 1,
+            last_position=self.last_position,
         )  # fmt: skip
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:

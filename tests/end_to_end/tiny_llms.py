@@ -252,6 +252,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft stopped": draft(num_speculative_tokens=6, stop=StopRule.of("confidence", 0.04)),
         "draft tree stopped": draft(tree=WIDTHS, stop=stop_rule("specdec_pp")),
         "draft as stored": draft(num_speculative_tokens=4, quantization="none"),  # else int8 where that can be
+        "draft window": draft(num_speculative_tokens=4, draft_window_size=6, draft_sink_size=2),
+        "draft itself window": draft(0.0, num_speculative_tokens=3, draft_window_size=40),
+        "draft retrieval": draft(num_speculative_tokens=4, draft_window_size=6, draft_retrieval=True),
+        "draft window tree": draft(tree="tree", draft_window_size=6),
         "draft intersection": draft_other("intersection", num_speculative_tokens=4),
         "draft intersection dynamic": draft_other(
             "auto", tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12
@@ -264,6 +268,18 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
             "early_exit", exit_layer=2, tree="dynamic", num_speculative_tokens=3, tree_top_k=4, max_nodes=12
         ),
         "early exit adaptive": config("early_exit"),
+        "sparse kv": config("sparse_kv", kv_budget=12, num_speculative_tokens=4),
+        "sparse kv by head": config("sparse_kv", kv_selection="snapkv", kv_budget=36, num_speculative_tokens=4),
+        "sparse kv recent": config(
+            "sparse_kv", kv_selection="streaming_llm", kv_budget=12, kv_sinks=2, num_speculative_tokens=4
+        ),
+        "sparse kv tree": config("sparse_kv", kv_budget=12, tree="tree"),
+        "sparse kv dynamic": config(
+            "sparse_kv", kv_budget=8, tree="dynamic", num_speculative_tokens=3, tree_top_k=4, max_nodes=12
+        ),
+        "sparse kv early exit": config("sparse_kv", kv_budget=12, exit_layer=2, num_speculative_tokens=4),
+        "sparse kv in int8": config("sparse_kv", kv_budget=12, quantization="auto", num_speculative_tokens=4),
+        "sparse kv adaptive": config("sparse_kv"),
         "oracle [0]": oracle([0]),
         "oracle [2]": oracle([2]),
         "oracle [3, 0, 5]": oracle([3, 0, 5]),
@@ -291,6 +307,20 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "medusa choices": head("medusa", architecture, tree=GAPPED_CHOICES),
         "medusa widths": head("medusa", architecture, tree=WIDTHS, draft_sample_method="greedy"),
         "hydra chain": head("hydra", architecture, tree="chain", num_speculative_tokens=3),
+        "hydra++ window": head("hydra++", architecture, num_speculative_tokens=3, draft_window_size=6),
+        "eagle window": head("eagle", architecture, num_speculative_tokens=3, draft_window_size=6, draft_sink_size=0),
+        "eagle window dynamic": head(
+            "eagle",
+            architecture,
+            tree="dynamic",
+            tree_top_k=4,
+            max_nodes=12,
+            num_speculative_tokens=3,
+            draft_window_size=8,
+        ),
+        "eagle3 retrieval": head(
+            "eagle3", architecture, num_speculative_tokens=3, draft_window_size=6, draft_retrieval=True
+        ),
         "hydra++ choices": head("hydra++", architecture, tree=MEDUSA_CHOICES),
         "hydra++ chain": head("hydra++", architecture, tree="chain"),
         "eagle choices": head("eagle", architecture, tree=MEDUSA_CHOICES),

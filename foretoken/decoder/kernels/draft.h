@@ -49,7 +49,7 @@ template <class T, class W = T>
 struct LevelSpace {
   int64_t *fed, *depths, *places;  // (N,)
   int64_t *positions, *parents;    // (B, N)
-  int64_t *prefix, *starts, *node_starts;  // (B + 1,)
+  int64_t *prefix, *root_positions, *starts, *node_starts;  // (B + 1,)
   void* children;
   int64_t size = 0;
 
@@ -60,7 +60,7 @@ struct LevelSpace {
     size = __builtin_mul_overflow(B, N, &nodes) ? -1 : Workspace<T, W>(model, std::max(M, nodes), threads, nullptr).size;
     for (int64_t** each : {&fed, &depths, &places}) take(base, size, *each, N, 1);
     for (int64_t** each : {&positions, &parents}) take(base, size, *each, B, N);
-    for (int64_t** each : {&prefix, &starts, &node_starts}) take(base, size, *each, B + 1, 1);
+    for (int64_t** each : {&prefix, &root_positions, &starts, &node_starts}) take(base, size, *each, B + 1, 1);
     char* rest;
     take(base, size, rest, size < 0 ? 0 : ChildrenSpace(draft, width, nullptr).size, 1);
     children = rest;
@@ -95,6 +95,7 @@ class LevelPasses {
       : model_(model), draft_(draft), children_(children), space_(space), feeds_leaves_(feeds_leaves), last_position_(last_position), pass_(pass) {
     for (int64_t s = 0; s < draft.num_sequences; ++s) {
       space_.prefix[s] = pass.prefix[s] + pass.node_starts[s + 1] - pass.node_starts[s];
+      space_.root_positions[s] = pass.positions[pass.node_starts[s + 1] - 1];
     }
     int64_t count = 0;
     space_.places[0] = -1;  // the root lies in the prefix
@@ -131,7 +132,7 @@ class LevelPasses {
     for (int64_t s = 0; s < draft_.num_sequences; ++s) {
       for (int64_t i = 0; i < nodes; ++i) {
         const int64_t fed = space_.fed[i];
-        space_.positions[s * nodes + i] = std::min(space_.prefix[s] - 1 + space_.depths[fed], last_position_);
+        space_.positions[s * nodes + i] = std::min(space_.root_positions[s] + space_.depths[fed], last_position_);
         space_.parents[s * nodes + i] = space_.places[children_.parent(s, fed)];
       }
     }

@@ -1,0 +1,333 @@
+"""The target drafts for itself and reads a part of its KV cache: sinks and recent rows, or those that attention reads.
+
+Listed rows are copied from the target's cache into small slots of their own, where drafts run as ordinary passes: every
+decoder, tree and CUDA graph serves them, and rows that were far apart are read one after another. Keys keep their true
+positions. Rows of new tokens are appended to a slot; a new list, or a full slot, is copied anew.
+
+- "vegas": verification says which rows matter. The importance of a row is its attention weight from the first and the
+  last verified token, averaged over heads; each layer keeps the most important ones.
+- "snapkv": the last 32 tokens of the prompt say it once, for each KV head; a row's weight is averaged with those beside
+  it.
+- "streaming_llm": the first rows of the text and the last ones.
+
+Sources: Vegas (arXiv 2602.07223); SnapKV (2404.14469) and StreamingLLM (2309.17453) as drafters of MagicDec
+(2408.11049). Letters: B sequences, L layers, Hk KV heads, n rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from foretoken.core.backend import reads_are_free
+from foretoken.core.errors import ConfigError
+from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import DrafterOptions, TargetReads
+from foretoken.drafters.captured import Prefixes
+from foretoken.drafters.levels import (
+    KeptDraws,
+    QuantizationOption,
+    SampleMethod,
+    TreeDrafts,
+    draft_runner,
+)
+from foretoken.trees.choices import TreeShape
+from foretoken.trees.merge import Pruning
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.decoder.slot_cache import SlotCache
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
+    from foretoken.models.loading import LoadedModel
+    from foretoken.trees.dynamic import AnyShape
+
+_LEAST_BUDGET = 256  # rows; Vegas
+_ROOM = 512  # rows behind the listed ones for newer tokens, before a slot is filled anew; a choice
+_LEAST_SPEEDUP = 1.1  # modelled; a choice: below it the model's error is larger than the gain
+_USUAL_ACCEPTANCE = 0.9  # of drafts in that model; NOTES, "Drafting with a part of the KV cache"
+_OBSERVED = {"vegas": 1, "snapkv": 32, "streaming_llm": 0}  # last tokens of a prompt that select; Vegas and MagicDec
+_POOLED = 5  # rows, a row and those beside it, whose weights SnapKV averages; MagicDec
+KvSelection = Literal["vegas", "snapkv", "streaming_llm"]
+
+
+class Options(DrafterOptions):
+    """Options of drafting with a part of the KV cache.
+
+    Attributes:
+        kv_selection: "vegas", "snapkv" or "streaming_llm", see the module.
+        kv_budget: Rows of each sequence that a draft reads beside newer tokens; None for `kv_ratio`.
+        kv_ratio: Rows as a part of the text, at least 256.
+        kv_sinks: First rows of a text that "streaming_llm" always reads.
+        exit_layer: Number of the target's blocks that draft, see `early_exit`; None for all.
+        quantization: As for `draft_model`; "int8" copies take one more byte a weight of the target.
+        draft_sample_method: As for `draft_model`.
+    """
+
+    is_trusted: ClassVar[bool] = True
+    has_dynamic_trees: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
+
+    kv_selection: KvSelection = "vegas"
+    kv_budget: int | None = Field(default=None, ge=2, le=1 << 20)
+    kv_ratio: float = Field(default=0.07, gt=0, le=1)
+    kv_sinks: int = Field(default=16, ge=0, le=1024)
+    exit_layer: int | None = Field(default=None, ge=1, le=1000)
+    quantization: QuantizationOption = "none"
+    draft_sample_method: SampleMethod = "probabilistic"
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> Self:
+        least, budget = _OBSERVED["snapkv"], self.kv_budget
+        if self.kv_selection == "snapkv" and budget is not None and budget <= least:
+            raise ConfigError(f"kv_budget is {budget}, and SnapKV keeps the last {least} rows anyway. Expected more.")
+        if self.kv_selection == "streaming_llm" and self.kv_sinks >= (budget or _LEAST_BUDGET):
+            raise ConfigError(
+                f"kv_sinks are {self.kv_sinks} of {budget or _LEAST_BUDGET} rows, which leaves no recent ones. "
+                "Expected fewer."
+            )
+        return self
+
+    def budget(self, length: int) -> int:
+        """Returns the rows that are listed of a text of so many rows."""
+        return min(length, self.kv_budget or max(_LEAST_BUDGET, math.ceil(self.kv_ratio * length)))
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The rows of one sequence.
+
+    Attributes:
+        listed: (L, n) or (L, Hk, n) int64, ascending: the rows to copy; None for sinks and the last rows.
+        end: The rows of the text from here on are newer than the list.
+        num_rows: Rows that the slot holds; 0 if it must be filled.
+        filled: Rows of the text before this one are in the slot, or left out for good.
+    """
+
+    listed: Tensor | None = None
+    end: int = 0
+    num_rows: int = 0
+    filled: int = 0
+
+
+class PartialRows:
+    """Slots with a part of the KV rows of longer texts."""
+
+    def __init__(self, cache: SlotCache, source: SlotCache, options: Options, most_fed: int) -> None:
+        """Takes empty slots; `most_fed` rows stay free for the root and the nodes of a draft."""
+        self._cache, self._source, self._options = cache, source, options
+        self._room = cache.capacity - most_fed
+        self._slots: dict[int, _Slot] = {}
+
+    def begin(self, slot: int) -> None:
+        """Starts a sequence."""
+        self._slots[slot] = _Slot()
+
+    def forget(self) -> None:
+        """Fills all slots anew before their next use."""
+        for state in self._slots.values():
+            state.num_rows = 0
+
+    def choose(self, slot: int, listed: Tensor, end: int) -> None:
+        """Takes the rows that drafts read from now on, beside those from `end` on; see `_Slot`."""
+        self._slots[slot] = _Slot(listed, end)
+
+    def hold(self, slot: int, length: int) -> int:
+        """Brings a slot up to the first `length` rows of the text; returns the rows that it holds."""
+        state = self._slots[slot]
+        if not state.num_rows or state.num_rows + length - state.filled > self._room:
+            self._fill(slot, state, length)
+        new = range(state.filled, length)
+        if new:
+            self._cache.copy_from(self._source, (slot, slot), new, state.num_rows)
+            state.num_rows, state.filled = state.num_rows + len(new), length
+        return state.num_rows
+
+    def _fill(self, slot: int, state: _Slot, length: int) -> None:
+        """Copies the listed rows; leaves recent rows to `hold`, at most half of what is left of the slot."""
+        budget = self._options.budget(length)
+        if state.listed is None:
+            sinks = min(self._options.kv_sinks, length)
+            self._cache.copy_from(self._source, (slot, slot), range(sinks), 0)
+            state.num_rows, state.filled = sinks, max(sinks, length - budget + sinks)
+        else:
+            self._cache.gather_from(self._source, (slot, slot), state.listed, 0)
+            state.num_rows = state.listed.shape[-1]
+            state.filled = max(state.end, length - (self._room - state.num_rows) // 2)
+
+
+class SparseKvDrafter:
+    """Drafts with the target on a part of its KV rows."""
+
+    name = "sparse_kv"
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        observed = _OBSERVED[options.kv_selection]
+        self.reads = TargetReads(
+            is_last_enough=True, attention_tokens=observed, attention_every=int(options.kv_selection == "vegas")
+        )
+        self._take_shape(options.language_model_shape())
+        self._draws = KeptDraws(options.draft_sample_method, options.pruning, options.stop)
+
+    def attach(self, target: TargetHandle) -> None:
+        """Allocates slots and, for quantised drafts, copies of weights.
+
+        Raises `ConfigError` if the target slides windows over its text, or has fewer blocks than `exit_layer`.
+        """
+        options, model = self._options, target.model
+        if _has_windows(model.config.get_text_config()):
+            raise ConfigError(
+                f"'{target.name}' has layers that slide a window over its text, from which no other rows can be "
+                "chosen. Expected a target with full attention in every layer. Use another method."
+            )
+        if (options.exit_layer or 1) > model.num_layers:
+            raise ConfigError(
+                f"exit_layer is {options.exit_layer}, and '{target.name}' has {model.num_layers} blocks. Expected no "
+                "more."
+            )
+        assert target.cache is not None, "trusted drafters get it"
+        self._target, self._num_layers = target, options.exit_layer or model.num_layers
+        self._take_shape(shape := options.language_model_shape(lambda: target.costs))
+        most_fed = 1 + (shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded)
+        rows = options.budget(target.context_len) + _ROOM
+        runner = draft_runner(model, target, most_fed, options.quantization, partial_rows=rows)
+        self._rows = PartialRows(runner.cache, target.cache, options, most_fed + 1)
+        is_cut = self._num_layers < model.num_layers
+        self._trees = TreeDrafts(
+            runner, vocab_size=target.vocab_size, num_layers=self._num_layers if is_cut else None
+        )  # fmt: skip
+        self._costs = DraftBytes.of(model, target.cache, self._num_layers, is_int8=runner.is_quantized)
+
+    def _take_shape(self, shape: AnyShape) -> None:
+        self._shape = shape
+        self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
+        self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Starts without a selection: until the target has read the prompt, drafts read sinks and recent rows."""
+        del request
+        self._rows.begin(slot)
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        """Returns trees, or roots alone where the modelled speed-up is below 1.1 and the engine chooses the depth."""
+        target = self._target
+        lengths = [len(tokens) - 1 for tokens in context.tokens]
+        room = [
+            min(depth, target.context_len - 1 - length)
+            for depth, length in zip(context.max_depth, lengths, strict=True)
+        ]
+        active = [row for row, depth in enumerate(room) if depth > 0]
+        if not active or (self._options.is_adaptive and self.modelled_speedup(lengths) < _LEAST_SPEEDUP):
+            return TokenTree.roots(context.roots, device=target.device)
+        if self._trees.follow_weights():
+            self._rows.forget()
+        slots, positions = [context.slots[row] for row in active], [lengths[row] for row in active]
+        held = [self._rows.hold(slot, length) for slot, length in zip(slots, positions, strict=True)]
+        roots, draws = self._draws.of(context, active, target.device)
+        work = Pass.of_chains(
+            [context.tokens[row][-1:] for row in active],
+            slots=slots, prefix_lens=held, first_positions=positions, device=target.device, has_last_logits=True,
+        )  # fmt: skip
+        prefixes = Prefixes(slots, [rows + 1 for rows in held], positions=[length + 1 for length in positions])
+        shape = self._shapes[min(max(room), self._shape.depth)]
+        expansion, _ = self._trees.draft(work, prefixes, shape, roots, draws)
+        return expansion.finish(active, room, context.roots)
+
+    def commit(self, committed: Committed) -> None:
+        """Selects rows by the attention weights of a prompt or a verification, if there are any."""
+        is_once = self._options.kv_selection == "snapkv"
+        for slot, weights in zip(committed.slots, committed.attention or (), strict=False):
+            if weights is None or (is_once and committed.verified is not None):
+                continue
+            importance, end, budget = self._importance(weights[: self._num_layers])
+            if 0 < budget < end:
+                self._rows.choose(slot, greatest(importance, budget), end)
+
+    def _importance(self, weights: Tensor) -> tuple[Tensor, int, int]:
+        """Returns the importance of rows, (L, C) or (L, Hk, C), their number C, and how many of them are listed."""
+        length = weights.shape[2]
+        if self._options.kv_selection == "vegas":
+            return weights.mean(1), length, self._options.budget(length)
+        observed = _OBSERVED["snapkv"]
+        end = max(length - observed, 0)
+        pooled = torch.nn.functional.avg_pool1d(weights[:, :, :end], _POOLED, stride=1, padding=_POOLED // 2)
+        return pooled, end, self._options.budget(length) - observed
+
+    def release(self, slot: int) -> None:
+        """Forgets nothing: `begin` starts anew."""
+
+    def modelled_speedup(self, lengths: Sequence[int]) -> float:
+        """Returns the best speed-up over plain decoding of B texts, if bytes alone cost time, see `DraftBytes`.
+
+        Source: MagicDec (arXiv 2408.11049), section 3, with an acceptance rate of 0.9.
+        """
+        listed = [self._options.budget(length) for length in lengths]
+        share = self._costs.draft(listed) / self._costs.plain(lengths)
+        taus = [
+            (1 - _USUAL_ACCEPTANCE ** (depth + 1)) / (1 - _USUAL_ACCEPTANCE) for depth in range(self._shape.depth + 1)
+        ]
+        return max(tau / (depth * share + 1) for depth, tau in enumerate(taus))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBytes:
+    """The bytes that passes of one token a sequence read.
+
+    Attributes:
+        weights: Of a pass through all blocks, and of a draft's pass.
+        row: Of one KV row, in all blocks and in a draft's.
+    """
+
+    weights: tuple[float, float]
+    row: tuple[float, float]
+
+    @classmethod
+    def of(cls, model: LoadedModel, cache: SlotCache, num_layers: int, *, is_int8: bool) -> DraftBytes:
+        """Returns the bytes of a model on a cache, and of drafts through its first blocks."""
+        module: Any = model.module
+        embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
+        total = sum(each.nbytes for each in module.parameters())
+        if head is not None and head.weight is not embedding:
+            total -= embedding.nbytes
+        top = 0 if head is None else head.weight.nbytes
+        draft = top + (total - top) * num_layers / model.num_layers
+        draft *= 1 / embedding.itemsize if is_int8 else 1
+        sizes = [part.shape[1] * part.shape[3] * part.itemsize for part in (*cache.keys, *cache.values)]
+        return cls(weights=(total, draft), row=(sum(sizes), sum(sizes) * num_layers / model.num_layers))
+
+    def plain(self, lengths: Sequence[int]) -> float:
+        """Returns the bytes of a step of plain decoding behind so many rows of each sequence."""
+        return self.weights[0] + self.row[0] * sum(lengths)
+
+    def draft(self, listed: Sequence[int]) -> float:
+        """Returns the bytes of one drafted token of each sequence that reads so many rows."""
+        return self.weights[1] + self.row[1] * sum(listed)
+
+
+def greatest(weights: Tensor, count: int) -> Tensor:
+    """Returns (…, count) int64, ascending: the indices of the greatest of (…, C) weights, which may be equal."""
+    if not reads_are_free(weights.device):
+        return weights.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    size = weights.shape[-1]
+    found = np.argpartition(weights.numpy(), size - count, axis=-1)[..., size - count :]  # five times as fast as topk
+    return torch.from_numpy(np.sort(found, axis=-1))
+
+
+def _has_windows(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
+
+
+def create(options: Options) -> Drafter:
+    """See `foretoken.drafters.registry`."""
+    return SparseKvDrafter(options)
