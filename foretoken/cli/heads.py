@@ -286,7 +286,8 @@ def doctor(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Try the training of a fresh head: medusa, hydra, mlp_speculator, eagle, hass, eagle3 or falcon.",
+            help="Try the training of a fresh head: medusa, hydra, mlp_speculator, eagle, hass, eagle3, spire or "
+            "falcon.",
         ),
     ] = None,
     train_check: Annotated[

@@ -31,7 +31,10 @@ _DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth; a choice
 
 def train(
     method: Annotated[
-        str, typer.Argument(help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3 or falcon.")
+        str,
+        typer.Argument(
+            help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3, spire or falcon."
+        ),
     ],
     model: options.Model,
     data: Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")],

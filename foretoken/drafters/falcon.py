@@ -87,7 +87,8 @@ class FalconBlocks(WaitingFeatures):
         self, head: FalconHead, parts: TargetParts, target: TargetHandle, stack: BlockStack, dtype: torch.dtype
     ) -> None:
         """Starts without features; `stack` runs the decoder block, with rows for the context and drafted blocks."""
-        super().__init__(stack, target, dtype)
+        super().__init__(stack.cache, target, dtype)
+        self.stack = stack
         self._head, self._parts, self._block = head, parts, head.config.block
         self._plan = block_plan(self._block)
         size, slots, device = head.config.hidden_size, target.num_slots, target.device

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.decoder.block_stack import BlockStack
+    from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, Prefix, TargetHandle
 
 TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; longer parts are fed alone
@@ -83,14 +84,14 @@ class LastFeatures:
 
 
 class WaitingFeatures(ABC):
-    """Committed features that wait until the next draft; earlier features are in the KV rows of `stack`."""
+    """Committed features that wait until the next draft; earlier features are in the KV rows of `cache`."""
 
     def __init__(
-        self, stack: BlockStack, target: TargetHandle, dtype: torch.dtype, rows: OwnRows | None = None
+        self, cache: SlotCache, target: TargetHandle, dtype: torch.dtype, rows: OwnRows | None = None
     ) -> None:
         """Starts without features; `rows`: the places of KV rows, None for those of whole texts."""
-        self.stack, self._dtype = stack, dtype
-        self.rows = rows or OwnRows(stack.cache, None, target.num_slots, most_fed=0)
+        self.cache, self._dtype = cache, dtype
+        self.rows = rows or OwnRows(cache, None, target.num_slots, most_fed=0)
         self._fed = [0] * target.num_slots  # positions in the cache
         # (T, F, E) each, committed after those
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]
@@ -175,8 +176,8 @@ class StackFeatures(WaitingFeatures):
         `encode`: feeds the block (M, F E) features of a pass and the tokens after them; returns (M, W); the last rows
         are stored.
         """
-        super().__init__(stack, target, dtype, rows)
-        self._encode = encode
+        super().__init__(stack.cache, target, dtype, rows)
+        self.stack, self._encode = stack, encode
         self._has_last = [False] * target.num_slots  # whether `_last` is of the last position in the cache
         self._last = torch.zeros(target.num_slots, width, device=target.device, dtype=dtype)
 

@@ -18,7 +18,7 @@ from foretoken.decoder.memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.models.config_checks import check_model_files
 from foretoken.models.loading import LoadedModel, load_config, load_model
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import final_norm, target_parts
 from foretoken.models.placement import DTYPES
 
 if TYPE_CHECKING:
@@ -211,9 +211,6 @@ def first_heads(checkpoint: HeadCheckpoint, num_heads: int) -> HeadCheckpoint:
     )
 
 
-_FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetWeights:
     """Tensors of the target that other formats copy.
@@ -239,7 +236,7 @@ class TargetWeights:
         """Returns the tensors of a loaded target, not copied."""
         module: Any = model.module
         parts, head = target_parts(model), module.get_output_embeddings()
-        norm = next((getattr(model.backbone, name) for name in _FINAL_NORMS if hasattr(model.backbone, name)), None)
+        norm = final_norm(model.backbone)
         with torch.no_grad():
             probe = parts.lm_head_weight[:4] * 100  # large enough for any cap to show
             plain = linear(probe, parts.lm_head_weight, head.bias)

@@ -216,6 +216,43 @@ class AutoregressiveConfig(HeadConfig):
         return self.hidden_size
 
 
+class UnrolledHead(Head):
+    """A head that drafts token by token, and computes all drafts of a text at once in training."""
+
+    config: AutoregressiveConfig
+
+    @abstractmethod
+    def unrolled(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        parts: TargetParts,
+        positions: WindowPositions = IN_PLACE,
+        *,
+        starts: slice = slice(None),
+        is_detached: bool = False,
+    ) -> Iterator[Tensor]:
+        """Computes `teacher_forced` for all drafts of a text at once.
+
+        Step i of the draft that begins at position t stands at index t.
+
+        Args:
+            features: (B, S, F E).
+            tokens: (B, S) int64.
+            parts: The modules shared with the target.
+            positions: For the rotations.
+            starts: Q positions of the drafts that go on after the first step: later tensors are (B, Q, …).
+            is_detached: Whether gradients stop between steps, as in HASS; else they flow through all steps, as in
+                EAGLE-3's training-time test.
+        """
+
+    @override
+    def teacher_forced(
+        self, features: Tensor, tokens: Tensor, parts: TargetParts, positions: WindowPositions = IN_PLACE
+    ) -> Iterator[Tensor]:
+        return self.unrolled(features, tokens, parts, positions)
+
+
 class BlockInputs(NamedTuple):
     """The inputs of the decoder block, (..., W) each; `side` is None for blocks with one input."""
 
@@ -230,10 +267,9 @@ class BlockOutputs(NamedTuple):
     hidden: Tensor
 
 
-class AutoregressiveHead(Head):
+class AutoregressiveHead(UnrolledHead):
     """A head with one decoder block, `layer`; the block's output goes to `outputs`."""
 
-    config: AutoregressiveConfig
     layer: DecoderLayer
 
     def initial_state(self, features: Tensor) -> Tensor:
@@ -266,11 +302,6 @@ class AutoregressiveHead(Head):
         """Returns the head for the native kernels, after `optimize_for_inference`; None if they cannot run it."""
 
     @override
-    def teacher_forced(
-        self, features: Tensor, tokens: Tensor, parts: TargetParts, positions: WindowPositions = IN_PLACE
-    ) -> Iterator[Tensor]:
-        return self.unrolled(features, tokens, parts, positions)
-
     def unrolled(
         self,
         features: Tensor,
@@ -281,18 +312,6 @@ class AutoregressiveHead(Head):
         starts: slice = slice(None),
         is_detached: bool = False,
     ) -> Iterator[Tensor]:
-        """Computes `teacher_forced` for all drafts of a text at once.
-
-        Step i of the draft that begins at position t stands at index t.
-
-        Args:
-            features: (B, S, F E).
-            tokens: (B, S) int64.
-            positions: For the rotations.
-            starts: Q positions of the drafts that go on after the first step: later tensors are (B, Q, …).
-            is_detached: Whether gradients stop between steps, as in HASS; else they flow through all steps, as in
-                EAGLE-3's training-time test.
-        """
         begins = torch.arange(tokens.shape[1], device=tokens.device)
         state = self.initial_state(features)
         first: Heads | None = None

@@ -72,10 +72,18 @@ class Heads(NamedTuple):
     value: Tensor
 
 
+class KeyValue(NamedTuple):
+    """Rotated keys, and values: (B, T, Hk, Dh)."""
+
+    key: Tensor
+    value: Tensor
+
+
 class DecoderLayer(nn.Module):
     """The block. Parameter names are those of a Llama block of transformers, with short names of norms.
 
     Attributes:
+        k_proj: None, like `v_proj`, in blocks that read keys and values of another module.
         input_norm: (E,) before attention, of the first input; None without this norm.
         side_norm: (E,) of the second input; None in blocks with one input.
         post_attention_norm: (E,) before the feed-forward layer.
@@ -88,10 +96,11 @@ class DecoderLayer(nn.Module):
         *,
         has_input_norm: bool = True,
         has_side: bool = False,
+        has_keys: bool = True,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Creates the block with uninitialized weights; width: E."""
+        """Creates the block with uninitialized weights; width: E; has_keys: whether it computes keys and values."""
         super().__init__()
         self.config = config
         queries = config.num_attention_heads * config.head_dim
@@ -105,8 +114,8 @@ class DecoderLayer(nn.Module):
             return nn.Parameter(torch.empty(width, device=device, dtype=dtype))
 
         self.q_proj = linear(read, queries, bias=config.attention_bias)
-        self.k_proj = linear(read, values, bias=config.attention_bias)
-        self.v_proj = linear(read, values, bias=config.attention_bias)
+        self.k_proj = linear(read, values, bias=config.attention_bias) if has_keys else None
+        self.v_proj = linear(read, values, bias=config.attention_bias) if has_keys else None
         self.o_proj = linear(queries, width)
         self.gate_proj = linear(width, config.intermediate_size)
         self.up_proj = linear(width, config.intermediate_size)
@@ -119,7 +128,7 @@ class DecoderLayer(nn.Module):
     def initialize(self) -> None:
         """Draws weights with standard deviation 0.02; output projections start at zero, norms at one."""
         with torch.no_grad():
-            for part in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
+            for part in filter(None, (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj)):
                 part.weight.normal_(std=0.02)
                 if part.bias is not None:
                     part.bias.zero_()
@@ -143,14 +152,33 @@ class DecoderLayer(nn.Module):
 
     def projected(self, inputs: Tensor, positions: Tensor, side: Tensor | None = None) -> Heads:
         """Returns the inputs of attention for some positions; arguments as in `forward`."""
+        assert self.k_proj is not None, "the block computes keys"
+        assert self.v_proj is not None, "the block computes values"
+        x = self._read(inputs, side)
+        turns = self._rotation(positions, x.dtype)
+        return Heads(self._turned(self.q_proj(x), turns), *self._key_value(x, turns, self.k_proj, self.v_proj))
+
+    def query(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """Returns (B, T, H, Dh), the rotated queries of a block with one input; arguments as in `forward`."""
+        x = self._read(inputs, None)
+        return self._turned(self.q_proj(x), self._rotation(positions, x.dtype))
+
+    def key_value(self, x: Tensor, positions: Tensor, k_proj: nn.Module, v_proj: nn.Module) -> KeyValue:
+        """Returns keys and values for the block's queries: two projections of (B, T, E)."""
+        return self._key_value(x, self._rotation(positions, x.dtype), k_proj, v_proj)
+
+    def _read(self, inputs: Tensor, side: Tensor | None) -> Tensor:
         x = inputs if self.input_norm is None else self.normed(inputs, self.input_norm)
-        if self.side_norm is not None:
-            assert side is not None, "the block has a second input"
-            x = torch.cat([self.normed(side, self.side_norm), x], dim=-1)
-        shape = (*x.shape[:2], -1, self.config.head_dim)
-        query, key, value = (part(x).view(shape) for part in (self.q_proj, self.k_proj, self.v_proj))
-        cos, sin = self._rotation(positions, x.dtype)
-        return Heads(_rotated(query, cos, sin), _rotated(key, cos, sin), value)
+        if self.side_norm is None:
+            return x
+        assert side is not None, "the block has a second input"
+        return torch.cat([self.normed(side, self.side_norm), x], dim=-1)
+
+    def _key_value(self, x: Tensor, turns: tuple[Tensor, Tensor], k_proj: nn.Module, v_proj: nn.Module) -> KeyValue:
+        return KeyValue(self._turned(k_proj(x), turns), v_proj(x).unflatten(-1, (-1, self.config.head_dim)))
+
+    def _turned(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        return _rotated(x.unflatten(-1, (-1, self.config.head_dim)), *turns)
 
     def finished(self, inputs: Tensor, mixed: Tensor) -> Tensor:
         """Returns (B, T, E), the block after attention, of (B, T, E) inputs and (B, T, H, Dh) mixed values."""
@@ -173,6 +201,8 @@ class DecoderLayer(nn.Module):
         config, dtype = self.config, self.exact_dtype
         positions = torch.arange(num_positions, device=self.post_attention_norm.device).unsqueeze(0)
         cos, sin = (table[0, :, 0].contiguous() for table in self._rotation(positions, dtype))
+        assert self.k_proj is not None, "the block computes keys"
+        assert self.v_proj is not None, "the block computes values"
         query, key, value, output, gate, up, down = (
             Matrix(weight=part.weight, bias=part.bias)
             for part in (
@@ -234,7 +264,13 @@ def causal_attention(heads: Heads, mask: Tensor | None = None) -> Tensor:
     return mixed.transpose(1, 2)
 
 
-def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Sequence[Heads]) -> Tensor:
+def unrolled_attention(
+    query: Tensor,
+    starts: Tensor,
+    first: Heads | KeyValue,
+    later: Sequence[Heads | KeyValue],
+    seen: Tensor | None = None,
+) -> Tensor:
     """Returns (B, Q, H, Dh), the attention of step j of Q drafts that are fed with a text.
 
     The draft that begins at position t sees the text's keys 0 … t, and its own key at each of its j steps. Scores are
@@ -245,6 +281,7 @@ def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Seque
         starts: (Q,) int64, the first positions.
         first: Of the text, (B, T, …).
         later: Of steps 1 … j, (B, Q, …) each.
+        seen: (Q, T + J) bool, of the text's keys and those of J steps, the ones within sight; None for all.
     """
     batch, width, heads, size = query.shape
     length, groups = first.key.shape[1:3]
@@ -256,7 +293,10 @@ def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Seque
     own_keys = [own.key.transpose(1, 2).unsqueeze(2) for own in later]  # (B, Hk, 1, Q, Dh), like the values
     own_values = [own.value.transpose(1, 2).unsqueeze(2) for own in later]
     scores += [(grouped * key).sum(-1, keepdim=True, dtype=exact) for key in own_keys]
-    weights = torch.cat(scores, dim=-1).softmax(-1).to(query.dtype)
+    whole = torch.cat(scores, dim=-1)
+    if seen is not None:
+        whole = whole.masked_fill(~seen, float("-inf"))
+    weights = whole.softmax(-1).to(query.dtype)
     mixed = weights[..., :length] @ values.transpose(-1, -2)
     for index, value in enumerate(own_values):
         mixed = mixed + weights[..., length + index].unsqueeze(-1) * value

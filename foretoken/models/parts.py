@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foretoken.decoder.native_head import LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import NativeLinear, Quantization, fast_linear, linear_layer
+from foretoken.models.lean_weights import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from foretoken.decoder.blocks import Blocks
     from foretoken.models.loading import LoadedModel
 
 
@@ -34,12 +37,17 @@ class TargetParts:
         embed: (...) int64 to (..., E), the target's input embeddings.
         lm_head: (..., E), the feature `final`, to (..., V) logits, scaled and capped like the target's.
         lm_head_weight: (V, E), for heads that start from a copy.
+        final_norm: (..., E), the output of the last block, to the feature `final`; None if the norm is not found.
+        blocks: Returns the target's blocks, for heads that start from copies; raises `UnsuitableError` for
+            architectures that lean decoders do not know. None where a head cannot start.
         native: Both for the native kernels; None for other modules, or if gradients may be needed.
     """
 
     embed: Callable[[Tensor], Tensor]
     lm_head: Callable[[Tensor], Tensor]
     lm_head_weight: Tensor
+    final_norm: Callable[[Tensor], Tensor] | None = None
+    blocks: Callable[[], Blocks] | None = None
     native: NativeParts | None = None
 
     def follow_weights(self) -> None:
@@ -89,8 +97,35 @@ def target_parts(
         embed=embed,
         lm_head=lambda features: _shaped(lm_head(features), factor, cap),
         lm_head_weight=head.weight.detach(),
+        final_norm=_frozen_norm(model.backbone),
+        blocks=lambda: read_weights(model, num_positions=1).layers,
         native=native,
     )
+
+
+_FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+
+
+def final_norm(backbone: nn.Module) -> Any | None:
+    """Returns the norm after the last block; None if it is not found."""
+    return next((getattr(backbone, name) for name in _FINAL_NORMS if hasattr(backbone, name)), None)
+
+
+def _frozen_norm(backbone: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Returns the final norm; its weights get no gradients."""
+    module = final_norm(backbone)
+    if module is None:
+        return None
+
+    weight = next(module.parameters(), None)
+
+    def norm(x: Tensor) -> Tensor:
+        fitted = x if weight is None else x.to(weight.dtype)
+        frozen = {name: each.detach() for name, each in module.named_parameters()} if torch.is_grad_enabled() else None
+        result: Tensor = module(fitted) if frozen is None else functional_call(module, frozen, (fitted,))
+        return result.to(x.dtype)
+
+    return norm
 
 
 def _native(embedding: Any, head: LmHead) -> NativeParts | None:
@@ -162,6 +197,13 @@ def scaled_frequencies(
     except (KeyError, TypeError, ZeroDivisionError, AttributeError) as err:
         raise ValueError(f"rotary scaling {dict(scaling)} makes no sense: {err!r}") from err
     return frequencies, float(factor)
+
+
+def target_base(config: Any) -> float:
+    """Returns the base of the rotary frequencies of a text configuration: the first, if kinds of layers differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = (each["rope_theta"] for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_theta" in each)
+    return float(next(stated, 10000.0))
 
 
 def target_scaling(config: Any) -> dict[str, Any] | None:

@@ -62,7 +62,8 @@ class RooflineCosts:
             return 0.0
         passes = -(-draft.depth // sizes.levels)
         rows = max(draft.nodes / draft.depth, 1.0)  # fed to each pass
-        return passes * pass_seconds(sizes.reads, self.machine, contexts=[context] * batch, width=rows)
+        seen = context if sizes.window is None else min(context, sizes.window)
+        return passes * pass_seconds(sizes.reads, self.machine, contexts=[seen] * batch, width=rows)
 
     def host(self, draft: PlannedDraft, batch: int) -> float:
         """See `IterationCosts`."""

@@ -175,6 +175,7 @@ def _needs(methods: Iterable[str], target: ModelSizes, flops: float) -> list[Nee
     for method in methods:
         sizes = drafter_sizes(method, target)
         if sizes is not None:
-            seconds = None if method == "draft_model" else training_seconds(target, sizes, flops)
+            is_trained = method != "draft_model" and sizes.own_weights > 0
+            seconds = training_seconds(target, sizes, flops) if is_trained else None
             needs.append(Need(method, sizes.own_weights * sizes.reads.weight_bytes, seconds))
     return needs

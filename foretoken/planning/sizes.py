@@ -18,6 +18,8 @@ _EXPERTS = ".experts."  # part of the names of the weights of experts in transfo
 _DRAFT_MODEL_SHARE = 0.1  # of the target's weights and layers
 _NUM_HEADS = 4  # Medusa and Hydra
 _EAGLE3_VOCABULARY = 32_000
+_SPIRE_LAYERS, _SPIRE_WINDOW = 2, 4 + 256  # the defaults of `foretoken.heads.spire`
+_SPARSE_WINDOW = 512  # rows of a sequence; the second least budget of MagicDec (arXiv 2408.11049), less one
 
 
 def described_sizes(name: str, dtype: str) -> tuple[ModelSizes, int]:
@@ -93,12 +95,14 @@ class DrafterSizes(NamedTuple):
         own_weights: Weights that it does not share with the target: what is trained and stored.
         levels: Levels of a draft that one pass gives.
         training_steps: Passes over each token in training: heads that learn from their own drafts have several.
+        window: Most KV rows that a token reads; None for the whole context.
     """
 
     reads: ModelSizes
     own_weights: float
     levels: int = 1
     training_steps: int = 1
+    window: int | None = None
 
 
 def drafter_sizes(method: str, target: ModelSizes) -> DrafterSizes | None:
@@ -106,7 +110,9 @@ def drafter_sizes(method: str, target: ModelSizes) -> DrafterSizes | None:
 
     Source: the layers as in the papers: EAGLE (arXiv 2401.15077) one block behind a projection of two vectors, EAGLE-3
     (2503.01840) of three, with its own LM head; Medusa (2401.10774) a block and an LM head for each level. HASS
-    (2408.15766) learns from three steps of its own drafts, EAGLE-3 here from seven.
+    (2408.15766) learns from three steps of its own drafts, EAGLE-3 here from seven. SPiRe (2504.06419) as
+    `foretoken.heads.spire` has it by default, with feedback. "self_sparse" stands for a target that drafts with all of
+    its weights over a part of its KV cache (MagicDec, 2408.11049).
     """
     d, v = target.hidden_size, target.vocab_size
     block = max(target.active_weights - v * d, 0.0) / target.layers
@@ -129,6 +135,20 @@ def drafter_sizes(method: str, target: ModelSizes) -> DrafterSizes | None:
     if method in ("hydra", "mlp_speculator"):
         level = (2 * d + v) * d
         return DrafterSizes(_resized(target, level, layers=0), _NUM_HEADS * level)
+    return _windowed_sizes(method, target, block)
+
+
+def _windowed_sizes(method: str, target: ModelSizes, block: float) -> DrafterSizes | None:
+    """Returns the sizes of drafters that read a part of the context; block: weights of one of the target's."""
+    if method == "self_sparse":
+        return DrafterSizes(target, 0.0, window=_SPARSE_WINDOW)
+    if method == "spire":
+        shared = (
+            (_SPIRE_LAYERS - 1) * 2 * target.hidden_size * target.kv_heads * target.head_dim
+        )  # keys and values of further blocks
+        own = _SPIRE_LAYERS * block - shared
+        reads = _resized(target, own + target.vocab_size * target.hidden_size, layers=_SPIRE_LAYERS)
+        return DrafterSizes(reads, own, training_steps=7, window=_SPIRE_WINDOW)
     return None
 
 

@@ -13,6 +13,8 @@
   (arXiv 2408.15766), sections 3.1 and 3.2.
 - EAGLE-3: the target's distributions over several steps of the head's own states, see `Eagle3Objective`. Li et al. 2025
   (arXiv 2503.01840), section 3.1 (training-time test).
+- SPiRe: the target's distributions over several steps of the draft's own memories, see `SpireObjective`.
+  Neelam et al. 2025 (arXiv 2504.06419).
 - Falcon: whole blocks with glances at the answers, see `FalconObjective`. Gao et al. 2024 (arXiv 2412.12639).
 
 Letters: B sequences, S positions, N rows that learn, K size of a block, E hidden size.
@@ -29,14 +31,15 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from foretoken.heads.base import AutoregressiveHead, Head, HeadConfig
+from foretoken.heads.base import Head, HeadConfig, UnrolledHead
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.heads.falcon import FalconConfig, FalconHead
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.models.parts import STATIC_KINDS, TargetParts, target_scaling
+from foretoken.heads.spire import SpireConfig
+from foretoken.models.parts import STATIC_KINDS, TargetParts, target_base, target_scaling
 from foretoken.training.objective_base import Examples, Fed, Objective, first_candidates
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ class MedusaObjective(Objective):
 
 
 class UnrolledObjective(Objective):
-    """Trains several steps of a draft of an `AutoregressiveHead`, the later ones on the head's own states.
+    """Trains several steps of a draft of an `UnrolledHead`, the later ones on the head's own states.
 
     Drafts from neighbouring positions teach nearly the same. Following only every few of them beyond the first step
     gives the same gradient on average, for a fraction of the work.
@@ -79,7 +82,7 @@ class UnrolledObjective(Objective):
     @override
     def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
         """Yields the steps; draws from torch's global generator unless all drafts are followed."""
-        assert isinstance(head, AutoregressiveHead), "the table of methods says so"
+        assert isinstance(head, UnrolledHead), "the table of methods says so"
         offset = int(torch.randint(self.stride, ())) if self.stride > 1 else 0
         starts = slice(offset, None, self.stride)
         steps = head.unrolled(
@@ -138,6 +141,22 @@ class Eagle3Objective(UnrolledObjective):
     def divisors(self, counts: Tensor) -> Tensor:
         """Returns the number of positions of the first pass, for all passes."""
         return counts[:1].expand_as(counts)
+
+
+class SpireObjective(UnrolledObjective):
+    """The target's distributions alone; steps and weights are EAGLE-3's, as the paper's are not known.
+
+    A draft without feedback has the same output at a token whichever step it is: one step teaches all of them.
+    """
+
+    head_decay: float = Field(default=0.8, gt=0, le=1)
+    passes: int = Field(default=7, ge=1)
+
+    @override
+    def steps(self, config: HeadConfig) -> int:
+        """Returns `passes`, K at most; 1 without feedback."""
+        assert isinstance(config, SpireConfig), "the table of methods says so"
+        return super().steps(config) if config.has_feedback else 1
 
 
 class FalconObjective(Objective):
@@ -267,6 +286,12 @@ def _eagle3_sizes(target: LoadedModel) -> dict[str, Any]:
     return {"boundaries": published if is_deep else tuple(range(last + 1))[-3:], "layer": _layer_like(target)}
 
 
+def _spire_sizes(target: LoadedModel) -> dict[str, Any]:
+    has_bias = any(name.endswith((".q_proj.bias", ".qkv_proj.bias")) for name, _ in target.module.named_parameters())
+    layer = {**_layer_like(target), "rope_theta": target_base(target.config), "attention_bias": has_bias}
+    return {"target_layers": target.num_layers, "layer": layer}
+
+
 class TrainedMethod(NamedTuple):
     """A trainable method; `default_sizes` returns a new head's sizes besides vocabulary and hidden size."""
 
@@ -284,5 +309,6 @@ METHODS = {
     "eagle": TrainedMethod(EagleConfig, EagleObjective, lambda target: {"layer": _layer_like(target)}),
     "hass": TrainedMethod(EagleConfig, HassObjective, lambda target: {"layer": _layer_like(target)}),
     "eagle3": TrainedMethod(Eagle3Config, Eagle3Objective, _eagle3_sizes),
+    "spire": TrainedMethod(SpireConfig, SpireObjective, _spire_sizes),
     "falcon": TrainedMethod(FalconConfig, FalconObjective, lambda target: {"layer": _layer_like(target)}),
 }

@@ -40,6 +40,7 @@ _PAPERS = {
     "mlp_speculator": "An MLP speculator (arXiv 2404.19124)",
     "eagle": "An EAGLE head (arXiv 2401.15077)",
     "eagle3": "An EAGLE-3 head (arXiv 2503.01840)",
+    "spire": "A SPiRe draft model (arXiv 2504.06419)",
     "falcon": "A Falcon head (arXiv 2412.12639)",
 }
 _HASS = "An EAGLE head, trained as HASS has it (arXiv 2408.15766)"

@@ -158,7 +158,8 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     run that was stopped goes on with the same call, to the same weights.
 
     Args:
-        method: "medusa", "hydra", "mlp_speculator", "eagle", "hass" (trains EAGLE heads), "eagle3" or "falcon".
+        method: "medusa", "hydra", "mlp_speculator", "eagle", "hass" (trains EAGLE heads), "eagle3", "spire" or
+            "falcon".
         model: Directory or hub id of the target.
         data: Packed tokens, the output of `foretoken data`.
         out: Directory of the head; must not exist.

@@ -14,12 +14,13 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from foretoken.drafters.base import Committed
+from foretoken.drafters.head_drafter import HeadDrafter
 from foretoken.drafters.heads import AutoregressiveDrafter
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.registry import read_head
-from foretoken.heads.base import AutoregressiveHead, build_head
+from foretoken.heads.base import AutoregressiveHead, UnrolledHead, build_head
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
@@ -31,6 +32,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"boundaries": [1, 2, 3], "draft_vocab_size": 50}),
     "eagle3 normed": ("eagle3", {"boundaries": [0, 3], "norm_before_residual": True, "feeds_normed": True}),
     "eagle3 narrow": ("eagle3", {"boundaries": [2], "draft_hidden_size": 24, "own_embedding": True}),
+}
+NARROW = {"target_layers": 3, "sinks": 2, "window": 6}
+SPIRES: dict[str, tuple[str, dict[str, Any]]] = {
+    "spire": ("spire", NARROW),
+    "spire, one block": ("spire", {**NARROW, "num_layers": 1, "sinks": 0}),
+    "spire, wide": ("spire", {"num_layers": 3, "window": 500}),
+    "spire, no feedback": ("spire", {**NARROW, "has_feedback": False}),
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain", "num_speculative_tokens": 5},
@@ -50,7 +58,7 @@ def target() -> LoadedModel:
 @cache
 def directory(kind: str, seed: int = 0) -> Path:
     """A random head."""
-    method, sizes = KINDS[kind]
+    method, sizes = (KINDS | SPIRES)[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = build_head(head_config(method, target(), {"num_steps": 6, **sizes}), dtype=torch.float32)
@@ -84,13 +92,13 @@ class Texts:
     def __init__(self, kind: str) -> None:
         _, checkpoint = read_head(directory(kind))
         head = checkpoint.module()
-        assert isinstance(head, AutoregressiveHead)
+        assert isinstance(head, UnrolledHead)
         self.head, self.parts = head, target_parts(target())
         self._teacher, self._num_taps = Teacher(_fresh_target(), head.config.taps), len(head.config.taps)
         self.texts: dict[int, list[int]] = {}
         self._told: dict[int, int] = {}
 
-    def begin(self, made: Sequence[AutoregressiveDrafter], slot: int, prompt: Sequence[int]) -> None:
+    def begin(self, made: Sequence[HeadDrafter], slot: int, prompt: Sequence[int]) -> None:
         """A sequence begins in a slot of some drafters; nothing of it is committed yet."""
         self.texts[slot], self._told[slot] = list(prompt), 0
         for each in made:
@@ -101,7 +109,7 @@ class Texts:
         features: Tensor = self._teacher.read_features(torch.tensor([list(text)]))[0]
         return features[:, : self._num_taps * E].unflatten(1, (self._num_taps, E))
 
-    def commit(self, made: Sequence[AutoregressiveDrafter], slots: Sequence[int], *, most: int = 10_000) -> None:
+    def commit(self, made: Sequence[HeadDrafter], slots: Sequence[int], *, most: int = 10_000) -> None:
         """Tells drafters of the positions before the roots that they do not know, at most so many of each slot."""
         starts = [self._told[slot] for slot in slots]
         ends = [
@@ -125,6 +133,7 @@ class Texts:
     def rows(self, slot: int) -> tuple[Tensor, Tensor]:
         """(S - 1, Hk, Dh) keys and values of all committed pairs, by the head's own pass over the whole text."""
         text, head = self.texts[slot], self.head
+        assert isinstance(head, AutoregressiveHead)
         states = head.initial_state(self.features(text[:-1]).flatten(1).unsqueeze(0))
         inputs, side = head.paired(states, head.embed(torch.tensor([text[1:]]), self.parts))
         heads = head.layer.projected(inputs, torch.arange(len(text) - 1).unsqueeze(0), side)

@@ -122,7 +122,7 @@ def test_other_names_lead_to_the_method(method: str, name: str) -> None:
     assert drafter_options({"method": name}).method == name
 
 
-NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "falcon", "hydra", "medusa", "mlp_speculator", "rest")
+NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "falcon", "hydra", "medusa", "mlp_speculator", "rest", "spire")
 
 
 def test_every_method_has_the_two_names_and_sound_options() -> None:

@@ -79,11 +79,11 @@ def poison_draft_model(drafter: DraftModelDrafter | TextDraftDrafter) -> None:
 
 def poison_block(drafter: HeadDrafter, features: WaitingFeatures) -> None:
     """Overwrites all rows of a head's block that are no committed positions, before and after every proposal."""
-    propose, stack = drafter.propose, features.stack
+    propose, cache = drafter.propose, features.cache
 
     def poison_all() -> None:
         for slot, fed in enumerate(features._fed):  # and what a native draft fed, which waits all the same
-            stack.cache.poison(slot, fed + features._has_seen[slot] * sum(map(len, features._waiting[slot])))
+            cache.poison(slot, fed + features._has_seen[slot] * sum(map(len, features._waiting[slot])))
 
     def poisoned_propose(context: DraftContext) -> TokenTree:
         poison_all()

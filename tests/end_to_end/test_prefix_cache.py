@@ -25,13 +25,13 @@ DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 # last feature alone; tables of its own; none at all; several together.
 KINDS = [
     "none", "draft itself", "draft itself tree", "draft dynamic", "draft intersection", "draft text", "hydra++",
-    "eagle", "eagle dynamic", "eagle3", "falcon", "medusa", "mlp_speculator", "early exit", "ngram", "suffix",
+    "eagle", "eagle dynamic", "eagle3", "falcon", "medusa", "spire", "mlp_speculator", "early exit", "ngram", "suffix",
     "prediction", "rest", "lookahead", "recycling", "oracle tree", "heads", "draft, suffix and recycling", "raises",
 ]  # fmt: skip
 # Those whose drafts do not depend on what was written before, and not on the clock.
 STEADY = {
     "draft itself", "draft itself tree", "draft dynamic", "draft intersection", "draft text", "hydra++", "eagle",
-    "eagle dynamic", "eagle3", "falcon", "medusa", "mlp_speculator", "oracle tree",
+    "eagle dynamic", "eagle3", "falcon", "medusa", "spire", "mlp_speculator", "oracle tree",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -113,7 +113,7 @@ def test_prompts_whose_tokens_are_scored_are_read_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("drafter", ["none", "draft itself", "hydra++", "eagle", "falcon"])
+@pytest.mark.parametrize("drafter", ["none", "draft itself", "hydra++", "eagle", "falcon", "spire"])
 def test_a_conversation_goes_on_where_it_was(drafter: str, runner: str) -> None:
     """All of a text but its last token is there when the next turn repeats it, and its slot goes on."""
     engine = engine_with(drafter, runner)

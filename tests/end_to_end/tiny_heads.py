@@ -29,6 +29,8 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {"num_steps": 4}),
     "eagle3": ("eagle3", {"num_steps": 4, "boundaries": [1, 3], "draft_vocab_size": 50}),
     "falcon": ("falcon", {"num_steps": 4}),
+    "spire without feedback": ("spire", {"num_steps": 4, "sinks": 2, "window": 12, "has_feedback": False}),
+    "spire": ("spire", {"num_steps": 4, "sinks": 2, "window": 12}),
 }
 STEP_HEADS = ("medusa", "hydra", "hydra++", "mlp_speculator")
 _STEPS = 150

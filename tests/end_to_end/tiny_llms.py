@@ -291,7 +291,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
             f"{name} dynamic": head(
                 name, architecture, tree="dynamic", tree_top_k=4, max_nodes=12, num_speculative_tokens=3
             )
-            for name in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "falcon")
+            for name in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "falcon", "spire")
         },
         "hydra stopped": head("hydra", architecture, control="confidence", confidence_threshold=0.05),
         "hydra pruned": head("hydra", architecture, num_speculative_tokens=3, pruning={"entropy_weighted": 0.3}),
@@ -325,6 +325,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "hydra++ chain": head("hydra++", architecture, tree="chain"),
         "eagle choices": head("eagle", architecture, tree=MEDUSA_CHOICES),
         "eagle3 chain": head("eagle3", architecture, tree="chain", num_speculative_tokens=6),
+        "spire choices": head("spire", architecture, tree=MEDUSA_CHOICES),
         "falcon choices": head("falcon", architecture, tree=MEDUSA_CHOICES),
         "falcon chain": head("falcon", architecture, tree="chain", num_speculative_tokens=5),
         "mlp_speculator widths": head("mlp_speculator", architecture, tree=WIDTHS),

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from drafters.autoregressive_heads import SHAPES, Texts
 from drafters.autoregressive_heads import drafter as head_drafter
 from drafters.drafting_contexts import attached, context
+from drafters.test_spire_drafter import drafter as spire_drafter
 from end_to_end.tiny_llms import draft_model, noisy
 from kernel_device import DEVICE, OnDevice
 from tiny_models import VOCAB_SIZE
@@ -23,6 +24,7 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.cuda_graphs import GraphDecoder
 from foretoken.decoder.elementwise import TritonOps
+from foretoken.drafters.head_drafter import HeadDrafter
 from foretoken.models.lean_weights import read_weights
 from foretoken.runner.decoders import DECODERS
 from foretoken.trees.dynamic import DynamicExpansion
@@ -109,15 +111,7 @@ PARAMS = [SamplingParams(temperature=0.9), SamplingParams(temperature=0.7, seed=
 COUPLED = [False, True, False]
 
 
-@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
-    """Slots change places and lengths differ, so that a graph that kept any of them would draft another tree."""
-    captured = head_drafter(kind, **SHAPES[shape])
-    assert captured._stack.backend == "graphs"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.drafters.captured.has_cuda_graphs", lambda device: False)
-        plain = head_drafter(kind, **SHAPES[shape])
+def assert_drafts_agree(captured: HeadDrafter, plain: HeadDrafter, kind: str, shape: str) -> None:
     dice, texts = random.Random(shape), Texts(kind)
     for slot, length in enumerate((3, 9, 6)):
         texts.begin([captured, plain], slot, [dice.randrange(VOCAB_SIZE) for _ in range(length)])
@@ -132,6 +126,29 @@ def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun
         assert_same_trees(ours, theirs)
         for slot, row in zip(slots, ours.rows(), strict=True):
             texts.texts[slot] += accepted(row, dice)
+
+
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
+    """Slots change places and lengths differ, so that a graph that kept any of them would draft another tree."""
+    captured = head_drafter(kind, **SHAPES[shape])
+    assert captured._stack.backend == "graphs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foretoken.drafters.captured.has_cuda_graphs", lambda device: False)
+        plain = head_drafter(kind, **SHAPES[shape])
+    assert_drafts_agree(captured, plain, kind, shape)
+    assert trees.num_runs >= 1
+
+
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("kind", ["spire", "spire, no feedback"])
+def test_spire_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
+    captured = spire_drafter(kind, **SHAPES[shape])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foretoken.drafters.captured.has_cuda_graphs", lambda device: False)
+        plain = spire_drafter(kind, **SHAPES[shape])
+    assert_drafts_agree(captured, plain, kind, shape)
     assert trees.num_runs >= 1
 
 

@@ -19,7 +19,7 @@ from foretoken.planning.costs import (
 from foretoken.planning.plan import make_plan
 from foretoken.planning.predict import NO_DRAFT, Limits, PlannedDraft, advise, breaks_even_at, predict, predictions
 from foretoken.planning.sizes import described_sizes, drafter_sizes, training_seconds
-from foretoken.planning.theory import Machine, ModelSizes, pass_seconds, walltime_factor
+from foretoken.planning.theory import Machine, ModelSizes, pass_seconds, throughput_multiplier, walltime_factor
 from foretoken.runner.costs import CostCurve, PassCosts
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +57,32 @@ def test_a_prediction_is_tokens_over_the_seconds_of_its_parts() -> None:
     )
     assert found.tokens_per_s == pytest.approx(4 * 2.6 / seconds, rel=1e-12)
     assert sum(found.seconds) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["spire", "self_sparse", "draft_model"])
+@pytest.mark.parametrize(("batch", "context"), [(1, 100), (64, 1000), (64, 32_000)])
+def test_drafts_within_a_window_gain_the_modelled_multiplier(method: str, batch: int, context: int) -> None:
+    """Without host time the speed-up is the multiplier of SPiRe (arXiv 2504.06419)."""
+    sizes, draft = drafter_sizes(method, LLAMA_8B), PlannedDraft(f"{method}:chain", 4, 4.0, 2.8, 1.0)
+    assert sizes is not None
+    assert (sizes.window is None) == (method == "draft_model")
+    expected = throughput_multiplier(
+        LLAMA_8B, sizes.reads, H100, contexts=[context] * batch, gamma=4, tokens=2.8, window=sizes.window
+    )
+    found = predict(draft, RooflineCosts(target=LLAMA_8B, machine=H100, host_s=0.0), batch=batch, context=context)
+    assert found.speed_up == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_window_pays_with_many_long_texts() -> None:
+    """With the same acceptance, SPiRe's drafts take a constant time and those of a draft model grow with the texts."""
+    costs = RooflineCosts(target=LLAMA_8B, machine=H100)
+    seconds = {
+        (method, context): costs.draft(PlannedDraft(f"{method}:chain", 4, 4.0, 2.8, 1.0), 64, context)
+        for method in ("spire", "self_sparse", "draft_model") for context in (1000, 32_000)
+    }  # fmt: skip
+    assert seconds["spire", 1000] == seconds["spire", 32_000]
+    assert seconds["self_sparse", 1000] == seconds["self_sparse", 32_000] > seconds["spire", 1000]
+    assert seconds["draft_model", 32_000] > 2 * seconds["draft_model", 1000]
 
 
 @pytest.mark.parametrize(

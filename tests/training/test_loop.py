@@ -176,6 +176,8 @@ def test_bfloat16_is_near_float32(tmp_path: Path, method: str) -> None:
         ("eagle", {"num_steps": 2}),
         ("hass", {"num_steps": 2}),
         ("falcon", {}),
+        ("spire", {"num_steps": 2, "window": 8}),
+        ("spire", {"num_steps": 2, "window": 8, "has_feedback": False}),
         ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2]}),
         ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2], "norm_before_fc": True, "norm_before_residual": True}),
         ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2], "fc_norms": True, "feeds_normed": True}),

@@ -21,7 +21,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.llm import LLM
-from foretoken.heads.base import AutoregressiveHead, Head
+from foretoken.heads.base import Head, UnrolledHead
 from foretoken.models.generic import find_blocks, find_final_norm
 from foretoken.models.parts import target_parts
 from foretoken.training.objective_base import first_candidates
@@ -292,7 +292,7 @@ def measure(
 
     The head, parts and readings are in one dtype.
     """
-    is_autoregressive = isinstance(head, AutoregressiveHead)
+    is_autoregressive = isinstance(head, UnrolledHead)
     # For a head of features alone, a position off and a label off are the same: the shifts cover that case.
     looks = reads_tokens(head, parts, readings[IN_PLACE])
     tried = [name for name in readings if looks or name not in (EARLIER, LATER)]
@@ -327,7 +327,7 @@ def measure(
 
 def compared_steps(head: Head) -> int:
     """Returns K of `Agreement.table`: 1 for autoregressive heads, whose later steps read the first one's output."""
-    return 1 if isinstance(head, AutoregressiveHead) else head.config.steps
+    return 1 if isinstance(head, UnrolledHead) else head.config.steps
 
 
 def _gain(before: Tensor, after: Tensor) -> float:

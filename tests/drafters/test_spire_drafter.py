@@ -1,0 +1,178 @@
+"""SPiRe as a drafter: what a path scores, which rows count, batches, prefixes and refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from drafters.autoregressive_heads import SHAPES, SPIRES, Texts, directory, target
+from drafters.drafting_contexts import attached, context
+from drafters.test_autoregressive import GREEDY, SAMPLED, accepted, assert_scores, paths, words
+
+from foretoken.core.errors import ModelError
+from foretoken.drafters import spire
+from foretoken.drafters.base import DraftRequest, Prefix
+from foretoken.drafters.registry import create_drafter, drafter_options
+from foretoken.drafters.spire import SpireDrafter
+from foretoken.formats import native
+from foretoken.formats.registry import read_head
+from tests.tree_checks import check_tree
+
+
+def drafter(kind: str, **options: Any) -> SpireDrafter:
+    """With the weights as they are stored."""
+    options = {"method": "spire", "model": str(directory(kind)), "quantization": "none", **options}
+    made = create_drafter(drafter_options(options), target())
+    assert isinstance(made, SpireDrafter)
+    attached(made, model=target(), vocab_size=target().vocab_size)
+    return made
+
+
+def poison(made: SpireDrafter) -> None:
+    """NaN in all rows that are not of committed tokens."""
+    for slot, fed in enumerate(made._rows._fed):
+        made._rows.cache.poison(slot, fed)
+
+
+HISTORIES = [
+    (kind, shape, ("some", "everything", "nothing")[(i + j) % 3])
+    for i, kind in enumerate(SPIRES)
+    for j, shape in enumerate(SHAPES)
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "how"), HISTORIES)
+def test_after_any_history_drafts_are_those_of_training(kind: str, shape: str, how: str) -> None:
+    """Ragged batches, proposals thrown away, iterations without one, slots begun anew, prompts of several chunks.
+
+    Texts are longer than what a token sees, so that the committed rows change from draft to draft.
+    """
+    made, texts, draw = drafter(kind, **SHAPES[shape]), Texts(kind), random.Random(f"{kind} {shape} {how}")
+    slots, params = [4, 0, 2], [GREEDY, SAMPLED, GREEDY]
+    for slot, length in zip(slots, (2, 3, 45), strict=True):
+        texts.begin([made], slot, words(draw, length))
+    with mock.patch.object(spire, "CHUNK", 16):
+        for round_ in range(8):
+            texts.commit([made], slots, most=30 if round_ == 0 else 10_000)
+            texts.commit([made], slots)
+            poison(made)
+            held = [texts.texts[slot] for slot in slots]
+            depth = [draw.choice([0, 1, 2, 8]) for _ in slots] if round_ % 3 else [8, 8, 8]
+            if round_ % 4 == 1:
+                made.propose(context(held, max_depth=[3, 0, 8], params=params, slots=slots))  # never verified
+                poison(made)
+            if round_ % 4 == 3:  # the engine does not draft
+                for slot in slots:
+                    texts.texts[slot] += words(draw, 2)
+                continue
+            tree = made.propose(context(held, max_depth=depth, params=params, slots=slots))
+            check_tree(tree)
+            for row, (slot, most) in enumerate(zip(slots, depth, strict=True)):
+                assert int(tree.depths[row].max()) <= most
+                if most:
+                    assert tree.num_nodes[row] > 1
+                    assert_scores(tree, row, texts, slot, params[row].temperature or 1.0)
+            for row, slot in zip(tree.rows(), slots, strict=True):
+                texts.texts[slot] += accepted(row, how, draw)
+            if round_ == 4:
+                made.release(slots[1])
+                texts.begin([made], slots[1], words(draw, 50))
+
+
+def drafted(kind: str, length: int) -> tuple[SpireDrafter, Texts]:
+    made, texts = drafter(kind, **SHAPES["chain"]), Texts(kind)
+    texts.begin([made], 0, words(random.Random(3), length))
+    texts.commit([made], [0])
+    made.propose(context([texts.texts[0]]))
+    return made, texts
+
+
+@pytest.mark.parametrize("kind", ["spire", "spire, no feedback"])
+@pytest.mark.parametrize(("row", "is_seen"), [(0, True), (1, True), (2, False), (23, False), (24, True), (28, True)])
+def test_rows_in_sight_alone_are_read(kind: str, row: int, is_seen: bool) -> None:
+    """The root at position 29 sees positions 0, 1 and 24 to 28, and itself without feedback."""
+    made, texts = drafted(kind, 30)
+    for stores in (made._rows.cache.keys, made._rows.cache.values):
+        for store in stores:
+            store[0, :, row] = float("nan")
+    tree = made.propose(context([texts.texts[0]]))
+    assert tree.scores is not None
+    assert bool(tree.scores.isnan().any()) == is_seen
+
+
+@pytest.mark.parametrize("kind", ["spire", "spire, no feedback"])
+def test_a_batch_drafts_what_each_sequence_drafts_alone(kind: str) -> None:
+    made, texts, draw = drafter(kind, **SHAPES["dynamic"]), Texts(kind), random.Random(5)
+    for slot, length in enumerate((2, 9, 33)):
+        texts.begin([made], slot, words(draw, length))
+    texts.commit([made], [0, 1, 2])
+    together = made.propose(context([texts.texts[slot] for slot in (0, 1, 2)]))
+    for slot in (0, 1, 2):
+        alone = made.propose(context([texts.texts[slot]], slots=[slot]))
+        assert alone.rows()[0].tokens == together.rows()[slot].tokens
+        assert alone.rows()[0].parents == together.rows()[slot].parents
+
+
+@pytest.mark.parametrize("kind", ["spire", "spire, no feedback"])
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_a_copied_prefix_drafts_like_its_own(kind: str, is_fed: bool) -> None:
+    """Whether its features were drafted from or still wait."""
+    made, texts, draw = drafter(kind, **SHAPES["static"]), Texts(kind), random.Random(7)
+    prompt = words(draw, 20)
+    texts.begin([made], 0, prompt)
+    texts.commit([made], [0])
+    if is_fed:
+        made.propose(context([prompt]))
+    assert made.reusable(0, 15) == 15
+    texts.begin([made], 1, [*prompt[:16], *words(draw, 9)])
+    request = DraftRequest(request_id="1", prompt=texts.texts[1], params=GREEDY, prefix=Prefix(0, 15))
+    made.begin(1, request)
+    texts._told[1] = 15
+    texts.commit([made], [1])
+    tree = made.propose(context([texts.texts[1]], slots=[1]))
+    assert_scores(tree, 0, texts, 1, 1.0)
+
+
+def test_no_draft_without_a_committed_row() -> None:
+    """A prompt of one token: the root has no row to see."""
+    made, texts = drafter("spire", **SHAPES["chain"]), Texts("spire")
+    texts.begin([made], 0, [5])
+    assert made.propose(context([texts.texts[0]])).num_nodes.tolist() == [1]
+
+
+@pytest.mark.parametrize("kind", SPIRES)
+def test_a_checkpoint_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
+    """The file names the kept blocks; a file that names a block too many is refused."""
+    _, first = read_head(directory(kind))
+    native.write_checkpoint(first, tmp_path / "again")
+    _, again = read_head(tmp_path / "again")
+    assert again.config == first.config
+    assert again.weights.keys() == first.weights.keys()
+    assert all(torch.equal(again.weights[key], each) for key, each in first.weights.items())
+    config = json.loads((tmp_path / "again" / "config.json").read_text(encoding="utf-8"))
+    assert config["config"]["kept_layers"] == list(first.config.kept_layers)  # type: ignore[attr-defined]
+    config["config"]["kept_layers"] = [3]
+    (tmp_path / "again" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelError, match="ascending numbers from 0 to 2"):
+        read_head(tmp_path / "again")
+
+
+@pytest.mark.parametrize("kind", ["spire", "spire, no feedback"])
+def test_int8_drafts_are_near(kind: str) -> None:
+    made, texts = drafter(kind, tree="chain", num_speculative_tokens=3, quantization="int8"), Texts(kind)
+    texts.begin([made], 0, words(random.Random(2), 20))
+    texts.commit([made], [0])
+    tree = made.propose(context([texts.texts[0]]))
+    (path,) = paths(tree.rows()[0])
+    tokens = [tree.rows()[0].tokens[node] for node in path]
+    assert tree.scores is not None
+    expected = texts.log_probs(0, tokens, 1.0)[range(3), tokens].cumsum(0)
+    assert not torch.equal(tree.scores[0, path], expected)
+    torch.testing.assert_close(
+        tree.scores[0, path], expected, rtol=0.1, atol=0.1
+    )  # a hundredth a weight, over 2 blocks
