@@ -1,4 +1,4 @@
-"""`foretoken train` trains a draft head; `foretoken tune` finds the best static tree and trains stop rules."""
+"""`foretoken train` trains heads and draft models; `foretoken tune` finds the best static tree and stop rules."""
 
 from __future__ import annotations
 
@@ -33,18 +33,28 @@ def train(
     method: Annotated[
         str,
         typer.Argument(
-            help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3, spire or falcon."
+            help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3, spire or falcon; or "
+            "draft_model, a whole language model."
         ),
     ],
     model: options.Model,
     data: Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")],
-    out: Annotated[Path, typer.Option(help="Directory of the head; must not exist.")],
+    out: Annotated[Path, typer.Option(help="Directory of the head or draft model; must not exist.")],
     sizes: Annotated[
         list[str] | None,
-        _head("--set", metavar="KEY=JSON", help="A size of the head, e.g. num_heads=4. May be repeated."),
+        _head(
+            "--set",
+            metavar="KEY=JSON",
+            help="A size of the head, e.g. num_heads=4. For draft_model num_layers=N alone keeps N of the target's "
+            "layers; further sizes, named as in config.json, make a model with random weights. May be repeated.",
+        ),
     ] = None,
     init: Annotated[
-        str | None, _head(help="Start from this head, a directory or a hub id, instead of neutral weights.")
+        str | None,
+        _head(
+            help="Start from this head or draft model, a directory or a hub id, instead of neutral weights. A draft "
+            "model needs the target's tokenizer."
+        ),
     ] = None,
     draft_vocab: Annotated[
         Path | None,
@@ -58,9 +68,10 @@ def train(
         _learning(
             "--objective",
             metavar="KEY=X",
-            help="A weight of the objective: ce_weight, kl_weight, tv_weight, feature_weight, head_decay or noise; for "
-            "the EAGLE family also passes and stride; for hass also num_top and top_weight; for falcon glancing and "
-            "glancing_floor. May be repeated.",
+            help="A weight of the objective: ce_weight, kl_weight, tv_weight, rkl_weight, jsd_weight with jsd_beta; "
+            "for heads also feature_weight, head_decay and noise; for the EAGLE family passes and stride; for hass "
+            "num_top and top_weight; for falcon glancing and glancing_floor; for draft_model on_policy, teacher, "
+            "temperature, refresh_steps, prompt_share, supervise_all and target_temperature. May be repeated.",
         ),
     ] = None,
     steps: Annotated[int, _learning(min=1, help="Optimiser steps; with --seconds at most.")] = 1000,
@@ -117,12 +128,16 @@ def train(
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Train a draft head on a frozen target.
+    """Train a draft head, or a whole draft model, on a frozen target.
 
     The same command continues a run that a signal or a crash stopped; the result is the same. Under `accelerate launch`
     or `torchrun` all processes share the batch (on CPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu
     --num_processes 2 -m foretoken train ...). At the end the head decodes held-out prompts through the engine, and its
     acceptance rates are stored with it: drafting chooses its tree by them.
+
+    `draft_model` distils the target into a smaller language model (DistillSpec). The result is an ordinary model
+    directory. With --objective on_policy=0.7 the draft model writes the text of 0.7 of the batches itself, and with
+    teacher=0.3 the target writes that of 0.3.
     """
     arguments = dict(locals())
     arguments |= {"sizes": _pairs(sizes, "--set"), "objective": _pairs(objective, "--objective")}

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from foretoken.training.objective_base import Objective
 
 
+DRAFT_MODEL = "draft_model"  # the method that trains no head, but a whole model
+
+
 class Schedule(BaseModel):
     """Learning rate of every optimiser step.
 
@@ -135,7 +138,7 @@ def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> H
 
 
 def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
-    """Returns the objective of a method; weights: values that replace its defaults. Raises as `head_config`."""
+    """Returns the objective of a head; weights: values that replace its defaults. Raises as `head_config`."""
     return validated(trained_method(method).objective, weights, f"the objective of {method}")
 
 
@@ -147,5 +150,6 @@ def train_config(values: Mapping[str, Any]) -> TrainConfig:
 def trained_method(method: str) -> TrainedMethod:
     """Returns the row of `METHODS`; raises `ConfigError` for an unknown method, with the nearest name."""
     if method not in METHODS:
-        raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, sorted(METHODS))}")
+        known = sorted({*METHODS, DRAFT_MODEL})
+        raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, known)}")
     return METHODS[method]

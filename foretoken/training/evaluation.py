@@ -182,18 +182,19 @@ class EvaluationConfig:
 
     def evaluator(
         self, target: LoadedModel, head: Head, parts: TargetParts, *, precision: torch.dtype
-    ) -> Callable[[], list[float]]:
+    ) -> Callable[[], dict[str, Any]]:
         """Returns a function that evaluates a float32 head in training; GEMMs are computed in `precision`.
 
-        The function returns K shares of drafts with d right first steps, from d = 1. It draws no random number
-        and leaves the head in evaluation mode. Raises `ConfigError` when the windows are too short for the head.
+        The function returns fields of `StepReport`: K shares of drafts with d right first steps, from d = 1, and the
+        acceptance length. It draws no random number and leaves the head in evaluation mode. Raises
+        `ConfigError` when the windows are too short for the head.
         """
         teacher, device, vocab_size = Teacher(target, head.config.taps), target.device, head.config.vocab_size
         tokens, supervised = self.tokens.to(device), self.supervised.to(device)
         row, begin = self.starts(head.config.steps).to(device).nonzero().unbind(1)
 
         @torch.no_grad()
-        def shares() -> list[float]:
+        def measured() -> dict[str, Any]:
             head.eval()
             counts: list[int] = []
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == torch.bfloat16):
@@ -207,6 +208,7 @@ class EvaluationConfig:
                         said = head.token_map[said]
                     is_right &= said == choices[row, begin + 1 + index]
                     counts.append(int(is_right.sum()))
-            return [count / len(row) for count in counts]
+            shares = [count / len(row) for count in counts]
+            return {"held_out_acceptance": shares, "held_out_tau": 1.0 + sum(shares)}
 
-        return shares
+        return measured

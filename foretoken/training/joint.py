@@ -23,7 +23,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.models.parts import target_parts
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate
-from foretoken.training.trainer import Batches, Processes, Trainer, parameter_groups
+from foretoken.training.trainer import Batches, HeadTrainer, Processes, parameter_groups
 
 if TYPE_CHECKING:
     from foretoken.heads.base import Head, WindowPositions
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class JointTrainer(Trainer):
+class JointTrainer(HeadTrainer):
     """A head and its target in training."""
 
     def __init__(

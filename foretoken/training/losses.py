@@ -33,6 +33,9 @@ class LossWeights(NamedTuple):
         tv: Total variation: one minus the probability that a drawn draft is accepted (Leviathan 2211.17192, 3.2).
         top: -sum of p log q over the target's `num_top` most probable tokens, p not renormalised (HASS 2408.15766,
             3.2).
+        rkl: KL(head || target): the head avoids tokens that the target would not write.
+        jsd: Jensen-Shannon divergence b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q, p the target's and b
+            `jsd_beta`, between 0 and 1 (DistillSpec 2310.08461, A.1).
     """
 
     token: float = 0.0
@@ -40,6 +43,14 @@ class LossWeights(NamedTuple):
     tv: float = 0.0
     top: float = 0.0
     num_top: int = 10
+    rkl: float = 0.0
+    jsd: float = 0.0
+    jsd_beta: float = 0.5
+
+    @property
+    def need_probs(self) -> bool:
+        """Whether any weight needs the target's probabilities."""
+        return bool(self.kl or self.tv or self.top or self.rkl or self.jsd)
 
 
 class TargetRows(NamedTuple):
@@ -103,18 +114,18 @@ def distances(
 
     Args:
         logits: (M, V), the head's, in any floating dtype; computed in float32 at least.
-        target: The target's distributions; with probabilities if `weights` has `kl`, `tv` or `top`.
+        target: The target's distributions; with probabilities if the weights need them.
         labels: (M,) int64, the text itself.
         scale: Factor of the gradient alone.
     """
-    if _has_kernels(logits):
+    if _has_kernels(logits) and not (weights.rkl or weights.jsd):  # which the kernels do not have
         from foretoken.training.triton_losses import losses_and_gradient
 
         return Distances(*losses_and_gradient(logits, target.probs, target.entropy, labels, weights, scale))
     exact = _exact(logits)
     loss = torch.zeros(len(logits), dtype=exact, device=logits.device)
     best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    grad = torch.empty_like(logits) if any(weights[:4]) else None
+    grad = torch.empty_like(logits) if weights.token or weights.need_probs else None
     with torch.autocast(logits.device.type, enabled=False):
         for rows, block in _blocks(logits):
             best[rows] = _argmax(block)
@@ -133,7 +144,7 @@ def _of_block(
     # The greatest probability is 1 / sum(exp(logits - greatest)) and at least 1 / V.
     normalizer = (logits.gather(1, best) - own.gather(1, best).log()).squeeze(1)
     loss = torch.zeros_like(normalizer)
-    token, kl, tv, top, num_top = weights
+    token, kl, top, num_top = weights.token, weights.kl, weights.top, weights.num_top
     share: Tensor | float = token + kl  # the weight of the head's own probabilities in the gradient
     if top:
         assert target.probs is not None, "the caller asks for probabilities"
@@ -143,19 +154,25 @@ def _of_block(
         share = share + top * sums.unsqueeze(1)
     if token:
         loss += token * (normalizer - logits.gather(1, labels).squeeze(1))
+    slope = None  # (N, V) derivative by the head's own probabilities, of the distances that depend on them alone
+    if weights.rkl or weights.jsd:
+        assert target.probs is not None, "the caller asks for probabilities"
+        slope = _reverse(logits - normalizer.unsqueeze(1), own, target.probs, weights, loss)
     if kl:
         assert target.probs is not None, "the caller asks for probabilities"
         assert target.entropy is not None, "the caller asks for probabilities"
         loss += kl * (normalizer - logits.mul_(target.probs).sum(1) - target.entropy)
-    if tv:
+    if weights.tv:
         assert target.probs is not None, "the caller asks for probabilities"
         gap = torch.sub(own, target.probs, out=logits)
-        loss += tv * gap.abs().sum(1) / 2
-        sign = gap.sign_()
-        mean = torch.linalg.vecdot(sign, own).unsqueeze(1)
-        own.mul_(sign.sub_(mean).mul_(tv / 2 * scale).add_(share * scale))
-    else:
+        loss += weights.tv * gap.abs().sum(1) / 2
+        sign = gap.sign_().mul_(weights.tv / 2)
+        slope = sign if slope is None else slope.add_(sign)
+    if slope is None:
         own.mul_(share * scale)
+    else:
+        mean = torch.linalg.vecdot(slope, own).unsqueeze(1)
+        own.mul_(slope.sub_(mean).add_(share).mul_(scale))
     if kl and target.probs is not None:
         own.sub_(target.probs, alpha=kl * scale)
     if token:
@@ -163,6 +180,27 @@ def _of_block(
     if top:
         own.scatter_add_(1, tokens, probs * (-top * scale))
     return loss, own
+
+
+def _reverse(log_own: Tensor, own: Tensor, probs: Tensor, weights: LossWeights, loss: Tensor) -> Tensor:
+    """Adds the reverse KL and Jensen-Shannon divergences to `loss`; returns their (N, V) derivative by `own`.
+
+    A constant of a row is left out of the derivative, because `own` sums to 1. Probabilities of 0 count as the smallest
+    normal number.
+    """
+    tiny = torch.finfo(own.dtype).tiny
+    log_own = log_own.clamp_min(_LEAST_LOG_PROB)
+    log_probs = probs.clamp_min(tiny).log_()
+    slope = (log_own - log_probs).mul_(weights.rkl)
+    loss += torch.linalg.vecdot(own, slope)
+    if weights.jsd:
+        beta = weights.jsd_beta
+        log_mean = torch.lerp(own, probs, beta).clamp_min_(tiny).log_()
+        apart = log_own.sub_(log_mean)
+        of_target = torch.linalg.vecdot(probs, log_probs.sub_(log_mean))
+        loss += weights.jsd * (beta * of_target + (1 - beta) * torch.linalg.vecdot(own, apart))
+        slope.add_(apart, alpha=weights.jsd * (1 - beta))
+    return slope
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:

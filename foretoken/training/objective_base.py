@@ -51,8 +51,35 @@ class Fed(NamedTuple):
         return (positions >= self.offset) & ((positions - self.offset) % self.stride == 0)
 
 
-class Objective(BaseModel):
-    """Weights of the terms of a loss; a method's own defaults derive from it.
+class Divergences(BaseModel):
+    """Weights of the distances between distributions, see `LossWeights`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    ce_weight: float = Field(default=0.0, ge=0)
+    kl_weight: float = Field(default=1.0, ge=0)
+    tv_weight: float = Field(default=0.0, ge=0)
+    rkl_weight: float = Field(default=0.0, ge=0)
+    jsd_weight: float = Field(default=0.0, ge=0)
+    jsd_beta: float = Field(default=0.5, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if not any(value for name, value in self if name.endswith("_weight")):
+            raise ValueError("With all weights 0 there is nothing to learn. Expected one above 0")
+        return self
+
+    @property
+    def distance_weights(self) -> LossWeights:
+        """The weights as arguments of `distances`."""
+        return LossWeights(
+            token=self.ce_weight, kl=self.kl_weight, tv=self.tv_weight, rkl=self.rkl_weight, jsd=self.jsd_weight,
+            jsd_beta=self.jsd_beta,
+        )  # fmt: skip
+
+
+class Objective(Divergences):
+    """Weights of the terms of a head's loss; a method's own defaults derive from it.
 
     Attributes:
         feature_weight: Weight of the smooth L1 distance between the head's feature and the target's.
@@ -63,25 +90,9 @@ class Objective(BaseModel):
 
     noise_window: ClassVar[int | None] = None  # tokens of the published training windows
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    ce_weight: float = Field(default=0.0, ge=0)
-    kl_weight: float = Field(default=1.0, ge=0)
-    tv_weight: float = Field(default=0.0, ge=0)
     feature_weight: float = Field(default=0.0, ge=0)
     head_decay: float = Field(default=1.0, gt=0, le=1)
     noise: float = Field(default=0.0, ge=0)
-
-    @model_validator(mode="after")
-    def _check_options(self) -> Self:
-        if not (self.ce_weight or self.kl_weight or self.tv_weight or self.feature_weight):
-            raise ValueError("With all weights 0 there is nothing to learn. Expected one above 0")
-        return self
-
-    @property
-    def distance_weights(self) -> LossWeights:
-        """The weights of the distances between distributions."""
-        return LossWeights(token=self.ce_weight, kl=self.kl_weight, tv=self.tv_weight)
 
     def steps(self, config: HeadConfig) -> int:
         """Returns K, the number of trained steps of a head."""
@@ -184,7 +195,7 @@ def accumulate(
         read = step.hidden[sequence[where], (position[where] - step.offset) // step.stride]
         scale = weight * objective.head_decay**index / float(divisors[index])
         losses.append(_StepLoss(objective, head, index, read, known, scale * step.stride, step.stride))
-    size = _portion_rows(head.config.vocab_size, sequence.device)
+    size = portion_rows(head.config.vocab_size, sequence.device)
     for begin in range(0, num_rows[0], size):
         rows = sequence[begin : begin + size], place[begin : begin + size]
         portion = _portion(objective, examples, rows, parts, head.token_map)
@@ -239,7 +250,7 @@ def _portion(
     features = examples.final[sequence, place]
     weights, labels = objective.distance_weights, examples.tokens[sequence, place + 1]
     logits = parts.lm_head(features)
-    has_probs = bool(weights.kl or weights.tv or weights.top)
+    has_probs = weights.need_probs
     if token_map is None:
         return _Portion(features, target_rows(logits, has_probs=has_probs), labels, None)
     drafted = logits[:, token_map]
@@ -322,10 +333,11 @@ def _noisy(features: Tensor, objective: Objective) -> Tensor:
 
 def first_candidates(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:
     """Returns (M,) int64, the most probable tokens of (M, W) inputs of `logits`, a portion at a time."""
-    return torch.cat([logits(part).argmax(-1) for part in rows.split(_portion_rows(vocab_size, rows.device))])
+    return torch.cat([logits(part).argmax(-1) for part in rows.split(portion_rows(vocab_size, rows.device))])
 
 
-def _portion_rows(vocab_size: int, device: torch.device) -> int:
+def portion_rows(vocab_size: int, device: torch.device) -> int:
+    """Returns the rows of a portion of logits."""
     return max(1, (_PORTION_VALUES if runs_cpu_kernels(device) else _GPU_PORTION_VALUES) // vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""Measures a trained head on held-out prompts, and saves it with the results.
+"""Measures a trained head or draft model on held-out prompts, and saves it with the results.
 
 `foretoken.training.evaluation` measures acceptance by depth and rank. The acceptance length comes from drafting in the
 engine.
@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
 from foretoken.formats.files import safetensors_errors
 from foretoken.heads.base import AutoregressiveConfig, HeadConfig
-from foretoken.models.loading import LoadedModel, load_config
+from foretoken.models.loading import LoadedModel, load_config, load_model
 from foretoken.models.placement import DTYPES
 from foretoken.runner.costs import pass_costs
+from foretoken.training.draft_model import CHAIN
 from foretoken.training.evaluation import measured_acceptance
 from foretoken.training.run_state import read_curve
 from foretoken.training.trainer import training_processes
@@ -50,27 +52,14 @@ def head_card(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> str:
     """Returns a model card in Markdown, from a head with the notes of `trained_notes` and `saved_head`'s facts."""
     target = Path(checkpoint.target.name or "its target").name if checkpoint.target else "its target"
     settings = checkpoint.notes["settings"]
-    train, schedule = settings["train"], settings["train"]["schedule"]
-    sizes = ", ".join(f"{key} {value}" for key, value in _plain(settings["head"]).items())
-    objective = ", ".join(f"{key} {value}" for key, value in _plain(settings["objective"]).items() if value)
-    rows = {
-        "parameters": f"{facts['parameters'] / 1e6:.2f} M ({facts['bytes'] / 1e6:.1f} MB)",
-        "sizes": sizes,
-        **_autoregressive(checkpoint, settings),
-        "training": f"{facts['steps']} steps of {train['batch_size']} x {train['length']} tokens, "
-        f"{facts['tokens'] / 1e6:.2f} M tokens, {facts['seconds'] / 60:.0f} minutes in steps",
-        "objective": objective,
-        "optimiser": f"AdamW, peak {schedule['peak']:g} after {schedule['warmup_steps']} steps, cosine to "
-        f"{schedule['floor']:g} of it, weight decay {train['weight_decay']:g}, clip {train['clip_norm']:g}, "
-        f"seed {train['seed']}, {train['precision']}",
-        **_measured(checkpoint, facts),
-    }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    points = "\n".join(
-        f"| {point['step']} | {point['loss']:.3f} | {' '.join(f'{share:.3f}' for share in point['head_matches'])} |"
-        for point in checkpoint.notes.get("curve", ())
-    )
     method, unit = checkpoint.config.method, _unit(checkpoint)
+    table = _table({
+        "parameters": f"{facts['parameters'] / 1e6:.2f} M ({facts['bytes'] / 1e6:.1f} MB)",
+        "sizes": ", ".join(f"{key} {value}" for key, value in _plain(settings["head"]).items()),
+        **_autoregressive(checkpoint, settings),
+        **_training(settings, facts),
+        **_measured(checkpoint.acceptance, unit, facts),
+    })  # fmt: skip
     paper = _HASS if "top_weight" in settings["objective"] else _PAPERS.get(method, method)
     return f"""---
 license: apache-2.0
@@ -86,16 +75,93 @@ tags: [speculative-decoding, {method}]
 {table}
 
 Acceptance and tau (tokens a target pass, the target's own included) are of texts that the target writes to held-out
-prompts, 128 tokens each; tau with the static tree `mc_sim_7b_63`{_dynamic(facts)}.
+prompts, {_MAX_TOKENS} tokens each; tau with the static tree `mc_sim_7b_63`{_dynamic(facts)}.
 
 | step | loss | first candidate of each {unit} is the target's, on training text (means of the steps around) |
 |---|---|---|
-{points}
+{_points(checkpoint.notes)}
 
 ```console
 {checkpoint.notes.get("command", "")}
 ```
 """
+
+
+def draft_model_card(target: str, config: Any, facts: Mapping[str, Any]) -> str:
+    """Returns a model card in Markdown; facts: the contents of `training.json`."""
+    settings, name = facts["settings"], Path(target).name
+    origin = settings["origin"]
+    begun = "a model of the same tokenizer" if "init" in origin else "random weights"
+    if "target_layers" in origin:
+        begun = f"the target's layers {', '.join(map(str, origin['target_layers']))}"
+    table = _table({
+        "parameters": f"{facts['parameters'] / 1e6:.2f} M ({facts['bytes'] / 1e6:.1f} MB)",
+        "sizes": f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads",
+        "begun from": begun,
+        **_training(settings, facts),
+        "speed": f"{facts['trained_tokens_per_s']} tokens/s trained",
+        **_written(facts),
+        **_measured(facts["acceptance"], "token", facts),
+    })  # fmt: skip
+    return f"""---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [speculative-decoding, draft-model]
+---
+
+# Draft model for {name}
+
+Distilled from `{name}` by `foretoken train draft_model` (DistillSpec, arXiv 2310.08461).
+
+| | |
+|---|---|
+{table}
+
+Acceptance and tau (tokens a target pass, the target's own included) are of texts that the target writes to held-out
+prompts, {_MAX_TOKENS} tokens each; tau with chains of {CHAIN} tokens.
+
+| step | loss | most probable token is the target's, on training text (means of the steps around) |
+|---|---|---|
+{_points(facts)}
+
+```console
+{facts.get("command", "")}
+```
+"""
+
+
+def _written(facts: Mapping[str, Any]) -> dict[str, str]:
+    if "written_tokens" not in facts:
+        return {}
+    speed = f"{facts['written_tokens'] / 1e6:.2f} M tokens, {facts['written_tokens_per_s']} tokens/s"
+    return {"text of draft model and target": speed}
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+
+
+def _points(notes: Mapping[str, Any]) -> str:
+    return "\n".join(
+        f"| {point['step']} | {point['loss']:.3f} | {' '.join(f'{share:.3f}' for share in point['head_matches'])} |"
+        for point in notes.get("curve", ())
+    )
+
+
+def _training(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, str]:
+    train, schedule = settings["train"], settings["train"]["schedule"]
+    objective = {key: value for key, value in _plain(settings["objective"]).items() if value}
+    if "jsd_weight" not in objective:
+        objective.pop("jsd_beta", None)
+    return {
+        "training": f"{facts['steps']} steps of {train['batch_size']} x {train['length']} tokens, "
+        f"{facts['tokens'] / 1e6:.2f} M tokens, {facts['seconds'] / 60:.0f} minutes in steps",
+        "objective": ", ".join(f"{key} {value}" for key, value in objective.items()),
+        "optimiser": f"AdamW, peak {schedule['peak']:g} after {schedule['warmup_steps']} steps, cosine to "
+        f"{schedule['floor']:g} of it, weight decay {train['weight_decay']:g}, clip {train['clip_norm']:g}, "
+        f"seed {train['seed']}, {train['precision']}",
+    }
 
 
 def trained_notes(notes: Mapping[str, Any], run: Path, command: str) -> dict[str, Any]:
@@ -142,13 +208,11 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _measured(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> dict[str, str]:
+def _measured(acceptance: Sequence[Sequence[float]] | None, unit: str, facts: Mapping[str, Any]) -> dict[str, str]:
     rows = {}
-    if checkpoint.acceptance is not None:
-        first = " ".join(f"{row[0]:.3f}" for row in checkpoint.acceptance)
-        best = " ".join(f"{sum(row):.3f}" for row in checkpoint.acceptance)
-        rows[f"first candidate right, by {_unit(checkpoint)}"] = first
-        rows[f"one of ten candidates right, by {_unit(checkpoint)}"] = best
+    if acceptance is not None:
+        rows[f"first candidate right, by {unit}"] = " ".join(f"{row[0]:.3f}" for row in acceptance)
+        rows[f"one of ten candidates right, by {unit}"] = " ".join(f"{sum(row):.3f}" for row in acceptance)
     for temperature in ("0", "0.8"):
         for key, name in (("", ""), ("dynamic_", ", dynamic trees")):
             tau = facts.get(f"{key}tau_at_temperature_{temperature}")
@@ -223,11 +287,58 @@ def saved_head(
             )
             head = replace(head, acceptance=measured)
             native.write_files(head, place)
-            facts |= _drafting(head.config, place, target, tokenizer, workload, progress)
+            facts |= _head_drafting(head.config, place, target, tokenizer, workload, progress)
             assert head.acceptance is not None, "it was just measured"
             facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
         native.write_files(replace(head, notes={**checkpoint.notes, **facts}), place)
         (place / "README.md").write_text(head_card(head, facts), encoding="utf-8")
+    return {**facts, "directory": str(out)}
+
+
+def saved_draft_model(
+    student: LoadedModel,
+    notes: Mapping[str, Any],
+    out: Path,
+    *,
+    target: LoadedModel,
+    tokenizer: Any,
+    dtype: str,
+    workload: Workload | None,
+    on_progress: Callable[[int, int], None] = no_progress,
+) -> dict[str, Any] | None:
+    """Writes a trained draft model as a model directory and measures it; arguments and result as of `saved_head`.
+
+    `notes` are those of `trained_notes`; they go to `training.json` with the results. The weights of `student` get the
+    dtype of the files. `out` appears whole or not at all. Raises `ConfigError` when a file cannot be written, or `out`
+    is taken.
+    """
+    if training_processes().process_index:
+        return None
+    module: Any = student.module
+    files = load_config(target.name).get_text_config()  # a loaded model's configuration has the dtype of its memory
+    module.to(_stored_dtype(files, target.dtype) if dtype == "auto" else DTYPES[dtype])
+    weights = list(module.parameters())
+    facts: dict[str, Any] = {
+        "method": "draft_model",
+        "parameters": sum(value.numel() for value in weights),
+        "bytes": sum(value.numel() * value.itemsize for value in weights),
+        **{key: value for key, value in notes.items() if key not in ("settings", "curve", "command")},
+    }
+    with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
+        with safetensors_errors():
+            module.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+        acceptance = None
+        if workload is not None:
+            progress = TokenProgress(workload, 2 * len(workload.temperatures), report=on_progress)
+            drafter = load_model(str(place), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
+            acceptance = measured_acceptance(drafter, target, tokenizer, workload, progress=progress)
+            chain = {"method": "draft_model", "model": str(place), "tree": "chain", "num_speculative_tokens": CHAIN}
+            drafted, facts["tree_nodes"] = _drafting(chain, target, tokenizer, workload, progress)
+            facts |= {**drafted, "acceptance_of_first_candidate": [row[0] for row in acceptance]}
+        stored = {**notes, **facts, "acceptance": acceptance}
+        (place / "training.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        (place / "README.md").write_text(draft_model_card(target.name, student.config, stored), encoding="utf-8")
     return {**facts, "directory": str(out)}
 
 
@@ -273,7 +384,7 @@ def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else DTYPES.get(str(stored), default)
 
 
-def _drafting(
+def _head_drafting(
     config: HeadConfig,
     directory: Path,
     target: LoadedModel,
@@ -282,27 +393,28 @@ def _drafting(
     progress: TokenProgress,
 ) -> dict[str, Any]:
     """Returns tokens a target pass and acceptance by depth; keys of dynamic trees begin with "dynamic"."""
+    head = {"method": config.method, "model": str(directory)}
+    static, nodes = _drafting({**head, "tree": _QUOTED_TREE}, target, tokenizer, workload, progress)
+    tree = {"tree": "dynamic", "max_nodes": nodes, "num_speculative_tokens": config.steps}
+    dynamic, dynamic_nodes = _drafting({**head, **tree}, target, tokenizer, workload, progress)
+    facts = {**static, **{f"dynamic_{key}": value for key, value in dynamic.items()}}
+    return {**facts, "tree_nodes": nodes, "dynamic_tree_nodes": dynamic_nodes}
+
+
+def _drafting(
+    setup: dict[str, Any], target: LoadedModel, tokenizer: Any, workload: Workload, progress: TokenProgress
+) -> tuple[dict[str, Any], int]:
+    """Returns tokens a target pass and acceptance by depth, by temperature, and the nodes of the deepest draft."""
+    llm = LLM(
+        target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, speculative_config=setup, on_step=progress.add
+    )  # fmt: skip
     facts: dict[str, Any] = {}
-
-    def run(tree: dict[str, Any], name: str) -> int:
-        llm = LLM(
-            target,
-            tokenizer=tokenizer,
-            max_num_seqs=_AT_ONCE,
-            speculative_config={"method": config.method, "model": str(directory), **tree},
-            on_step=progress.add,
-        )
-        for temperature in workload.temperatures:
-            outputs: Sequence[Any] = llm.generate(list(workload.prompts), workload.params(temperature))
-            progress.end_run()
-            metrics = GenerationMetrics.total(output.metrics for output in outputs)
-            facts[f"{name}tau_at_temperature_{temperature:g}"] = round(metrics.mean_acceptance_length, 4)
-            facts[f"{name}acceptance_by_depth_at_temperature_{temperature:g}"] = [
-                round(share, 4) for share in metrics.acceptance_by_depth
-            ]
-        return int(llm.drafters[0].nodes_by_depth[-1])
-
-    facts["tree_nodes"] = run({"tree": _QUOTED_TREE}, "")
-    dynamic = {"tree": "dynamic", "max_nodes": facts["tree_nodes"], "num_speculative_tokens": config.steps}
-    facts["dynamic_tree_nodes"] = run(dynamic, "dynamic_")
-    return facts
+    for temperature in workload.temperatures:
+        outputs: Sequence[Any] = llm.generate(list(workload.prompts), workload.params(temperature))
+        progress.end_run()
+        metrics = GenerationMetrics.total(output.metrics for output in outputs)
+        facts[f"tau_at_temperature_{temperature:g}"] = round(metrics.mean_acceptance_length, 4)
+        facts[f"acceptance_by_depth_at_temperature_{temperature:g}"] = [
+            round(share, 4) for share in metrics.acceptance_by_depth
+        ]
+    return facts, int(llm.drafters[0].nodes_by_depth[-1])

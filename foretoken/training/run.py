@@ -1,7 +1,7 @@
-"""Runs one training from its settings to a trained head: starts or resumes, trains, evaluates, keeps curves.
+"""Runs one training of a head or a draft model from its settings: starts or resumes, trains, evaluates, keeps curves.
 
-A run keeps its checkpoints, settings and curves in a directory of its own. The head appears in the output directory
-only at the end of the run.
+A run keeps its checkpoints, settings and curves in a directory of its own. The result appears in the output
+directory only at the end of the run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import TargetParts, target_parts
+from foretoken.training.draft_model import ModelTrainer, evaluator
 from foretoken.training.joint import JointTrainer
-from foretoken.training.run_state import MetricsLog
+from foretoken.training.run_state import MetricsLog, weights_sha
 from foretoken.training.teacher import FeatureCache, Teacher
-from foretoken.training.trainer import Batches, Processes, StepReport, Trainer, training_processes
+from foretoken.training.trainer import Batches, HeadTrainer, Processes, StepReport, Trainer, training_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,51 +36,80 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.training.config import JointConfig, TrainConfig
+    from foretoken.training.draft_text import Distillation
     from foretoken.training.evaluation import EvaluationConfig
-    from foretoken.training.objective_base import Objective
+    from foretoken.training.objective_base import Divergences, Objective
 
 _SETTINGS = "settings.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """The settings that determine a run's weights, and its directories.
+    """The settings that determine a run's weights, and its directory; those of a head, or of a draft model.
 
     Attributes:
         data: Identifies the training tokens, such as a hash of them.
         directory: Directory of checkpoints, settings and curves.
-        cache: Directory of features that are kept between steps and runs; None to compute them every time.
-        cache_bytes: Most bytes of the cache.
-        joint: Settings of the target's training, for `train_jointly`.
-        draft_vocab: Ascending ids of the tokens of a draft vocabulary.
         evaluation: Held-out text for evaluations with a frozen target; changes no weights.
     """
 
-    head: HeadConfig
-    objective: Objective
+    objective: Divergences
     train: TrainConfig
     data: str
     directory: Path
     save_every_s: float = 120.0
-    cache: Path | None = None
-    cache_bytes: int = 8 << 30
-    joint: JointConfig | None = None
-    draft_vocab: tuple[int, ...] | None = None
     evaluation: EvaluationConfig | None = None
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
         """Returns the settings that a resumed run must share, JSON-ready; null equals a missing key."""
+        return {
+            "objective": self.objective.model_dump(mode="json"),
+            "train": self.train.model_dump(mode="json"),
+            "data": self.data,
+            "target": target.model_dump(mode="json", exclude={"name"}),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings(RunSettings):
+    """The settings of a head's run.
+
+    Attributes:
+        cache: Directory of features that are kept between steps and runs; None to compute them every time.
+        cache_bytes: Most bytes of the cache.
+        joint: Settings of the target's training, for `train_jointly`.
+        draft_vocab: Ascending ids of the tokens of a draft vocabulary.
+    """
+
+    head: HeadConfig
+    objective: Objective
+    cache: Path | None = None
+    cache_bytes: int = 8 << 30
+    joint: JointConfig | None = None
+    draft_vocab: tuple[int, ...] | None = None
+
+    def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
+        """See `RunSettings`."""
         drafted = hashlib.sha256(str(self.draft_vocab).encode()).hexdigest()[:16]
         return {
             "method": self.head.method,
             "head": self.head.model_dump(mode="json"),
-            "objective": self.objective.model_dump(mode="json"),
-            "train": self.train.model_dump(mode="json"),
-            "data": self.data,
             "joint": None if self.joint is None else self.joint.model_dump(mode="json"),
             "draft_vocab": None if self.draft_vocab is None else drafted,
-            "target": target.model_dump(mode="json", exclude={"name"}),
+            **RunSettings.as_dict(self, target),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings(RunSettings):
+    """The settings of a draft model's run; `origin` is that of `Student`."""
+
+    objective: Distillation
+    origin: dict[str, Any]
+
+    def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
+        """See `RunSettings`."""
+        return {"method": "draft_model", "origin": self.origin, **RunSettings.as_dict(self, target)}
 
 
 class Interrupted(Exception):
@@ -93,7 +123,7 @@ class Interrupted(Exception):
 def train_head(
     target: LoadedModel,
     batches: Batches,
-    settings: RunSettings,
+    settings: HeadSettings,
     *,
     initial: HeadCheckpoint | None = None,
     on_step: Callable[[StepReport], None] | None = None,
@@ -110,10 +140,10 @@ def train_head(
     """
     processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
-    with _claimed(settings, target, initial, processes):
+    with _claimed(settings, target, processes, _begun_from(settings, initial)):
         head, parts = _new_head(target, settings, initial)
         features = _features(target, settings, processes.process_index, processes.num_processes)
-        trainer = Trainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
+        trainer = HeadTrainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
         evaluate = None
         if settings.evaluation is not None:
             evaluate = settings.evaluation.evaluator(target, head, parts, precision=settings.train.compute_dtype)
@@ -124,7 +154,7 @@ def train_head(
 def train_jointly(
     target: LoadedModel,
     batches: Batches,
-    settings: RunSettings,
+    settings: HeadSettings,
     *,
     initial: HeadCheckpoint | None = None,
     on_step: Callable[[StepReport], None] | None = None,
@@ -133,7 +163,7 @@ def train_jointly(
     assert settings.joint is not None, "the settings say how the target learns along"
     processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
-    with _claimed(settings, target, initial, processes):
+    with _claimed(settings, target, processes, _begun_from(settings, initial)):
         head, _ = _new_head(target, settings, initial)
         trainer = JointTrainer(
             head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
@@ -143,7 +173,31 @@ def train_jointly(
     return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(changed), notes=notes), changed
 
 
-def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoint | None) -> tuple[Head, TargetParts]:
+def train_model(
+    target: LoadedModel,
+    student: LoadedModel,
+    batches: Batches,
+    settings: ModelSettings,
+    *,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> dict[str, Any]:
+    """Trains a draft model in place, see `train_head`; returns notes on the run."""
+    processes = training_processes()
+    with _claimed(settings, target, processes):
+        trainer = ModelTrainer(student, target, settings.objective, settings.train, batches, processes=processes)
+        evaluate = None
+        if settings.evaluation is not None:
+            evaluate = evaluator(settings.evaluation, trainer, target, settings.train)
+        notes = _train_to_the_end(trainer, settings, TargetFingerprint.of(target), processes, on_step, evaluate)
+    student.module.requires_grad_(requires_grad=False).eval()
+    tokens, seconds = trainer.written
+    speeds = {"trained_tokens_per_s": round(notes["tokens"] / max(notes["seconds"] - seconds, 0.1))}
+    if tokens:
+        speeds |= {"written_tokens": tokens, "written_tokens_per_s": round(tokens / seconds)}
+    return {**notes, **speeds}
+
+
+def _new_head(target: LoadedModel, settings: HeadSettings, initial: HeadCheckpoint | None) -> tuple[Head, TargetParts]:
     torch.manual_seed(settings.train.seed)
     head = build_head(settings.head, device=target.device, dtype=torch.float32)
     parts = target_parts(target, dtype=settings.train.compute_dtype)
@@ -161,8 +215,9 @@ def _train_to_the_end(
     fingerprint: TargetFingerprint,
     processes: Processes,
     on_step: Callable[[StepReport], None] | None,
-    evaluate: Callable[[], list[float]] | None = None,
+    evaluate: Callable[[], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
+    """Trains, saves and keeps curves; `evaluate` returns fields of `StepReport`. Returns notes on the run."""
     # Every process has its own dropout; weights are the same in all.
     torch.manual_seed(settings.train.seed + 1 + processes.process_index)
     trainer.resume(settings.directory)
@@ -174,13 +229,12 @@ def _train_to_the_end(
                 told = report
                 if log is not None:
                     if evaluate is not None and settings.evaluation and report.step % settings.evaluation.every == 0:
-                        shares = evaluate()
-                        told = replace(report, held_out_tau=1.0 + sum(shares), held_out_acceptance=shares)
+                        told = replace(report, **evaluate())
                     values = asdict(told).items()
                     log.write(told.step, {key: value for key, value in values if key != "step" and value is not None})
                 if on_step is not None:
                     on_step(told)
-                number = _told_to_stop(received, processes, next(trainer.head.parameters()).device)
+                number = _told_to_stop(received, processes, trainer.device)
                 if number is not None:
                     trainer.save(settings.directory)
                     raise Interrupted(number, settings.directory)
@@ -201,11 +255,8 @@ def _train_to_the_end(
     }
 
 
-@contextmanager
-def _claimed(
-    settings: RunSettings, target: LoadedModel, initial: HeadCheckpoint | None, processes: Processes
-) -> Iterator[None]:
-    """Locks the run's directory and checks the settings; the system releases the lock with the process."""
+def _begun_from(settings: HeadSettings, initial: HeadCheckpoint | None) -> str | None:
+    """Returns a hash of the initial weights; raises `ConfigError` for settings that do not fit the head."""
     heads, length = settings.head.steps, settings.train.length
     if length < heads + 2:
         raise ConfigError(
@@ -218,8 +269,15 @@ def _claimed(
             f"the head drafts {drafted} tokens of the vocabulary, and {len(settings.draft_vocab or ())} are named. "
             "Expected as many. Choose them with `foretoken data vocab`, and pass that file with --draft-vocab."
         )
+    return None if initial is None else weights_sha(initial.weights)
+
+
+@contextmanager
+def _claimed(
+    settings: RunSettings, target: LoadedModel, processes: Processes, begun_from: str | None = None
+) -> Iterator[None]:
+    """Locks the run's directory and checks the settings; the system releases the lock with the process."""
     dtype = str(target.dtype).removeprefix("torch.")
-    begun_from = None if initial is None else _weights_sha(initial)
     ours = {**settings.as_dict(TargetFingerprint.of(target)), "target_dtype": dtype, "initial": begun_from}
     if processes.process_index > 0:  # the first process holds the lock for all
         if (settings.directory / _SETTINGS).is_file():
@@ -247,21 +305,13 @@ def _compare(directory: Path, ours: dict[str, Any]) -> None:
         )
 
 
-def _weights_sha(head: HeadCheckpoint) -> str:
-    digest = hashlib.sha256()
-    for key, value in sorted(head.weights.items()):
-        digest.update(key.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     if not isinstance(value, dict):
         return {} if value is None else {prefix or _SETTINGS: json.dumps(value)}
     return {k: v for key, part in value.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int) -> Callable[[int, Tensor], Tensor]:
+def _features(target: LoadedModel, settings: HeadSettings, rank: int, world: int) -> Callable[[int, Tensor], Tensor]:
     train, taps = settings.train, settings.head.taps
     teacher = Teacher(target, taps)
 

@@ -5,6 +5,7 @@ Tensors go to safetensors and numbers to JSON: loading never unpickles.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from foretoken.files.atomic_files import new_directory, told_as, write_file
 from foretoken.formats.files import write_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -106,6 +108,15 @@ def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: names[id(parameter)] for index, parameter in enumerate(ordered)}
+
+
+def weights_sha(weights: Mapping[str, Tensor]) -> str:
+    """Returns the first 16 hexadecimal digits of a hash of names and values."""
+    digest = hashlib.sha256()
+    for key, value in sorted(weights.items()):
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 class MetricsLog:

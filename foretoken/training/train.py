@@ -1,4 +1,4 @@
-"""Trains a draft head on a frozen target and measures it: `foretoken.train`, which `foretoken train` calls."""
+"""Trains a head or draft model on a frozen target and measures it: `foretoken.train`, for `foretoken train` too."""
 
 from __future__ import annotations
 
@@ -21,11 +21,27 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
 from foretoken.models.placement import DTYPES
-from foretoken.training.config import JointConfig, head_config, objective_config, train_config, trained_method
+from foretoken.training.config import (
+    DRAFT_MODEL,
+    JointConfig,
+    head_config,
+    objective_config,
+    train_config,
+    trained_method,
+)
 from foretoken.training.data.packed import DraftVocabulary, PackedTokens
+from foretoken.training.draft_model import new_student
+from foretoken.training.draft_text import Distillation
 from foretoken.training.evaluation import EvaluationConfig
-from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head, trained_notes
-from foretoken.training.run import RunSettings, train_head, train_jointly
+from foretoken.training.report import (
+    held_out_seconds,
+    held_out_workload,
+    save_target,
+    saved_draft_model,
+    saved_head,
+    trained_notes,
+)
+from foretoken.training.run import HeadSettings, ModelSettings, train_head, train_jointly, train_model
 from foretoken.training.run_state import read_curve
 
 if TYPE_CHECKING:
@@ -44,7 +60,7 @@ class TrainingResult:
     """The result of `foretoken.train`.
 
     Attributes:
-        directory: The head's directory, as `speculative_config` of `LLM` takes it.
+        directory: The directory of the head or draft model, as `speculative_config` of `LLM` takes it.
         run_dir: Directory of the checkpoints and of `metrics.jsonl`.
         target: The target that the head belongs to; with `joint` the new one.
         losses: Training loss of each step, from step 1.
@@ -152,21 +168,25 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     on_held_out: Callable[[int, int], None] = no_progress,
     command: str | None = None,
 ) -> TrainingResult:
-    """Trains a draft head on a frozen target, measures it on held-out prompts and saves it.
+    """Trains a draft head or a draft model on a frozen target, measures it on held-out prompts and saves it.
 
     The arguments are the options of `foretoken train`: `eval_every` is `--eval-every`. Messages name the options. A
     run that was stopped goes on with the same call, to the same weights.
 
     Args:
         method: "medusa", "hydra", "mlp_speculator", "eagle", "hass" (trains EAGLE heads), "eagle3", "spire" or
-            "falcon".
+            "falcon"; or "draft_model", which trains a whole language model and saves a model directory.
         model: Directory or hub id of the target.
         data: Packed tokens, the output of `foretoken data`.
-        out: Directory of the head; must not exist.
-        sizes: Sizes of the head that differ from the method's defaults, such as `{"num_heads": 3}`.
-        init: Directory or hub id of a head to begin from; None for neutral weights.
+        out: Directory of the head or draft model; must not exist.
+        sizes: Sizes of the head that differ from the method's defaults, such as `{"num_heads": 3}`. For a draft model
+            `{"num_layers": N}` keeps N of the target's layers; further sizes, named as in `config.json`, make a model
+            with random weights.
+        init: Directory or hub id of a head, or a draft model with the target's tokenizer, to begin from; None for
+            neutral weights.
         draft_vocab: File of `foretoken data vocab` with the tokens that the head drafts; None for all.
-        objective: Weights of the loss that differ from the method's defaults, such as `{"ce_weight": 1.0}`.
+        objective: Weights of the loss that differ from the method's defaults, such as `{"ce_weight": 1.0}`. For a draft
+            model also the fields of `Distillation`.
         steps: Optimiser steps; with `seconds` at most.
         seconds: Seconds of steps after which the run ends, with the learning rate at its lowest; None for no bound. The
             weights then depend on the machine's speed.
@@ -210,18 +230,26 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         Interrupted: After SIGTERM or SIGINT; the state is saved in `run_dir`.
     """
     command = command or _call_text(locals())
+    is_model = method == DRAFT_MODEL
+    if is_model:
+        _check_no_head_options(joint=joint, draft_vocab=draft_vocab, cache=cache, max_offset=max_offset)
+        max_offset = 0
     name, out, target_out, cache = os.fspath(model), Path(out), _path(target_out), _path(cache)
     run_dir = _path(run_dir) or out.with_name(f"{out.name}-run")
     _check_places(out, target_out, run_dir, cache, is_joint=joint is not None)
     if init is not None and sizes:
-        raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
+        raise ConfigError("--init sets the sizes, so --set cannot change them. Leave one of them out.")
     if init is not None and draft_vocab is not None:
         raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
     if seconds is not None and joint is not None:
         raise ConfigError("--seconds bounds the training of a head alone, and --joint trains two. Leave one out.")
     held_out = _held_out(eval_every, _path(eval_data), Path(data), is_joint=joint is not None)
     _check_values(save_every_s, cache_gib, save_dtype, num_prompts)
-    weights = objective_config(method, objective or {})
+    weights = (
+        validated(Distillation, objective or {}, "the objective of draft_model")
+        if is_model
+        else objective_config(method, objective or {})
+    )
     settings = train_config({
         "schedule": {"peak": lr, "num_steps": steps, "warmup_steps": warmup_steps, "floor": lr_floor,
                      "seconds": seconds},
@@ -234,30 +262,40 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     settings = settings.model_copy(update={"max_offset": _max_offset(max_offset, length, target.context_len)})
     _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # reports too little data before the work
-    initial = None if init is None else _initial_head(init, method, target)
-    drafted = None if draft_vocab is None else _drafted_tokens(Path(draft_vocab), packed, target.vocab_size)
-    values = _with_vocabulary(dict(sizes or {}), method, drafted)
     evaluation = _evaluation(held_out, eval_every, length, tokenizer, target.vocab_size, model=name)
-    run = RunSettings(
-        head=initial.config if initial is not None else head_config(method, target, values), objective=weights,
-        train=settings, data=str(packed.meta["tokens_sha256"]), directory=run_dir, save_every_s=save_every_s,
-        cache=cache, cache_bytes=int(cache_gib * 2**30), draft_vocab=drafted, evaluation=evaluation,
-        joint=None if joint is None else validated(JointConfig, joint, "joint training"),
-    )  # fmt: skip
     workload = held_out_workload(prompts, num_prompts)
     if on_step is not None:
         on_step = _with_seconds_after(on_step, held_out_seconds(target, tokenizer, workload))
-    if run.joint is None:
-        checkpoint = train_head(target, packed, run, initial=initial, on_step=on_step)
+    common: dict[str, Any] = {
+        "objective": weights, "train": settings, "data": str(packed.meta["tokens_sha256"]), "directory": run_dir,
+        "save_every_s": save_every_s, "evaluation": evaluation,
+    }  # fmt: skip
+    report = {"tokenizer": tokenizer, "dtype": save_dtype, "workload": workload, "on_progress": on_held_out}
+    if is_model:
+        student = new_student(target, tokenizer, init=init, sizes=sizes or {}, seed=seed)
+        _check_student(student.model, packed, length)
+        notes = train_model(
+            target, student.model, packed, ModelSettings(**common, origin=student.origin), on_step=on_step
+        )
+        notes = trained_notes(notes, run_dir, command)
+        facts = saved_draft_model(student.model, notes, out, target=target, **report)
     else:
-        checkpoint, target = train_jointly(target, packed, run, initial=initial, on_step=on_step)
-    if target_out is not None:
-        target = save_target(target, target_out, tokenizer=tokenizer, like=name)
-    checkpoint = replace(checkpoint, notes=trained_notes(checkpoint.notes, run_dir, command))
-    facts = saved_head(
-        checkpoint, out, target=target, tokenizer=tokenizer, dtype=save_dtype, workload=workload,
-        on_progress=on_held_out,
-    )  # fmt: skip
+        initial = None if init is None else _initial_head(init, method, target)
+        drafted = None if draft_vocab is None else _drafted_tokens(Path(draft_vocab), packed, target.vocab_size)
+        values = _with_vocabulary(dict(sizes or {}), method, drafted)
+        run = HeadSettings(
+            **common, head=initial.config if initial is not None else head_config(method, target, values), cache=cache,
+            cache_bytes=int(cache_gib * 2**30), draft_vocab=drafted,
+            joint=None if joint is None else validated(JointConfig, joint, "joint training"),
+        )  # fmt: skip
+        if run.joint is None:
+            checkpoint = train_head(target, packed, run, initial=initial, on_step=on_step)
+        else:
+            checkpoint, target = train_jointly(target, packed, run, initial=initial, on_step=on_step)
+        if target_out is not None:
+            target = save_target(target, target_out, tokenizer=tokenizer, like=name)
+        checkpoint = replace(checkpoint, notes=trained_notes(checkpoint.notes, run_dir, command))
+        facts = saved_head(checkpoint, out, target=target, **report)
     curve = [] if facts is None else read_curve(run_dir)  # None in every process but the first
     return TrainingResult(
         directory=out,
@@ -287,6 +325,26 @@ def _call_text(arguments: Mapping[str, Any]) -> str:
 
 def _path(place: Place | None) -> Path | None:
     return None if place is None else Path(place)
+
+
+def _check_no_head_options(**given: Any) -> None:
+    """Raises `ConfigError` for options of heads, by name, that are set for a draft model."""
+    name = next((name for name, value in given.items() if value), None)
+    if name is not None:
+        option = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{option} is for heads, and draft_model trains a whole model. Leave it out.")
+
+
+def _check_student(model: LoadedModel, packed: PackedTokens, length: int) -> None:
+    if length > model.context_len:
+        raise ConfigError(
+            f"--length is {length}, and the draft model has a context of {model.context_len}. Expected at most that."
+        )
+    if packed.meta["largest_token_id"] >= model.vocab_size:
+        raise ConfigError(
+            f"the data holds token {packed.meta['largest_token_id']}, and the draft model has {model.vocab_size} "
+            "tokens. Expected a draft model with all tokens of the data. Begin from another one."
+        )
 
 
 def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_prompts: int) -> None:

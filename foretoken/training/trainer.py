@@ -11,12 +11,14 @@ import itertools
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.heads.base import WindowPositions
@@ -93,6 +95,9 @@ class StepReport:
         held_out_tau: After an evaluation, the expected tokens of a target pass that verifies a chain of K tokens, the
             target's own included; else None.
         held_out_acceptance: After an evaluation, the shares of `EvaluationConfig.evaluator`; else None.
+        held_out_alpha: After an evaluation of a draft model, its acceptance rates on what the target writes at
+            temperatures 0 and 1: the share of equal most probable tokens, and the mean of sum(min(p, q)); else None.
+        written_tokens_per_s: Of the texts that were written for this step and the next ones; None if none were.
         seconds_after: Of `foretoken.train`, expected seconds of the measurement after the last step; else None.
     """
 
@@ -105,6 +110,8 @@ class StepReport:
     tokens_per_s: float
     held_out_tau: float | None = None
     held_out_acceptance: list[float] | None = None
+    held_out_alpha: list[float] | None = None
+    written_tokens_per_s: float | None = None
     seconds_after: float | None = None
 
     @property
@@ -113,33 +120,65 @@ class StepReport:
         return 1.0 + sum(itertools.accumulate(self.head_matches, lambda left, right: left * right))
 
 
-class Trainer:
-    """A head in training, in float32, and the progress of the run."""
+class Trainer(ABC):
+    """A module in training, in float32, and the progress of the run; a subclass knows the module and its loss."""
 
     def __init__(
         self,
-        head: Head,
-        parts: TargetParts,
-        objective: Objective,
         config: TrainConfig,
         batches: Batches,
         features: Callable[[int, Tensor], Tensor],
         *,
         processes: Processes | None = None,
     ) -> None:
-        """Prepares a run at step 0 of a head with initial weights.
+        """Prepares a run at step 0.
 
-        `features` returns the target's features, as `Teacher.read_features`, for a step and (B, S) tokens of this
-        process.
+        `features` returns what the target computes for a step and (B, S) tokens of this process.
         """
-        self.head, self._parts, self._objective, self._config = head, parts, objective, config
-        self._batches, self._features = batches, features
+        self._config, self._batches, self._features = config, batches, features
         self._processes = processes or Processes()
         self._module = self._trained()
         self._optimizer = torch.optim.AdamW(self._groups(), lr=config.schedule.peak, betas=config.betas, fused=True)
         self.progress = Progress()
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._bad_steps = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the trained weights."""
+        return next(self._module.parameters()).device
+
+    @abstractmethod
+    def _trained(self) -> nn.Module:
+        """Returns the module that is optimised and saved."""
+
+    @abstractmethod
+    def _counts(self, supervised: Tensor) -> Tensor:
+        """Returns (K,) positions of the global batch for each loss; supervised: (B, S) bool."""
+
+    @abstractmethod
+    def _weights(self, step: int) -> list[float]:
+        """Returns K weights of the losses in a step, counted from 0."""
+
+    @abstractmethod
+    def _backward(
+        self,
+        step: int,
+        tokens: Tensor,
+        supervised: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        positions: WindowPositions,
+    ) -> HeadSums:
+        """Adds the gradients of a micro-batch; counts: (K,) of the global batch."""
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Returns the parameter groups of the optimiser."""
+        return parameter_groups(self._module, self._config.weight_decay)
+
+    def _divisors(self, counts: Tensor) -> Tensor:
+        """Returns (K,) divisors of the sums of these losses; counts: (K,) positions."""
+        return counts
 
     def save(self, run: Path) -> None:
         """Writes a checkpoint; only the first process does.
@@ -206,8 +245,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - begin
         if config.schedule.seconds is not None and world > 1:  # all processes end after the same step
-            device = next(self.head.parameters()).device
-            seconds = float(self._processes.sum(torch.tensor([seconds], device=device))) / world
+            seconds = float(self._processes.sum(torch.tensor([seconds], device=self.device))) / world
         self._recent.append((seconds, tokens.numel()))
         self.progress.step += 1
         self.progress.tokens += tokens.numel()
@@ -228,44 +266,10 @@ class Trainer:
         """The share of the run that is done."""
         return self._config.schedule.done(self.progress.step, self.progress.seconds)
 
-    def _trained(self) -> nn.Module:
-        """Returns the module that is optimised and saved; by default the head alone."""
-        return self.head
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return parameter_groups(self.head, self._config.weight_decay)
-
-    def _counts(self, supervised: Tensor) -> Tensor:
-        """Returns (K,) positions of the global batch for each loss; supervised: (B, S) bool."""
-        return label_counts(supervised, self._objective.steps(self.head.config))
-
-    def _divisors(self, counts: Tensor) -> Tensor:
-        """Returns (K,) divisors of the sums of these losses; counts: (K,) positions."""
-        return self._objective.divisors(counts)
-
-    def _weights(self, step: int) -> list[float]:
-        del step
-        return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
-
-    def _backward(
-        self,
-        step: int,
-        tokens: Tensor,
-        supervised: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        positions: WindowPositions,
-    ) -> HeadSums:
-        del step
-        examples = Examples.of_batch(
-            tokens, supervised, features, self.head.config, progress=self._done, positions=positions
-        )
-        return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
-
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:
         """Leaves the gradient of the global batch's loss in the parameters; returns the global sums."""
         world, rank = self._processes.num_processes, self._processes.process_index
-        device = next(self.head.parameters()).device
+        device = self.device
         own_tokens, own_supervised = tokens[rank::world].to(device), supervised[rank::world].to(device)
         # With more processes than windows some have none, and targets cannot run on an empty batch.
         features = self._features(step, own_tokens).to(device) if len(own_tokens) else own_tokens
@@ -306,6 +310,56 @@ class Trainer:
                 "numbers. Lower the learning rate, or check the target's features with `foretoken doctor`; the last "
                 "checkpoint is untouched."
             )
+
+
+class HeadTrainer(Trainer):
+    """A head in training."""
+
+    def __init__(
+        self,
+        head: Head,
+        parts: TargetParts,
+        objective: Objective,
+        config: TrainConfig,
+        batches: Batches,
+        features: Callable[[int, Tensor], Tensor],
+        *,
+        processes: Processes | None = None,
+    ) -> None:
+        """Prepares a run of a head with initial weights; `features` returns those of `Teacher.read_features`."""
+        self.head, self._parts, self._objective = head, parts, objective
+        super().__init__(config, batches, features, processes=processes)
+
+    @override
+    def _trained(self) -> nn.Module:
+        return self.head
+
+    @override
+    def _counts(self, supervised: Tensor) -> Tensor:
+        return label_counts(supervised, self._objective.steps(self.head.config))
+
+    @override
+    def _divisors(self, counts: Tensor) -> Tensor:
+        return self._objective.divisors(counts)
+
+    @override
+    def _weights(self, step: int) -> list[float]:
+        return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
+
+    @override
+    def _backward(
+        self,
+        step: int,
+        tokens: Tensor,
+        supervised: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        positions: WindowPositions,
+    ) -> HeadSums:
+        examples = Examples.of_batch(
+            tokens, supervised, features, self.head.config, progress=self._done, positions=positions
+        )
+        return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
 
 
 def drawn_positions(config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:

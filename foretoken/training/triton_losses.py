@@ -46,13 +46,13 @@ def losses_and_gradient(
         probs: (M, V) float32, contiguous, the target's; None if no weight but `token` is set.
         entropy: (M,) float32, of `probs`.
         labels: (M,) int64.
-        weights: See `LossWeights`.
+        weights: See `LossWeights`; without `rkl` and `jsd`.
         scale: Factor of the gradient alone.
     """
     count, vocab_size = logits.shape
     best = torch.empty(count, dtype=torch.int64, device=logits.device)
     loss = torch.zeros(count, device=logits.device)
-    token, kl, tv, top, num_top = weights
+    token, kl, tv, top, num_top = weights[:5]
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format) if token or kl or tv or top else None
     top_probs, top_tokens = loss, labels  # are not read
     if top and probs is not None:

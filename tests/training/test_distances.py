@@ -39,6 +39,10 @@ KINDS = {
     "kl": LossWeights(kl=1.0),
     "tv": LossWeights(tv=1.0),
     "top": LossWeights(top=1.0, num_top=3),
+    "rkl": LossWeights(rkl=1.0),
+    "jsd": LossWeights(jsd=1.0),
+    "jsd 0.2": LossWeights(jsd=1.0, jsd_beta=0.2),
+    "mix": LossWeights(0.7, 0.9, 0.4, 0.6, 2, rkl=0.3, jsd=0.8, jsd_beta=0.7),
 }
 KINDS["all"] = LossWeights(0.7, 0.9, 0.4, 0.6, 2)
 
@@ -56,12 +60,22 @@ def summed(weights: LossWeights, logits: Tensor, probs: Tensor) -> Tensor:
     kl = torch.where(probs > 0, probs * (probs.clamp_min(1e-300) / own).log(), 0.0).sum(1)
     best, tokens = probs.topk(weights.num_top if weights.top else 1, dim=1)
     top = -(best * own.gather(1, tokens).log()).sum(1)
-    return weights.token * token + weights.kl * kl + weights.tv * (probs - own).abs().sum(1) / 2 + weights.top * top
+    tv = (probs - own).abs().sum(1) / 2
+    # A probability of 0 counts as the smallest normal number.
+    rkl = (own * (own / probs.clamp_min(torch.finfo(probs.dtype).tiny)).log()).sum(1)
+    beta = weights.jsd_beta
+    mean = beta * probs + (1 - beta) * own
+    jsd = beta * torch.where(probs > 0, probs * (probs.clamp_min(1e-300) / mean).log(), 0.0).sum(1)
+    jsd = jsd + (1 - beta) * (own * (own / mean).log()).sum(1)
+    by_name = {"token": token, "kl": kl, "tv": tv, "top": top, "rkl": rkl, "jsd": jsd}
+    return torch.stack([getattr(weights, name) * value for name, value in by_name.items()]).sum(0)
 
 
 def test_values() -> None:
     logits, (probs, entropy) = rows(1), distributions()
-    token, kl, tv = (found(kind, logits, probs, entropy).loss for kind in ("token", "kl", "tv"))
+    token, kl, tv, jsd = (found(kind, logits, probs, entropy).loss for kind in ("token", "kl", "tv", "jsd 0.2"))
+    others = logits.softmax(1).roll(1, 0)
+    reverse = found("rkl", logits, others, torch.zeros(M)).loss
     for m in range(M):
         q, p = softmax(logits[m].tolist()), probs[m].tolist()
         assert float(token[m]) == pytest.approx(-math.log(q[LABELS[m]]), rel=1e-12)
@@ -69,13 +83,19 @@ def test_values() -> None:
         assert float(kl[m]) == pytest.approx(expected, rel=1e-12)
         expected = 0.5 * math.fsum(abs(a - b) for a, b in zip(p, q, strict=True))
         assert float(tv[m]) == pytest.approx(expected, rel=1e-12)
+        mean = [0.2 * a + 0.8 * b for a, b in zip(p, q, strict=True)]
+        expected = 0.2 * math.fsum(a * math.log(a / c) for a, c in zip(p, mean, strict=True) if a)
+        expected += 0.8 * math.fsum(b * math.log(b / c) for b, c in zip(q, mean, strict=True))
+        assert float(jsd[m]) == pytest.approx(expected, rel=1e-12)
+        expected = math.fsum(b * math.log(b / a) for a, b in zip(others[m].tolist(), q, strict=True))
+        assert float(reverse[m]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_zero_where_head_and_target_agree_and_only_there() -> None:
     logits = rows(1)
     probs = logits.softmax(1)
     entropy = -(probs * probs.log()).sum(1)
-    for kind in ("kl", "tv"):
+    for kind in ("kl", "tv", "rkl", "jsd"):
         # A head's logits are known up to a constant.
         assert found(kind, logits + 5, probs, entropy).loss.abs().max() < 1e-12
         assert found(kind, rows(3), probs, entropy).loss.min() > 1e-2

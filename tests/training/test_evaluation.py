@@ -78,7 +78,7 @@ def test_drafts_counted_one_by_one(tmp_path: Path, method: str, is_partial: bool
     head = train_head(target(), batches(), run_settings(tmp_path / "run", method)).module()
     config = EvaluationConfig.of_held_out(batches(400, is_partial=is_partial), every=1, length=20)
     parts = target_parts(target())
-    found = config.evaluator(target(), head, parts, precision=torch.float32)()
+    found = config.evaluator(target(), head, parts, precision=torch.float32)()["held_out_acceptance"]
     tokens, steps = config.tokens, head.config.steps
     read = Teacher(target(), head.config.taps).read_features(tokens)
     width = head.config.hidden_size * len(head.config.taps)

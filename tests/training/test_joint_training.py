@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import JointConfig, head_config, objective_config, train_config
 from foretoken.training.joint import JointTrainer
-from foretoken.training.run import RunSettings, train_jointly
+from foretoken.training.run import HeadSettings, train_jointly
 
 pytest.importorskip("peft")
 # peft asks transformers by a name that will go.
@@ -99,8 +100,8 @@ def test_learning_rates_differ() -> None:
 def test_a_run_gives_a_target_and_its_head(tmp_path: Path) -> None:
     """Interrupted halfway and gone on with: the same weights, and the head drafts for the new target."""
 
-    def settings(directory: Path) -> RunSettings:
-        return RunSettings(
+    def settings(directory: Path) -> HeadSettings:
+        return HeadSettings(
             head=head_config("medusa", target(), {"num_heads": 2}), objective=objective_config("medusa", {}),
             train=train_config({"schedule": {"num_steps": 6, "warmup_steps": 0}, "batch_size": 4, "length": 16}),
             data="windows", directory=directory, joint=JointConfig(lora_rank=4, lora_dropout=0.1),
@@ -115,9 +116,7 @@ def test_a_run_gives_a_target_and_its_head(tmp_path: Path) -> None:
         if report.step == 3:
             raise StopError
 
-    broken = RunSettings(
-        **{**{f: getattr(settings(tmp_path / "parts"), f) for f in RunSettings.__slots__}, "save_every_s": 0.0}
-    )
+    broken = replace(settings(tmp_path / "parts"), save_every_s=0.0)
     with pytest.raises(StopError):
         train_jointly(target(), Repeated(), broken, on_step=stop)
     again, same = train_jointly(target(), Repeated(), broken)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -44,25 +43,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     return load_file(directory / "head.safetensors")
 
 
-def wait_for(run: Path, step: int) -> None:
-    """Until the curves of a run have come to a step."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
-        done = [json.loads(line)["step"] for line in lines if line.endswith("}")]
-        if done and done[-1] >= step:
-            return
-        time.sleep(0.002)
-    pytest.fail(f"the run did not come to step {step}")
-
-
 def test_killed_at_random_moments(undisturbed: dict[str, torch.Tensor], tmp_path: Path) -> None:
     dice = random.Random(7)
     run, weights = tmp_path / "run", tmp_path / "head.safetensors"
     resumed_at = []
     for step in sorted(dice.sample(range(3, STEPS - 8), KILLS)):
         process = start(run, weights, pause_s=0.01)
-        wait_for(run, step)
+        training_runs.wait_for(run, step)
         time.sleep(dice.uniform(0, 0.04))  # anywhere in a step or a save
         process.kill()
         assert exit_code(process) == -signal.SIGKILL
@@ -84,7 +71,7 @@ def test_told_to_stop(undisturbed: dict[str, torch.Tensor], tmp_path: Path, numb
     """The step is finished and saved, whatever the time since the last save; the same call goes on."""
     run, weights = tmp_path / "run", tmp_path / "head.safetensors"
     process = start(run, weights, pause_s=0.02, save_every_s=1e9)
-    wait_for(run, 5)
+    training_runs.wait_for(run, 5)
     assert process.pid is not None
     os.kill(process.pid, number)
     assert exit_code(process) == 128 + number
@@ -101,7 +88,7 @@ def test_dropout_differs_without_its_random_numbers(undisturbed: dict[str, torch
     """The control: with another seed of dropout alone the bits differ, so the tests above can fail."""
     run, weights = tmp_path / "run", tmp_path / "head.safetensors"
     process = start(run, weights, pause_s=0.02)
-    wait_for(run, 10)
+    training_runs.wait_for(run, 10)
     process.terminate()
     assert exit_code(process) == 143
     for state in saved_states(run):

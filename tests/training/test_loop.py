@@ -18,7 +18,7 @@ from foretoken.models.parts import target_parts
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.run_state import saved_states
 from foretoken.training.teacher import Teacher
-from foretoken.training.trainer import Trainer
+from foretoken.training.trainer import HeadTrainer
 
 
 @pytest.mark.parametrize("method", training_runs.SIZES)
@@ -45,7 +45,7 @@ def test_learns(tmp_path: Path, method: str) -> None:
     training_runs.same_weights(training_runs.target().module.state_dict(), before)
 
 
-def trainer(bad: set[int], num_steps: int = 20) -> Trainer:
+def trainer(bad: set[int], num_steps: int = 20) -> HeadTrainer:
     """A Hydra head, and features that are NaN at some steps (counted from 0)."""
     settings = training_runs.settings(Path("unused"), "hydra", schedule={"num_steps": num_steps})
     parts = target_parts(training_runs.target())
@@ -57,10 +57,10 @@ def trainer(bad: set[int], num_steps: int = 20) -> Trainer:
         result = training_runs.no_grad_features(tokens)
         return result * math.nan if step in bad else result
 
-    return Trainer(head, parts, settings.objective, settings.train, training_runs.batches(), features)
+    return HeadTrainer(head, parts, settings.objective, settings.train, training_runs.batches(), features)
 
 
-def everything(of: Trainer) -> dict[str, Tensor]:
+def everything(of: HeadTrainer) -> dict[str, Tensor]:
     """Weights and the optimiser's moments."""
     moments = of._optimizer.state_dict()["state"]
     return {key: value.clone() for key, value in of.head.state_dict().items()} | {

@@ -20,7 +20,7 @@ from foretoken.training.config import head_config, objective_config, train_confi
 from foretoken.training.doctor.checks import fresh_head
 from foretoken.training.doctor.readings import IN_PLACE, Texts, greedy_texts, read_features
 from foretoken.training.teacher import Teacher
-from foretoken.training.trainer import Trainer
+from foretoken.training.trainer import HeadTrainer
 
 MAX_TOKENS = 40
 PROMPTS = [" ".join(f"t{(7 * i + 13 * j * j + 5) % VOCAB_SIZE}" for j in range(6 + i % 3)) for i in range(24)]
@@ -108,7 +108,7 @@ def trained(
     })  # fmt: skip
     # Medusa heads read no tokens, so for them texts that lie later are labels that lie later, and nothing else.
     batch = _Windows(tokens.roll(-late, dims=1)[:, : shortest - 3])
-    for _ in Trainer(head, parts, objective, config, batch, lambda *_: features[:, : shortest - 3]).steps():
+    for _ in HeadTrainer(head, parts, objective, config, batch, lambda *_: features[:, : shortest - 3]).steps():
         pass
     return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(loaded))
 

@@ -20,7 +20,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.data.packed import PackedTokens
-from foretoken.training.run import Interrupted, RunSettings, train_head
+from foretoken.training.run import HeadSettings, Interrupted, train_head
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
 SIZES: dict[str, dict[str, Any]] = {
@@ -43,13 +43,13 @@ def batches(size: int = 1500, *, is_partial: bool = True) -> PackedTokens:
     return PackedTokens(tokens, generator.random(size) < 0.67 if is_partial else None, {})
 
 
-def settings(directory: Path, method: str = "medusa", **changes: Any) -> RunSettings:
+def settings(directory: Path, method: str = "medusa", **changes: Any) -> HeadSettings:
     """A short run. Changes: keys of the training, of the schedule as `schedule`, of the head as `sizes`, of the
     objective as `weights`, and `save_every_s`, `cache`, `cache_bytes` and `data`.
     """
     more = {key: changes.pop(key) for key in ("save_every_s", "cache", "cache_bytes") if key in changes}
     schedule = {"peak": 1e-2, "num_steps": 6, "warmup_steps": 2, **changes.pop("schedule", {})}
-    return RunSettings(
+    return HeadSettings(
         head=head_config(method, target(), {**SIZES.get(method, {}), **changes.pop("sizes", {})}),
         objective=objective_config(method, changes.pop("weights", {})),
         data=changes.pop("data", "text"),
@@ -67,6 +67,18 @@ def trained(directory: Path, method: str = "medusa", *, text: Any = None, **chan
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's curves."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(run: Path, step: int) -> None:
+    """Until the curves of a run have come to a step."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
+        done = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+        if done and done[-1] >= step:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"the run did not come to step {step}")
 
 
 def same_weights(one: Any, two: Any, *, atol: float = 0.0) -> None:

@@ -47,7 +47,7 @@ from foretoken.training.doctor.readings import (
 )
 from foretoken.training.doctor.variants import Case, compare
 from foretoken.training.teacher import Teacher
-from foretoken.training.trainer import Batches, Trainer
+from foretoken.training.trainer import Batches, HeadTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ def _check_learning(
     # Without noise: for short windows EAGLE's noise would exceed the features themselves.
     objective = objective_config(head.config.method, {"noise": 0.0})
     name, expected = "learning", "below 0.9 times the first loss"
-    trainer = Trainer(head, parts, objective, settings, _OneBatch(tokens, supervised), lambda *_: features)
+    trainer = HeadTrainer(head, parts, objective, settings, _OneBatch(tokens, supervised), lambda *_: features)
     try:
         losses = [report.loss for report in trainer.steps()]
     except ModelError as err:

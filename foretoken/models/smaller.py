@@ -1,0 +1,107 @@
+"""Makes a smaller causal LM of a target's architecture, to be trained as its draft model.
+
+The new model has the target's vocabulary and special tokens, and float32 weights on the target's device.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from foretoken.core.errors import ConfigError, foreign_errors_as, nearest_name_hint, one_line
+from foretoken.models.generic import find_blocks
+from foretoken.models.loading import LoadedModel, wrap_model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_LAYERS = "num_hidden_layers"
+
+
+def kept_layers(num_layers: int, count: int) -> list[int]:
+    """Returns `count` layers of `num_layers`, evenly spaced, the first and the last among them; one: the first."""
+    if not 1 <= count <= num_layers:
+        raise ConfigError(f"num_layers is {count}. Expected 1 to {num_layers}, the layers of the target.")
+    return [round(index * (num_layers - 1) / max(count - 1, 1)) for index in range(count)]
+
+
+def pruned_model(target: LoadedModel, layers: Sequence[int]) -> LoadedModel:
+    """Returns a model of some of the target's layers, with copies of its embeddings, final norm and LM head.
+
+    Raises `ConfigError` if the architecture has no layers that fit into other places.
+    """
+    module: Any = target.module
+    names = {id(part): name for name, part in module.named_modules()}
+    blocks = [f"{names[id(block)]}." for block in find_blocks(module, target.num_layers)]
+    new_place = {blocks[layer]: blocks[place] for place, layer in enumerate(layers)}
+    weights = {}
+    for key, value in module.state_dict().items():
+        block = next((name for name in blocks if key.startswith(name)), None)
+        if block is None:
+            weights[key] = value
+        elif block in new_place:
+            weights[new_place[block] + key.removeprefix(block)] = value
+    with _told(target):
+        model = _new(target, _config(target, {}, layers))
+        model.load_state_dict(weights, strict=True)
+    return _ready(model, target)
+
+
+def fresh_model(target: LoadedModel, sizes: Mapping[str, int], *, seed: int) -> LoadedModel:
+    """Returns a model with random weights and the target's configuration, except for some sizes.
+
+    `sizes` has names of the target's `config.json`. Raises `ConfigError` for unknown names and wrong values.
+    """
+    known = target.config.to_dict()
+    names = {key for key, value in known.items() if type(value) is int and "token" not in key} - {"vocab_size"}
+    names |= {"head_dim"} & known.keys() | target.config.attribute_map.keys() & {_LAYERS, "num_attention_heads"}
+    for key, value in sizes.items():
+        if key not in names:
+            raise ConfigError(f"the draft model has no size '{key}'. {nearest_name_hint(key, sorted(names))}")
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{key} is {value!r}. Expected a number of at least 1.")
+    heads, given = sizes.get("num_attention_heads"), dict(sizes)
+    kv_heads = known.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        given.setdefault("num_key_value_heads", heads)
+    count = sizes.get(_LAYERS, target.num_layers)
+    with _told(target), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _new(target, _config(target, given, [place % target.num_layers for place in range(count)]))
+    return _ready(model, target)
+
+
+def _config(target: LoadedModel, sizes: Mapping[str, int], layers: Sequence[int]) -> Any:
+    """Returns the target's configuration with other sizes; lists with an entry a layer keep those of `layers`."""
+    config = target.config
+    values = config.to_dict()
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) == target.num_layers and "token" not in key:
+            values[key] = [value[layer] for layer in layers]
+    changes = {**sizes, _LAYERS: len(layers)}
+    values |= {config.attribute_map.get(key, key): value for key, value in changes.items()}
+    return type(config).from_dict(values)
+
+
+def _new(target: LoadedModel, config: Any) -> Any:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    if getattr(target.module, "generation_config", None) is not None:
+        model.generation_config = copy.deepcopy(target.module.generation_config)
+    return model
+
+
+def _ready(model: Any, target: LoadedModel) -> LoadedModel:
+    return wrap_model(model.to(target.device), name=f"a draft model of {target.name}")
+
+
+def _told(target: LoadedModel) -> Any:
+    return foreign_errors_as(
+        ConfigError,
+        lambda err: (
+            f"a smaller model like '{target.name}' cannot be made: {one_line(err)}. Expected sizes that fit each "
+            "other, and layers of one kind. Begin from a model with --init."
+        ),
+    )
