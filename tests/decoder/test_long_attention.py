@@ -21,7 +21,7 @@ from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.native import NativeBlocks
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 
-CAPACITY = 1200
+CAPACITY = 2200
 # Two paths that take turns, so that most rows of a node are not where they are after a commit.
 PARENTS = [-1, 0, 0, *range(1, 37)]
 PATH = [0, *range(1, 39, 2)]
@@ -81,7 +81,7 @@ def tree_pass(slot: int, prefix: int) -> Pass:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("prefix", [250, 256, 750, 1023])
+@pytest.mark.parametrize("prefix", [250, 512, 1023, 2100])
 @pytest.mark.parametrize("spec", SHAPES, ids=str)
 def test_a_path_of_a_tree_has_the_bits_of_committed_tokens(
     spec: dict[str, Any], prefix: int, dtype: torch.dtype
@@ -96,6 +96,9 @@ def test_a_path_of_a_tree_has_the_bits_of_committed_tokens(
     expected = torch.cat(alone)
     assert expected.isfinite().all()
     for threads in (1, 2, 3):
+        cache.poison(1, prefix)
+        first = on_threads(threads, made, chains([1], slots=[1], prefix_lens=[prefix]), rows[:1]).features
+        assert torch.equal(first, expected[:1])
         cache.poison(1, prefix)
         found = on_threads(threads, made, tree_pass(1, prefix), rows).features
         assert torch.equal(found[PATH], expected)

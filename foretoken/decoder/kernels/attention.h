@@ -97,10 +97,10 @@ class SharedAttention {
 
   // The blocks first..last that some query sees.
   int64_t first_block() const { return begin_ / kBlock; }
-  int64_t last_block() const { return (end_ + kBlock - 1) / kBlock; }
+  int64_t last_block() const { return blocks_of(end_); }
 
   // Elements for the weights of a query over `rows` places: for each block its greatest score, then its numerators.
-  static int64_t kept(int64_t rows) { return (rows + kBlock - 1) / kBlock * (kBlock + 1); }
+  static int64_t kept(int64_t rows) { return blocks_of(rows) * (kBlock + 1); }
 
   // Keeps the weights of a query for `add_weights`. memory: of `kept(rows)` elements.
   void keep(int c, float* memory) { kept_[c] = memory; }
@@ -114,6 +114,17 @@ class SharedAttention {
         if (compute(b * kBlock, c, block)) total(c).add(block, Engine::width(D_));
       }
     }
+  }
+
+  // `run` in two steps, for up to kQueries queries: the softmax of a block, then the sum of all; part(b) is that of block b.
+  void run_block(int64_t b, Softmax<T> out) {
+    engine_.pack(keys_, values_, b * kBlock, std::min((b + 1) * kBlock, plain_));
+    if (!compute(b * kBlock, 0, out)) out.clear();
+  }
+  template <class Part>
+  void add_up(Part&& part) {
+    total(0).clear();
+    for (int64_t b = first_block(); b < last_block(); ++b) total(0).add(part(b), Engine::width(D_));
   }
 
   // Calls emit(query, d, values...) with the results: kLanes at a time, the last ones of an odd D one by one.

@@ -61,6 +61,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
     for (int i = 0; i < kKeys; ++i) rows[i] = i < count ? queries.at(first + i, 0) : nullptr;
     pack_keys(rows, queries.width, keys_);
     fence();
+    if (D <= kTileStep) _tile_loadd(7, keys_, kRow);  // stays there
   }
 
   static int64_t padded(int64_t queries) { return queries <= kQueries ? queries : (queries + kQueries - 1) / kQueries * kQueries; }
@@ -190,7 +191,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
     const bool are_few = queries_.size <= kFew;
     _tile_zero(6);
     for (int64_t k = 0; k < D_; k += kTileStep) {
-      _tile_loadd(7, keys_ + k * kTileStep / 2, kRow);
+      if (D_ > kTileStep) _tile_loadd(7, keys_ + k * kTileStep / 2, kRow);
       if (count == kKeys && k + kTileStep <= D_) {
         _tile_loadd(4, keys + k, D_ * int64_t(sizeof(Bfloat16)));
       } else {

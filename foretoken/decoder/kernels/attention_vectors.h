@@ -11,7 +11,9 @@
 
 namespace {
 
-constexpr int64_t kBlock = 256;  // rows of a KV cache whose mixture is computed by itself; NOTES, "Long prefixes"
+constexpr int64_t kBlock = 512;  // rows of a KV cache whose mixture is computed by itself; NOTES, "Long prefixes"
+
+inline int64_t blocks_of(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
 
 // Blocks of rows with up to kQueries queries. The values of a block are summed by place, one row after another.
 template <class T>

@@ -123,6 +123,9 @@ class Decoder {
       place_keys(layer, m, 0, model_.kv_heads);
     });
     barrier_.wait();
+    // With one portion a KV head, threads share its blocks, if there are several for each of them.
+    const int64_t blocks = blocks_of(pass_.prefix[0] + pass_.node_starts[1]);
+    if (num_units() == model_.kv_heads && blocks >= 2 * omp_get_num_threads() && pass_.attention == nullptr) return attend_by_block(layer);
     // A thread adds the attention weights of all tokens of a sequence and a KV head, one token after another.
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     for (int64_t s = 0; s < pass_.num_sequences; ++s) {
@@ -292,8 +295,9 @@ class Decoder {
   }
 
   // Attention of a portion of a sequence's queries, of a group of heads with one KV head; query t * group + h is head h
-  // of token t. `unit` counts the portions of all KV heads.
-  void attend(const Layer& layer, int64_t s, int64_t unit) {
+  // of token t. `unit` counts the portions of all KV heads. Calls work(attention, first query, number of queries).
+  template <class Work>
+  void with_unit(const Layer& layer, int64_t s, int64_t unit, Work&& work) {
     const int64_t kv_head = unit / chunks_of(s), first = unit % chunks_of(s) * portion_;
     const int64_t D = model_.head_dim, thread = omp_get_thread_num();
     const int count = int(std::min<int64_t>(portion_, group_ * num_tokens(s) - first));
@@ -308,20 +312,50 @@ class Decoder {
     SharedAttention<T> attention(queries_of(s, kv_head), first, views, count, static_cast<const T*>(layer.keys) + start,
                                  static_cast<const T*>(layer.values) + start, D, layer.scale, layer.softcap,
                                  space_.attention_of(thread, D));
-    const auto kept_of = [&](int64_t i) { return space_.kept + (thread * space_.num_kept + i) * SharedAttention<T>::kept(model_.capacity); };
-    for (int64_t c = 0, i = 0; c < count; ++c) {
-      if (is_weighed(s, first + c)) attention.keep(int(c), kept_of(i++));
-    }
-    attention.run();
-    attention.emit([&](int c, int64_t d, auto values) {
-      const int64_t m = pass_.starts[s] + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
-      put_anywhere(mixed_, m, k, values);
+    work(attention, first, count);
+  }
+
+  void attend(const Layer& layer, int64_t s, int64_t unit) {
+    with_unit(layer, s, unit, [&](SharedAttention<T>& attention, int64_t first, int count) {
+      int64_t weighed = omp_get_thread_num() * space_.num_kept;
+      for (int c = 0; c < count; ++c) {
+        if (is_weighed(s, first + c)) attention.keep(c, space_.kept + weighed++ * SharedAttention<T>::kept(model_.capacity));
+      }
+      attention.run();
+      put(attention, s, unit, first);
+      if (pass_.attention == nullptr) return;
+      float* weights = pass_.attention + ((s * model_.num_layers + (&layer - model_.layers)) * model_.kv_heads + unit / chunks_of(s)) * pass_.attention_cols;
+      for (int c = 0; c < count; ++c) {
+        if (is_weighed(s, first + c)) attention.add_weights(c, weights);
+      }
     });
-    if (pass_.attention == nullptr) return;
-    float* weights = pass_.attention + ((s * model_.num_layers + (&layer - model_.layers)) * model_.kv_heads + kv_head) * pass_.attention_cols;
-    for (int c = 0; c < count; ++c) {
-      if (is_weighed(s, first + c)) attention.add_weights(c, weights);
+  }
+
+  // Attention of few queries of one sequence: all threads share the blocks of every KV head.
+  void attend_by_block(const Layer& layer) {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const auto part = [&](int64_t head, int64_t b) { return Softmax<T>(space_.parts + (head * blocks_of(model_.capacity) + b) * Softmax<T>::size(model_.head_dim)); };
+    for (int64_t head = 0; head < model_.kv_heads; ++head) {
+      with_unit(layer, 0, head, [&](SharedAttention<T>& attention, int64_t, int) {
+        const int64_t first = attention.first_block(), count = attention.last_block() - first;
+        for (int64_t b = count * thread / threads; b < count * (thread + 1) / threads; ++b) attention.run_block(first + b, part(head, first + b));
+      });
     }
+    barrier_.wait();
+    share(model_.kv_heads, [&](int64_t head) {
+      with_unit(layer, 0, head, [&](SharedAttention<T>& attention, int64_t first, int) {
+        attention.add_up([&](int64_t b) { return part(head, b); });
+        put(attention, 0, head, first);
+      });
+    });
+  }
+
+  // Writes the results of queries from `first` on.
+  void put(const SharedAttention<T>& attention, int64_t s, int64_t unit, int64_t first) {
+    attention.emit([&](int c, int64_t d, auto values) {
+      const int64_t m = pass_.starts[s] + (first + c) / group_, head = unit / chunks_of(s) * group_ + (first + c) % group_;
+      put_anywhere(mixed_, m, head * model_.head_dim + d, values);
+    });
   }
 
   // Whether the attention weights of a query are needed.

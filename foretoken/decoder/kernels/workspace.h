@@ -42,6 +42,7 @@ struct Workspace {
   typename SharedAttention<T>::Engine::Queries::Token* rotated;
   AttentionSpace<T> attention;  // of the first thread
   int32_t* scratch;             // (threads, kMostQueries, M), see `View`
+  float* parts;                 // (KV heads, blocks), of `Softmax`
   float* kept;                  // (threads, up to kMostQueries), see `SharedAttention::keep`
   int32_t *runs, *every;  // (W,), see `view_of`
   int64_t *sequence;  // (M,), of each token
@@ -87,6 +88,7 @@ struct Workspace {
     take(base, attention.block, threads, softmax);
     take(base, attention.totals, threads, Attention::kMostQueries / Attention::kQueries * softmax);
     take(base, scratch, size < 0 ? -1 : threads * Attention::kMostQueries, M);
+    take(base, parts, model.kv_heads, blocks_of(model.capacity) * softmax);
     num_kept = std::min<int64_t>(Attention::kMostQueries, std::min(weighed, M) * group_size(model));
     take(base, kept, threads * num_kept, Attention::kept(model.capacity));
     for (int32_t** each : {&runs, &every}) take(base, *each, M, 1);
