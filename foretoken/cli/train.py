@@ -89,8 +89,8 @@ def train(
         int | None,
         _learning(
             min=0,
-            help="Largest random offset of the head's positions in a window, so that the head drafts in texts longer "
-            "than a window; 0 for none. Default: the target's whole context.",
+            help="Largest random offset of the positions in a window, so that the head or draft model drafts in texts "
+            "longer than a window; 0 for none. Default: the whole context.",
         ),
     ] = None,
     weight_decay: Annotated[float, _learning(help="Of AdamW.")] = 0.01,

@@ -86,9 +86,7 @@ class LastFeatures:
 class WaitingFeatures(ABC):
     """Committed features that wait until the next draft; earlier features are in the KV rows of `cache`."""
 
-    def __init__(
-        self, cache: SlotCache, target: TargetHandle, dtype: torch.dtype, rows: OwnRows | None = None
-    ) -> None:
+    def __init__(self, cache: SlotCache, target: TargetHandle, dtype: torch.dtype, rows: OwnRows | None = None) -> None:
         """Starts without features; `rows`: the places of KV rows, None for those of whole texts."""
         self.cache, self._dtype = cache, dtype
         self.rows = rows or OwnRows(cache, None, target.num_slots, most_fed=0)

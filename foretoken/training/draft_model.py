@@ -159,9 +159,10 @@ class ModelTrainer(Trainer):
         counts: Tensor,
         positions: WindowPositions,
     ) -> HeadSums:
-        """See `Trainer`; ignores `positions`, which are those of heads."""
+        """See `Trainer`; the draft model reads the windows at `positions`, the target at their own."""
         row, place = supervised[:, 1:].nonzero().unbind(1)
-        read = read_features(self.student, tokens)[row, place]
+        places = positions.of(torch.arange(tokens.shape[1], device=tokens.device))
+        read = read_features(self.student, tokens, places)[row, place]
         given, labels = features[row, place], tokens[row, place + 1]
         grad = torch.zeros_like(read)
         loss = matches = torch.zeros((), dtype=torch.float64, device=tokens.device)
@@ -182,11 +183,16 @@ class ModelTrainer(Trainer):
         return HeadSums(loss.reshape(1), matches.reshape(1), count)
 
 
-def read_features(model: LoadedModel, tokens: Tensor) -> Tensor:
-    """Returns (B, S, E) outputs of a model's last norm with their graph, for (B, S) int64 tokens."""
+def read_features(model: LoadedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Returns (B, S, E) outputs of a model's last norm with their graph, for (B, S) int64 tokens.
+
+    positions: (B, S) or (1, S) int64; None for 0, 1, 2, …
+    """
     backbone: Any = model.backbone
+    # The mask says that each row is one text: without it transformers takes a jump of the positions for a new one.
+    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": torch.ones_like(tokens)}
     with own_attention(model.module, "sdpa"):
-        features: Tensor = backbone(input_ids=tokens, use_cache=False).last_hidden_state
+        features: Tensor = backbone(**inputs, use_cache=False).last_hidden_state
     return features
 
 

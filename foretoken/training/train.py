@@ -196,8 +196,8 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         batch_size: Windows of the global batch, over all processes.
         micro_batch_size: Windows that one process computes at once; None for all of its share.
         length: Tokens of a window.
-        max_offset: Largest random offset of the head's positions in a window, in tokens, so that the head drafts in
-            texts that are longer than a window; 0 for none, None for all positions of the target's context.
+        max_offset: Largest random offset of the positions in a window, in tokens, so that the head or draft model
+            drafts in texts that are longer than a window; 0 for none, None for all positions of the context.
         clip_norm: Greatest norm of the gradient.
         precision: "float32", or "bfloat16" for autocast.
         seed: Seed of the order of the data, of new weights and of dropout.
@@ -232,8 +232,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     command = command or _call_text(locals())
     is_model = method == DRAFT_MODEL
     if is_model:
-        _check_no_head_options(joint=joint, draft_vocab=draft_vocab, cache=cache, max_offset=max_offset)
-        max_offset = 0
+        _check_no_head_options(joint=joint, draft_vocab=draft_vocab, cache=cache)
     name, out, target_out, cache = os.fspath(model), Path(out), _path(target_out), _path(cache)
     run_dir = _path(run_dir) or out.with_name(f"{out.name}-run")
     _check_places(out, target_out, run_dir, cache, is_joint=joint is not None)
@@ -273,7 +272,8 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     report = {"tokenizer": tokenizer, "dtype": save_dtype, "workload": workload, "on_progress": on_held_out}
     if is_model:
         student = new_student(target, tokenizer, init=init, sizes=sizes or {}, seed=seed)
-        _check_student(student.model, packed, length)
+        context_len = min(_checked_context(student.model, packed, length), target.context_len)
+        common["train"] = settings.model_copy(update={"max_offset": _max_offset(max_offset, length, context_len)})
         notes = train_model(
             target, student.model, packed, ModelSettings(**common, origin=student.origin), on_step=on_step
         )
@@ -335,7 +335,8 @@ def _check_no_head_options(**given: Any) -> None:
         raise ConfigError(f"{option} is for heads, and draft_model trains a whole model. Leave it out.")
 
 
-def _check_student(model: LoadedModel, packed: PackedTokens, length: int) -> None:
+def _checked_context(model: LoadedModel, packed: PackedTokens, length: int) -> int:
+    """Returns the context of a draft model that fits the data."""
     if length > model.context_len:
         raise ConfigError(
             f"--length is {length}, and the draft model has a context of {model.context_len}. Expected at most that."
@@ -345,6 +346,7 @@ def _check_student(model: LoadedModel, packed: PackedTokens, length: int) -> Non
             f"the data holds token {packed.meta['largest_token_id']}, and the draft model has {model.vocab_size} "
             "tokens. Expected a draft model with all tokens of the data. Begin from another one."
         )
+    return model.context_len
 
 
 def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_prompts: int) -> None:

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
+from foretoken.heads.base import WindowPositions
 from foretoken.models.generic import generate_plain, run_plain
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
@@ -36,6 +37,7 @@ from foretoken.training.evaluation import EvaluationConfig
 from foretoken.training.run import train_model
 from foretoken.training.run_state import saved_states
 from foretoken.training.train import train
+from foretoken.training.trainer import drawn_positions
 
 
 def windows(count: int = 4, length: int = 16) -> tuple[Tensor, Tensor]:
@@ -178,6 +180,25 @@ def test_sharp_targets_are_distributions_at_their_temperature() -> None:
     sums = trainer._gradients(0, tokens, supervised, trainer._counts(supervised))
     p = (run_plain(target.module, tokens).logits[:, :-1] / 0.5).softmax(-1)
     q = run_plain(student.module, tokens).logits[:, :-1].softmax(-1)
+    assert float(sums.loss / sums.count) == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
+
+
+def test_windows_are_read_at_shifted_positions() -> None:
+    """The first tokens keep their positions, later ones see them across the jump; the target reads the text itself."""
+    target, student = training_runs.target(), draft_model_runs.student()
+    config = train_config({"batch_size": 4, "length": 16, "max_offset": 60, "seed": 2})
+    tokens, supervised = windows()
+    trainer = ModelTrainer(student, target, Distillation(), config, training_runs.batches())
+    sums = trainer._gradients(0, tokens, supervised, trainer._counts(supervised))
+    anchor, offset = drawn_positions(config, 0)
+    assert offset.unique().numel() > 1
+    places = WindowPositions(anchor, offset).of(torch.arange(16))
+    causal = torch.zeros(16, 16).masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), float("-inf"))
+    student.module.set_attn_implementation("eager")  # type: ignore[operator]
+    inputs = {"position_ids": places, "attention_mask": causal.expand(4, 1, 16, 16)}
+    with torch.inference_mode():
+        q = student.module(tokens, use_cache=False, **inputs).logits[:, :-1].softmax(-1)
+    p = run_plain(target.module, tokens).logits[:, :-1].softmax(-1)
     assert float(sums.loss / sums.count) == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
 
 
@@ -491,7 +512,7 @@ def test_options_of_heads_are_refused(data: Path, tmp_path: Path) -> None:
             train("draft_model", data / "target", **{**arguments, **changes}, device="cpu")
 
     refused("--cache is for heads, and draft_model trains a whole model", cache=tmp_path / "cache")
-    refused("--max-offset is for heads", max_offset=5)
+    refused("--max-offset is 65. Expected 0 to 64", max_offset=65)
     refused("--draft-vocab is for heads", draft_vocab=tmp_path / "vocab.json")
     refused("--joint is for heads", joint={"backbone": "lora"})
     refused("--init sets the sizes", init="models/tinycode-draft")
