@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.library import kernel_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _address, _num_bytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
 
@@ -123,13 +124,9 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
     call takes a quarter of a second to two a GiB. Memory that a forked process shares with its parent becomes its own,
     so load a model before forking.
     """
-    if not sys.platform.startswith("linux") or _are_switched_off():
+    advise = _madvise()
+    if advise is None:
         return 0
-    try:
-        advise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):  # an interpreter that is linked statically
-        return 0
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def move(begin: int, size: int) -> int:
         advise(begin, size, _HUGEPAGE)
@@ -145,6 +142,29 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
         return sum(move(*portion) for portion in portions)
     with ThreadPoolExecutor(kernel_threads(), "foretoken-huge-pages") as pool:
         return sum(pool.map(move, *zip(*portions, strict=True)))
+
+
+def zeros_in_huge_pages(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros, on CPUs in huge pages if the system has them: rows that passes read one after another."""
+    zeros = torch.empty(*size, dtype=dtype, device=device)
+    advise = _madvise() if runs_cpu_kernels(device) else None
+    first = zeros.data_ptr()
+    begin, end = -(-first // _PAGE) * _PAGE, (first + zeros.nbytes) // _PAGE * _PAGE
+    if advise is not None and begin < end:
+        advise(begin, end - begin, _HUGEPAGE)  # before the first write, so that nothing moves
+    return zeros.zero_()
+
+
+def _madvise() -> Any | None:
+    """Returns the system's `madvise`; None where huge pages cannot be had."""
+    if not sys.platform.startswith("linux") or _are_switched_off():
+        return None
+    try:
+        advise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):  # an interpreter that is linked statically
+        return None
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise
 
 
 def _are_switched_off() -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretoken.decoder import memory
-from foretoken.decoder.memory import use_huge_pages
+from foretoken.decoder.memory import use_huge_pages, zeros_in_huge_pages
 
 _MAPS = Path("/proc/self/smaps")
 
@@ -43,6 +43,17 @@ def test_weights_move_and_stay_what_they_are() -> None:
 def test_what_fills_no_page_is_left() -> None:
     assert use_huge_pages([]) == 0
     assert use_huge_pages([torch.ones(100_000), torch.ones(3, dtype=torch.bfloat16), torch.ones(0)]) == 0
+
+
+def test_zeros_lie_in_huge_pages_from_the_start() -> None:
+    zeros = zeros_in_huge_pages((3, 1 << 21), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert zeros.shape == (3, 1 << 21)
+    assert zeros.dtype == torch.bfloat16
+    assert not zeros.any()
+    assert not zeros_in_huge_pages((5,), dtype=torch.float32, device=torch.device("cpu")).any()
+    assert zeros_in_huge_pages((0, 4), dtype=torch.float32, device=torch.device("cpu")).numel() == 0
+    if not huge_bytes([zeros]):
+        pytest.skip("this system keeps no huge pages")
 
 
 @pytest.mark.parametrize("setting", ["always madvise [never]\n", None])

@@ -1,0 +1,87 @@
+"""Passes of the native decoder behind long texts, beside what reading weights and KV rows takes at the rate of memory.
+
+python -m benchmarks.long_passes --model runs/long-24x1024/twin --rows 200 4096 16384 --tokens 1 16 64 --batch 1 4
+
+The rate of memory is measured between the passes: two threads sum a buffer of 1 GiB. Rows hold noise, since a pass
+costs the same whatever they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.rivals.machine import describe_machine
+from foretoken.core.passes import Pass
+from foretoken.decoder.library import set_num_threads
+from foretoken.models.loading import load_model
+from foretoken.runner.runner import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ROUNDS = 7
+
+
+def main() -> None:
+    """Prints a table: milliseconds of a pass, those of its bytes alone, and their ratio."""
+    options = _parser().parse_args()
+    set_num_threads(options.threads)
+    model = load_model(options.model, dtype="bfloat16")
+    most = max(options.rows) + max(options.tokens)
+    if most > model.context_len:
+        raise SystemExit(f"Error: {most} positions, and '{options.model}' has {model.context_len}. Pass fewer --rows.")
+    runner = Runner(
+        model, num_slots=max(options.batch), context_len=most, max_nodes=max(options.tokens), runner="lean-native"
+    )
+    for part in (*runner.cache.keys, *runner.cache.values):
+        part.normal_()
+    weights = sum(each.nbytes for each in model.module.parameters())  # the LM head shares the embedding
+    row = sum(part.shape[1] * part.shape[3] * part.itemsize for part in (*runner.cache.keys, *runner.cache.values))
+    buffer = torch.ones(1 << 27, dtype=torch.int64)
+    print(f"{describe_machine()}\nweights {weights / 1e6:.0f} MB, row {row / 1e3:.1f} kB; load {options.model}")
+    print("| batch | rows | tokens | ms | GB/s of memory | ms of the bytes | share |\n|---|---|---|---|---|---|---|")
+    for batch in options.batch:
+        for rows in options.rows:
+            for tokens in options.tokens:
+                work = _chains(batch, rows, tokens)
+                seconds, rates = [], []
+                for _ in range(_ROUNDS):
+                    rates.append(buffer.nbytes / _seconds(buffer.sum))
+                    seconds.append(_seconds(lambda: runner.run(work)))  # noqa: B023 - called at once
+                taken, rate = statistics.median(seconds[1:]), statistics.median(rates[1:])
+                floor = (weights + batch * rows * row) / rate
+                print(
+                    f"| {batch} | {rows} | {tokens} | {1e3 * taken:.1f} | {rate / 1e9:.1f} | {1e3 * floor:.1f} "
+                    f"| {floor / taken:.2f} |", flush=True,
+                )  # fmt: skip
+
+
+def _chains(batch: int, rows: int, tokens: int) -> Pass:
+    return Pass.of_chains(
+        [[5] * tokens] * batch, slots=range(batch), prefix_lens=[rows] * batch
+    ).with_all_logits()  # fmt: skip
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=[200, 4096, 16_000])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--threads", type=int, default=2)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
