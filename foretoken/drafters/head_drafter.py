@@ -195,7 +195,7 @@ class HeadDrafter:
         most, rows = self._target.context_len + num_scratch, self.options.partial_rows
         return BlockStack(
             layer.as_blocks(most), num_slots=self._target.num_slots, num_positions=most,
-            capacity=most if rows is None else rows + num_scratch, quantization=self.quantization,
+            capacity=most if rows is None else min(rows + num_scratch, most), quantization=self.quantization,
         )  # fmt: skip
 
     def rows_of(self, stack: BlockStack, num_scratch: int = 0) -> OwnRows:

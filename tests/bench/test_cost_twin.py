@@ -156,8 +156,22 @@ def test_every_head_says_the_same_of_padded_features(name: str, fill: Any) -> No
     assert all(twin.weights[key].shape[-1] == FACTOR * head.weights[key].shape[-1] for key in blocks)
 
 
-def test_every_method_can_be_padded() -> None:
-    assert sorted(_METHODS) == head_methods()
+def test_every_method_can_be_padded_but_spire() -> None:
+    """Its blocks are the target's, with sizes of their own for rows that blocks share."""
+    assert sorted([*_METHODS, "spire"]) == head_methods()
+
+
+def test_a_head_that_cannot_be_padded_is_left_out_unless_it_is_named(
+    with_drafters: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(_METHODS, "falcon")
+    roles = [part.role for part in made(with_drafters, tmp_path / "twin", num_layers=6)]
+    assert "eagle" in roles
+    assert "falcon" not in roles
+    assert "heads of method 'falcon' cannot be padded" in caplog.text
+    head = with_drafters.with_name("small-falcon")
+    with pytest.raises(ConfigError, match="which cannot be padded"):
+        made(with_drafters, tmp_path / "named", num_layers=6, heads=[head])
 
 
 @pytest.fixture(scope="module")

@@ -269,7 +269,7 @@ def test_a_draft_model_follows_its_weights(quantization: str) -> None:
     again = llm({"drafter": make, "trust_drafter": True}, **arguments)
     got, want = (GenerationMetrics.total(o.metrics for o in each.generate(TEXTS, params)) for each in (engine, again))
     assert (got.steps, got.num_accepted) == (want.steps, want.num_accepted)
-    assert want.num_accepted > 2 * want.steps, "it drafts what the target says"
+    assert 2 * want.num_accepted > 3 * want.steps, "it drafts what the target says, up to int8"
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -173,9 +173,9 @@ def test_controllers_learn_nothing_from_iterations_that_captured_a_graph(monkeyp
     monkeypatch.setattr(Drafting, "learn_step", lambda self, draft, record: learned.append(record))
     verify = loop.verification
 
-    def captures(*arguments: object) -> object:
+    def captures(*arguments: object, **options: object) -> object:
         WARM_UPS.count += len(records) in (2, 3)
-        return verify(*arguments)
+        return verify(*arguments, **options)
 
     monkeypatch.setattr(loop, "verification", captures)
     engine = llm({}, max_num_seqs=1, max_model_len=CONTEXT_LEN, on_step=records.append)

@@ -174,6 +174,13 @@ OPTIONS = {
     "lookahead_window": (*WRONG_NUMBERS, None, 0, 257),
     "lookahead_ngram": (*WRONG_NUMBERS, None, 1, 33),
     "exit_layer": (*WRONG_NUMBERS, 0),
+    "draft_window_size": (*WRONG_NUMBERS, 0),
+    "draft_sink_size": (*WRONG_NUMBERS, None, -1, 1025),
+    "draft_retrieval": (1, 0, "true", 1.0, None),
+    "kv_selection": (*WRONG_NAMES, None, "Vegas"),
+    "kv_budget": (*WRONG_NUMBERS, 1),
+    "kv_ratio": (True, "3", float("nan"), [3], None, 0.0, 1.1),
+    "kv_sinks": (*WRONG_NUMBERS, None, -1, 1025),
     **dict.fromkeys(
         ("prediction_min_match", "prediction_max_match", "rest_min_match", "rest_max_match", "rest_max_matches"),
         (*WRONG_NUMBERS, None, 0),

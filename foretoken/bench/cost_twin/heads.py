@@ -25,9 +25,14 @@ _BLOCK, _BLOCK_BIAS = Rule(axes=_BOTH, is_written=True), Rule(axes=_LAST, is_wri
 _NORM = Rule(axes=_LAST, is_scaled_down=True)
 
 
+def can_pad(method: str) -> bool:
+    """Returns whether heads of a method can be padded."""
+    return method in _METHODS
+
+
 def check_method(method: str, what: str) -> None:
     """Raises `ConfigError` when heads of a method cannot be padded; what: names the head."""
-    if method not in _METHODS:
+    if not can_pad(method):
         raise ConfigError(
             f"'{what}' is a head of method '{method}', which cannot be padded. Expected one of "
             f"{', '.join(sorted(_METHODS))}. Name the heads that you want."
