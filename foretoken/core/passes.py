@@ -51,8 +51,8 @@ class TokenChoice:
 class PassTables:
     """The rows of each sequence's keys, and which of them each token sees.
 
-    Row r of a slot holds position r for r < prefix; every token sees those rows within its sliding window. Row prefix +
-    i is node i of the sequence; its tokens are the last of its nodes.
+    Every token sees the rows r < prefix of its slot within its sliding window, which takes r for their position. Row
+    prefix + i is node i of the sequence; its tokens are the last of its nodes.
 
     Attributes:
         slots: (S,) int32, cache slots.
@@ -94,7 +94,8 @@ class Pass:
         parents: (W,) int64, index of the parent among the nodes of the same sequence, smaller than the node's own; -1
             for a node that sees the prefix alone.
         slots: S cache slots, all different.
-        prefix_lens: S committed cache rows that every node of the sequence sees; row i holds position i.
+        prefix_lens: S committed cache rows that every node of the sequence sees. Row i holds position i, except where a
+            drafter keeps a part of a text: then for models without windows alone.
         offsets: S + 1, first token of each sequence; every sequence has at least one token.
         num_earlier: S numbers of nodes that earlier passes computed; None for none.
         logit_rows: (R,) int64, ascending, the tokens that need logits; None for none.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -423,8 +423,14 @@ def draft_runner(
 ) -> Runner:
     """Returns the runner of a draft model that feeds at most `num_fed` nodes of a draft; see `with_quantization`.
 
-    `partial_rows`: rows of slots that hold a part of a text; None for slots with the whole text.
+    `partial_rows`: rows of slots that hold a part of a text; None for slots with the whole text. Raises `ConfigError`
+    for a part of a text if the model slides windows over it: decoders take row i of a window for position i.
     """
+    if partial_rows is not None and _has_windows(model.config.get_text_config()):
+        raise ConfigError(
+            f"'{model.name}' has layers that slide a window over its text, from which no other rows can be chosen. "
+            "Expected a model with full attention in every layer. Use another method, or leave draft_window_size out."
+        )
     runner = Runner(
         model, num_slots=target.num_slots, context_len=partial_rows or target.context_len, max_nodes=num_fed + 1,
         runner=target.runner, has_partial_texts=partial_rows is not None,
@@ -436,3 +442,10 @@ def draft_runner(
 
     with_quantization(option, quantize)
     return runner
+
+
+def _has_windows(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))

@@ -180,14 +180,9 @@ class SparseKvDrafter:
     def attach(self, target: TargetHandle) -> None:
         """Allocates slots and, for quantised drafts, copies of weights.
 
-        Raises `ConfigError` if the target slides windows over its text, or has fewer blocks than `exit_layer`.
+        Raises `ConfigError` if the target has fewer blocks than `exit_layer`, or as `draft_runner`.
         """
         options, model = self._options, target.model
-        if _has_windows(model.config.get_text_config()):
-            raise ConfigError(
-                f"'{target.name}' has layers that slide a window over its text, from which no other rows can be "
-                "chosen. Expected a target with full attention in every layer. Use another method."
-            )
         if (options.exit_layer or 1) > model.num_layers:
             raise ConfigError(
                 f"exit_layer is {options.exit_layer}, and '{target.name}' has {model.num_layers} blocks. Expected no "
@@ -319,13 +314,6 @@ def greatest(weights: Tensor, count: int) -> Tensor:
     size = weights.shape[-1]
     found = np.argpartition(weights.numpy(), size - count, axis=-1)[..., size - count :]  # five times as fast as topk
     return torch.from_numpy(np.sort(found, axis=-1))
-
-
-def _has_windows(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
 
 
 def create(options: Options) -> Drafter:

@@ -9,18 +9,18 @@ positions, the best 32 of them, chosen anew every eight verifications.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
 from pydantic import Field, model_validator
 
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.base import DrafterOptions, TargetReads
+from foretoken.drafters.base import DrafterOptions
 
 if TYPE_CHECKING:
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.drafters.base import Committed
+    from foretoken.drafters.base import Committed, TargetReads
 
 _LEAST_ROOM, _MOST_ROOM = 32, 512  # rows behind a full window, before its rows move; a choice: a part of a prompt
 _CHUNK, _BEST_CHUNKS, _EVERY = 32, 32, 8  # SpecExtend
@@ -62,10 +62,7 @@ class WindowOptions(DrafterOptions):
         """Returns what a drafter reads of the target, with what retrieval needs."""
         if not self.draft_retrieval:
             return reads
-        return TargetReads(
-            taps=reads.taps, top_k=reads.top_k, is_last_enough=reads.is_last_enough, attention_tokens=1,
-            attention_every=_EVERY,
-        )  # fmt: skip
+        return replace(reads, attention_tokens=1, attention_every=_EVERY)
 
 
 @dataclass(slots=True)
@@ -142,7 +139,9 @@ class OwnRows:
 
     def choose(self, committed: Committed) -> None:
         """Chooses the positions to retrieve by the target's attention in its last block, where there is any."""
-        for slot, weights in zip(committed.slots, committed.attention or (), strict=False):
+        if self._store is None or committed.attention is None:  # the weights may be for another drafter
+            return
+        for slot, weights in zip(committed.slots, committed.attention, strict=True):
             if weights is None or weights.shape[2] < _CHUNK:
                 continue
             by_row = weights[-1].mean(0)

@@ -96,7 +96,7 @@ class Engine:
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._sampling = SamplingState(slots.num_slots, target.vocab_size, target.device)
         self.counts, self._memory = EngineCounts(), MemoryPressure(target.device)
-        self._num_committed = 0  # verifications that drafters heard of
+        self._num_read = 0  # verifications of drafts that drafters heard of
         self._scheduler = Scheduler(target, drafting, self._sampling.table, slots, self.counts)
 
     @property
@@ -249,8 +249,8 @@ class Engine:
     ) -> VerifiedBatch:
         """Verifies, accepts, and moves accepted KV rows into place. Leaves the sequences unchanged."""
         clock.mark()
-        every = self._drafting.reads.attention_every if draft.is_committed else 0
-        has_attention = every > 0 and self._num_committed % every == 0
+        every = self._drafting.reads.attention_every if _is_read(draft) else 0
+        has_attention = every > 0 and self._num_read % every == 0
         asked, work = verification(
             self.target, self._prefill, decoding, joining, draft, has_attention=has_attention
         )  # fmt: skip
@@ -371,7 +371,7 @@ class Engine:
         if asked.trees is not None and draft.is_committed:
             outcomes = verified.outcomes[:num_decoding]
             ids = self._top_ids(verified) if self._drafting.reads.top_k else None
-            self._num_committed += 1
+            self._num_read += _is_read(draft)
             self._drafting.commit(newly_committed(roots[:num_decoding], asked.trees, draft.tree, outcomes, output, ids))
         clock.mark()
         seconds = clock.seconds()
@@ -457,6 +457,11 @@ class Engine:
         if sequence.finish_reason is None and outcome.num_valid < len(outcome.tokens):
             sequence.fail(NO_TOKEN)
         sequence.num_cached = len(sequence.tokens) - 1
+
+
+def _is_read(draft: Draft) -> bool:
+    """Whether drafters may read attention weights of the verification: they hear of it, and there is a draft."""
+    return draft.is_committed and draft.tree.width > 1
 
 
 def _most_depth(sequence: Sequence) -> int:

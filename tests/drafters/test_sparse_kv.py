@@ -203,6 +203,30 @@ def test_the_engine_selects_by_the_targets_attention(decoder: str, exit_layer: i
         assert state.listed.equal(expected)
 
 
+def test_weights_are_read_of_verifications_with_a_draft_alone() -> None:
+    """Where bytes say that drafts cannot pay, the target computes no weights after the prompt."""
+    read: dict[bool, list[bool]] = {}
+    for is_adaptive in (True, False):
+        config = {"method": "sparse_kv", "kv_budget": 16}
+        llm = LLM(
+            tiny_model("llama"), speculative_config=config | ({} if is_adaptive else {"num_speculative_tokens": 3})
+        )
+        drafter: Any = llm._engine._drafting._guards[0]._drafter
+        drafter._costs = DraftBytes(weights=(1000.0, 1000.0), row=(1.0, 1.0))
+        commit, read[is_adaptive] = drafter.commit, []
+
+        def kept(committed: Committed, commit: Any = commit, found: list[bool] = read[is_adaptive]) -> None:
+            if committed.verified is not None:
+                found.append(committed.attention is not None)
+            commit(committed)
+
+        drafter.commit = kept
+        llm.generate([TEXTS[0]], SamplingParams(temperature=0, max_tokens=12))
+    assert read[True]
+    assert not any(read[True])
+    assert any(read[False])
+
+
 def test_nothing_is_drafted_where_bytes_say_that_it_cannot_pay() -> None:
     drafter = made(target_of(tiny_model("llama")), num_speculative_tokens=None, kv_selection="streaming_llm")
     drafter._costs = DraftBytes(weights=(1000.0, 1000.0), row=(1.0, 1.0))

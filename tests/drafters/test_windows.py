@@ -112,6 +112,21 @@ def draft_model(module: Any, decoder: str, **options: Any) -> Any:
     return attached(drafter, runner=decoder, num_slots=3)
 
 
+def test_weights_for_another_drafter_move_nothing() -> None:
+    rows, cache = made()
+    for length in range(0, 32, 8):
+        feed(rows, cache, 0, length, 8)
+    rows.choose(Committed(slots=[0], starts=[31], tokens=[[1]], features=None, attention=[attention(32, {0: 1.0})]))
+    feed(rows, cache, 0, 32, 1)
+    assert held(rows, cache, 0, 33) == list(range(33))
+
+
+def test_a_draft_model_that_slides_windows_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'draft' has layers that slide a window over its text"):
+        draft_model(tiny_model("mistral"), "auto", draft_window_size=8)
+    assert draft_model(tiny_model("mistral"), "auto") is not None
+
+
 @pytest.mark.parametrize("decoder", ON_CPUS)
 def test_a_draft_model_reads_sinks_and_a_window(decoder: str) -> None:
     """With one block a row depends on its own token alone; texts grow by accepted drafts and by other tokens."""

@@ -262,14 +262,14 @@ def test_a_draft_model_follows_its_weights(quantization: str) -> None:
     make = draft_model(draft, num_speculative_tokens=3, quantization=quantization)
     arguments = {"module": module, "runner": "lean-native", "max_model_len": CONTEXT_LEN}
     engine = llm({"drafter": make, "trust_drafter": True}, **arguments)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     engine.generate(TEXTS, params)
     for each in (module, draft):
         WRITES["load_state_dict"](each)
     again = llm({"drafter": make, "trust_drafter": True}, **arguments)
     got, want = (GenerationMetrics.total(o.metrics for o in each.generate(TEXTS, params)) for each in (engine, again))
     assert (got.steps, got.num_accepted) == (want.steps, want.num_accepted)
-    assert 2 * want.num_accepted > 3 * want.steps, "it drafts what the target says, up to int8"
+    assert want.num_accepted > 2 * want.steps, "it drafts what the target says"
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
