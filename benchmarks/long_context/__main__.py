@@ -25,7 +25,8 @@ from benchmarks.long_context.plot import draw_positions, draw_sizes, write_pictu
 from benchmarks.long_context.report import FORMULA, break_even_sentence, positions_table, sizes_table, verdict
 from benchmarks.rivals.machine import commit, describe_machine
 from benchmarks.rivals.machine import verdict as quietness
-from benchmarks.speedup.sizes import digest_of, methods_of, twin_label
+from benchmarks.speedup.sizes import Size, digest_of, methods_of, twin_label
+from foretoken.bench.cost_twin.make import TwinPlan, make_twin_in_memory
 from foretoken.bench.workload import load_prompts
 from foretoken.core.errors import ForetokenError, RequestError
 from foretoken.decoder.library import set_num_threads
@@ -63,14 +64,14 @@ def main(arguments: list[str]) -> int:
 
 def _sizes(options: argparse.Namespace, command: str) -> None:
     model, texts = _loaded(options)
-    names = options.drafters or _usual_drafters(options.model)
-    setups = [checked_setup(name, target=str(options.model)) for name in names]
+    place = Path(model.name)
+    setups = [checked_setup(name, target=model.name) for name in options.drafters or _usual_drafters(place)]
     grid = sizes.Grid(
         rows=options.rows, batches=options.batch, max_tokens=options.tokens, rounds=options.rounds,
         setups=[setup for setup in setups if setup.config is not None], texts=texts,
         until=time.monotonic() + options.seconds,
     )  # fmt: skip
-    facts = {**_conditions(options), "tokens": options.tokens, "rounds": options.rounds}
+    facts = {**_conditions(options, model), "tokens": options.tokens, "rounds": options.rounds}
     journal = JournalFile(options.runs / f"{options.out.name}.jsonl", facts, advice=_ADVICE)
     left_out = sizes.measure(model, grid, journal, _say)
     wanted = {setup.name for setup in grid.setups}
@@ -96,13 +97,13 @@ def _sizes(options: argparse.Namespace, command: str) -> None:
 def _positions(options: argparse.Namespace, command: str) -> None:
     model, texts = _loaded(options)
     names = options.drafters or [
-        *(f"{name}:{_DEPTH}" for name in dict.fromkeys([*_LOOKUPS, *methods_of(options.model)])),
+        *(f"{name}:{_DEPTH}" for name in dict.fromkeys([*_LOOKUPS, *methods_of(Path(model.name))])),
         *(f"sparse_kv:kv_selection={name}:{_DEPTH}" for name in _SELECTIONS),
     ]
-    setups = [checked_setup(name, target=str(options.model)) for name in names]
+    setups = [checked_setup(name, target=model.name) for name in names]
     prompts, following = _begun(texts, options)
     facts = {
-        **_conditions(options), "tokens": options.tokens, "num_prompts": len(prompts),
+        **_conditions(options, model), "tokens": options.tokens, "num_prompts": len(prompts),
         "prompt_tokens": options.prompt_tokens, "outputs": "short, along held-out texts" if following else "long",
     }  # fmt: skip
     journal = JournalFile(options.runs / f"{options.out.name}.jsonl", facts, advice=_ADVICE)
@@ -125,7 +126,18 @@ _ADVICE = "Give another --out or --runs, or remove that file."
 
 
 def _loaded(options: argparse.Namespace) -> tuple[LoadedModel, list[list[int]]]:
-    model, tokenizer = load_model(str(options.model), dtype=options.dtype), load_tokenizer(str(options.model))
+    """The model, or its twin; `LoadedModel.name` is a directory with drafters beside it."""
+    if options.twin is None:
+        model = load_model(str(options.model), dtype=options.dtype, device=options.device)
+    else:
+        size = Size.parse(options.twin, num_prompts=1)
+        out = options.runs / f"{options.model.resolve().name}-{options.twin}" / "twin"
+        plan = TwinPlan(
+            model=options.model, out=out, num_layers=size.num_layers, hidden_size=size.hidden_size, fill="random",
+            dtype=getattr(torch, options.dtype), device=options.device,
+        )  # fmt: skip
+        model = make_twin_in_memory(plan)
+    tokenizer = load_tokenizer(str(options.model))
     if tokenizer is None:
         raise RequestError(f"'{options.model}' has no tokenizer. Expected tokenizer files beside the weights.")
     return model, [list(tokenizer(text)["input_ids"]) for text in load_prompts(str(options.prompts))]
@@ -150,15 +162,18 @@ def _usual_drafters(target: Path) -> list[str]:
     return [each for name in names for each in (f"{name}:{_DEPTH}", name)]
 
 
-def _conditions(options: argparse.Namespace) -> dict[str, Any]:
+def _conditions(options: argparse.Namespace, model: LoadedModel) -> dict[str, Any]:
     machine = describe_machine()
+    processor = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['instruction_sets'])})"
+    if model.device.type == "cuda":
+        processor = f"{torch.cuda.get_device_name(model.device)}; {processor}"
     return {
-        "model": twin_label(options.model) or options.model.resolve().name,
+        "model": twin_label(Path(model.name)) or options.model.resolve().name,
         "model_sha256": digest_of(options.model),
         "dtype": options.dtype,
         "threads": torch.get_num_threads(),
         "prompts": Path(options.prompts).name,
-        "processor": f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['instruction_sets'])})",
+        "processor": processor,
         "torch": torch.__version__,
         "commit": commit("foretoken", "models"),
     }
@@ -213,6 +228,8 @@ def _parser() -> argparse.ArgumentParser:
     by_place.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8, 1.0])
     for each in (by_size, by_place):
         each.add_argument("--model", type=Path, default=_ROOT / "models" / "tinycode16k")
+        each.add_argument("--twin", help="LAYERSxHIDDEN: a cost twin of --model, its weights in memory only")
+        each.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
         each.add_argument("--drafters", nargs="+", help="as `foretoken bench -s` takes them; all when left out")
         each.add_argument("--prompts", default=_ROOT / "benchmarks" / "prompts" / "long.jsonl")
         each.add_argument("--seconds", type=float, default=1e9, help="no cell begins afterwards")

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from benchmarks.long_context.passes import PassBytes, bytes_of, row_bytes
 from benchmarks.long_context.prompts import prompts_of
 from benchmarks.rivals.machine import DisturbanceWatch, available_bytes
@@ -209,7 +211,8 @@ def measure(model: LoadedModel, grid: Grid, journal: JournalFile, say: Callable[
             "more. Or raise max_position_embeddings in the config.json of a copy: its acceptance there means little."
         )
     known, left_out = {Cell.read(line).key for line in journal.lines}, list[str]()
-    free = available_bytes()
+    is_gpu = model.device.type == "cuda"
+    free = torch.cuda.mem_get_info(model.device)[0] if is_gpu else available_bytes()
     for rows in grid.rows:
         for setup in grid.setups:
             missing = [batch for batch in grid.batches if (rows, batch, setup.name) not in known]
