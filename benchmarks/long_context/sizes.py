@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -252,7 +253,8 @@ def _measure_setup(
     say: Callable[[str], None],
 ) -> None:
     """Measures a drafter in some batch sizes; raises `ForetokenError` for what cannot be measured."""
-    numbers = [grid.rounds * batch for batch in grid.batches]
+    warm_ups = int(model.device.type == "cuda")  # a round in which CUDA graphs are captured
+    numbers = [(warm_ups + grid.rounds) * batch for batch in grid.batches]
     prompts = prompts_of(grid.texts, rows - grid.max_tokens, 1 + sum(numbers))
     first, left = prompts[0], prompts[1:]
     parts = {batch: left[sum(numbers[:at]) :][: numbers[at]] for at, batch in enumerate(grid.batches)}
@@ -268,12 +270,14 @@ def _measure_setup(
         for batch in batches:
             if time.monotonic() > grid.until:
                 raise ForetokenError(f"no time was left for a batch of {batch} and more.")
-            cell = Cell(rows=rows, batch=batch, setup=setup.name, prompt_s=prompt_s,
-                        passes=bytes_of(setup, llm, rows=rows, batch=batch))  # fmt: skip
+            empty = partial(Cell, rows=rows, batch=batch, setup=setup.name, prompt_s=prompt_s,
+                            passes=bytes_of(setup, llm, rows=rows, batch=batch))  # fmt: skip
+            cell = empty()
             watch, begin = DisturbanceWatch(), time.perf_counter()
             with watch.during(os.getpid()):
-                for at in range(grid.rounds):
-                    _measure_round(llm, switch, meter, cell, parts[batch][at * batch :][:batch], grid.max_tokens)
+                for at in range(warm_ups + grid.rounds):
+                    part = parts[batch][at * batch :][:batch]
+                    _measure_round(llm, switch, meter, cell if at >= warm_ups else empty(), part, grid.max_tokens)
             cell.wall_s, cell.foreign_s = time.perf_counter() - begin, watch.finish().foreign_seconds
             journal.add(asdict(cell))
             say(
