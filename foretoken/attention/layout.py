@@ -16,6 +16,7 @@ from foretoken.core.token_tree import ancestor_mask, ancestor_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foretoken.attention.triton_weights import WeighedTokens
     from foretoken.core.passes import Pass
 
 
@@ -31,6 +32,7 @@ class AttentionLayout:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
         self._weighed = [] if work.attention_rows is None else work.attention_rows.tolist()
         self._weights: list[Tensor] = []
+        self._weighed_tensors: WeighedTokens | None = None
 
     @property
     def is_captured(self) -> bool:
@@ -46,6 +48,16 @@ class AttentionLayout:
         """Returns a sequence's tokens, as indices in the pass, whose attention weights are needed."""
         tokens = self.tokens_of(sequence)
         return [token for token in self._weighed if tokens.start <= token < tokens.stop]
+
+    def weighed_tensors(self) -> WeighedTokens:
+        """Returns these tokens of all sequences for the Triton kernel; built once per pass."""
+        if self._weighed_tensors is None:
+            from foretoken.attention.triton_weights import WeighedTokens
+
+            every = range(len(self.slots))
+            tokens, num_keys = [self.weighed_tokens(row) for row in every], max(map(self.num_keys, every))
+            self._weighed_tensors = WeighedTokens.of(tokens, num_keys, self._work.positions.device)
+        return self._weighed_tensors
 
     def keep_weights(self, weights: Tensor) -> None:
         """Keeps the weights of the next layer, (S, Hk, C)."""

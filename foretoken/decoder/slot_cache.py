@@ -340,6 +340,13 @@ class SlotCache:
             rows: (layers, n) int64, or (layers, Hk, n) for a list of each KV head, of the first layers.
         """
         (known,), (place,) = source.places(places[:1]), self.places(places[1:])
+        if len(self._stores) == 1 and not runs_cpu_kernels(rows.device):  # keys and values of all layers in one copy
+            ((size, store),) = self._stores.items()
+            lists = rows.reshape(len(rows), -1, rows.shape[-1]).repeat_interleave(2, dim=0)
+            index = lists.unsqueeze(-1).expand(-1, size[0], -1, size[1])
+            copied = source._stores[size][: len(lists), known].gather(2, index)
+            store[: len(lists), place, :, start : start + rows.shape[-1]] = copied
+            return
         for layer, listed in enumerate(rows):
             for theirs, own in ((source.keys, self.keys), (source.values, self.values)):
                 lists = listed.expand(own[layer].shape[1], -1)

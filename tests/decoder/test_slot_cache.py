@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,3 +200,32 @@ def test_a_prefix_is_copied_between_shared_rows() -> None:
     assert all(bool((p[place, :, :25] == p[source, :, :25]).all()) for p in (*cache.keys, *cache.values))
     with pytest.raises(ValueError, match="rows are copied that a slot does not have"):
         cache.copy_rows(0, 2, 80)
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize("num_rows", [None, 4 * GRANULE])
+@pytest.mark.parametrize("heads", [(), (2,)])
+def test_listed_rows_are_gathered(
+    heads: tuple[int, ...], num_rows: int | None, *, is_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two of three layers, for all heads or each; in the order of the list, and nothing else is written."""
+    monkeypatch.setattr("foretoken.decoder.slot_cache.runs_cpu_kernels", lambda device: not is_gpu)
+    kinds: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    shapes = [LayerShape(2, 4, 4)] * 3
+    source = SlotCache(shapes, num_slots=3, capacity=2 * GRANULE, num_rows=num_rows, **kinds)
+    own = SlotCache(shapes, num_slots=2, capacity=9, **kinds)
+    if num_rows is not None:
+        source.reserve(2, GRANULE + 5)
+    (place,) = source.places([2])
+    for part in (*source.keys, *source.values):
+        part[place].normal_()
+    rows = torch.stack([torch.randperm(20)[:4].sort().values for _ in range(2 * (heads or (1,))[0])])
+    rows = rows.view(2, *heads, 4)
+    own.gather_from(source, (2, 1), rows, 3)
+    for theirs, ours in ((source.keys, own.keys), (source.values, own.values)):
+        for layer in range(2):
+            for head in range(2):
+                listed = rows[layer, head] if heads else rows[layer]
+                assert torch.equal(ours[layer][1, head, 3:7], theirs[layer][place, head, listed])
+        assert not ours[2].any()
+        assert not any(part[0].any() or part[1, :, :3].any() or part[1, :, 7:].any() for part in ours)

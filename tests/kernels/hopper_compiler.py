@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite import triton_masked
 from foretoken.acceptance import triton_walk
-from foretoken.attention import triton_overlap, triton_tables, triton_tree
+from foretoken.attention import triton_overlap, triton_tables, triton_tree, triton_weights
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
 from foretoken.decoder import triton_kernels
@@ -30,6 +30,7 @@ POINTERS = {
 KERNELS = {
     triton_tree: ["_attend_kernel", "_merge_kernel"],
     triton_masked: ["_masked_kernel"],
+    triton_weights: ["_scores_kernel", "_weights_kernel"],
     triton_tables: ["_tables_kernel"],
     triton_choice: ["_part_kernel", "_merge_kernel"],
     triton_walk: ["_walk_kernel"],
@@ -115,6 +116,15 @@ def compile_all() -> None:
     compile_attention(heads=32, size=128, nodes=33, softcap=2.0, sinks=torch.zeros(32, dtype=BF16))
     compile_attention(heads=32, size=128, nodes=33, window=40)
     compile_attention(heads=32, size=128, nodes=64, is_causal=True, num_splits=3)
+
+    for size, nodes, tokens in ((32, 5, 2), (128, 64, 2), (128, 40, 32)):
+        weighed = triton_weights.WeighedTokens.of(
+            [range(tokens), range(nodes, 2 * nodes)], 500 + nodes, torch.device("cpu")
+        )
+        triton_weights.attention_weights_triton(
+            torch.zeros(2 * nodes, 32, size, dtype=BF16), torch.zeros(2, 8, 600, size, dtype=BF16),
+            layout_of(nodes, is_causal=nodes == 40).tables(), weighed, scale=1.0,
+        )  # fmt: skip
 
     parents = torch.zeros(3, 64, dtype=torch.int64)
     places = torch.zeros(3, dtype=torch.int32)

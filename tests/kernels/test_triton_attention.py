@@ -22,6 +22,7 @@ from benchmarks.gpu_suite.triton_masked import masked_attention_triton
 from foretoken.attention.dispatch import reference_attention
 from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.triton_tree import choose_num_splits, choose_tiling, tree_attention_triton
+from foretoken.attention.triton_weights import WeighedTokens, attention_weights_triton
 from foretoken.core.passes import Pass, PassTables
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -295,6 +296,38 @@ def test_kernels_equal_the_definition_and_each_other(case: Case) -> None:
         assert result.dtype == case.dtype
         assert_near(result, expected, atol)
         assert_near(result, plain, 2 * atol)
+
+
+PLAIN = {
+    name: case
+    for name, case in CASES.items()
+    if not (case.padding or case.window or case.softcap or case.sinks or case.earlier)
+}
+
+
+@pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN.keys())
+@pytest.mark.parametrize("most", [2, 40])
+def test_weights_of_some_tokens_equal_the_definition(case: Case, most: int) -> None:
+    """Of the first and last tokens, and of up to 40; every third sequence has none."""
+    given, ends = prepare(case), accumulate(case.counts)
+    tokens = [list(range(end - count, end)) for end, count in zip(ends, case.counts, strict=True)]
+    tokens = [[*each[: most // 2], *each[most // 2 :][-(most - most // 2) :]] for each in tokens]
+    tokens = [[] if row % 3 == 1 else each for row, each in enumerate(tokens)]
+    num_keys = max(map(given.layout.num_keys, range(len(tokens))))
+    weighed = WeighedTokens.of(tokens, num_keys, torch.device(DEVICE))
+    found = attention_weights_triton(given.query, given.keys, given.tables, weighed, scale=scale_of(case))
+    layout, expected = given.layout, torch.zeros(len(tokens), case.kv_heads, num_keys, dtype=torch.float64)
+    for row, slot in enumerate(layout.slots):
+        end, own = layout.num_keys(row), layout.tokens_of(row)
+        query = given.query[own].cpu().double().transpose(0, 1)
+        key, unit = given.keys[slot, :, :end].cpu().double(), torch.eye(end, dtype=torch.float64)
+        probs = reference_attention(
+            query, key, unit.expand(case.kv_heads, -1, -1), layout.mask(row, None), scale=scale_of(case)
+        )
+        chosen = probs[:, [token - own.start for token in tokens[row]]].sum(1)
+        expected[row, :, :end] = chosen.unflatten(0, (case.kv_heads, -1)).sum(1)
+    assert found.dtype == torch.float32
+    assert_near(found, expected, 1e-5 * most)
 
 
 def test_bounds_far_above_the_lengths_only_cost_splits() -> None:
