@@ -62,7 +62,7 @@ def draw_sizes(cells: Sequence[Cell], weights: float, row: int, what: str, theme
         axes.axhline(1.0, color=theme.text, lw=1.1, zorder=1)
         even = break_even(weights, row, batch)
         axes.axvline(even, color=theme.text, lw=1.1, ls=":", zorder=1)
-        axes.set_title(f"batch {batch}: KV rows outweigh the weights from {even:,.0f} rows on", loc="left", fontsize=9)
+        axes.set_title(f"batch {batch}: break-even of bytes at {even:,.0f} rows", loc="left", fontsize=9)
         axes.set_xlabel("rows of each text")
         for setup in dict.fromkeys(cell.setup for cell in cells):
             line = sorted((c for c in cells if c.setup == setup and c.batch == batch), key=lambda cell: cell.rows)

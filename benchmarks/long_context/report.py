@@ -22,7 +22,13 @@ FORMULA = (
 
 def title(setup: str) -> str:
     """Returns the name of a drafter in tables: `sparse_kv vegas, depth 4` for the words that `parse_setup` gives."""
-    return setup.replace("kv_selection=", "").replace(" num_speculative_tokens=", ", depth ")
+    words = {
+        "kv_selection=": "", " num_speculative_tokens=": ", depth ", " draft_window_size=": ", window ",
+        " draft_retrieval=true": ", retrieval", ":chain": "",
+    }  # fmt: skip
+    for old, new in words.items():
+        setup = setup.replace(old, new)
+    return setup
 
 
 def break_even(weights: float, row: int, batch: int) -> float:
