@@ -26,7 +26,7 @@ from foretoken.drafters.vocabularies import (
     vocabularies,
     vocabulary_map,
 )
-from foretoken.drafters.windows import OwnRows, WindowOptions
+from foretoken.drafters.windows import PartialRows, WindowOptions
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import Pruning
 
@@ -137,7 +137,7 @@ class DraftModelDrafter:
         rows = self._options.partial_rows
         self._runner = draft_runner(model, target, most_fed, self._options.quantization, partial_rows=rows)
         self._context_len = self._runner.context_len if rows is None else model.context_len
-        self._rows = OwnRows(self._runner.cache, self._options, target.num_slots, most_fed)
+        self._rows = PartialRows.own(self._runner.cache, most_fed, self._options)
         self._levels = DraftLevels(self._runner, self._rows, vocab_size=target.vocab_size, mapping=self._mapping)
 
     def _take_shape(self, shape: AnyShape) -> None:
@@ -180,7 +180,7 @@ class DraftModelDrafter:
 
     def commit(self, committed: Committed) -> None:
         """Learns what to retrieve; the next proposal reads the accepted path from the committed tokens."""
-        self._rows.choose(committed)
+        self._rows.retrieve(committed)
 
     def release(self, slot: int) -> None:
         """Forgets the sequence, except its KV rows."""

@@ -25,7 +25,7 @@ from foretoken.drafters.base import TargetReads, TreeOption
 from foretoken.drafters.captured import CapturedExpansion
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
 from foretoken.drafters.levels import KeptDraws, QuantizationOption, SampleMethod, with_quantization
-from foretoken.drafters.windows import OwnRows, WindowOptions
+from foretoken.drafters.windows import PartialRows, WindowOptions
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
@@ -198,9 +198,9 @@ class HeadDrafter:
             capacity=most if rows is None else min(rows + num_scratch, most), quantization=self.quantization,
         )  # fmt: skip
 
-    def rows_of(self, stack: BlockStack, num_scratch: int = 0) -> OwnRows:
+    def rows_of(self, stack: BlockStack, num_scratch: int = 0) -> PartialRows:
         """Returns the places of rows of that KV cache."""
-        return OwnRows(stack.cache, self.options, self._target.num_slots, num_scratch)
+        return PartialRows.own(stack.cache, num_scratch, self.options)
 
     def state_of(self, features: Tensor) -> Tensor:
         """Returns the first state of the steps, (B, W), from (B, E) features."""

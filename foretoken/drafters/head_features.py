@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from foretoken.core.passes import Pass
-from foretoken.drafters.windows import OwnRows
+from foretoken.drafters.windows import PartialRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,10 +86,12 @@ class LastFeatures:
 class WaitingFeatures(ABC):
     """Committed features that wait until the next draft; earlier features are in the KV rows of `cache`."""
 
-    def __init__(self, cache: SlotCache, target: TargetHandle, dtype: torch.dtype, rows: OwnRows | None = None) -> None:
+    def __init__(
+        self, cache: SlotCache, target: TargetHandle, dtype: torch.dtype, rows: PartialRows | None = None
+    ) -> None:
         """Starts without features; `rows`: the places of KV rows, None for those of whole texts."""
         self.cache, self._dtype = cache, dtype
-        self.rows = rows or OwnRows(cache, None, target.num_slots, most_fed=0)
+        self.rows = rows or PartialRows.own(cache, most_fed=0)
         self._fed = [0] * target.num_slots  # positions in the cache
         # (T, F, E) each, committed after those
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]
@@ -167,7 +169,7 @@ class StackFeatures(WaitingFeatures):
         *,
         width: int,
         dtype: torch.dtype,
-        rows: OwnRows | None = None,
+        rows: PartialRows | None = None,
     ) -> None:
         """Starts without features; `rows`: see `WaitingFeatures`.
 
@@ -192,7 +194,7 @@ class StackFeatures(WaitingFeatures):
     @override
     def learn(self, committed: Committed) -> None:
         super().learn(committed)
-        self.rows.choose(committed)
+        self.rows.retrieve(committed)
 
     @override
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:

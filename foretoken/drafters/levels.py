@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.native_linear import Quantization
     from foretoken.drafters.base import DraftContext, TargetHandle
     from foretoken.drafters.vocabularies import VocabularyMap
-    from foretoken.drafters.windows import OwnRows
+    from foretoken.drafters.windows import PartialRows
     from foretoken.models.loading import LoadedModel
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
@@ -143,7 +143,9 @@ class TreeDrafts:
 class DraftLevels:
     """Fills expansions with a draft model's tokens."""
 
-    def __init__(self, runner: Runner, rows: OwnRows, *, vocab_size: int, mapping: VocabularyMap | None = None) -> None:
+    def __init__(
+        self, runner: Runner, rows: PartialRows, *, vocab_size: int, mapping: VocabularyMap | None = None
+    ) -> None:
         """Starts with an empty cache; `mapping` translates the target's ids, None for the same vocabulary."""
         self._runner, self._rows, self._vocab_size = runner, rows, vocab_size
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP

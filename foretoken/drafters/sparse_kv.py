@@ -38,6 +38,7 @@ from foretoken.drafters.levels import (
     TreeDrafts,
     draft_runner,
 )
+from foretoken.drafters.windows import PartialRows
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import Pruning
 
@@ -99,68 +100,9 @@ class Options(DrafterOptions):
         """Returns the rows that are listed of a text of so many rows."""
         return min(length, self.kv_budget or max(_LEAST_BUDGET, math.ceil(self.kv_ratio * length)))
 
-
-@dataclass(slots=True)
-class _Slot:
-    """The rows of one sequence.
-
-    Attributes:
-        listed: (L, n) or (L, Hk, n) int64, ascending: the rows to copy; None for sinks and the last rows.
-        end: The rows of the text from here on are newer than the list.
-        num_rows: Rows that the slot holds; 0 if it must be filled.
-        filled: Rows of the text before this one are in the slot, or left out for good.
-    """
-
-    listed: Tensor | None = None
-    end: int = 0
-    num_rows: int = 0
-    filled: int = 0
-
-
-class PartialRows:
-    """Slots with a part of the KV rows of longer texts."""
-
-    def __init__(self, cache: SlotCache, source: SlotCache, options: Options, most_fed: int) -> None:
-        """Takes empty slots; `most_fed` rows stay free for the root and the nodes of a draft."""
-        self._cache, self._source, self._options = cache, source, options
-        self._room = cache.capacity - most_fed
-        self._slots: dict[int, _Slot] = {}
-
-    def begin(self, slot: int) -> None:
-        """Starts a sequence."""
-        self._slots[slot] = _Slot()
-
-    def forget(self) -> None:
-        """Fills all slots anew before their next use."""
-        for state in self._slots.values():
-            state.num_rows = 0
-
-    def choose(self, slot: int, listed: Tensor, end: int) -> None:
-        """Takes the rows that drafts read from now on, beside those from `end` on; see `_Slot`."""
-        self._slots[slot] = _Slot(listed, end)
-
-    def hold(self, slot: int, length: int) -> int:
-        """Brings a slot up to the first `length` rows of the text; returns the rows that it holds."""
-        state = self._slots[slot]
-        if not state.num_rows or state.num_rows + length - state.filled > self._room:
-            self._fill(slot, state, length)
-        new = range(state.filled, length)
-        if new:
-            self._cache.copy_from(self._source, (slot, slot), new, state.num_rows)
-            state.num_rows, state.filled = state.num_rows + len(new), length
-        return state.num_rows
-
-    def _fill(self, slot: int, state: _Slot, length: int) -> None:
-        """Copies the listed rows; leaves recent rows to `hold`, at most half of what is left of the slot."""
-        budget = self._options.budget(length)
-        if state.listed is None:
-            sinks = min(self._options.kv_sinks, length)
-            self._cache.copy_from(self._source, (slot, slot), range(sinks), 0)
-            state.num_rows, state.filled = sinks, max(sinks, length - budget + sinks)
-        else:
-            self._cache.gather_from(self._source, (slot, slot), state.listed, 0)
-            state.num_rows = state.listed.shape[-1]
-            state.filled = max(state.end, length - (self._room - state.num_rows) // 2)
+    def num_recent(self, length: int) -> int:
+        """Returns the last rows of a text that are read beside its first ones."""
+        return self.budget(length) - min(self.kv_sinks, length)
 
 
 class SparseKvDrafter:
@@ -194,7 +136,9 @@ class SparseKvDrafter:
         most_fed = 1 + (shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded)
         rows = options.budget(target.context_len) + _ROOM
         runner = draft_runner(model, target, most_fed, options.quantization, partial_rows=rows)
-        self._rows = PartialRows(runner.cache, target.cache, options, most_fed + 1)
+        self._rows = PartialRows(
+            runner.cache, most_fed + 1, options.kv_sinks, options.num_recent, target.cache, is_copy=True
+        )
         is_cut = self._num_layers < model.num_layers
         self._trees = TreeDrafts(
             runner, vocab_size=target.vocab_size, num_layers=self._num_layers if is_cut else None
@@ -225,7 +169,7 @@ class SparseKvDrafter:
         if self._trees.follow_weights():
             self._rows.forget()
         slots, positions = [context.slots[row] for row in active], [lengths[row] for row in active]
-        held = [self._rows.hold(slot, length) for slot, length in zip(slots, positions, strict=True)]
+        held = [self._rows.make_room(slot, length) for slot, length in zip(slots, positions, strict=True)]
         roots, draws = self._draws.of(context, active, target.device)
         work = Pass.of_chains(
             [context.tokens[row][-1:] for row in active],

@@ -17,7 +17,7 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, draft_runner
 from foretoken.drafters.vocabularies import shared_specials
-from foretoken.drafters.windows import OwnRows
+from foretoken.drafters.windows import PartialRows
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class TextDraftDrafter:
         self._retokenizer = Retokenizer(*self._vocabularies(target, model))
         self._device = target.device
         self._runner = draft_runner(model, target, self._chain_len + 1, self._quantization)
-        rows = OwnRows(self._runner.cache, None, target.num_slots, self._chain_len + 1)
+        rows = PartialRows.own(self._runner.cache, self._chain_len + 1)
         self._levels = DraftLevels(self._runner, rows, vocab_size=self._runner.vocab_size)
 
     def begin(self, slot: int, request: DraftRequest) -> None:

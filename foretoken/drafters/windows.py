@@ -1,7 +1,7 @@
-"""Which rows of its own KV cache a drafter reads: all of a text, or sinks, rows that were retrieved, and a window.
+"""Which KV rows a drafter reads: all of a text, or a small slot with listed rows and those of recent positions.
 
-With a window a slot holds a few listed rows, then the rows of consecutive recent positions. Keys keep their true
-positions. When a slot is full, the window's rows move behind the listed ones.
+Keys keep their true positions. When a slot is full, its rows are listed anew: from a store of whole texts, or without
+one by moving the recent rows behind the first ones.
 
 Sources: StreamingLLM (arXiv 2309.17453) for sinks; SpecExtend for retrieval by the target's attention: chunks of 32
 positions, the best 32 of them, chosen anew every eight verifications.
@@ -19,6 +19,10 @@ from foretoken.core.errors import ConfigError
 from foretoken.drafters.base import DrafterOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, TargetReads
 
@@ -65,106 +69,158 @@ class WindowOptions(DrafterOptions):
         return replace(reads, attention_tokens=1, attention_every=_EVERY)
 
 
-@dataclass(slots=True)
-class _Slot:
-    """The rows of one text: `listed` positions, then those from `first` on.
-
-    `chosen`: positions to retrieve at the next move; None if nothing changed. `saved`: positions in the store.
-    """
-
-    listed: list[int] = field(default_factory=list)
-    first: int = 0
-    chosen: list[int] | None = None
-    saved: int = 0
-
-
 def _room(window: int) -> int:
     return min(max(window, _LEAST_ROOM), _MOST_ROOM)
 
 
-class OwnRows:
-    """Places of a drafter's own KV rows: row i holds position i, or slots hold a part of their texts.
+@dataclass(slots=True)
+class _Slot:
+    """The rows of one text: `num_listed` listed ones, then those of the positions from `first` on.
 
     Attributes:
+        listed: (n,), (L, n) or (L, Hk, n) int64, ascending: positions to list; None for the first ones.
+        end: Positions from here on are newer than the list; None to list what lies before the window.
+        is_stale: Whether the slot does not hold this list yet.
+        shared: Positions before this one are equal in the slot and in the store, or not in the slot.
+    """
+
+    listed: Tensor | None = None
+    end: int | None = None
+    is_stale: bool = False
+    num_listed: int = 0
+    first: int = 0
+    shared: int = 0
+
+
+@dataclass(slots=True)
+class PartialRows:
+    """Slots with a part of the KV rows of longer texts; without a window row i holds position i.
+
+    Attributes:
+        cache: Of the drafter's passes.
+        most_fed: Rows that stay free for the nodes of a draft.
+        sinks: First positions to list.
+        window: Returns the recent positions to keep of a text by its length.
+        store: Rows of whole texts; None lists `sinks` alone.
+        is_copy: Whether rows come from the store. Otherwise the drafter's passes write them, and the store copies them.
         most_at_once: Positions of a text that fit into a slot at once.
     """
 
-    def __init__(self, cache: SlotCache, options: WindowOptions | None, num_slots: int, most_fed: int) -> None:
-        """Takes the cache of the drafter's passes; `most_fed` rows stay free for the nodes of a draft.
+    cache: SlotCache
+    most_fed: int
+    sinks: int = 0
+    window: Callable[[int], int] | None = None
+    store: SlotCache | None = None
+    is_copy: bool = False
+    most_at_once: int = _MOST_ROOM
+    _slots: list[_Slot] = field(init=False)
 
-        `options`: None for the rows of whole texts.
-        """
-        self._cache, self._room = cache, cache.capacity - most_fed
-        self._window = None if options is None else options.draft_window_size
-        self.most_at_once = _MOST_ROOM if self._window is None else _room(self._window)
-        self._sinks = 0 if options is None else options.draft_sink_size
-        self._slots = [_Slot() for _ in range(num_slots)]
-        retrieves = options is not None and options.draft_retrieval
-        self._store = cache.with_capacity(cache.num_positions) if retrieves else None
+    def __post_init__(self) -> None:
+        self._slots = [_Slot() for _ in range(self.cache.num_slots)]
+
+    @classmethod
+    def own(cls, cache: SlotCache, most_fed: int, options: WindowOptions | None = None) -> PartialRows:
+        """Returns the rows that a drafter's own passes write; `options`: None for whole texts."""
+        if options is None or options.draft_window_size is None:
+            return cls(cache, most_fed)
+        size, sinks = options.draft_window_size, options.draft_sink_size
+        store = cache.with_capacity(cache.num_positions) if options.draft_retrieval else None
+        return cls(cache, most_fed, sinks, lambda _: size, store, most_at_once=_room(size))
 
     def begin(self, slot: int, source: int | None = None, length: int = 0) -> None:
         """Starts a text, with the first `length` positions of another text that `reusable` allowed."""
         if source is None or not length:
-            self._slots[slot] = _Slot()
+            self._slots[slot] = _Slot(is_stale=self.is_copy)
         elif source != slot:
             theirs = self._slots[source]
-            self._slots[slot] = _Slot(list(theirs.listed), theirs.first, theirs.chosen, min(theirs.saved, length))
-            self._cache.copy_rows(source, slot, self.row(source, length))
-            if self._store is not None:
-                self._store.copy_rows(source, slot, min(theirs.saved, length))
-        elif self._slots[slot].saved > length:
-            self._slots[slot].saved = length
+            self._slots[slot] = replace(theirs, shared=min(theirs.shared, length))
+            self.cache.copy_rows(source, slot, self.row(source, length))
+            if self.store is not None:
+                self.store.copy_rows(source, slot, min(theirs.shared, length))
+        elif self._slots[slot].shared > length:
+            self._slots[slot].shared = length
+
+    @property
+    def room(self) -> int:
+        """Rows of a slot for its text."""
+        return self.cache.capacity - self.most_fed
+
+    def forget(self) -> None:
+        """Lists the rows of all slots anew before their next use."""
+        for state in self._slots:
+            state.is_stale = True
 
     def reusable(self, slot: int, length: int) -> int:
         """Returns how many of the first positions of a slot another text can take: all of `length`, or 0."""
-        state = self._slots[slot]
-        return length if not state.first or length >= state.first + (self._window or 0) // 2 else 0
+        first = self._slots[slot].first
+        least = first + self.window(length) // 2 if first and self.window is not None else 0
+        return length if length >= least else 0
 
     def row(self, slot: int, position: int) -> int:
         """Returns the row of a position that is not listed."""
         state = self._slots[slot]
-        return len(state.listed) + position - state.first
+        return state.num_listed + position - state.first
 
-    def make_room(self, slot: int, length: int, count: int) -> int:
+    def make_room(self, slot: int, length: int, count: int = 0) -> int:
         """Makes room for `count` positions behind the first `length`; returns the row of the first of them.
 
         At most `most_at_once` positions fit. Rows of drafted nodes are lost.
         """
         state = self._slots[slot]
-        if self._window is not None and (
-            self.row(slot, length) + count > self._room or (state.chosen is not None and length > self._window)
+        if self.window is not None and (
+            self.row(slot, length) + count > self.room
+            or (state.is_stale and (self.is_copy or length > self.window(length)))
         ):
-            self._move(slot, state, length)
+            self._list(slot, state, length, self.window(length))
+        if self.is_copy and state.shared < length:
+            self._copy(slot, state, length)
         return self.row(slot, length)
 
-    def choose(self, committed: Committed) -> None:
-        """Chooses the positions to retrieve by the target's attention in its last block, where there is any."""
-        if self._store is None or committed.attention is None:  # the weights may be for another drafter
+    def choose(self, slot: int, listed: Tensor, end: int | None = None) -> None:
+        """Takes the positions to list from now on, and where the newer ones begin; see `_Slot`."""
+        state = self._slots[slot]
+        state.listed, state.end, state.is_stale = listed, end, True
+
+    def retrieve(self, committed: Committed) -> None:
+        """Chooses chunks of positions by the target's attention in its last block, where there is any."""
+        if self.store is None or committed.attention is None:  # the weights may be for another drafter
             return
         for slot, weights in zip(committed.slots, committed.attention, strict=True):
             if weights is None or weights.shape[2] < _CHUNK:
                 continue
             by_row = weights[-1].mean(0)
             chunks = by_row[: len(by_row) // _CHUNK * _CHUNK].view(-1, _CHUNK).mean(1)
-            best = chunks.topk(min(_BEST_CHUNKS, len(chunks))).indices.tolist()
-            self._slots[slot].chosen = [_CHUNK * chunk + i for chunk in sorted(best) for i in range(_CHUNK)]
+            best = chunks.topk(min(_BEST_CHUNKS, len(chunks))).indices.sort().values
+            within = torch.arange(_CHUNK, device=best.device)
+            self.choose(slot, (_CHUNK * best.unsqueeze(1) + within).flatten())
 
-    def _move(self, slot: int, state: _Slot, length: int) -> None:
-        assert self._window is not None, "there is a window"
-        cache, store, row = self._cache, self._store, self.row(slot, length)
-        first = max(length - self._window, min(self._sinks, length))
+    def _list(self, slot: int, state: _Slot, length: int, window: int) -> None:
+        """Lists rows behind the first `length` positions, and the recent rows behind these."""
+        cache, store, row = self.cache, self.store, self.row(slot, length)
+        sinks = min(self.sinks, length)
+        first = max(length - window, sinks)
         if store is None:
-            sinks = min(self._sinks, first)
             cache.move_rows(slot, range(row - (length - first), row), sinks)
-            state.listed, state.first = list(range(sinks)), first
+            state.num_listed, state.first = sinks, first
             return
-        start = max(state.saved, state.first)
-        if start < length:
+        start = max(state.shared, state.first)
+        if not self.is_copy and start < length:
             store.copy_from(cache, (slot, slot), range(self.row(slot, start), row), start)
-        state.saved = length
-        known = state.listed if state.chosen is None else state.chosen
-        state.listed = sorted({*range(min(self._sinks, first)), *(each for each in known if each < first)})
-        state.first, state.chosen = first, None
-        listed = torch.tensor(state.listed, dtype=torch.int64, device=cache.keys[0].device)
-        cache.gather_from(store, (slot, slot), listed.expand(len(cache.keys), -1), 0)
-        cache.copy_from(store, (slot, slot), range(first, length), len(state.listed))
+        listed = torch.arange(sinks, device=cache.keys[0].device)
+        if state.listed is not None and state.end is not None:
+            listed = state.listed
+            first = max(state.end, length - (self.room - listed.shape[-1]) // 2)  # half is left for rows to come
+        elif state.listed is not None:
+            listed = torch.cat([listed, state.listed[(state.listed >= sinks) & (state.listed < first)]])
+        rows = listed if listed.dim() > 1 else listed.expand(len(cache.keys), -1)
+        cache.gather_from(store, (slot, slot), rows, 0)
+        state.listed, state.is_stale, state.num_listed = listed, False, rows.shape[-1]
+        state.first = state.shared = first
+        self._copy(slot, state, length)
+
+    def _copy(self, slot: int, state: _Slot, length: int) -> None:
+        """Copies the rows of positions from `shared` to `length` from the store."""
+        assert self.store is not None, "copies come from it"
+        new = range(state.shared, length)
+        self.cache.copy_from(self.store, (slot, slot), new, self.row(slot, new.start))
+        state.shared = length

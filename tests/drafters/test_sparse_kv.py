@@ -15,7 +15,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.drafters.base import Committed
-from foretoken.drafters.sparse_kv import DraftBytes, Options, PartialRows, SparseKvDrafter, greatest
+from foretoken.drafters.sparse_kv import DraftBytes, Options, SparseKvDrafter, greatest
+from foretoken.drafters.windows import PartialRows
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
@@ -96,7 +97,7 @@ def test_drafts_read_listed_and_newer_rows(decoder: str, has_heads: bool) -> Non
 def test_newer_rows_are_appended_until_a_slot_is_full(decoder: str) -> None:
     module, text = tiny_model("llama"), TEXTS[2]
     drafter = made(target_of(module, decoder), kv_selection="streaming_llm")
-    drafter._rows._room = 24
+    drafter._rows.most_fed = drafter._rows.cache.capacity - 24
     for length, first in ((30, 17), (31, 17), (38, 17), (39, 26), (40, 26), (75, 62)):
         rows = [*range(4), *range(first, length - 1)]
         assert drafted(drafter, [text[:length]], [2]) == [slow_draft(tiny_model("llama"), text[:length], rows)]
@@ -110,13 +111,13 @@ def test_a_slot_takes_listed_rows_then_newer_ones() -> None:
     )
     for part in (*source.keys, *source.values):
         part.copy_(torch.rand(part.shape))
-    rows = PartialRows(own, source, Options(method="sparse_kv", kv_budget=16), most_fed=4)
+    rows = PartialRows(own, 4, window=lambda _: 16, store=source, is_copy=True)
     rows.begin(1)
     listed = torch.tensor([[1, 5, 9], [0, 2, 8]])
     rows.choose(1, listed, 12)
 
     def expect(length: int, first: int) -> None:
-        count = rows.hold(1, length)
+        count = rows.make_room(1, length)
         assert count == 3 + length - first
         for layer in range(2):
             wanted = [*listed[layer].tolist(), *range(first, length)]
@@ -129,7 +130,7 @@ def test_a_slot_takes_listed_rows_then_newer_ones() -> None:
     expect(26, 20)  # the slot was full: half of the room is left for rows to come
     rows.forget()
     expect(27, 21)
-    assert rows.hold(1, 28) == 10
+    assert rows.make_room(1, 28) == 10
 
 
 def test_the_greatest_weights() -> None:

@@ -17,11 +17,11 @@ from foretoken.core.errors import ConfigError
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.drafters.base import Committed
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
-from foretoken.drafters.windows import OwnRows
+from foretoken.drafters.windows import PartialRows
 from foretoken.models.loading import wrap_model
 
 
-def made(**options: Any) -> tuple[OwnRows, SlotCache]:
+def made(**options: Any) -> tuple[PartialRows, SlotCache]:
     """Rows that a window of 8 narrows, with room for 32 more."""
     wanted = Options(method="draft_model", draft_window_size=8, draft_sink_size=2, **options)
     assert wanted.partial_rows is not None
@@ -29,17 +29,17 @@ def made(**options: Any) -> tuple[OwnRows, SlotCache]:
         [LayerShape(2, 3, 3)] * 2, num_slots=2, capacity=wanted.partial_rows + 4, dtype=torch.float32,
         device=torch.device("cpu"), num_positions=400,
     )  # fmt: skip
-    return OwnRows(cache, wanted, 2, 4), cache
+    return PartialRows.own(cache, 4, wanted), cache
 
 
-def feed(rows: OwnRows, cache: SlotCache, slot: int, length: int, count: int) -> None:
+def feed(rows: PartialRows, cache: SlotCache, slot: int, length: int, count: int) -> None:
     """Writes positions as a pass would: each row holds its position."""
     row = rows.make_room(slot, length, count)
     for part in (*cache.keys, *cache.values):
         part[slot, :, row : row + count] = torch.arange(length, length + count, dtype=torch.float32)[:, None]
 
 
-def held(rows: OwnRows, cache: SlotCache, slot: int, length: int) -> list[int]:
+def held(rows: PartialRows, cache: SlotCache, slot: int, length: int) -> list[int]:
     """The positions whose rows a pass behind `length` positions reads."""
     found = [part[slot, :, : rows.row(slot, length)] for part in (*cache.keys, *cache.values)]
     assert all(part.equal(found[0]) for part in found)
@@ -91,15 +91,15 @@ def test_chunks_that_the_target_attends_to_are_read_again(monkeypatch: pytest.Mo
     for length in range(0, 320, 32):
         feed(rows, cache, 0, length, 32)
     weights = attention(320, {3: 1.0, 7: 0.5, 1: 0.2})
-    rows.choose(Committed(slots=[0], starts=[319], tokens=[[1]], features=None, attention=[weights]))
+    rows.retrieve(Committed(slots=[0], starts=[319], tokens=[[1]], features=None, attention=[weights]))
     feed(rows, cache, 0, 320, 2)
     assert held(rows, cache, 0, 322) == [0, 1, *range(96, 128), *range(224, 256), *range(312, 322)]
     rows.begin(1, 0, 322)
     feed(rows, cache, 1, 322, 5)
     assert held(rows, cache, 1, 327) == [0, 1, *range(96, 128), *range(224, 256), *range(312, 327)]
     for slot in (0, 1):
-        rows.choose(Committed(slots=[slot], starts=[0], tokens=[[1]], features=None, attention=[None]))
-        rows.choose(
+        rows.retrieve(Committed(slots=[slot], starts=[0], tokens=[[1]], features=None, attention=[None]))
+        rows.retrieve(
             Committed(slots=[slot], starts=[0], tokens=[[1]], features=None, attention=[attention(320, {9: 1, 1: 1})])
         )
     feed(rows, cache, 0, 322, 3)
@@ -116,7 +116,7 @@ def test_weights_for_another_drafter_move_nothing() -> None:
     rows, cache = made()
     for length in range(0, 32, 8):
         feed(rows, cache, 0, length, 8)
-    rows.choose(Committed(slots=[0], starts=[31], tokens=[[1]], features=None, attention=[attention(32, {0: 1.0})]))
+    rows.retrieve(Committed(slots=[0], starts=[31], tokens=[[1]], features=None, attention=[attention(32, {0: 1.0})]))
     feed(rows, cache, 0, 32, 1)
     assert held(rows, cache, 0, 33) == list(range(33))
 
@@ -138,7 +138,7 @@ def test_a_draft_model_reads_sinks_and_a_window(decoder: str) -> None:
         for slot, text in enumerate(texts):
             drafted = tree.tokens[slot, 1:].tolist()
             state = drafter._rows._slots[slot]
-            rows = [*state.listed, *range(state.first, len(text) - 1)]
+            rows = [*range(state.num_listed), *range(state.first, len(text) - 1)]
             assert rows[:3] == [0, 1, 2]
             assert len(rows) >= 8 + 3
             assert drafted == slow_draft(tiny_model("llama", num_hidden_layers=1), text, rows)
