@@ -119,8 +119,8 @@ def drafting_handle(model: Any, vocab_size: int = V) -> TargetHandle:
     """What drafters are told of a target that is not run; model: loaded, or None where nothing is shared with it."""
     return TargetHandle(
         name="target", vocab_size=vocab_size, context_len=64, num_slots=1, device=torch.device("cpu"),
-        dtype=torch.float32, runner="auto", tokenizer=None, model=model, cache=None, run=mock.Mock(),
-        draft_trees=mock.Mock(),
+        dtype=torch.float32, runner="auto", tokenizer=None, model=model, run=mock.Mock(),
+        target_runner=None,
         measured_costs=lambda: CostCurve((1, 16), (1.0, 2.0)),
     )  # fmt: skip
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
-    from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import CostCurve
+    from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import SamplingBatch
     from foretoken.trees.dynamic import AnyShape
 
@@ -71,12 +71,11 @@ class TargetHandle:
         dtype: Of the target; a draft model takes the same.
         runner: Runner for a draft model, see `foretoken.runner.runner`.
         model: The loaded target, for drafters that share its embedding and LM head (`target_parts`).
-        cache: KV rows of the target, for drafters that copy rows of theirs. Trusted drafters only: others get None.
         run: Runs one pass of the target, for drafters that run the target itself. Its tokens stand behind the committed
             rows of some slots; the next verification overwrites their rows. Trusted drafters only: others get
             `PassError`.
-        draft_trees: Drafts trees with the target in one call if its decoder can, see `Runner.draft_trees`. Trusted
-            drafters only.
+        target_runner: Runs the target, for drafters that draft with it or copy its KV rows. Trusted drafters only:
+            others get None.
         measured_costs: Returns `costs`.
     """
 
@@ -89,9 +88,8 @@ class TargetHandle:
     runner: str
     tokenizer: Any
     model: LoadedModel
-    cache: SlotCache | None
     run: Callable[[Pass], PassOutput]
-    draft_trees: Callable[..., bool]
+    target_runner: Runner | None
     measured_costs: Callable[[], CostCurve]
 
     @property

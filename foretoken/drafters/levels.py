@@ -84,14 +84,7 @@ class TreeDrafts:
     ) -> None:
         """Prepares; `mapping` translates the target's ids, None for the same vocabulary; `num_layers` as in `Pass`."""
         self._runner, self._vocab_size, self._mapping, self._num_layers = runner, vocab_size, mapping, num_layers
-        self._expand = self._expansion()
-
-    def follow_weights(self) -> bool:
-        """Returns whether weights were written to since the last call, so that all KV rows are invalid."""
-        if not self._runner.follow_weights():
-            return False
-        self._expand = self._expansion()
-        return True
+        self._decoder: object = None  # whose passes are captured
 
     def draft(
         self, work: Pass, prefixes: Prefixes, shape: AnyShape, roots: Tensor, draws: DraftDraws
@@ -113,6 +106,8 @@ class TreeDrafts:
             begun = begin_expansion(shape, roots, draws)
             if self._runner.draft_trees(work, begun, vocab_size=self._vocab_size):
                 return begun, begun.fed_nodes()
+        if self._decoder is not self._runner.decoder:  # another one follows writes to the weights
+            self._decoder, self._expand = self._runner.decoder, self._expansion()
         expansion, fed = self._expand.expand(shape, roots, draws, [self._logits(work)], prefixes)
         return expansion, (fed[0].clone(), fed[1].clone())  # a graph overwrites them in the next call
 
@@ -188,7 +183,7 @@ class DraftLevels:
             tokens: Ids of each whole sequence.
             roots: (B,) int64, the target's ids of the last tokens.
         """
-        if self._trees.follow_weights():
+        if self._runner.follow_weights():
             for slot in self._slots:
                 self.begin(slot)
         work, lengths = self._catch_up(slots, tokens), [len(ids) for ids in tokens]
@@ -420,7 +415,6 @@ def draft_runner(
     target: TargetHandle,
     num_fed: int,
     option: QuantizationOption,
-    *,
     partial_rows: int | None = None,
 ) -> Runner:
     """Returns the runner of a draft model that feeds at most `num_fed` nodes of a draft; see `with_quantization`.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -27,20 +27,12 @@ from torch import Tensor
 
 from foretoken.core.backend import reads_are_free
 from foretoken.core.errors import ConfigError
-from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import DrafterOptions, TargetReads
-from foretoken.drafters.captured import Prefixes
-from foretoken.drafters.levels import (
-    KeptDraws,
-    QuantizationOption,
-    SampleMethod,
-    TreeDrafts,
-    draft_runner,
-)
+from foretoken.drafters.base import TargetReads
+from foretoken.drafters.levels import QuantizationOption, draft_runner
+from foretoken.drafters.self_drafts import SelfDrafts, SelfOptions, runner_of
 from foretoken.drafters.windows import PartialRows
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +51,7 @@ _POOLED = 5  # rows, a row and those beside it, whose weights SnapKV averages; M
 KvSelection = Literal["vegas", "snapkv", "streaming_llm"]
 
 
-class Options(DrafterOptions):
+class Options(SelfOptions):
     """Options of drafting with a part of the KV cache.
 
     Attributes:
@@ -67,22 +59,14 @@ class Options(DrafterOptions):
         kv_budget: Rows of each sequence that a draft reads beside newer tokens; None for `kv_ratio`.
         kv_ratio: Rows as a part of the text, at least 256.
         kv_sinks: First rows of a text that "streaming_llm" always reads.
-        exit_layer: Number of the target's blocks that draft, see `early_exit`; None for all.
         quantization: As for `draft_model`; "int8" copies take one more byte a weight of the target.
-        draft_sample_method: As for `draft_model`.
     """
-
-    is_trusted: ClassVar[bool] = True
-    has_dynamic_trees: ClassVar[bool] = True
-    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
     kv_selection: KvSelection = "vegas"
     kv_budget: int | None = Field(default=None, ge=2, le=1 << 20)
     kv_ratio: float = Field(default=0.07, gt=0, le=1)
     kv_sinks: int = Field(default=16, ge=0, le=1024)
-    exit_layer: int | None = Field(default=None, ge=1, le=1000)
     quantization: QuantizationOption = "none"
-    draft_sample_method: SampleMethod = "probabilistic"
 
     @model_validator(mode="after")
     def _has_rows(self) -> Self:
@@ -117,7 +101,6 @@ class SparseKvDrafter:
             is_last_enough=True, attention_tokens=observed, attention_every=int(options.kv_selection == "vegas")
         )
         self._take_shape(options.language_model_shape())
-        self._draws = KeptDraws(options.draft_sample_method, options.pruning, options.stop)
 
     def attach(self, target: TargetHandle) -> None:
         """Allocates slots and, for quantised drafts, copies of weights.
@@ -130,23 +113,19 @@ class SparseKvDrafter:
                 f"exit_layer is {options.exit_layer}, and '{target.name}' has {model.num_layers} blocks. Expected no "
                 "more."
             )
-        assert target.cache is not None, "trusted drafters get it"
         self._target, self._num_layers = target, options.exit_layer or model.num_layers
         self._take_shape(shape := options.language_model_shape(lambda: target.costs))
         most_fed = 1 + (shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded)
         rows = options.budget(target.context_len) + _ROOM
-        runner = draft_runner(model, target, most_fed, options.quantization, partial_rows=rows)
+        cache, runner = runner_of(target).cache, draft_runner(model, target, most_fed, options.quantization, rows)
         self._rows = PartialRows(
-            runner.cache, most_fed + 1, options.kv_sinks, options.num_recent, target.cache, is_copy=True
-        )
-        is_cut = self._num_layers < model.num_layers
-        self._trees = TreeDrafts(
-            runner, vocab_size=target.vocab_size, num_layers=self._num_layers if is_cut else None
+            runner.cache, most_fed + 1, options.kv_sinks, options.num_recent, cache, is_copy=True
         )  # fmt: skip
-        self._costs = DraftBytes.of(model, target.cache, self._num_layers, is_int8=runner.is_quantized)
+        self._drafts = SelfDrafts(target, runner, self._rows, options, self._num_layers)
+        self._runner = runner
+        self._costs = DraftBytes.of(model, cache, self._num_layers, is_int8=runner.is_quantized)
 
     def _take_shape(self, shape: AnyShape) -> None:
-        self._shape = shape
         self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
@@ -157,28 +136,13 @@ class SparseKvDrafter:
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Returns trees, or roots alone where the modelled speed-up is below 1.1 and the engine chooses the depth."""
-        target = self._target
-        lengths = [len(tokens) - 1 for tokens in context.tokens]
-        room = [
-            min(depth, target.context_len - 1 - length)
-            for depth, length in zip(context.max_depth, lengths, strict=True)
-        ]
-        active = [row for row, depth in enumerate(room) if depth > 0]
-        if not active or (self._options.is_adaptive and self.modelled_speedup(lengths) < _LEAST_SPEEDUP):
-            return TokenTree.roots(context.roots, device=target.device)
-        if self._trees.follow_weights():
+        if self._options.is_adaptive:
+            lengths = [len(tokens) - 1 for tokens in context.tokens]
+            if self.modelled_speedup(lengths) < _LEAST_SPEEDUP:
+                return TokenTree.roots(context.roots, device=self._target.device)
+        if self._runner.follow_weights():
             self._rows.forget()
-        slots, positions = [context.slots[row] for row in active], [lengths[row] for row in active]
-        held = [self._rows.make_room(slot, length) for slot, length in zip(slots, positions, strict=True)]
-        roots, draws = self._draws.of(context, active, target.device)
-        work = Pass.of_chains(
-            [context.tokens[row][-1:] for row in active],
-            slots=slots, prefix_lens=held, first_positions=positions, device=target.device, has_last_logits=True,
-        )  # fmt: skip
-        prefixes = Prefixes(slots, [rows + 1 for rows in held], positions=[length + 1 for length in positions])
-        shape = self._shapes[min(max(room), self._shape.depth)]
-        expansion, _ = self._trees.draft(work, prefixes, shape, roots, draws)
-        return expansion.finish(active, room, context.roots)
+        return self._drafts.propose(context, self._shapes)
 
     def commit(self, committed: Committed) -> None:
         """Selects rows by the attention weights of a prompt or a verification, if there are any."""
@@ -210,9 +174,7 @@ class SparseKvDrafter:
         """
         listed = [self._options.budget(length) for length in lengths]
         share = self._costs.draft(listed) / self._costs.plain(lengths)
-        taus = [
-            (1 - _USUAL_ACCEPTANCE ** (depth + 1)) / (1 - _USUAL_ACCEPTANCE) for depth in range(self._shape.depth + 1)
-        ]
+        taus = [(1 - _USUAL_ACCEPTANCE ** (depth + 1)) / (1 - _USUAL_ACCEPTANCE) for depth in range(len(self._shapes))]
         return max(tau / (depth * share + 1) for depth, tau in enumerate(taus))
 
 

@@ -49,9 +49,9 @@ class UntrustedDrafter:
         self._sampling: tuple[SamplingBatch, SamplingBatch] | None = None  # the engine's, and its copy
 
     def attach(self, target: TargetHandle) -> None:
-        """Passes on everything but the target's cache and `run`, which could overwrite its rows."""
+        """Passes on everything but the target's runner and `run`, which could overwrite its rows."""
         with restored_torch_state():
-            self._drafter.attach(replace(target, cache=None, run=_no_run, draft_trees=_no_run))
+            self._drafter.attach(replace(target, run=_no_run, target_runner=None))
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Passes on a copy of the request."""

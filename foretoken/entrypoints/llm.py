@@ -148,9 +148,8 @@ class LLM(BuiltPerProcess):
             runner=runner,
             tokenizer=self.tokenizer,
             model=loaded,
-            cache=self.target.cache,
             run=self.target.run,
-            draft_trees=self.target.draft_trees,
+            target_runner=self.target,
             measured_costs=lambda: costs(self.target.name).tree,
         )
         self._engine = Engine(

@@ -50,6 +50,7 @@ class Runner:
         max_nodes: Nodes of the widest tree, root included.
         prefill_chunk: Prompt tokens of a pass.
         choice: The chosen decoder and the reason, as a sentence.
+        decoder: Computes the passes; writes to weights and quantisation replace it.
     """
 
     def __init__(  # noqa: PLR0913 - what there is to choose, each by its name
@@ -163,7 +164,7 @@ class Runner:
     @property
     def name(self) -> str:
         """The decoder's name, one of `DECODERS`; reports show it."""
-        return self._decoder.name
+        return self.decoder.name
 
     @property
     def is_quantized(self) -> bool:
@@ -173,14 +174,14 @@ class Runner:
     @property
     def is_exact(self) -> bool:
         """Whether a token's logits have the same bits at any width, batch and number of threads; see `Decoder`."""
-        return self._decoder.is_exact
+        return self.decoder.is_exact
 
     def run(self, work: Pass) -> PassOutput:
         """Computes one pass over new tokens of several sequences; writes the cache rows of their nodes.
 
         Raises `PassError` if the rows do not fit the cache, or the pass does not fit the model.
         """
-        return self._decoder.run(self._placed(work))
+        return self.decoder.run(self._placed(work))
 
     @property
     def has_tree_drafting(self) -> bool:
@@ -235,7 +236,7 @@ class Runner:
         self.cache.copy_rows(source, slot, length)
 
     def _use(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._tree_drafting = decoder if isinstance(decoder, TreeDrafting) else None
 
     def _placed(self, work: Pass, num_drafted: int = 0) -> Pass:

@@ -28,8 +28,8 @@ def handle(**changes: Any) -> TargetHandle:
     """A target of the tiny models' size with eight slots; 16 tokens take twice as long as one."""
     values: dict[str, Any] = {
         "name": "target", "vocab_size": VOCAB_SIZE, "context_len": 96, "num_slots": 8, "device": torch.device("cpu"),
-        "dtype": torch.float32, "runner": "auto", "tokenizer": None, "model": None, "cache": None, "run": _not_run,
-        "draft_trees": None,
+        "dtype": torch.float32, "runner": "auto", "tokenizer": None, "model": None, "run": _not_run,
+        "target_runner": None,
         "measured_costs": lambda: CostCurve((1, 16), (1.0, 2.0)),
     }  # fmt: skip
     return TargetHandle(**{**values, **changes})

@@ -106,7 +106,7 @@ def test_dynamic_trees_feed_no_more_nodes_than_the_cache_has_room_for(top_k: int
     )
     assert made.nodes_by_depth[-1] == 20
     draws = DraftDraws.build(SamplingBatch.build([GREEDY], 60), [False], torch.tensor([3]))
-    assert 20 - top_k <= begin_expansion(made._shape, torch.tensor([3]), draws).num_fed < 20
+    assert 20 - top_k <= begin_expansion(made._shapes[-1], torch.tensor([3]), draws).num_fed < 20
 
 
 @pytest.mark.parametrize(("exit_layer", "num_layers"), [(3, 3), (4, 3), (None, 1)], ids=["all", "more", "a single one"])
@@ -118,16 +118,15 @@ def test_no_block_is_left_out(exit_layer: int | None, num_layers: int) -> None:
 
 def test_a_third_of_the_blocks() -> None:
     drafter = create(Options(method="early_exit"))
-    attached(drafter, model=wrap_model(tiny_model("llama", num_hidden_layers=7), name="seven"))
+    runner = Runner(wrap_model(tiny_model("llama", num_hidden_layers=7), name="seven"), num_slots=1, context_len=32)
+    attached(drafter, model=runner.model, target_runner=runner)
     assert drafter._num_layers == 2
 
 
 def test_strangers_cannot_run_the_target() -> None:
     stranger = create(Options(method="early_exit", exit_layer=1, num_speculative_tokens=2))
-    llm = LLM(tiny_model("llama"), drafter=lambda: stranger)
-    [output] = llm.generate([TEXTS[0]], SamplingParams(temperature=0, max_tokens=4))
-    assert output.metrics.draft_errors
-    assert output.metrics.num_accepted == 0
+    with pytest.raises(ConfigError, match="runs the target itself, and it is not trusted"):
+        LLM(tiny_model("llama"), drafter=lambda: stranger)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2"])

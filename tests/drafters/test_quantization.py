@@ -39,7 +39,7 @@ def head_weights(made: Any) -> set[torch.dtype]:
 
 def is_quantised(runner: Any) -> bool:
     """Whether a runner multiplies by int8, its LM head included."""
-    model = runner._decoder._described.structure
+    model = runner.decoder._described.structure
     found = {bool(model.head.scales), bool(model.layers[0].query.scales), bool(model.layers[0].down.scales)}
     assert len(found) == 1
     return found.pop()
@@ -96,7 +96,7 @@ def test_the_target_is_never_quantised(method: str, dtype: torch.dtype, tmp_path
     assert not is_quantised(engine.target)
     after = module.state_dict()
     assert all(torch.equal(after[name], value) and after[name].dtype == dtype for name, value in before.items())
-    held = {each.data_ptr() for each in engine.target._decoder._described._kept}
+    held = {each.data_ptr() for each in engine.target.decoder._described._kept}
     assert module.lm_head.weight.data_ptr() in held
 
 

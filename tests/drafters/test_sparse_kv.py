@@ -35,7 +35,7 @@ def made(target: Runner, **options: Any) -> SparseKvDrafter:
     values = {"method": "sparse_kv", "kv_budget": 16, "kv_sinks": 4, "num_speculative_tokens": DEPTH, **options}
     drafter = SparseKvDrafter(Options(**values))
     return attached(
-        drafter, model=target.model, cache=target.cache, runner=target.name, context_len=CONTEXT_LEN, num_slots=3
+        drafter, model=target.model, target_runner=target, runner=target.name, context_len=CONTEXT_LEN, num_slots=3
     )
 
 
