@@ -61,7 +61,7 @@ def bytes_of(setup: Setup, llm: LLM, *, rows: int, batch: int) -> PassBytes:
     own = DraftBytes.of(model, llm.target.cache, model.num_layers, is_int8=False)
     (weights, row), listed = (0.0, 0.0), lengths
     (options,) = parse_speculative_config(setup.config, target=model.name).options
-    if isinstance(options, sparse_kv.Options):
+    if isinstance(options, sparse_kv.Options) and options.draft_with is None:
         layers, is_int8 = options.exit_layer or model.num_layers, options.quantization == "int8"
         drafts = DraftBytes.of(model, llm.target.cache, layers, is_int8=is_int8)
         (weights, row), listed = (drafts.weights[1], drafts.row[1]), [options.budget(rows)] * batch

@@ -100,15 +100,14 @@ class TreeDrafts:
             The trees; and (B, W) tokens and (B, W) or (1, W) parents of fed nodes: those with children, -1 below the
             root. Node i has the i-th cache row behind the root's.
         """
-        work = replace(work, num_layers=self._num_layers)
         # The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
         if self._mapping is None and self._runner.has_tree_drafting:
             begun = begin_expansion(shape, roots, draws)
-            if self._runner.draft_trees(work, begun, vocab_size=self._vocab_size):
+            if self._runner.draft_trees(replace(work, num_layers=self._num_layers), begun, vocab_size=self._vocab_size):
                 return begun, begun.fed_nodes()
         if self._decoder is not self._runner.decoder:  # another one follows writes to the weights
             self._decoder, self._expand = self._runner.decoder, self._expansion()
-        expansion, fed = self._expand.expand(shape, roots, draws, [self._logits(work)], prefixes)
+        expansion, fed = self._expand.expand(shape, roots, draws, [self.logits(work)], prefixes)
         return expansion, (fed[0].clone(), fed[1].clone())  # a graph overwrites them in the next call
 
     def _expansion(self) -> CapturedExpansion[tuple[Tensor, Tensor]]:
@@ -120,14 +119,14 @@ class TreeDrafts:
         """Returns the (B, W) tokens and parents that were fed; logits: (B, V), after the roots."""
         passes = LevelPasses(prefixes, logits.device, last_position=self._runner.last_position)
         draft_by_levels(
-            expansion, logits, passes, self._logits, vocab_size=self._runner.vocab_size,
-            fed=None if self._mapping is None else self._mapping.fed, num_layers=self._num_layers,
+            expansion, logits, passes, self.logits, vocab_size=self._runner.vocab_size,
+            fed=None if self._mapping is None else self._mapping.fed,
         )  # fmt: skip
         return passes.tokens, passes.parents
 
-    def _logits(self, work: Pass) -> Tensor:
-        """(R, V), of a pass."""
-        logits = self._runner.run(work).logits
+    def logits(self, work: Pass) -> Tensor:
+        """Returns the (R, V) float32 logits of a pass through the blocks that draft, for the trees' vocabulary."""
+        logits = self._runner.run(replace(work, num_layers=self._num_layers)).logits
         assert logits is not None, "the pass asks for them"
         if self._mapping is not None:
             return self._mapping.to_target(logits)
@@ -159,6 +158,10 @@ class DraftLevels:
             length = self._rows.reusable(source, common_prefix_len(self._slots[source].tokens, tokens))
         self._rows.begin(slot, source, length)
         self._slots[slot] = _SlotState(list(tokens[:length]))
+
+    def common_len(self, slot: int, tokens: Sequence[int]) -> int:
+        """Returns how many first tokens of a text a sequence's rows hold."""
+        return common_prefix_len(self._slots[slot].tokens, tokens)
 
     def crop(self, slot: int, length: int) -> None:
         """Forgets a sequence's rows from position `length` on, and its drafted rows."""
@@ -384,7 +387,6 @@ def draft_by_levels(
     *,
     vocab_size: int | None = None,
     fed: Callable[[Tensor], Tensor] | None = None,
-    num_layers: int | None = None,
 ) -> None:
     """Fills trees with one pass per level.
 
@@ -393,7 +395,6 @@ def draft_by_levels(
         logits_of: Runs a pass; returns (R, V).
         vocab_size: Of the model, if the trees may have larger ids; these are fed as the last one.
         fed: Maps tokens of the trees to those that are fed; None for the same.
-        num_layers: As in `Pass`.
     """
     for depth in expansion.levels():
         if not depth:
@@ -405,7 +406,6 @@ def draft_by_levels(
             work,
             tokens=work.tokens if vocab_size is None else work.tokens.clamp_max(vocab_size - 1),
             logit_rows=torch.arange(work.num_tokens, device=work.tokens.device),
-            num_layers=num_layers,
         )
         expansion.grow(depth, logits_of(work).unflatten(0, frontier.tokens.shape))
 

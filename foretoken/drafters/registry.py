@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _GROUP = "foretoken.drafters"
 # Files that methods share. `heads` holds the methods with a network and no file of their own.
 _SHARED = {
-    "base", "captured", "datastore", "head_drafter", "head_features", "heads", "levels", "registry",
+    "base", "captured", "datastore", "guesses", "head_drafter", "head_features", "heads", "levels", "registry",
     "self_drafts", "suffix_tree", "text_draft", "vocabularies", "windows",
 }  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.

@@ -14,13 +14,16 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DrafterOptions
 from foretoken.drafters.captured import Prefixes
+from foretoken.drafters.guesses import Chain, fill_chains
 from foretoken.drafters.levels import KeptDraws, SampleMethod, TreeDrafts
+from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.drafters.base import DraftContext, TargetHandle
+    from foretoken.drafters.guesses import Guesses
     from foretoken.drafters.windows import PartialRows
     from foretoken.runner.runner import Runner
     from foretoken.trees.dynamic import AnyShape
@@ -53,10 +56,19 @@ class SelfDrafts:
     """Drafts below the roots of a batch."""
 
     def __init__(
-        self, target: TargetHandle, runner: Runner, rows: PartialRows, options: SelfOptions, num_layers: int
+        self,
+        target: TargetHandle,
+        runner: Runner,
+        rows: PartialRows,
+        options: SelfOptions,
+        num_layers: int,
+        guesses: Guesses | None = None,
     ) -> None:
-        """Prepares for passes of `runner` through the first `num_layers` blocks; `rows`: of its cache."""
-        self._target, self._runner, self._rows = target, runner, rows
+        """Prepares for passes of `runner` through the first `num_layers` blocks.
+
+        `rows`: of its cache. `guesses`: for chains; None drafts level by level.
+        """
+        self._target, self._rows, self._guesses = target, rows, guesses
         self._trees = TreeDrafts(
             runner,
             vocab_size=target.vocab_size,
@@ -77,10 +89,19 @@ class SelfDrafts:
         slots, positions = [context.slots[row] for row in active], [lengths[row] for row in active]
         held = [self._rows.make_room(slot, length) for slot, length in zip(slots, positions, strict=True)]
         roots, draws = self._draws.of(context, active, target.device)
+        shape = shapes[min(max(room), len(shapes) - 1)]
+        if self._guesses is not None:
+            chains = [
+                Chain(slot, first, context.tokens[row], min(room[row], shape.depth))
+                for slot, first, row in zip(slots, held, active, strict=True)
+            ]
+            begun = begin_expansion(shape, roots, draws)
+            fill_chains(begun, draws, chains, self._guesses, self._trees.logits)
+            return begun.finish(active, room, context.roots)
         work = Pass.of_chains(
             [context.tokens[row][-1:] for row in active],
             slots=slots, prefix_lens=held, first_positions=positions, device=target.device, has_last_logits=True,
         )  # fmt: skip
         prefixes = Prefixes(slots, [rows + 1 for rows in held], positions=[length + 1 for length in positions])
-        expansion, _ = self._trees.draft(work, prefixes, shapes[min(max(room), len(shapes) - 1)], roots, draws)
+        expansion, _ = self._trees.draft(work, prefixes, shape, roots, draws)
         return expansion.finish(active, room, context.roots)

@@ -29,6 +29,7 @@ from foretoken.core.backend import reads_are_free
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import TargetReads
+from foretoken.drafters.guesses import Lookups, ModelGuesses
 from foretoken.drafters.levels import QuantizationOption, draft_runner
 from foretoken.drafters.self_drafts import SelfDrafts, SelfOptions, runner_of
 from foretoken.drafters.windows import PartialRows
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
+    from foretoken.drafters.guesses import Guesses
     from foretoken.models.loading import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 
@@ -46,6 +48,7 @@ _LEAST_BUDGET = 256  # rows; Vegas
 _ROOM = 512  # rows behind the listed ones for newer tokens, before a slot is filled anew; a choice
 _LEAST_SPEEDUP = 1.1  # modelled; a choice: below it the model's error is larger than the gain
 _USUAL_ACCEPTANCE = 0.9  # of drafts in that model; NOTES, "Drafting with a part of the KV cache"
+_PASSES_A_TOKEN = 0.5  # of drafts with guesses, in that model: NOTES, "Guesses under the drafts"
 _OBSERVED = {"vegas": 1, "snapkv": 32, "streaming_llm": 0}  # last tokens of a prompt that select; Vegas and MagicDec
 _POOLED = 5  # rows, a row and those beside it, whose weights SnapKV averages; MagicDec
 KvSelection = Literal["vegas", "snapkv", "streaming_llm"]
@@ -59,6 +62,8 @@ class Options(SelfOptions):
         kv_budget: Rows of each sequence that a draft reads beside newer tokens; None for `kv_ratio`.
         kv_ratio: Rows as a part of the text, at least 256.
         kv_sinks: First rows of a text that "streaming_llm" always reads.
+        draft_with: What guesses tokens of a chain, so that a pass drafts several: "ngram" for earlier text, or the
+            directory or hub id of a draft model with the target's vocabulary; None for one pass a token.
         quantization: As for `draft_model`; "int8" copies take one more byte a weight of the target.
     """
 
@@ -66,7 +71,17 @@ class Options(SelfOptions):
     kv_budget: int | None = Field(default=None, ge=2, le=1 << 20)
     kv_ratio: float = Field(default=0.07, gt=0, le=1)
     kv_sinks: int = Field(default=16, ge=0, le=1024)
+    draft_with: str | None = Field(default=None, min_length=1)
     quantization: QuantizationOption = "none"
+
+    @model_validator(mode="after")
+    def _guesses_chains(self) -> Self:
+        if self.draft_with is not None and self.tree != "chain":
+            raise ConfigError(
+                "'draft_with' guesses the tokens of a chain, and 'tree' is something else. Expected 'chain'. Leave "
+                "one of them out."
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_rows(self) -> Self:
@@ -101,6 +116,7 @@ class SparseKvDrafter:
             is_last_enough=True, attention_tokens=observed, attention_every=int(options.kv_selection == "vegas")
         )
         self._take_shape(options.language_model_shape())
+        self._guesses: Guesses | None = None
 
     def attach(self, target: TargetHandle) -> None:
         """Allocates slots and, for quantised drafts, copies of weights.
@@ -121,7 +137,9 @@ class SparseKvDrafter:
         self._rows = PartialRows(
             runner.cache, most_fed + 1, options.kv_sinks, options.num_recent, cache, is_copy=True
         )  # fmt: skip
-        self._drafts = SelfDrafts(target, runner, self._rows, options, self._num_layers)
+        if options.draft_with is not None:
+            self._guesses = Lookups() if options.draft_with == "ngram" else ModelGuesses(options.draft_with, target)
+        self._drafts = SelfDrafts(target, runner, self._rows, options, self._num_layers, self._guesses)
         self._runner = runner
         self._costs = DraftBytes.of(model, cache, self._num_layers, is_int8=runner.is_quantized)
 
@@ -131,8 +149,9 @@ class SparseKvDrafter:
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts without a selection: until the target has read the prompt, drafts read sinks and recent rows."""
-        del request
         self._rows.begin(slot)
+        if self._guesses is not None:
+            self._guesses.begin(slot, request)
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Returns trees, or roots alone where the modelled speed-up is below 1.1 and the engine chooses the depth."""
@@ -174,6 +193,8 @@ class SparseKvDrafter:
         """
         listed = [self._options.budget(length) for length in lengths]
         share = self._costs.draft(listed) / self._costs.plain(lengths)
+        if self._guesses is not None:
+            share *= _PASSES_A_TOKEN
         taus = [(1 - _USUAL_ACCEPTANCE ** (depth + 1)) / (1 - _USUAL_ACCEPTANCE) for depth in range(len(self._shapes))]
         return max(tau / (depth * share + 1) for depth, tau in enumerate(taus))
 

@@ -95,13 +95,34 @@ class DraftDraws:
         truncation = (self.batch.top_k, self.batch.top_p, self.batch.min_p)
         return not (self.has_coupled or self.has_sampled) or all(limit is None for limit in truncation)
 
-    def keys(self, logits: Tensor, nodes: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
+    def select(self, rows: Tensor) -> DraftDraws:
+        """Returns the draws of some sequences, which may repeat; rows: (R,) int64."""
+        # Without the fields that draws do not read but that may be as large as logits.
+        return replace(
+            self, batch=replace(self.batch, processors=()).select(rows), root_positions=self.root_positions[rows],
+            is_coupled=self.is_coupled[rows], is_sampled=self.is_sampled[rows],
+        )  # fmt: skip
+
+    def along_chains(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:
+        """Returns the (R,) int64 tokens after some nodes of chains, as their levels would choose them.
+
+        Args:
+            logits: (R, V) float32, the drafter's after each node.
+            rows: (R,) int64, the sequence of each node.
+            depths: (R,) int64, of each node.
+        """
+        own = self.select(rows)
+        log_probs, keys = own.keys(logits.unsqueeze(1), [depths], depths)
+        return own.candidates(log_probs, keys, [depths], 1)[:, 0, 0]
+
+    def keys(self, logits: Tensor, nodes: Sequence[int | Tensor], depth: int | Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys for the nodes of one level; their children are the tokens with the largest keys, in order.
 
         Args:
             logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V) for all nodes.
-            nodes: Indices of the P nodes in the tree; they key the drafter's own noise.
-            depth: Of the nodes; keys the shared noise.
+            nodes: Indices of the P nodes in the tree, for all sequences or (B,) int64; they key the drafter's own
+                noise.
+            depth: Of the nodes, for all sequences or (B,) int64; keys the shared noise.
 
         Returns:
             Draft log-probabilities in the shape of `logits`, warped if a draw is made; and keys: these plus the noise,
@@ -115,7 +136,7 @@ class DraftDraws:
             keys = torch.where(_by_sequence(self.is_sampled), keys + torch.stack(own, dim=1), keys)
         return log_probs, keys
 
-    def candidates(self, log_probs: Tensor, keys: Tensor, nodes: Sequence[int], count: int) -> Tensor:
+    def candidates(self, log_probs: Tensor, keys: Tensor, nodes: Sequence[int | Tensor], count: int) -> Tensor:
         """Returns `count` tokens after each node, (B, P, count) int64: those with the largest keys, in order.
 
         With `is_independent` the tokens of a sampled request are independent draws, and the first one is the token with
@@ -131,7 +152,7 @@ class DraftDraws:
             drawn.append((log_probs + torch.stack(own, dim=1)).argmax(2))
         return torch.where(_by_sequence(self.is_sampled), torch.stack(drawn, dim=2), best)
 
-    def guesses(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def guesses(self, logits: Tensor, depth: int | Tensor) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities as `keys` does, and keys: the largest keys are the target's most probable choices.
 
         Nothing is drawn: the keys are the log-probabilities, plus the target's noise for coupled requests. Arguments as

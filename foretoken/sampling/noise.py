@@ -108,10 +108,10 @@ class KeyedNoise:
         """Returns noise that is independent of all other noise in the (B,) bool `rows`; `drafter` is above 0."""
         return KeyedNoise(torch.where(rows, mix(self.seeds ^ _signed(_DRAFTER * drafter & _WORD)), self.seeds))
 
-    def uniform(self, positions: Tensor, purpose: Purpose, lane: int = 0) -> Tensor:
+    def uniform(self, positions: Tensor, purpose: Purpose, lane: int | Tensor = 0) -> Tensor:
         """Returns (B,) float64 numbers in [0, 1), multiples of 2^-53.
 
-        positions: (B,) int64; lane: which of several numbers of the same key.
+        positions: (B,) int64; lane: which of several numbers of the same key, for all or (B,) int64.
         """
         if runs_cpu_kernels(self.seeds.device):
             words = _mixed(self._unsigned_keys(positions, purpose, lane) + _UGAMMA)
@@ -119,7 +119,7 @@ class KeyedNoise:
         bits = mix(self._keys(positions, purpose, lane) + _GAMMA)
         return _shift(bits, 11).to(torch.float64) * 2.0**-53
 
-    def gumbel(self, positions: Tensor, purpose: Purpose, vocab_size: int, lane: int = 0) -> Tensor:
+    def gumbel(self, positions: Tensor, purpose: Purpose, vocab_size: int, lane: int | Tensor = 0) -> Tensor:
         """Returns (B, V) float32, finite standard Gumbel noise for every token: argmax(log p + g) is a draw from p.
 
         The exponential race `-log1p(-v)` keeps full relative precision at the winner, where v is near 0. Arguments: see
@@ -136,17 +136,20 @@ class KeyedNoise:
         v = v.clamp_max(1 - 2.0**-24)  # float32 rounds the top 2^-25 to 1, whose noise would exclude the token
         return -torch.log(-torch.log1p(-v))
 
-    def _keys(self, positions: Tensor, purpose: Purpose, lane: int) -> Tensor:
+    def _keys(self, positions: Tensor, purpose: Purpose, lane: int | Tensor) -> Tensor:
         """(B,) int64: each component passes through the mixer before the next is added."""
         key = mix(self.seeds + _GAMMA)
         key = mix(key ^ (positions * _GAMMA))
-        return mix(key ^ _signed(_tag(purpose, lane)))
+        tag = _tag(purpose, lane)
+        return mix(key ^ (tag if isinstance(tag, Tensor) else _signed(tag & _WORD)))
 
-    def _unsigned_keys(self, positions: Tensor, purpose: Purpose, lane: int) -> Words:
+    def _unsigned_keys(self, positions: Tensor, purpose: Purpose, lane: int | Tensor) -> Words:
         key = _mixed(_words(self.seeds) + _UGAMMA)
         key = _mixed(key ^ (_words(positions) * _UGAMMA))
-        return _mixed(key ^ np.uint64(_tag(purpose, lane)))
+        tag = _tag(purpose, lane)
+        return _mixed(key ^ (_words(tag) if isinstance(tag, Tensor) else np.uint64(tag & _WORD)))
 
 
-def _tag(purpose: Purpose, lane: int) -> int:
-    return (lane * 8 + int(purpose) + 1) * _MIX_2 & _WORD
+def _tag(purpose: Purpose, lane: int | Tensor) -> int | Tensor:
+    """Modulo 2^64."""
+    return (lane * 8 + int(purpose) + 1) * _MIX_2

@@ -278,6 +278,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
             "sparse_kv", kv_budget=8, tree="dynamic", num_speculative_tokens=3, tree_top_k=4, max_nodes=12
         ),
         "sparse kv early exit": config("sparse_kv", kv_budget=12, exit_layer=2, num_speculative_tokens=4),
+        "sparse kv guessed": config("sparse_kv", kv_budget=12, draft_with="ngram", num_speculative_tokens=9),
+        "sparse kv early exit guessed": config(
+            "sparse_kv", kv_budget=12, exit_layer=2, draft_with="ngram", num_speculative_tokens=6
+        ),
         "sparse kv in int8": config("sparse_kv", kv_budget=12, quantization="auto", num_speculative_tokens=4),
         "sparse kv adaptive": config("sparse_kv"),
         "oracle [0]": oracle([0]),

@@ -181,6 +181,7 @@ OPTIONS = {
     "kv_budget": (*WRONG_NUMBERS, 1),
     "kv_ratio": (True, "3", float("nan"), [3], None, 0.0, 1.1),
     "kv_sinks": (*WRONG_NUMBERS, None, -1, 1025),
+    "draft_with": (*WRONG_NAMES, ""),
     **dict.fromkeys(
         ("prediction_min_match", "prediction_max_match", "rest_min_match", "rest_max_match", "rest_max_matches"),
         (*WRONG_NUMBERS, None, 0),

@@ -29,7 +29,7 @@ _OWN_KEYS = {
     "prediction": ("prediction_max_match", "prediction_min_match"),
     "rest": ("datastore", "rest_max_match", "rest_min_match", "rest_max_matches"),
     "early_exit": ("exit_layer",),
-    "sparse_kv": ("kv_selection", "kv_budget", "kv_ratio", "kv_sinks", "exit_layer"),
+    "sparse_kv": ("kv_selection", "kv_budget", "kv_ratio", "kv_sinks", "exit_layer", "draft_with"),
     "oracle": ("references", "pattern"),
     "tests.drafters.adversarial": ("behaviour",),
 }  # fmt: skip
@@ -100,6 +100,7 @@ def _config_value(rng: random.Random, key: str, share: float = 0.6) -> Any:
         "draft_sample_method": rng.choice(["greedy", "probabilistic", "gumbel"]), "behaviour": "random", "seed": 10**30,
         "tree_top_k": rng.choice([1, 4, 64, 65]), "exit_layer": rng.choice([1, 2, 3, 99]),
         "kv_selection": rng.choice(["vegas", "snapkv", "streaming_llm", "quest"]), "kv_budget": rng.choice([8, 40]),
+        "draft_with": rng.choice(["ngram", "nowhere", str(engines.draft_directory())]),
         "vocab_match": rng.choice(["auto", "same", "intersection", "text", "x"]), "use_heterogeneous_vocab": True,
         "pruning": {rng.choice(["token_probability", "path_probability", "entropy_weighted"]): rng.choice([0.1, 1.0])},
         "drafters": [_named(rng), rng.choice([_named(rng), {"method": "suffix", "tree": "tree"}, "nowhere"])],
