@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.speedup.sizes import weights_bytes
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.drafters import sparse_kv
+from foretoken.drafters.head_drafter import HeadOptions, drafting_dtype
 from foretoken.drafters.sparse_kv import DraftBytes
 from foretoken.drafters.windows import WindowOptions
 from foretoken.entrypoints.config import parse_speculative_config
 from foretoken.files.bounded_reads import read_json_object
+from foretoken.heads.spire import SpireConfig
 
 if TYPE_CHECKING:
     from foretoken.entrypoints.config import Setup
@@ -72,8 +75,16 @@ def bytes_of(setup: Setup, llm: LLM, *, rows: int, batch: int) -> PassBytes:
     elif options.method in _ONE_LAYER and options.model is not None:
         weights = weights_bytes(Path(options.model)) + module.get_output_embeddings().weight.nbytes
         row = own.row[0] / model.num_layers
+    elif options.method == "spire" and options.model is not None:
+        sizes = SpireConfig.model_validate(read_json_object(Path(options.model) / "config.json")["config"])
+        weights = weights_bytes(Path(options.model)) + module.get_output_embeddings().weight.nbytes
+        row = own.row[0] / model.num_layers * (1 if sizes.has_feedback else sizes.num_layers)
+        row *= drafting_dtype(model).itemsize / model.dtype.itemsize
+        listed = [min(rows, sizes.sinks + sizes.window - 1)] * batch
     elif options.method not in _NO_WEIGHTS:
         return PassBytes(own.plain(lengths), None)
+    if isinstance(options, HeadOptions) and options.quantization != "none" and runs_cpu_kernels(model.device):
+        weights /= model.dtype.itemsize  # "auto" is int8 there, for the LM head too
     if isinstance(options, WindowOptions) and options.partial_rows is not None:
         listed = [min(rows, options.partial_rows)] * batch
     drafts = DraftBytes(weights=(own.weights[0], weights), row=(own.row[0], row))

@@ -32,6 +32,7 @@ from foretoken.heads.falcon import FalconConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+from foretoken.heads.spire import SpireConfig
 from foretoken.models.config_checks import TwinRecord
 from foretoken.models.loading import fill_model, load_model
 from foretoken.models.parts import TargetParts
@@ -65,6 +66,8 @@ HEADS: dict[str, HeadConfig] = {
     "eagle3-narrow": Eagle3Config(
         **SIZES, layer=BIASED, boundaries=(1, 3), draft_hidden_size=16, own_embedding=True, fc_norms=True
     ),
+    "spire": SpireConfig(**SIZES, layer=BIASED, target_layers=3, num_steps=3, sinks=1, window=3),
+    "spire_alone": SpireConfig(**SIZES, layer=PREFIX, target_layers=3, sinks=1, window=3, has_feedback=False),
 }
 
 
@@ -138,7 +141,9 @@ def test_every_head_says_the_same_of_padded_features(name: str, fill: Any) -> No
 
     def said(checkpoint: HeadCheckpoint, width: int) -> list[torch.Tensor]:
         rows = torch.nn.functional.pad(embedding, (0, width - E))
-        parts = TargetParts(embed=lambda ids: rows[ids], lm_head=lambda x: x @ rows.T, lm_head_weight=rows)
+        parts = TargetParts(
+            embed=lambda ids: rows[ids], lm_head=lambda x: x @ rows.T, lm_head_weight=rows, final_norm=torch.tanh
+        )
         module, fed = checkpoint.module(), torch.nn.functional.pad(features, (0, width - E)).flatten(2)
         with torch.no_grad():
             return [
@@ -156,22 +161,18 @@ def test_every_head_says_the_same_of_padded_features(name: str, fill: Any) -> No
     assert all(twin.weights[key].shape[-1] == FACTOR * head.weights[key].shape[-1] for key in blocks)
 
 
-def test_every_method_can_be_padded_but_spire() -> None:
-    """Its blocks are the target's, with sizes of their own for rows that blocks share."""
-    assert sorted([*_METHODS, "spire"]) == head_methods()
+def test_every_method_can_be_padded() -> None:
+    assert sorted(_METHODS) == head_methods()
 
 
-def test_a_head_that_cannot_be_padded_is_left_out_unless_it_is_named(
-    with_drafters: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(_METHODS, "falcon")
-    roles = [part.role for part in made(with_drafters, tmp_path / "twin", num_layers=6)]
-    assert "eagle" in roles
-    assert "falcon" not in roles
-    assert "heads of method 'falcon' cannot be padded" in caplog.text
-    head = with_drafters.with_name("small-falcon")
-    with pytest.raises(ConfigError, match="which cannot be padded"):
-        made(with_drafters, tmp_path / "named", num_layers=6, heads=[head])
+def test_spire_reads_the_same_blocks_of_a_deeper_target() -> None:
+    head = random_head(HEADS["spire"])
+    record = TwinRecord(of="small", layers=9, hidden_size=E * FACTOR)
+    target = TargetFingerprint(hidden_size=E * FACTOR, vocab_size=VOCAB_SIZE)
+    config = padded_head(head, Padding(FACTOR, "zeros", torch.Generator()), record, target).config
+    assert isinstance(config, SpireConfig)
+    assert (config.target_layers, config.num_layers, config.kept_layers) == (9, 2, (0, 2))
+    assert config.taps == head.config.taps
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def with_drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = small(tmp_path_factory.mktemp("drafters") / "small")
     small(model.with_name("small-draft"), seed=1, hidden_size=16, num_hidden_layers=2, head_dim=8)
     target = TargetFingerprint.of(load_model(model, device="cpu"))
-    for name in ("medusa-small", "hydra++", "mlp_speculator", "eagle", "eagle3", "falcon"):
+    for name in ("medusa-small", "hydra++", "mlp_speculator", "eagle", "eagle3", "falcon", "spire", "spire_alone"):
         native.write_checkpoint(random_head(HEADS[name], target=target), model.with_name(f"small-{name.split('-')[0]}"))
     return model
 
@@ -194,7 +195,7 @@ def test_drafters_lie_beside_the_twin_and_propose_the_same(parts: list[TwinPart]
     assert [(part.role, part.path.name) for part in parts] == [
         ("target", "twin"), ("draft_model", "twin-draft"), ("eagle", "twin-eagle"), ("eagle3", "twin-eagle3"),
         ("falcon", "twin-falcon"), ("hydra", "twin-hydra++"), ("medusa", "twin-medusa"),
-        ("mlp_speculator", "twin-mlp_speculator"),
+        ("mlp_speculator", "twin-mlp_speculator"), ("spire", "twin-spire"), ("spire", "twin-spire_alone"),
     ]  # fmt: skip
     draft = load_model(parts[1].path, device="cpu")
     assert (draft.num_layers, draft.config.hidden_size, draft.config.head_dim) == (4, 64, 8)  # twice as deep, as 6 of 3
@@ -203,6 +204,7 @@ def test_drafters_lie_beside_the_twin_and_propose_the_same(parts: list[TwinPart]
         "logits", "greedy text", "logits", "greedy text", "drafts of small-draft", "drafts of small-eagle",
         "drafts of small-eagle3", "drafts of small-falcon",
         "drafts of small-hydra++", "drafts of small-medusa", "drafts of small-mlp_speculator",
+        "drafts of small-spire", "drafts of small-spire_alone",
     ]  # fmt: skip
     assert all(check.is_same and check.num_compared for check in checks), checks
     assert {check.difference for check in checks} == {0.0, None}

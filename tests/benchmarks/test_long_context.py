@@ -70,7 +70,16 @@ def test_modelled_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sparse_kv:kv_budget=64", "draft_model", "draft_model:draft_window_size=64", "eagle", "ngram"]
+    "name",
+    [
+        "sparse_kv:kv_budget=64",
+        "draft_model",
+        "draft_model:draft_window_size=64",
+        "eagle",
+        "spire",
+        "spire:quantization=none",
+        "ngram",
+    ],
 )
 def test_bytes_of_passes_are_those_of_the_files(name: str) -> None:
     setup = checked_setup(f"{name}:num_speculative_tokens=2", target=MODEL)
@@ -78,21 +87,23 @@ def test_bytes_of_passes_are_those_of_the_files(name: str) -> None:
         row = row_bytes(llm.handle.model)
         cache = llm.target.cache
         assert row == sum(part[0, :, 0].nbytes for part in (*cache.keys, *cache.values))
-        passes = bytes_of(setup, llm, rows=256, batch=2)
+        passes = bytes_of(setup, llm, rows=300, batch=2)
         weights = sum(each.nbytes for each in llm.handle.model.module.parameters())
-        assert passes.plain == weights + 2 * 256 * row
+        assert passes.plain == weights + 2 * 300 * row
         head = llm.handle.model.module.get_output_embeddings().weight.nbytes
-    files = {which: Path(f"{MODEL}-{which}/model.safetensors").stat().st_size for which in ("draft", "eagle")}
+    files = {which: Path(f"{MODEL}-{which}/model.safetensors").stat().st_size for which in ("draft", "eagle", "spire")}
     config = json.loads(Path(f"{MODEL}-draft/config.json").read_text())
     draft_row = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     assert (
         passes.draft
         == {
             "sparse_kv:kv_budget=64": weights + 2 * 64 * row,
-            "draft_model": files["draft"] + 2 * 256 * draft_row,
+            "draft_model": files["draft"] + 2 * 300 * draft_row,
             "draft_model:draft_window_size=64": files["draft"]
             + 2 * (4 + 64 + 64) * draft_row,  # sinks, window, its room
-            "eagle": files["eagle"] + head + 2 * 256 * row / 12,
+            "eagle": (files["eagle"] + head) / 2 + 2 * 300 * row / 12,  # int8
+            "spire": (files["spire"] + head) / 2 + 2 * (4 + 256 - 1) * 2 * (2 * row) / 12,  # two blocks, float32
+            "spire:quantization=none": files["spire"] + head + 2 * (4 + 256 - 1) * 2 * (2 * row) / 12,
             "ngram": 0.0,
         }[name]
     )

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.cost_twin.model import Padding, Rule
-from foretoken.core.errors import ConfigError
 from foretoken.heads.falcon import NUM_LAYERS
+from foretoken.heads.spire import SpireConfig
 from foretoken.models.config_checks import TWIN_KEY, TwinRecord
 
 if TYPE_CHECKING:
@@ -25,20 +25,6 @@ _BLOCK, _BLOCK_BIAS = Rule(axes=_BOTH, is_written=True), Rule(axes=_LAST, is_wri
 _NORM = Rule(axes=_LAST, is_scaled_down=True)
 
 
-def can_pad(method: str) -> bool:
-    """Returns whether heads of a method can be padded."""
-    return method in _METHODS
-
-
-def check_method(method: str, what: str) -> None:
-    """Raises `ConfigError` when heads of a method cannot be padded; what: names the head."""
-    if not can_pad(method):
-        raise ConfigError(
-            f"'{what}' is a head of method '{method}', which cannot be padded. Expected one of "
-            f"{', '.join(sorted(_METHODS))}. Name the heads that you want."
-        )
-
-
 def padded_head(
     checkpoint: HeadCheckpoint, padding: Padding, record: TwinRecord, target: TargetFingerprint
 ) -> HeadCheckpoint:
@@ -51,6 +37,8 @@ def padded_head(
         rule = rules[key] if key in rules else rules[re.sub(r"\.\d+\.", ".", key)]  # one rule for all numbers
         weights[key] = padding(tensor, rule).cpu()
     sizes = {"hidden_size": config.hidden_size * padding.factor, **sizes_of(config, padding.factor)}
+    if isinstance(config, SpireConfig):
+        sizes["target_layers"] = record.layers
     return replace(
         checkpoint,
         config=type(config).model_validate(config.model_dump() | sizes),
@@ -152,6 +140,16 @@ def _falcon(config: Any) -> Rules:
     return {**gates, **_decoder_block("layer")}
 
 
+def _spire(config: Any) -> Rules:
+    """Decoder blocks, and with feedback a norm and projections of memories; features as in `_eagle3`.
+
+    The number of blocks stays, as `foretoken train spire` has two of any target. Kept blocks keep their numbers.
+    """
+    del config
+    memory = {**_decoder_block("memory"), "memory.norm": _NORM, "memory.mix": _SAME}
+    return {**_decoder_block("layers"), **memory}
+
+
 def _mlp_speculator(config: Any) -> Rules:
     """A recurrence over sums that a norm reads.
 
@@ -174,6 +172,7 @@ _METHODS: dict[str, tuple[Callable[[Any], Rules], Callable[[Any, int], dict[str,
     "eagle3": (_eagle3, _eagle3_sizes),
     "falcon": (_falcon, _eagle_sizes),
     "medusa": (_medusa, lambda *_: {}),  # no size but the hidden size
+    "spire": (_spire, _eagle_sizes),
     "hydra": (_hydra, lambda c, factor: {"prefix": _decoder_block_sizes(c.prefix, factor)} if c.prefix else {}),
     "mlp_speculator": (
         _mlp_speculator,

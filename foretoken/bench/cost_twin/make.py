@@ -3,12 +3,12 @@
 No drafter is cheap beside a model with passes of a fraction of a millisecond. The twin has the function of that model
 (its text, the drafts of its heads, their acceptance) and another size. Hidden size, attention heads and MLP grow by a
 power of four. Further layers add nothing, but every number is read and multiplied. Draft heads grow with the target's
-hidden size. The draft model also grows in depth, so that its share of the cost stays the same.
+hidden size and keep their number of layers, those of SPiRe too. The draft model also grows in depth, so that its share
+of the cost stays the same.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from foretoken.bench.cost_twin.heads import can_pad, check_method, padded_head
+from foretoken.bench.cost_twin.heads import padded_head
 from foretoken.bench.cost_twin.model import (
     Fill,
     Padding,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_log = logging.getLogger(__name__)
 _SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}  # of files in twins
 
 
@@ -90,7 +89,7 @@ class TwinPlan:
         out: Directory of its twin; drafters go to directories named after it, such as `OUT-medusa` and `OUT-draft`.
         num_layers: Layers of the twin, at least the target's.
         hidden_size: Hidden size of the twin: the target's times a power of four.
-        heads: Directories of heads; None for all `MODEL-…` beside the target that can be padded.
+        heads: Directories of heads; None for all `MODEL-…` beside the target.
         draft_model: "pad" for a padded `MODEL-draft`, "keep" for its size, "none" for no copy.
         fill: Values of added weights; see `Padding`.
         dtype: Dtype of all weights; None keeps theirs.
@@ -284,11 +283,6 @@ def _heads(plan: TwinPlan) -> list[PlannedHead]:
     heads = []
     for source in sources:
         _, checkpoint = read_head(source, target=own, base_config=info.config, weights=info.loaded)
-        method = checkpoint.config.method
-        if plan.heads is None and not can_pad(method):
-            _log.warning("'%s' is left out: heads of method '%s' cannot be padded.", source, method)
-            continue
-        check_method(method, str(source))
         checkpoint.check_target(own, what=str(source))
         weights = {key: exactly(part, plan.dtype, f"'{source}'") for key, part in checkpoint.weights.items()}
         checkpoint = replace(checkpoint, weights=weights)
