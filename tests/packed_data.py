@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from foretoken.training.data.packed import PACKED_TOKENS, PackedTokens, PackedWriter
+from foretoken.training.data.packed import PACKED_TOKENS, PackedForm, PackedTokens, PackedWriter
 from foretoken.training.data.records import Document
 
 
@@ -23,7 +23,7 @@ def write_packed(
     """Returns packed documents; after an error nothing is written."""
     with (
         PACKED_TOKENS.new(directory, force=force) as building,
-        closing(PackedWriter(building, tokenizer, vocab_size)) as writer,
+        closing(PackedWriter(building, PackedForm.of(tokenizer, vocab_size))) as writer,
     ):
         for document in documents:
             writer.add(document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ import typer
 from foretoken.cli import options, terminal
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
+from foretoken.files.processes import run_lock
 from foretoken.server.guards import KEY_VARIABLE, api_keys
 from foretoken.server.tools import TAGS, TOOL_FORMATS, thinking_tags, tool_format
 
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.entrypoints.async_llm import AsyncLLM
+    from foretoken.entrypoints.config import Setup
 
 
 _batches = partial(typer.Option, rich_help_panel="Batches and memory")
 _network = partial(typer.Option, rich_help_panel="Network")
+_distillation = partial(typer.Option, rich_help_panel="Training the draft model on requests")
 _VLLMS_NAME = "--per-request-spec-decode-metrics"  # too long for a column at 80 characters
 
 
@@ -86,6 +90,17 @@ def serve(
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     max_waiting_requests: Annotated[int, _batches(min=0, help="More are answered with 429.")] = 256,
     max_waiting_tokens: Annotated[int | None, _batches(min=0, help="In prompt tokens; more get 429.")] = None,
+    distill_to: Annotated[
+        Path | None,
+        _distillation(
+            metavar="PATH",
+            help="Train the draft model on the requests that are served, beside the server, and swap better weights "
+            "in. Keeps token ids of prompts and answers in this directory. Default: nothing is kept.",
+        ),
+    ] = None,
+    distill_tokens: Annotated[
+        int, _distillation(min=1 << 16, help="Most tokens of requests in that directory; the oldest leave.")
+    ] = 1_000_000,
     metrics_compat: Annotated[
         str | None, typer.Option(metavar="NAME", help="vllm: show figures at /metrics under vLLM's names too.")
     ] = None,
@@ -124,6 +139,8 @@ def serve(
         raise ConfigError(
             f"--per-request-spec-decode-metrics is '{per_request_spec_decode_metrics}'. Expected none or summary."
         )
+    if distill_to is not None and setup.is_synthetic:
+        raise ConfigError("--distill-to learns the target's texts, and synthetic acceptance writes others. Pass one.")
     tool_format(tool_call_parser, ""), thinking_tags(reasoning_parser, "")  # refuse unknown names first
     keys, template = api_keys(api_key_file), None if chat_template is None else options.read_text(chat_template)
     try:
@@ -132,6 +149,7 @@ def serve(
         raise ConfigError(
             "the server's libraries are not installed. Run in foretoken's repository: pip install '.[serve]'."
         ) from err
+    draft = None if distill_to is None else _trained_draft(setup, model, distill_to)
     config = ServerConfig(
         names=served_model_name or [model], api_keys=keys, allowed_origins=_origins(allowed_origins or ()),
         has_vllm_metrics=metrics_compat == "vllm",
@@ -152,10 +170,25 @@ def serve(
     )  # fmt: skip
     options.note_sampling(llm.sampling_defaults)
     engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests, max_waiting_tokens=max_waiting_tokens)
-    drafters = " + ".join(drafter.name for drafter in llm.drafters) or "no drafter"
-    address = listening.getsockname()
-    terminal.print_note(f"serving {config.names[0]} with {drafters} on http://{address[0]}:{address[1]}")
-    _serve_until_stopped(make_app(engine, config), engine, listening)
+    with ExitStack() as held:
+        distillation = None
+        if distill_to is not None and draft is not None:
+            from foretoken.server.distillation import Distillation
+
+            held.enter_context(run_lock(distill_to, option="--distill-to"))
+            distillation = Distillation(engine, distill_to, draft=draft, most_tokens=distill_tokens)
+        drafters = " + ".join(drafter.name for drafter in llm.drafters) or "no drafter"
+        address = listening.getsockname()
+        terminal.print_note(f"serving {config.names[0]} with {drafters} on http://{address[0]}:{address[1]}")
+        _serve_until_stopped(make_app(engine, config, distillation), engine, listening)
+
+
+def _trained_draft(setup: Setup, model: str, directory: Path) -> str:
+    from foretoken.server.distillation import check_directory, trained_draft
+
+    draft = trained_draft(setup.config, target=model)
+    check_directory(directory)
+    return draft
 
 
 def _origins(given: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Self
 
+import torch
 from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
@@ -31,8 +32,10 @@ from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
+
+    from torch import Tensor
 
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.models.loading import LoadedModel
@@ -139,6 +142,29 @@ class DraftModelDrafter:
         self._context_len = self._runner.context_len if rows is None else model.context_len
         self._rows = PartialRows.own(self._runner.cache, most_fed, self._options)
         self._levels = DraftLevels(self._runner, self._rows, vocab_size=target.vocab_size, mapping=self._mapping)
+
+    @property
+    def model(self) -> LoadedModel:
+        """The attached model."""
+        return self._runner.model
+
+    @property
+    def has_same_vocabulary(self) -> bool:
+        """Whether the attached model has the target's tokens."""
+        return self._mapping is None
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies weights into the model in place, between two iterations; the next draft reads each text again.
+
+        All drafts then come from the new weights, and so do their draft distributions: texts do not change.
+
+        Args:
+            weights: Every parameter by its name in the module, with the same shape.
+        """
+        with torch.no_grad():
+            for name, parameter in self.model.module.named_parameters():
+                parameter.copy_(weights[name])
+        self._levels.follow_weights()
 
     def _take_shape(self, shape: AnyShape) -> None:
         self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]

@@ -172,6 +172,12 @@ class DraftLevels:
             del state.tokens[length:]
             state.drafted = None
 
+    def follow_weights(self) -> None:
+        """Forgets all rows if weights were written to; the next draft reads each text again."""
+        if self._runner.follow_weights():
+            for slot in self._slots:
+                self.begin(slot)
+
     def draft(
         self,
         slots: Sequence[int],
@@ -186,9 +192,7 @@ class DraftLevels:
             tokens: Ids of each whole sequence.
             roots: (B,) int64, the target's ids of the last tokens.
         """
-        if self._runner.follow_weights():
-            for slot in self._slots:
-                self.begin(slot)
+        self.follow_weights()
         work, lengths = self._catch_up(slots, tokens), [len(ids) for ids in tokens]
         rows = [self._rows.row(slot, length) for slot, length in zip(slots, lengths, strict=True)]
         prefixes = Prefixes(slots, rows, positions=lengths)

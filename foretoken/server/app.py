@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from foretoken.entrypoints.async_llm import AsyncLLM
+    from foretoken.server.distillation import Distillation
     from foretoken.server.json_body import App
 
     _Handler = Callable[[Request], Awaitable[Response]]
@@ -135,14 +136,16 @@ class ServerConfig:
         check_origins(self.allowed_origins)
 
 
-def make_app(engine: AsyncLLM, config: ServerConfig) -> App:
-    """Makes the ASGI application; when uvicorn closes the application, the engine's thread ends."""
-    server = _Server(engine, config)
+def make_app(engine: AsyncLLM, config: ServerConfig, distillation: Distillation | None = None) -> App:
+    """Makes the ASGI application; when uvicorn closes the application, engine and distillation end."""
+    server = _Server(engine, config, distillation)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await in_thread(engine.close)
+        if distillation is not None:
+            await in_thread(distillation.close)
 
     app = FastAPI(
         title="foretoken", version=foretoken.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
@@ -156,8 +159,9 @@ def make_app(engine: AsyncLLM, config: ServerConfig) -> App:
 
 
 class _Server:
-    def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
+    def __init__(self, engine: AsyncLLM, config: ServerConfig, distillation: Distillation | None) -> None:
         self._engine, self._config, self._created, llm = engine, config, seconds_since_1970(), engine.llm
+        self._distillation = distillation
         template = config.chat_template
         formats = AnswerFormats.of_llm(
             llm, template, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
@@ -168,8 +172,9 @@ class _Server:
             has_draft_metrics=config.has_draft_metrics,
         )  # fmt: skip
         self.metrics = ServerMetrics(
-            engine, config.names[0], has_vllm_names=config.has_vllm_metrics, name=config.engine_name
-        )
+            engine, config.names[0], has_vllm_names=config.has_vllm_metrics, name=config.engine_name,
+            more=tuple if distillation is None else distillation.metrics,
+        )  # fmt: skip
 
     def routes(self) -> list[tuple[str, str, _Handler]]:
         return [
@@ -218,7 +223,9 @@ class _Server:
 
     async def generate(self, path: str, request: Request) -> Response:
         shape = await self._reader.shape(path, await self._body(request))
-        live = await LiveRequest.submit(self._engine, shape, self.metrics)
+        distillation = self._distillation if shape.request.may_be_learned else None
+        on_end = None if distillation is None else distillation.add
+        live = await LiveRequest.submit(self._engine, shape, self.metrics, on_end)
         return await live.response(request.receive, self.metrics.count_disconnect)
 
     async def models(self, _: Request) -> Response:

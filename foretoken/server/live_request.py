@@ -130,14 +130,22 @@ class LiveRequest:
         streams: list[RequestStream],
         echoes: list[EchoedPrompt],
         metrics: ServerMetrics | None,
+        on_end: Callable[[Sequence[RequestOutput]], None] | None,
     ) -> None:
         """See `submit`; echoes: one for each stream, empty unless completions echo their prompt."""
         self.envelope, self._streams, self._echoes, self._metrics = envelope, streams, echoes, metrics
+        self._on_end = on_end
         self._begin = time.monotonic()
 
     @classmethod
-    async def submit(cls, engine: AsyncLLM, envelope: Envelope, metrics: ServerMetrics | None) -> LiveRequest:
-        """Submits every prompt, or none.
+    async def submit(
+        cls,
+        engine: AsyncLLM,
+        envelope: Envelope,
+        metrics: ServerMetrics | None,
+        on_end: Callable[[Sequence[RequestOutput]], None] | None = None,
+    ) -> LiveRequest:
+        """Submits every prompt, or none. `on_end` gets the results when all of them are there.
 
         Raises errors of `AsyncLLM.submit` and `EchoedPrompt.of_prompt`, and `ApiError` when the context has no room for
         the requested tokens. Prompts submitted before are aborted.
@@ -161,7 +169,7 @@ class LiveRequest:
                 if request.is_echoed:
                     given = prompt.get("prompt"), streams[-1].prompt_token_ids
                     echoes.append(await in_thread(EchoedPrompt.of_prompt, engine.llm, *given))
-        return cls(envelope, streams, echoes, metrics)
+        return cls(envelope, streams, echoes, metrics, on_end)
 
     def abort(self) -> None:
         """Aborts all unfinished prompts within one iteration."""
@@ -271,6 +279,8 @@ class LiveRequest:
     def _count_outputs(self, outputs: list[RequestOutput]) -> None:
         if self._metrics is not None:
             self._metrics.ended(outputs, time.monotonic() - self._begin)
+        if self._on_end is not None:
+            self._on_end(outputs)
 
 
 def _check_entries(request: ServedRequest, num_prompt: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from foretoken.core import results as engine_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
 
@@ -38,18 +38,36 @@ _HELP = {
     "target_passes": "Passes of the target after prompts were read.",
     "synthetic_passes": "Those of them with synthetic acceptance, which writes other texts than the target's.",
     "request_success": "Sequences that ended, by how.",
+    "distill_tokens_collected": "Tokens of finished requests that were kept to train the draft model.",
+    "distill_tokens_dropped": "Tokens of finished requests that were not kept: the queue was full, or the disk failed.",
+    "distill_rounds": "Rounds of training of the draft model.",
+    "distill_swaps": "Published draft models that were swapped in.",
+    "distill_alpha_before": "Acceptance rate on held-out traffic before the last round, by temperature.",
+    "distill_alpha_after": "Acceptance rate on held-out traffic after the last round, by temperature.",
+    "distill_weights_age_seconds": "Seconds since the draft model's weights were swapped in or loaded.",
 }
 
 
 class ServerMetrics:
     """Counts requests, and exports the engine's own counts."""
 
-    def __init__(self, engine: AsyncLLM, model: str, *, has_vllm_names: bool = False, name: str = "0") -> None:
-        """Starts all counts at zero; `has_vllm_names` also shows figures that vLLM has under its names."""
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        model: str,
+        *,
+        has_vllm_names: bool = False,
+        name: str = "0",
+        more: Callable[[], Sequence[engine_metrics.Metric]] = tuple,
+    ) -> None:
+        """Starts all counts at zero.
+
+        `has_vllm_names` also shows figures that vLLM has under its names. `more` returns further figures.
+        """
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": name}
         self._prefixes = ("foretoken:", "vllm:") if has_vllm_names else ("foretoken:",)
-        self._registry.register(_EngineFigures(engine, self._labels, self._prefixes))
+        self._registry.register(_EngineFigures(engine, self._labels, self._prefixes, more))
         self._to_first = self._histograms("time_to_first_token_seconds", "Seconds to the first token.", _SECONDS)
         self._between = self._histograms("inter_token_latency_seconds", "Seconds between tokens.", _BETWEEN_TOKENS)
         self._latency = self._histograms("e2e_request_latency_seconds", "Seconds of a request.", _SECONDS)
@@ -117,12 +135,19 @@ class ServerMetrics:
         return page
 
 
-_Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
+_Family = GaugeMetricFamily | CounterMetricFamily
+_Families = dict[str, _Family]
 
 
 class _EngineFigures:
-    def __init__(self, engine: AsyncLLM, labels: dict[str, str], prefixes: tuple[str, ...]) -> None:
-        self._engine, self._labels, self._prefixes = engine, labels, prefixes
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        labels: dict[str, str],
+        prefixes: tuple[str, ...],
+        more: Callable[[], Sequence[engine_metrics.Metric]],
+    ) -> None:
+        self._engine, self._labels, self._prefixes, self._more = engine, labels, prefixes, more
 
     def describe(self) -> Iterator[Metric]:
         """Returns nothing: the names are known only at the first export."""
@@ -130,7 +155,7 @@ class _EngineFigures:
 
     def collect(self) -> Iterator[Metric]:
         families: _Families = {}
-        for figure in self._engine.llm.get_metrics():
+        for figure in (*self._engine.llm.get_metrics(), *self._more()):
             origin, name = figure.name.split(":", 1)
             for prefix in self._prefixes if origin == "vllm" else ("foretoken:",):
                 self._add_figure(families, prefix + name, figure)
@@ -147,15 +172,15 @@ class _EngineFigures:
         text = _HELP.get(name.split(":", 1)[1], name)
         if isinstance(figure, engine_metrics.Vector):
             for position, value in enumerate(figure.values):
-                self._counter(families, name, text, {**more, "position": str(position)}, value)
+                self._add(families, CounterMetricFamily, name, text, {**more, "position": str(position)}, value)
         elif isinstance(figure, engine_metrics.Counter):
-            self._counter(families, name, text, more, figure.value)
+            self._add(families, CounterMetricFamily, name, text, more, figure.value)
         elif isinstance(figure, engine_metrics.Gauge):
-            gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
-            gauge.add_metric(list(self._labels.values()), figure.value)
-            families[name] = gauge
+            self._add(families, GaugeMetricFamily, name, text, more, figure.value)
 
-    def _counter(self, families: _Families, name: str, text: str, more: dict[str, str], value: float) -> None:
+    def _add(
+        self, families: _Families, family: type[_Family], name: str, text: str, more: dict[str, str], value: float
+    ) -> None:
         if name not in families:
-            families[name] = CounterMetricFamily(name, text, labels=[*self._labels, *more])
+            families[name] = family(name, text, labels=[*self._labels, *more])
         families[name].add_metric([*self._labels.values(), *more.values()], value)

@@ -31,11 +31,12 @@ _SAMPLING = frozenset({field.name for field in fields(SamplingParams)} | OTHER_F
 _OF_THE_PROMPT = ("cache_salt", "speculative", "prediction")
 _SHARED = frozenset({
     "model", "stream", "stream_options", "n", "logprobs", "response_format", "best_of", "return_token_ids",
-    "return_token_origins", "add_special_tokens", "spec_decode_metrics", *_OF_THE_PROMPT,
+    "return_token_origins", "add_special_tokens", "spec_decode_metrics", "store",
+    *_OF_THE_PROMPT,
 })  # fmt: skip
 # Fields that OpenAI's clients send and that cannot change an answer.
 _IGNORED = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "request_id",
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "request_id",
     "reasoning_effort", "verbosity", "return_tokens_as_token_ids",
 })  # fmt: skip
 # For each unsupported field: the neutral values, besides null, and what to do instead.
@@ -113,6 +114,8 @@ class ServedRequest:
         has_origins: Whether chunks of a stream say which text was drafted.
         has_draft_metrics: Whether the answer has draft metrics; None for the server's default.
         message_form: How to read the text of a message; None if all of the text is content.
+        may_be_learned: Whether `foretoken serve --distill-to` may collect the text: not with `store` false, nor with a
+            cache salt, whose text must not change the drafts of other clients.
     """
 
     prompts: list[Any]
@@ -130,6 +133,7 @@ class ServedRequest:
     has_origins: bool = False
     has_draft_metrics: bool | None = None
     message_form: MessageForm | None = None
+    may_be_learned: bool = True
 
 
 class UnknownFields:
@@ -288,6 +292,7 @@ def _request(
         has_token_ids=checked_boolean(given, "return_token_ids"),
         has_origins=is_streamed and checked_boolean(given, "return_token_origins"),
         has_draft_metrics=None if metrics is None else metrics == "summary",
+        may_be_learned=given.get("store") is not False and "cache_salt" not in given,
         **more,
     )
 

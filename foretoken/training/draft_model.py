@@ -226,7 +226,6 @@ def evaluator(
             "--eval-every 0."
         )
     student, width = trainer.student, trainer.vocab_size
-    teacher, target_head = Teacher(target), target_parts(target, dtype=config.compute_dtype).lm_head
     lm_head = target_parts(student).lm_head
 
     @torch.no_grad()
@@ -242,18 +241,44 @@ def evaluator(
             first = float(is_right[is_label[:, 1:]].double().mean())
             runs = is_right.unfold(1, CHAIN, 1)[starts.to(device)].cumprod(-1)
             shares = runs.double().mean(0).tolist()
-            tokens, is_label = (each.to(device) for each in sampled)
-            row, place = is_label[:, 1:].nonzero().unbind(1)
-            features, given = read_features(student, tokens)[row, place], teacher.features(tokens)[row, place].float()
-            overlap = torch.zeros((), dtype=torch.float64, device=device)
-            for part in portions(len(features), width, device):
-                p = target_head(given[part])[:, :width].float().softmax(1)
-                q = lm_head(features[part])[:, :width].float().softmax(1)
-                overlap += torch.minimum(p, q).sum().double()
+        _, drawn = acceptance_rates(student, target, *sampled, dtype=config.compute_dtype)
         return {
             "held_out_acceptance": shares,
             "held_out_tau": 1.0 + sum(shares),
-            "held_out_alpha": [first, float(overlap) / len(features)],
+            "held_out_alpha": [first, drawn],
         }
 
     return measured
+
+
+@torch.no_grad()
+def acceptance_rates(
+    student: LoadedModel, target: LoadedModel, tokens: Tensor, is_label: Tensor, *, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Returns the acceptance rates of a draft model behind given text, at temperatures 0 and 1.
+
+    At 0 the rate is the share of labels at which both models have the same most probable token, at 1 the mean of
+    `sum(min(p, q))`: expected values, so texts need not be drawn anew.
+
+    Args:
+        tokens: (B, S) int64.
+        is_label: (B, S) bool, at least one behind the first column.
+        dtype: Of GEMMs, by autocast, and of the target's LM head.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), corollary 3.6.
+    """
+    student.module.eval()
+    device, width = target.device, min(student.vocab_size, target.vocab_size)
+    tokens, is_label = tokens.to(device), is_label.to(device)
+    target_head, lm_head = target_parts(target, dtype=dtype).lm_head, target_parts(student).lm_head
+    row, place = is_label[:, 1:].nonzero().unbind(1)
+    same, overlap = torch.zeros((2,), dtype=torch.float64, device=device).unbind()
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        features = read_features(student, tokens)[row, place]
+        given = Teacher(target).features(tokens)[row, place].float()
+        for part in portions(len(features), width, device):
+            p = target_head(given[part])[:, :width].float().softmax(1)
+            q = lm_head(features[part])[:, :width].float().softmax(1)
+            same += (p.argmax(1) == q.argmax(1)).sum()
+            overlap += torch.minimum(p, q).sum().double()
+    return float(same) / len(features), float(overlap) / len(features)

@@ -29,7 +29,7 @@ from foretoken.models.generic import generate_plain, run_plain
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
 from foretoken.training.config import train_config
-from foretoken.training.data.packed import PackedTokens, PackedWriter
+from foretoken.training.data.packed import PackedForm, PackedTokens, PackedWriter
 from foretoken.training.data.records import Document
 from foretoken.training.draft_model import CHAIN, ModelTrainer, evaluator, new_student
 from foretoken.training.draft_text import Distillation, DraftWriter, MixedText, Writer, written_windows
@@ -460,7 +460,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for prompt, output in zip(prompts, LLM(trained_heads.target()).generate(prompts, params), strict=True)
     ]
     for part, documents in (("train", texts[:40]), ("held_out", texts[40:])):
-        writer = PackedWriter(place / "packed" / part, trained_heads.tokenizer())
+        writer = PackedWriter(place / "packed" / part, PackedForm.of(trained_heads.tokenizer()))
         for document in documents:
             writer.add(Document(document))
         writer.finish()

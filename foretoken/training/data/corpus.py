@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.training.data.packed import PACKED_TOKENS, PackedTokens, PackedWriter
+from foretoken.training.data.packed import PACKED_TOKENS, PackedForm, PackedTokens, PackedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,10 +133,9 @@ def build_corpus(
     """
     parts = [TRAIN] if not plan.held_out_fraction and not plan.held_out_sources else [TRAIN, HELD_OUT]
     used = [makers(TRAIN), *([makers(HELD_OUT)] if plan.held_out_sources else [])]
+    form = PackedForm.of(tokenizer, vocab_size)
     with PACKED_TOKENS.new(directory, force=force) as building, ExitStack() as files:
-        writers = {
-            part: files.enter_context(closing(PackedWriter(building / part, tokenizer, vocab_size))) for part in parts
-        }
+        writers = {part: files.enter_context(closing(PackedWriter(building / part, form))) for part in parts}
         clock = _Clock(plan, on_progress)
         for record, document in _limited(used[0], plan.sources, plan.num_documents, clock):
             clock.wrote(record, writers[plan.part(record)].add(document))

@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -163,17 +163,29 @@ def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r", shape=(size,))
 
 
+class PackedForm(NamedTuple):
+    """What all packed tokens of one tokenizer share."""
+
+    vocab_size: int
+    eos_id: int | None
+    tokenizer_sha: str
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int | None = None) -> PackedForm:
+        """Reads a tokenizer; vocab_size: of the target, if it has more ids than its tokenizer."""
+        # Ids may have gaps, so the largest can exceed their number.
+        most = max(*tokenizer.get_vocab().values(), (vocab_size or 0) - 1) + 1
+        return cls(most, tokenizer.eos_token_id, tokenizer_sha(tokenizer))
+
+
 class PackedWriter:
     """Appends documents to the files of one directory, which `finish` completes; counts what is written."""
 
-    def __init__(self, directory: Path, tokenizer: Any, vocab_size: int | None = None) -> None:
-        """Creates the files; vocab_size: of the target, if it has more ids than its tokenizer."""
+    def __init__(self, directory: Path, form: PackedForm) -> None:
+        """Creates the files."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory, self._tokenizer = directory, tokenizer
-        # Ids may have gaps, so the largest can exceed their number.
-        self._vocab_size = max(*tokenizer.get_vocab().values(), (vocab_size or 0) - 1) + 1
-        self._eos_id: int | None = tokenizer.eos_token_id
-        self._dtype = np.dtype(np.uint16 if self._vocab_size <= 1 << 16 else np.uint32)
+        self._directory, self._form = directory, form
+        self._dtype = np.dtype(np.uint16 if form.vocab_size <= 1 << 16 else np.uint32)
         self._digest = hashlib.sha256()
         self._tokens = (directory / TOKENS).open("wb", buffering=_BUFFER_BYTES)
         self._flags = (directory / SUPERVISED).open("wb", buffering=_BUFFER_BYTES)
@@ -191,12 +203,13 @@ class PackedWriter:
             return 0
         tokens = np.asarray(document.tokens, dtype=np.int64)
         flags = np.ones(len(tokens), dtype=bool) if document.supervised is None else np.array(document.supervised, bool)
-        if self._eos_id is not None and tokens[-1] != self._eos_id:
-            tokens, flags = np.append(tokens, self._eos_id), np.append(flags, flags[-1])
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+        vocab_size, eos_id, _ = self._form
+        if eos_id is not None and tokens[-1] != eos_id:
+            tokens, flags = np.append(tokens, eos_id), np.append(flags, flags[-1])
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()
             raise RequestError(
-                f"document {self.num_documents} holds token id {wrong}. Expected 0..{self._vocab_size - 1}. "
+                f"document {self.num_documents} holds token id {wrong}. Expected 0..{vocab_size - 1}. "
                 "Encode it with the target's tokenizer."
             )
         data = tokens.astype(self._dtype).tobytes()
@@ -228,10 +241,8 @@ class PackedWriter:
             "num_tokens": self.num_tokens,
             "num_supervised": self.num_supervised,
             "dtype": self._dtype.name,
-            "vocab_size": self._vocab_size,
             "largest_token_id": self._largest_id,
-            "eos_id": self._eos_id,
-            "tokenizer_sha": tokenizer_sha(self._tokenizer),
+            **self._form._asdict(),
             "tokens_sha256": self._digest.hexdigest(),
             **meta,
         }
