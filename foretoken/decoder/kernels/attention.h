@@ -109,7 +109,7 @@ class SharedAttention {
     for (int c = 0; c < count_; c += kQueries) total(c).clear();
     Softmax<T> block(space_.block);
     for (int64_t b = first_block(); b < last_block(); ++b) {
-      engine_.pack(keys_, values_, b * kBlock, std::min((b + 1) * kBlock, plain_));
+      engine_.prepare(keys_, values_, b * kBlock, plain_);
       for (int c = 0; c < count_; c += kQueries) {
         if (compute(b * kBlock, c, block)) total(c).add(block, Engine::width(D_));
       }
@@ -118,7 +118,7 @@ class SharedAttention {
 
   // `run` in two steps, for up to kQueries queries: the softmax of a block, then the sum of all; part(b) is that of block b.
   void run_block(int64_t b, Softmax<T> out) {
-    engine_.pack(keys_, values_, b * kBlock, std::min((b + 1) * kBlock, plain_));
+    engine_.prepare(keys_, values_, b * kBlock, plain_);
     if (!compute(b * kBlock, 0, out)) out.clear();
   }
   template <class Part>
@@ -166,6 +166,12 @@ class SharedAttention {
     }
     if (low >= high) return false;
     engine_.choose(first_ + first);
+    if constexpr (Engine::kHasWhole) {
+      if (engine_.packs_keys() && are_whole(views, count, begin)) {
+        engine_.attend_whole(space_.scores, space_.weights, power_scale(), out.greatest, out.sums, out.mixtures);
+        return true;
+      }
+    }
     score_plain(views, count, std::max(low, begin), begin);
     score_scratch(views, count, begin);
     out.clear();
@@ -193,9 +199,7 @@ class SharedAttention {
   void score_plain(const View* views, int count, int64_t low, int64_t begin) const {
     int64_t end = begin;
     for (int c = 0; c < count; ++c) end = std::max(end, std::min(begin + kBlock, views[c].plain()));
-    for (int64_t row = low / kKeys * kKeys; row < end; row += kKeys) {
-      engine_.score_packed(keys_, begin, row, std::min<int64_t>(kKeys, end - row), space_.scores);
-    }
+    engine_.score_rows(keys_, begin, low / kKeys * kKeys, end, space_.scores);
   }
 
   // Scores of rows at other places.
@@ -231,26 +235,36 @@ class SharedAttention {
   // Turns scores into the numerators of a softmax. Sets the greatest score, and returns the sum lane by lane. kept: see
   // `keep`, or null.
   Lanes soften(const float* scores, int64_t size, typename Engine::Weight* weights, float& top, float* kept) const {
-    const float scale = (softcap_ > 0 ? 1.0f : scale_) * 1.44269504088896341f;  // of powers of 2
-    Lanes greatest = Lanes{} - INFINITY;
-    for (int64_t j = 0; j < size; j += kLanes) {
-      const Lanes s = load_lanes(scores + j) * scale;
-      greatest = s > greatest ? s : greatest;
+    const float scale = power_scale();
+    Lanes greatest[2] = {Lanes{} - INFINITY, Lanes{} - INFINITY}, sum{};  // two chains, each waits for itself alone
+    for (int64_t j = 0; j < size; j += kPair) {
+      for (int i = 0; i < 2; ++i) greatest[i] = greater(load_lanes(scores + j + i * kLanes), greatest[i]);
     }
-    top = greatest_lane(greatest);
+    top = greatest_lane(greater(greatest[0], greatest[1])) * scale;
     if (kept != nullptr) *kept++ = top;
-    const Lanes all = in_all_lanes(scale), most = in_all_lanes(top);
-    Lanes sum{};
-    for (int64_t j = 0; j < size; j += kLanes) {
-      const Lanes e = power_of_two(multiply_add(load_lanes(scores + j), all, -most));
-      store_lanes(weights + j, e);
-      if (kept != nullptr) store_lanes(kept + j, e);
-      sum += e;
+    for (int64_t j = 0; j < size; j += kPair) {
+      const Numerators pair(scores + j, scale, top);
+      if (kept != nullptr) store_pair(kept + j, pair.first, pair.second);
+      store_pair(weights + j, pair.first, pair.second);
+      sum += pair.first + pair.second;
     }
     return sum;
   }
 
+  // Of scores, as the exponents of powers of 2.
+  float power_scale() const { return (softcap_ > 0 ? 1.0f : scale_) * 1.44269504088896341f; }
+
+  // Whether kQueries queries see all rows of a block at their places, and nothing is needed but their softmax.
+  bool are_whole(const View* views, int count, int64_t begin) const {
+    bool result = count == kQueries && softcap_ == 0;
+    for (int c = 0; c < count; ++c) {
+      result = result && views[c].begin() <= begin && begin + kBlock <= views[c].plain() && kept_[&views[c] - views_] == nullptr;
+    }
+    return result;
+  }
+
   static constexpr int64_t kStep = 32;  // places are filled up to a multiple of this
+  static_assert(kStep % kPair == 0);
 
   Engine engine_;
   const int64_t first_;

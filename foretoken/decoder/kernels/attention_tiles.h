@@ -47,12 +47,13 @@ class TileAttention : WithoutDenormals, TileRegisters {
   using Weight = Bfloat16;
   using Queries = TileQueries;
   static constexpr int kKeys = kTileRows, kQueries = kTileTokens, kMostQueries = 8 * kQueries, kFew = 4;
+  static constexpr bool kHasWhole = true;
 
-  // Registers: 0 and 1 sums of queries by keys, or by elements of values; 2 queries or weights; 4 keys or values. Of keys
-  // that are not packed: 7 queries, 6 sums of keys by queries. space: of `packed(D)` elements.
+  // Registers: 0, 1, 3 and 5 sums of queries by keys, or by elements of values; 2 queries or weights; 4 keys or values. Of
+  // keys that are not packed: 7 queries, 6 sums of keys by queries. space: of `packed(D)` elements.
   TileAttention(const TileQueries& queries, int64_t first, int count, int64_t D, Bfloat16* space)
       : queries_(queries), D_(D), packs_keys_(count > kQueries), packs_values_(count > kFew), keys_(space), values_(space + kBlock * queries.width), own_(values_ + kBlock * queries.width) {
-    for (int i : {0, 1, 2}) shape(i, queries.size, kRow);
+    for (int i : {0, 1, 2, 3, 5}) shape(i, queries.size, kRow);
     shape(4, kTileStep / 2, kRow);
     for (int i : {6, 7}) shape(i, kTileRows, 4 * queries.size);
     use();
@@ -70,32 +71,78 @@ class TileAttention : WithoutDenormals, TileRegisters {
 
   void choose(int64_t first) { chosen_ = queries_.at(first, 0); }
 
-  // Packs the rows begin..end of a block for many queries; of values, whole steps alone.
-  void pack(const Bfloat16* keys, const Bfloat16* values, int64_t begin, int64_t end) {
-    const int64_t W = width(D_);
+  // Packs rows for many queries; of values, whole steps alone.
+  void prepare(const Bfloat16* keys, const Bfloat16* values, int64_t begin, int64_t last) {
+    const int64_t W = width(D_), end = std::min(begin + kBlock, last);
+    last_key_ = keys + last * D_;
+    last_value_ = values + last * D_;
     const Bfloat16* rows[kTileStep];
     for (int64_t row = begin; row < end; row += kTileStep) {
       if (packs_keys_) {
         for (int64_t i = 0; i < kTileStep; ++i) rows[i] = row + i < end ? keys + (row + i) * D_ : nullptr;
         for (int64_t i = 0; i < kTileStep; i += kKeys) pack_keys(rows + i, D_, keys_ + (row - begin + i) * W);
       }
+      if (packs_keys_) fetch_ahead(keys + row * D_, kTileStep * D_, last_key_);
+      if (packs_values_) fetch_ahead(values + row * D_, kTileStep * D_, last_value_);
       if (packs_values_ && row + kTileStep <= end) pack_values(values + row * D_, values_ + (row - begin) * W);
     }
     fence();
   }
 
-  void score_packed(const Bfloat16* keys, int64_t begin, int64_t row, int64_t count, float* out) const {
-    if (!packs_keys_) return score(keys + row * D_, count, out + row - begin, kBlock);
-    multiply(keys_ + (row - begin) * width(D_), out + row - begin, kBlock);
+  void score_rows(const Bfloat16* keys, int64_t begin, int64_t first, int64_t end, float* out) const {
+    if (packs_keys_) {
+      load_queries();
+      for (int64_t row = first; row < end; row += kKeys) multiply(keys_ + (row - begin) * width(D_), out + row - begin, kBlock);
+    } else {
+      constexpr int64_t kMost = kKeys * kWaiting;
+      for (int64_t row = first; row < end; row += kMost) score_in_place(keys + row * D_, std::min(kMost, end - row), out + row - begin, kBlock);
+    }
   }
 
   void score(const Bfloat16* keys, int64_t count, float* out, int64_t stride) const {
     if (!packs_keys_) return score_in_place(keys, count, out, stride);
+    load_queries();
     const Bfloat16* rows[kKeys];
     for (int64_t i = 0; i < kKeys; ++i) rows[i] = i < count ? keys + i * D_ : nullptr;
     pack_keys(rows, D_, own_);
     fence();
     multiply(own_, out, stride);
+  }
+
+  bool packs_keys() const { return packs_keys_; }
+
+  // The softmax of kQueries queries over a block that all of them see, see `Softmax`: scores and their maxima, then step
+  // by step numerators and mixtures, so that matrix units and vector registers work at the same time. It has the bits of
+  // `score_rows`, `SharedAttention::soften` and `mix`.
+  void attend_whole(float* scores, Bfloat16* weights, float scale, float* greatest, float* sums, float* mixtures) const {
+    load_queries();
+    Lanes top[kQueries], sum[kQueries] = {};
+    for (Lanes& each : top) each = Lanes{} - INFINITY;
+    for (int64_t first = 0; first < kBlock; first += kWaiting * kKeys) {
+      for (int64_t row = first; row < first + kWaiting * kKeys; row += kKeys) multiply(keys_ + row * width(D_), scores + row, kBlock);
+      for (int c = 0; c < kQueries; ++c) {
+        const float* from = scores + c * kBlock + first;
+        Lanes most[2] = {top[c], top[c]};
+#pragma GCC unroll 8
+        for (int i = 0; i < kWaiting; ++i) most[i % 2] = greater(load_lanes(from + i * kLanes), most[i % 2]);
+        top[c] = greater(most[0], most[1]);
+      }
+    }
+    for (int c = 0; c < kQueries; ++c) greatest[c] = greatest_lane(top[c]) * scale;
+    const bool is_wide = D_ > kTileStep;
+    clear_sums();
+    for (int64_t row = 0; row < kBlock; row += kTileStep) {
+      for (int c = 0; c < kQueries; ++c) {
+        const Numerators pair(scores + c * kBlock + row, scale, greatest[c]);
+        store_pair(weights + c * kBlock + row, pair.first, pair.second);
+        sum[c] += pair.first + pair.second;
+      }
+      fence();
+      is_wide ? add_step<2>(weights + row, values_ + row * width(D_)) : add_step<1>(weights + row, values_ + row * width(D_));
+    }
+    store_sums(is_wide, mixtures);
+    store_lanes(sums, sums_over_lanes<kQueries>(sum));
+    add(weights, values_, kBlock / kTileStep, 2 * kTileStep, mixtures);
   }
 
   // Steps of rows that all queries see at their places are mixed together. A query's other rows come after them; tokens
@@ -106,7 +153,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
     const int64_t steps = std::max<int64_t>(shared - begin, 0) / kTileStep, done = begin + steps * kTileStep;
     fence();
     if (packs_values_) {
-      add(weights, values_, steps, out);
+      add(weights, values_, steps, 0, out);
     } else {
       std::fill_n(out, count * width(D_), 0.0f);
       add_few(views[0], count, values, begin, begin, done, weights, out);
@@ -136,6 +183,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
   }
 
  private:
+  static constexpr int kWaiting = 8;                          // tiles that are stored before one is read; a choice
   static constexpr int64_t kRow = 64;                         // bytes of a row of a tile
   static constexpr int64_t kTile = kTileStep / 2 * kRow / 2;  // elements of a tile of keys or values
 
@@ -171,11 +219,16 @@ class TileAttention : WithoutDenormals, TileRegisters {
     }
   }
 
+  // Loads short queries for `multiply`.
+  void load_queries() const {
+    if (D_ <= kTileStep) _tile_loadd(2, chosen_, kRow);
+  }
+
   // Writes the scores of kKeys packed keys.
   void multiply(const Bfloat16* packed, float* out, int64_t stride) const {
     _tile_zero(0);
     for (int64_t k = 0; k < width(D_); k += kTileStep, packed += kTile) {
-      _tile_loadd(2, chosen_ + k, width(D_) * int64_t(sizeof(Bfloat16)));
+      if (D_ > kTileStep) _tile_loadd(2, chosen_ + k, width(D_) * int64_t(sizeof(Bfloat16)));
       _tile_loadd(4, packed, kRow);
       _tile_dpbf16ps(0, 2, 4);
     }
@@ -183,12 +236,35 @@ class TileAttention : WithoutDenormals, TileRegisters {
     fence();
   }
 
-  // Writes the scores of `count` keys with up to kQueries queries. They have the bits of `multiply`: an instruction adds
-  // the same products in the same order.
+  // Writes the scores of `count` keys, up to kKeys * kWaiting, with up to kQueries queries. They have the bits of
+  // `multiply`: an instruction adds the same products in the same order. A register cannot be loaded right after the short
+  // stores of its parts, so several tiles are stored before the first one is transposed.
   void score_in_place(const Bfloat16* keys, int64_t count, float* out, int64_t stride) const {
-    alignas(kBytes) float sums[kKeys * kQueries];
-    alignas(kBytes) Bfloat16 copied[kKeys * kTileStep];
+    alignas(kBytes) float sums[kWaiting][kKeys * kQueries];
     const bool are_few = queries_.size <= kFew;
+    for (int64_t row = 0; row < count; row += kKeys) {
+      sum_in_place(keys + row * D_, std::min<int64_t>(kKeys, count - row), sums[row / kKeys], are_few ? kFew * int64_t(sizeof(float)) : kRow);
+    }
+    fence();
+    for (int64_t row = 0; row < count; row += kKeys) {
+      const float* from = sums[row / kKeys];
+      if (are_few) {
+        transpose_few(from, out + row, stride);
+        continue;
+      }
+      __m512 rows[kKeys];
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i) rows[i] = _mm512_load_ps(from + i * kQueries);
+      transpose(rows);
+#pragma GCC unroll 16
+      for (int i = 0; i < kQueries; ++i) _mm512_storeu_ps(out + row + i * stride, rows[i]);
+    }
+  }
+
+  // Writes the scores of up to kKeys keys, a row for each key.
+  FORETOKEN_INLINE void sum_in_place(const Bfloat16* keys, int64_t count, float* sums, int64_t stride) const {
+    alignas(kBytes) Bfloat16 copied[kKeys * kTileStep];
+    fetch_ahead(keys, kKeys * D_, last_key_);
     _tile_zero(6);
     for (int64_t k = 0; k < D_; k += kTileStep) {
       if (D_ > kTileStep) _tile_loadd(7, keys_ + k * kTileStep / 2, kRow);
@@ -201,15 +277,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
       }
       _tile_dpbf16ps(6, 4, 7);
     }
-    _tile_stored(6, sums, are_few ? kFew * int64_t(sizeof(float)) : kRow);
-    fence();
-    if (are_few) return transpose_few(sums, out, stride);
-    __m512 rows[kKeys];
-#pragma GCC unroll 16
-    for (int i = 0; i < kKeys; ++i) rows[i] = _mm512_load_ps(sums + i * kQueries);
-    transpose(rows);
-#pragma GCC unroll 16
-    for (int i = 0; i < kQueries; ++i) _mm512_storeu_ps(out + i * stride, rows[i]);
+    _tile_stored(6, sums, stride);
   }
 
   // Transposes (kKeys, kFew) into (kFew, kKeys), `stride` elements from one row to the next.
@@ -224,24 +292,51 @@ class TileAttention : WithoutDenormals, TileRegisters {
     }
   }
 
-  // Writes the mixtures of packed values.
-  void add(const Bfloat16* weights, const Bfloat16* packed, int64_t steps, float* sums) const {
-    const int64_t W = width(D_), stride = W * int64_t(sizeof(float));
-    for (int64_t d = 0; d < W; d += 2 * kLanes, packed += 2 * kTile, sums += 2 * kLanes) {
-      _tile_zero(0);
-      _tile_zero(1);
+  // Writes the mixtures of packed values, their elements from `first` on.
+  void add(const Bfloat16* weights, const Bfloat16* packed, int64_t steps, int64_t first, float* sums) const {
+    const int64_t W = width(D_);
+    for (int64_t d = first, pairs; d < W; d += pairs * kTileStep) {
+      pairs = std::min<int64_t>((W - d) / kTileStep, 2);
+      clear_sums();
       for (int64_t i = 0; i < steps; ++i) {
-        const Bfloat16* from = packed + i * kTileStep * W;
-        _tile_loadd(2, weights + i * kTileStep, kBlock * int64_t(sizeof(Bfloat16)));
-        _tile_loadd(4, from, kRow);
-        _tile_dpbf16ps(0, 2, 4);
-        _tile_loadd(4, from + kTile, kRow);
-        _tile_dpbf16ps(1, 2, 4);
+        const Bfloat16* from = packed + i * kTileStep * W + d * kTileStep;
+        pairs == 2 ? add_step<2>(weights + i * kTileStep, from) : add_step<1>(weights + i * kTileStep, from);
       }
-      _tile_stored(0, sums, stride);
-      _tile_stored(1, sums + kLanes, stride);
+      store_sums(pairs == 2, sums + d);
     }
     fence();
+  }
+
+  static void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(3);
+    _tile_zero(5);
+  }
+
+  // Adds a step of rows to the sums of kPairs * kTileStep elements.
+  template <int kPairs>
+  FORETOKEN_INLINE static void add_step(const Bfloat16* weights, const Bfloat16* packed) {
+    _tile_loadd(2, weights, kBlock * int64_t(sizeof(Bfloat16)));
+    _tile_loadd(4, packed, kRow);
+    _tile_dpbf16ps(0, 2, 4);
+    _tile_loadd(4, packed + kTile, kRow);
+    _tile_dpbf16ps(1, 2, 4);
+    if constexpr (kPairs == 2) {
+      _tile_loadd(4, packed + 2 * kTile, kRow);
+      _tile_dpbf16ps(3, 2, 4);
+      _tile_loadd(4, packed + 3 * kTile, kRow);
+      _tile_dpbf16ps(5, 2, 4);
+    }
+  }
+
+  void store_sums(bool are_wide, float* out) const {
+    const int64_t stride = width(D_) * int64_t(sizeof(float));
+    _tile_stored(0, out, stride);
+    _tile_stored(1, out + kLanes, stride);
+    if (!are_wide) return;
+    _tile_stored(3, out + 2 * kLanes, stride);
+    _tile_stored(5, out + 3 * kLanes, stride);
   }
 
   // Adds the rows with places from..to of a block to the mixtures of up to kFew queries that see them.
@@ -260,30 +355,25 @@ class TileAttention : WithoutDenormals, TileRegisters {
       for (int c = 0; c < kCount; ++c) store_lanes(widened[c] + i, load_lanes(weights + c * kBlock + i));
     }
     for (int64_t d = 0; d < D_; d += kTileStep) {
-      const __mmask32 mask = mask_of(D_ - d);
-      const auto add_row = [&](int64_t place, Lanes (&sums)[kCount][2]) __attribute__((always_inline)) {
-        const __m512i row = row_at(values + view.row(place) * D_, d, mask), zero = _mm512_setzero_si512();
-        const Lanes low = (Lanes)_mm512_unpacklo_epi16(zero, row), high = (Lanes)_mm512_unpackhi_epi16(zero, row);
-#pragma GCC unroll 4
-        for (int c = 0; c < kCount; ++c) {
-          const Lanes weight = in_all_lanes(widened[c][place - begin]);
-          sums[c][0] = multiply_add(weight, low, sums[c][0]);
-          sums[c][1] = multiply_add(weight, high, sums[c][1]);
-        }
-      };
       Lanes sums[kCount][2];
       for (int c = 0; c < kCount; ++c) {
         for (int i = 0; i < 2; ++i) sums[c][i] = load_lanes(out + c * width(D_) + d + i * kLanes);
       }
-      for (int64_t place = from; place < to;) {
-        const int64_t end = std::min(to, (place / kTileStep + 1) * kTileStep);
+      const __mmask32 mask = mask_of(D_ - d);
+      for (int64_t place = from, end; place < to; place = end) {
+        end = std::min(to, (place / kTileStep + 1) * kTileStep);
         Lanes even[kCount][2] = {}, odd[kCount][2] = {};
-        if (place % 2 > 0) add_row(place++, odd);
-        for (; place + 1 < end; place += 2) {
-          add_row(place, even);
-          add_row(place + 1, odd);
+        if (d == 0) fetch_ahead(values + place * D_, kTileStep * D_, last_value_);
+        if (end - place == kTileStep && end <= view.plain() && d + kTileStep <= D_) {
+          const Bfloat16* row = values + place * D_ + d;
+#pragma GCC unroll 2
+          for (int64_t i = place - begin; i < end - begin; i += 2, row += 2 * D_) {
+            add_row<kCount>(_mm512_loadu_si512(row), widened, i, even);
+            add_row<kCount>(_mm512_loadu_si512(row + D_), widened, i + 1, odd);
+          }
+        } else {
+          for (int64_t at = place; at < end; ++at) add_row<kCount>(row_at(values + view.row(at) * D_, d, mask), widened, at - begin, at % 2 > 0 ? odd : even);
         }
-        if (place < end) add_row(place++, even);
 #pragma GCC unroll 4
         for (int c = 0; c < kCount; ++c) {
           for (int i = 0; i < 2; ++i) sums[c][i] += even[c][i] + odd[c][i];
@@ -295,8 +385,21 @@ class TileAttention : WithoutDenormals, TileRegisters {
     }
   }
 
+  // Adds kTileStep elements of a row, times the weights of each query.
+  template <int kCount>
+  FORETOKEN_INLINE static void add_row(__m512i row, const float (&weights)[kCount][kBlock], int64_t place, Lanes (&sums)[kCount][2]) {
+    const __m512i zero = _mm512_setzero_si512();
+    const Lanes low = (Lanes)_mm512_unpacklo_epi16(zero, row), high = (Lanes)_mm512_unpackhi_epi16(zero, row);
+#pragma GCC unroll 4
+    for (int c = 0; c < kCount; ++c) {
+      const Lanes weight = in_all_lanes(weights[c][place]);
+      sums[c][0] = multiply_add(weight, low, sums[c][0]);
+      sums[c][1] = multiply_add(weight, high, sums[c][1]);
+    }
+  }
+
   const TileQueries queries_;
-  const Bfloat16* chosen_ = nullptr;
+  const Bfloat16 *chosen_ = nullptr, *last_key_ = nullptr, *last_value_ = nullptr;
   const int64_t D_;
   const bool packs_keys_, packs_values_;
   Bfloat16 *const keys_, *const values_, *const own_;  // packed: blocks, and keys of a view's own rows

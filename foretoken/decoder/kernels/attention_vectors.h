@@ -15,6 +15,28 @@ constexpr int64_t kBlock = 512;  // rows of a KV cache whose mixture is computed
 
 inline int64_t blocks_of(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
 
+// The numerators of a softmax of two registers of scores: 2^(score * scale - top).
+constexpr int64_t kPair = 2 * kLanes;
+struct Numerators {
+  Lanes first, second;
+
+  Numerators(const float* scores, float scale, float top) : first(of(scores, scale, top)), second(of(scores + kLanes, scale, top)) {}
+
+ private:
+  static Lanes of(const float* scores, float scale, float top) {
+    return power_of_two(multiply_add(load_lanes(scores), in_all_lanes(scale), -in_all_lanes(top)));
+  }
+};
+
+// Fetches data that comes some KiB after the next `count` elements, if it begins before `end`: arithmetic leaves no room
+// in the processor's queues to read far ahead. NOTES, "Long prefixes"; not measured on processors other than Intel's.
+template <class T>
+FORETOKEN_INLINE void fetch_ahead(const T* next, int64_t count, const T* end) {
+  constexpr int64_t kAhead = (8 << 10) / int64_t(sizeof(T)), kLine = 64 / int64_t(sizeof(T));
+  if (end - next <= kAhead || fetches_nearest_fast()) return;
+  for (int64_t i = kAhead; i < kAhead + count; i += kLine) fetch<Into::kSecond>(reinterpret_cast<const char*>(next + i));
+}
+
 // Blocks of rows with up to kQueries queries. The values of a block are summed by place, one row after another.
 template <class T>
 class VectorAttention {
@@ -22,6 +44,7 @@ class VectorAttention {
   using Weight = float;
   using Queries = Inputs<T>;
   static constexpr int kKeys = 4, kQueries = kTokens, kMostQueries = 8 * kQueries;
+  static constexpr bool kHasWhole = false;
 
   VectorAttention(const Inputs<T>& queries, int64_t, int, int64_t D, T*) : queries_(queries), D_(D) {}
 
@@ -33,11 +56,20 @@ class VectorAttention {
   // Scores are of the queries from `first` on.
   void choose(int64_t first) { chosen_ = queries_.at(first, 0); }
 
-  // Prepares the rows begin..end of a block for several calls of `mix` and `score_packed`.
-  void pack(const T*, const T*, int64_t, int64_t) {}
+  // Prepares the rows of the block that begins at `begin` for several calls of `mix` and `score_rows`; there are no rows
+  // from `end` on.
+  void prepare(const T* keys, const T* values, int64_t, int64_t end) {
+    last_key_ = keys + end * D_;
+    last_value_ = values + end * D_;
+  }
 
-  // Scores of `count` rows from `row` on, at their places in the block that begins at `begin`.
-  void score_packed(const T* keys, int64_t begin, int64_t row, int64_t count, float* out) const { score(keys + row * D_, count, out + row - begin, kBlock); }
+  // Scores of the rows first..end at their places in the block that begins at `begin`; first: a multiple of kKeys.
+  void score_rows(const T* keys, int64_t begin, int64_t first, int64_t end, float* out) const {
+    for (int64_t row = first; row < end; row += kKeys) {
+      fetch_ahead(keys + row * D_, kKeys * D_, last_key_);
+      score(keys + row * D_, std::min<int64_t>(kKeys, end - row), out + row - begin, kBlock);
+    }
+  }
 
   // Scores of the first `count` of some keys. Writes kKeys values a query; the rest of them is undefined; `stride`
   // elements from one query to the next.
@@ -112,6 +144,7 @@ class VectorAttention {
     Lanes sums[kCount][kRegisters] = {};
     for (int64_t row = first; row < last; ++row, ++weights) {
       const T* value = values + row * D_ + d;
+      fetch_ahead(value, kRegisters * kLanes, last_value_);
 #pragma GCC unroll 4
       for (int i = 0; i < kRegisters; ++i) {
         const Lanes v = load_lanes(value + i * kLanes);
@@ -126,6 +159,7 @@ class VectorAttention {
 
   const Inputs<T> queries_;
   const typename Inputs<T>::Token* chosen_ = nullptr;
+  const T *last_key_ = nullptr, *last_value_ = nullptr;
   const int64_t D_;
 };
 

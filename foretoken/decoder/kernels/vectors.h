@@ -102,6 +102,16 @@ inline void store_lanes(Bfloat16* p, Lanes x) {
   typedef uint16_t Halves __attribute__((vector_size(kBytes / 2), aligned(2), may_alias));
   *reinterpret_cast<Halves*>(p) = __builtin_convertvector(rounded(x), Halves);
 }
+inline Lanes greater(Lanes a, Lanes b) { return a > b ? a : b; }
+
+// Two registers side by side; in bfloat16, numbers below the normal ones become 0.
+inline void store_pair(float* p, Lanes first, Lanes second) {
+  store_lanes(p, first);
+  store_lanes(p + kLanes, second);
+}
+#if defined(__AVX512BF16__)
+inline void store_pair(Bfloat16* p, Lanes first, Lanes second) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)); }
+#endif
 
 // A row of float32 in another dtype, rounded as `assign` does.
 template <class To>
