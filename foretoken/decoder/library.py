@@ -42,6 +42,7 @@ _SYMBOLS = (
     "foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes",
     "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",
     "foretoken_head_draft_bytes", "foretoken_autoregressive_draft", "foretoken_autoregressive_draft_bytes",
+    "foretoken_gather",
 )  # fmt: skip
 _TIMEOUT_S = 300  # a choice: a compiler that hangs must not stop the load; another decoder serves then
 _SAYS_SO_S = 10  # interval of the messages that the compiler is still running; a choice

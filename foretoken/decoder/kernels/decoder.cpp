@@ -151,6 +151,17 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
   return Status::kDone;
 }
 
+// Copies listed rows of P parts, such as the keys of one head: row lists[p][i] of part p becomes row i of `to`. lists:
+// (P,) addresses of (count,) rows below `capacity`; row_bytes: (P,). Returns a `Status`; a refused call copies nothing.
+Status foretoken_gather(const char* const* from, char* const* to, const int64_t* const* lists, const int64_t* row_bytes, int64_t P, int64_t count, int64_t capacity, int64_t num_threads) {
+  for (int64_t p = 0; p < P; ++p) {
+    if ((p == 0 || lists[p] != lists[p - 1]) && !all_within(lists[p], count, capacity)) return Status::kCacheRows;
+  }
+#pragma omp parallel num_threads(int(num_threads))
+  share(P, [&](int64_t p) { copy_listed(from[p], to[p], lists[p], count, row_bytes[p]); });
+  return Status::kDone;
+}
+
 // Bytes of the workspace of `foretoken_head_draft`; -1 if 64 bits cannot count them.
 int64_t foretoken_head_draft_bytes(const Head* head, const Draft* draft, int64_t num_rows) {
   const int64_t first = ChildrenSpace(*draft, head->vocab, nullptr).size;
