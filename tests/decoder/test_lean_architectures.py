@@ -142,7 +142,7 @@ def test_weights_that_are_fused_already_are_joined_where_they_are() -> None:
     model = replace(wrap_model(tiny_model("phi3", dtype=torch.float64), name="tiny"), is_borrowed=False)
     made: Any = Runner(model, num_slots=1, runner="lean-stock")
     layer: Any = model.backbone.layers[1]  # type: ignore[index]
-    fused = made._decoder._blocks._layers[1]
+    fused = made.decoder._blocks._layers[1]
     assert fused.query_key_value._weight.data_ptr() == layer.self_attn.qkv_proj.weight.data_ptr()
     assert fused.mlp._up._weight.data_ptr() == layer.mlp.gate_up_proj.weight.data_ptr()
 

@@ -165,7 +165,7 @@ def test_older_processors(architecture: str, dtype: torch.dtype, monkeypatch: py
         older = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
     finally:
         library.native_library.cache_clear()
-    assert older._decoder._library is not newer._decoder._library
+    assert older.decoder._library is not newer.decoder._library
     tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8, 9], [-1, 0, 0, 1, 3])])
     for made in (newer, older):
         made.prefill(0, [3, 4, 5, 6, 7, 8, 9, 10, 11], 0)

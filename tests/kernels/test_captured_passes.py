@@ -216,7 +216,7 @@ def test_graphs_are_bounded(capture, monkeypatch) -> None:
     captured = runner("lean-graphs", model("llama"))
     for size in (1, 2, 4, 2):
         captured.verify([0], [3], random_tree([size], 0))
-    assert [shape.num_tokens for shape in captured._decoder._graphs.shapes] == [4, 2]
+    assert [shape.num_tokens for shape in captured.decoder._graphs.shapes] == [4, 2]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
