@@ -173,10 +173,10 @@ def serve(
     with ExitStack() as held:
         distillation = None
         if distill_to is not None and draft is not None:
-            from foretoken.server.distillation import Distillation
+            from foretoken.server.distillation import OnlineDistillation
 
             held.enter_context(run_lock(distill_to, option="--distill-to"))
-            distillation = Distillation(engine, distill_to, draft=draft, most_tokens=distill_tokens)
+            distillation = OnlineDistillation(engine, distill_to, draft=draft, most_tokens=distill_tokens)
         drafters = " + ".join(drafter.name for drafter in llm.drafters) or "no drafter"
         address = listening.getsockname()
         terminal.print_note(f"serving {config.names[0]} with {drafters} on http://{address[0]}:{address[1]}")

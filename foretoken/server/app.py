@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.server.distillation import Distillation
+    from foretoken.server.distillation import OnlineDistillation
     from foretoken.server.json_body import App
 
     _Handler = Callable[[Request], Awaitable[Response]]
@@ -136,7 +136,7 @@ class ServerConfig:
         check_origins(self.allowed_origins)
 
 
-def make_app(engine: AsyncLLM, config: ServerConfig, distillation: Distillation | None = None) -> App:
+def make_app(engine: AsyncLLM, config: ServerConfig, distillation: OnlineDistillation | None = None) -> App:
     """Makes the ASGI application; when uvicorn closes the application, engine and distillation end."""
     server = _Server(engine, config, distillation)
 
@@ -159,7 +159,7 @@ def make_app(engine: AsyncLLM, config: ServerConfig, distillation: Distillation 
 
 
 class _Server:
-    def __init__(self, engine: AsyncLLM, config: ServerConfig, distillation: Distillation | None) -> None:
+    def __init__(self, engine: AsyncLLM, config: ServerConfig, distillation: OnlineDistillation | None) -> None:
         self._engine, self._config, self._created, llm = engine, config, seconds_since_1970(), engine.llm
         self._distillation = distillation
         template = config.chat_template

@@ -72,7 +72,7 @@ def trained_draft(speculative_config: Mapping[str, Any] | None, *, target: str) 
 
 
 def check_directory(directory: Path) -> None:
-    """Makes a directory for `Distillation`, which only this user can read; raises `ConfigError` if it is unsuitable."""
+    """Makes a directory that only this user can read; raises `ConfigError` if it is unsuitable."""
     advice = "Expected a new directory, or that of an earlier server. Pass another --distill-to."
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def check_directory(directory: Path) -> None:
 _OWN = (TRAFFIC, DRAFTS, RUN, "run.lock")
 
 
-class Distillation:
+class OnlineDistillation:
     """Trains the draft model of an engine on the requests of its server."""
 
     def __init__(self, engine: AsyncLLM, directory: Path, *, draft: str, most_tokens: int = MOST_TOKENS) -> None:

@@ -22,7 +22,7 @@ from server.live_server import LiveServer
 from foretoken import LLM, AsyncLLM
 from foretoken.server import distillation
 from foretoken.server.app import ServerConfig, make_app
-from foretoken.server.distillation import Distillation
+from foretoken.server.distillation import OnlineDistillation
 from foretoken.training import online
 from foretoken.training.data.packed import PackedWriter
 
@@ -33,7 +33,7 @@ CONFIG = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 4}
 class Learning(LiveServer):
     """A server that learns; `llm` is the one that it serves."""
 
-    distillation: Distillation
+    distillation: OnlineDistillation
     llm: LLM
 
     def complete(self, **body: Any) -> str:
@@ -52,7 +52,7 @@ def learning_server(directory: Path, *, most_tokens: int = 100_000) -> Iterator[
     """A server over the draft model with a real training process."""
     llm = LLM(MODEL, speculative_config=CONFIG, max_num_seqs=4)
     engine = AsyncLLM(llm)
-    distilled = Distillation(engine, directory, draft=DRAFT, most_tokens=most_tokens)
+    distilled = OnlineDistillation(engine, directory, draft=DRAFT, most_tokens=most_tokens)
     with served(make_app(engine, ServerConfig(names=["tinycode"]), distilled)) as url:
         server = Learning(url, engine)
         server.distillation, server.llm = distilled, llm
@@ -231,7 +231,7 @@ def test_training_that_cannot_begin_says_why(tmp_path: Path, caplog: pytest.LogC
     """Its draft model is gone: the process loads nothing, and the server goes on."""
     llm = LLM(MODEL, speculative_config=CONFIG)
     engine = AsyncLLM(llm)
-    distilled = Distillation(engine, tmp_path, draft="models/gone")
+    distilled = OnlineDistillation(engine, tmp_path, draft="models/gone")
     wait_until(lambda: bool(warnings_of(caplog)))
     distilled.close()
     engine.close()
