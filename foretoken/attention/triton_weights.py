@@ -1,11 +1,11 @@
 """Attention weights of a few tokens over the whole cache in Triton, for drafters that choose KV rows by them.
 
-Two launches: the first one writes scores, with the greatest score and the sum of exponentials of each part of the keys.
-The second one merges these, and adds up weights. Keys are read once more than by attention itself; values are not.
+Two launches: the first one writes A H C scores, with the greatest score and the sum of exponentials of each part of the
+keys. The second one merges these, and adds up weights. Keys are read once more than by attention itself; values are
+not.
 
 Letters: S sequences, M tokens of the pass, A of them with weights, H query heads, Hk KV heads, G = H / Hk, Dk the width
-of keys, C cache rows.
-Logarithms are of base 2.
+of keys, C cache rows. Logarithms are of base 2.
 """
 # The kernels are in Triton's language: its values have no Python types, and what a kernel reads are its arguments.
 
@@ -75,7 +75,7 @@ def attention_weights_triton(
     wanted = triton.cdiv(_PROGRAMS * multiprocessors(query.device), sequences * kv_heads)
     parts = min(triton.next_power_of_2(min(wanted, tiles)), _MOST_PARTS)
     output = query.new_empty((sequences, kv_heads, weighed.num_keys), dtype=torch.float32)
-    scores = output.new_empty((sequences * kv_heads, weighed.most * group, weighed.num_keys))
+    scores = output.new_empty((len(weighed.tokens), heads, weighed.num_keys))
     tops, sums = (output.new_empty((sequences * kv_heads, rows, parts)) for _ in range(2))
     has_words = tables.words is not None
     words = tables.prefix if tables.words is None else tables.words.contiguous()
@@ -84,23 +84,28 @@ def attention_weights_triton(
         _scores_kernel[grid](
             query, keys, tables.slots, tables.prefix, tables.starts, tables.node_starts, words,
             weighed.tokens, weighed.starts, scores, tops, sums,
-            *query.stride(), *keys.stride()[:3], words.shape[-1], weighed.num_keys, scores.shape[1],
-            scale * LOG2E.value,
+            *query.stride(), *keys.stride()[:3], words.shape[-1], weighed.num_keys, scale * LOG2E.value,
             KV_HEADS=kv_heads, GROUP=group, WIDTH=width, BLOCK_D=max(triton.next_power_of_2(width), 16),
             PARTS=parts, HAS_WORDS=has_words, num_warps=4, **sizes,
         )  # fmt: skip
         _weights_kernel[grid](
-            weighed.starts, scores, tops, sums, output, weighed.num_keys, scores.shape[1],
+            weighed.starts, scores, tops, sums, output, weighed.num_keys,
             KV_HEADS=kv_heads, GROUP=group, PARTS=parts, num_warps=4, **sizes,
         )  # fmt: skip
     return output
 
 
-@triton.jit(do_not_specialize=["num_words", "num_keys", "num_rows"])
+@triton.jit
+def _score_row(first, rows, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr):
+    """Returns where the scores (A, H, C) of the rows of a tile lie, in units of C."""
+    return ((first + rows // GROUP).to(tl.int64) * KV_HEADS + kv_head) * GROUP + rows % GROUP
+
+
+@triton.jit(do_not_specialize=["num_words", "num_keys"])
 def _scores_kernel(
     query, keys, slots, prefix, starts, node_starts, all_words, weighed, weighed_starts, scores, tops, sums,
     query_row_stride, query_head_stride, query_column_stride, key_slot_stride, key_head_stride, key_row_stride,
-    num_words, num_keys, num_rows, scale,
+    num_words, num_keys, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, HAS_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +127,7 @@ def _scores_kernel(
         query_rows[:, None] + columns[None, :] * query_column_stride, mask=is_row[:, None] & is_column[None, :],
         other=0.0,
     )  # fmt: skip
-    score_rows = scores + (pair.to(tl.int64) * num_rows + rows) * num_keys
+    score_rows = scores + _score_row(first, rows, kv_head, KV_HEADS, GROUP) * num_keys
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     begin = part * TILES * BLOCK_N
@@ -155,9 +160,9 @@ def _scores_kernel(
     tl.store(sums + (pair * ROWS + rows) * PARTS + part, total)
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_rows"])
+@triton.jit(do_not_specialize=["num_keys"])
 def _weights_kernel(
-    weighed_starts, scores, tops, sums, output, num_keys, num_rows,
+    weighed_starts, scores, tops, sums, output, num_keys,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
@@ -165,14 +170,15 @@ def _weights_kernel(
     part, pair = tl.program_id(0), tl.program_id(1)
     sequence = pair // KV_HEADS
     rows, places = tl.arange(0, ROWS), tl.arange(0, PARTS)
-    is_row = rows // GROUP < tl.load(weighed_starts + sequence + 1) - tl.load(weighed_starts + sequence)
+    first = tl.load(weighed_starts + sequence)
+    is_row = rows // GROUP < tl.load(weighed_starts + sequence + 1) - first
     kept = (pair * ROWS + rows[:, None]) * PARTS + places[None, :]
     every_top = tl.load(tops + kept)
     top = tl.max(every_top, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.load(sums + kept) * tl.exp2(every_top - top[:, None]), 1)
     total = tl.where(is_row, total, 1.0)
-    score_rows = scores + (pair.to(tl.int64) * num_rows + rows) * num_keys
+    score_rows = scores + _score_row(first, rows, pair % KV_HEADS, KV_HEADS, GROUP) * num_keys
     begin = part * TILES * BLOCK_N
     for start in tl.range(begin, tl.minimum(begin + TILES * BLOCK_N, num_keys), BLOCK_N):
         key_rows = start + tl.arange(0, BLOCK_N)
