@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.models.loading import LoadedModel
 
-MOST_TOKENS = 1_000_000  # of traffic on disk, 3 MB with 16-bit ids; a choice
 _MOST_QUEUED = 256  # completions that wait for the disk; a choice: seconds of a busy server
 _LOOK_S = 0.5  # seconds between looks for published draft models; a choice
 _MOST_WAIT_S = 30.0  # for a moment without requests, before weights are swapped between two iterations; a choice
@@ -89,7 +88,7 @@ _OWN = (TRAFFIC, DRAFTS, RUN, "run.lock")
 class OnlineDistillation:
     """Trains the draft model of an engine on the requests of its server."""
 
-    def __init__(self, engine: AsyncLLM, directory: Path, *, draft: str, most_tokens: int = MOST_TOKENS) -> None:
+    def __init__(self, engine: AsyncLLM, directory: Path, *, draft: str, most_tokens: int) -> None:
         """Swaps in the last published draft model, if there is one; starts the thread and the training process.
 
         Args:

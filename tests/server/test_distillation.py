@@ -231,7 +231,7 @@ def test_training_that_cannot_begin_says_why(tmp_path: Path, caplog: pytest.LogC
     """Its draft model is gone: the process loads nothing, and the server goes on."""
     llm = LLM(MODEL, speculative_config=CONFIG)
     engine = AsyncLLM(llm)
-    distilled = OnlineDistillation(engine, tmp_path, draft="models/gone")
+    distilled = OnlineDistillation(engine, tmp_path, draft="models/gone", most_tokens=1 << 20)
     wait_until(lambda: bool(warnings_of(caplog)))
     distilled.close()
     engine.close()
