@@ -53,7 +53,7 @@ sanitize: $(VENV)/.test
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	$(BIN)/python -m pytest -p no:cacheprovider $(NATIVE_TESTS)
 
-lint: $(VENV)/.lint
+lint: $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
