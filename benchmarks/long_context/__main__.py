@@ -30,7 +30,7 @@ from foretoken.bench.cost_twin.make import TwinPlan, make_twin_in_memory
 from foretoken.bench.workload import load_prompts
 from foretoken.core.errors import ForetokenError, RequestError
 from foretoken.decoder.library import set_num_threads
-from foretoken.entrypoints.config import checked_setup
+from foretoken.entrypoints.config import checked_setups
 from foretoken.files.atomic_files import JournalFile
 from foretoken.models.loading import load_model, load_tokenizer
 
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 def _sizes(options: argparse.Namespace, command: str) -> None:
     model, texts = _loaded(options)
     place = Path(model.name)
-    setups = [checked_setup(name, target=model.name) for name in options.drafters or _usual_drafters(place)]
+    setups = checked_setups(options.drafters or _usual_drafters(place), target=model.name)
     grid = sizes.Grid(
         rows=options.rows, batches=options.batch, max_tokens=options.tokens, rounds=options.rounds,
         setups=[setup for setup in setups if setup.config is not None], texts=texts,
@@ -100,7 +100,7 @@ def _positions(options: argparse.Namespace, command: str) -> None:
         *(f"{name}:{_DEPTH}" for name in dict.fromkeys([*_LOOKUPS, *methods_of(Path(model.name))])),
         *(f"sparse_kv:kv_selection={name}:{_DEPTH}" for name in _SELECTIONS),
     ]
-    setups = [checked_setup(name, target=model.name) for name in names]
+    setups = checked_setups(names, target=model.name)
     prompts, following = _begun(texts, options)
     facts = {
         **_conditions(options, model), "tokens": options.tokens, "num_prompts": len(prompts),

@@ -67,12 +67,12 @@ def bench(
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
     from foretoken.bench.workload import Workload, categorised_prompts
-    from foretoken.entrypoints.config import checked_setup
+    from foretoken.entrypoints.config import checked_setups
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
     setups = [
-        options.with_synthetic_acceptance(checked_setup(text, target=model), synthetic_acceptance, model)
-        for text in drafters
+        options.with_synthetic_acceptance(setup, synthetic_acceptance, model)
+        for setup in checked_setups(drafters, target=model)
     ]
     cases, batch_sizes = categorised_prompts(prompts, limit=num_prompts), batch_size or [1]
     workload = Workload(
@@ -238,10 +238,10 @@ def verify(
     """
     from foretoken.bench.verify import verify_setups
     from foretoken.bench.workload import Workload, load_prompts
-    from foretoken.entrypoints.config import checked_setup
+    from foretoken.entrypoints.config import checked_setups
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
-    setups = [checked_setup(text, target=model) for text in drafters]
+    setups = checked_setups(drafters, target=model)
     for setup in setups:
         options.check_has_target_text("verify", setup)
     texts = load_prompts(prompts, limit=num_prompts)

@@ -336,7 +336,7 @@ def doctor(
     from foretoken.bench.compare import compare_setups
     from foretoken.bench.loss import split_loss
     from foretoken.bench.workload import Workload, load_prompts
-    from foretoken.entrypoints.config import checked_setup
+    from foretoken.entrypoints.config import checked_setups
     from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.files import local_head, open_files
     from foretoken.formats.registry import holds_head
@@ -348,7 +348,7 @@ def doctor(
         check_is_no_model(place)
         open_files(place)  # a damaged file gives a better message than a missing head
         raise ConfigError(f"'{head}' holds no draft head. Expected a directory or a file with the weights of a head.")
-    setups = [checked_setup(text, target=model) for text in drafters]
+    setups = checked_setups(drafters, target=model)
     if any(setup.config is None for setup in setups):
         raise ConfigError("'plain' loses no speed to drafts. Expected a drafter. Pass -s ngram, or another one.")
     texts = load_prompts(prompts, limit=num_prompts)

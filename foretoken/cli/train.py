@@ -393,9 +393,9 @@ def _cell(value: object) -> str:
 
 
 def _one_drafter(texts: list[str] | None, model: str) -> tuple[str, DrafterOptions]:
-    from foretoken.entrypoints.config import checked_setup, parse_speculative_config
+    from foretoken.entrypoints.config import checked_setups, parse_speculative_config
 
-    setups = [checked_setup(text, target=model) for text in texts or []]
+    setups = checked_setups(texts or [], target=model)
     configs = [setup.config for setup in setups if setup.config is not None]
     each = [one for config in configs for one in parse_speculative_config(config, target=model).options]
     if len(each) != 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -335,6 +336,16 @@ def checked_setup(text: str, *, target: str) -> Setup:
     setup = parse_setup(text, target=target)
     check_setup(setup, target=target)
     return setup
+
+
+def checked_setups(texts: Sequence[str], *, target: str) -> list[Setup]:
+    """Parses and checks setups of one table, each text once; raises what `checked_setup` raises.
+
+    Setups that would share a name, such as two heads of one method, are named by their whole texts.
+    """
+    given = {text: checked_setup(text, target=target) for text in texts}
+    counts = Counter(setup.name for setup in given.values())
+    return [setup if counts[setup.name] == 1 else Setup(text, setup.config) for text, setup in given.items()]
 
 
 def check_setup(setup: Setup, *, target: str) -> None:

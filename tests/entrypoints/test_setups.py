@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import SetupEngines, Workload
 from foretoken.core.errors import ConfigError
-from foretoken.entrypoints.config import checked_setup, parse_setup, parse_speculative_config
+from foretoken.entrypoints.config import checked_setup, checked_setups, parse_setup, parse_speculative_config
 from foretoken.formats import native
 from foretoken.formats.registry import read_head
 from foretoken.hf.acceleration import accelerate
@@ -104,6 +104,14 @@ def test_what_does_not_lie_beside_the_target(beside: Path) -> None:
     place = f"{beside}-eagle3"
     with pytest.raises(ConfigError, match=r"is an eagle3 head, and method 'eagle' needs an eagle head\. Write eagle3:"):
         checked_setup(f"eagle:model={place}", target=str(beside))
+
+
+def test_two_heads_of_one_method_have_names_of_their_own(beside: Path) -> None:
+    eagle, hass = (f"{beside}-{name}" for name in ("eagle", "hass"))
+    texts = [f"eagle:chain:model={eagle}", "ngram", f"eagle:chain:model={hass}", "ngram"]
+    setups = checked_setups(texts, target=str(beside))
+    assert [setup.name for setup in setups] == texts[:3]
+    assert [(setup.config or {}).get("model") for setup in setups] == [eagle, None, hass]
 
 
 @pytest.fixture
