@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from statistics import median
 
-from foretoken.bench.simulator import WORLDS, compare, controller_of
+from benchmarks.simulator import WORLDS, compare, controller_of
 
 
 def main(arguments: list[str]) -> int:

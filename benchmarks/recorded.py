@@ -17,8 +17,8 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.simulator import Recording, SimulatedDrafter, World, compare, controller_of
 from foretoken import LLM, SamplingParams
-from foretoken.bench.simulator import Recording, SimulatedDrafter, World, compare, controller_of
 from foretoken.bench.workload import load_prompts
 from foretoken.drafting.costs import fastest_by_depth
 from foretoken.drafting.draft_timing import time_drafts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.bench.simulator import (
+from benchmarks.simulator import (
     WORLDS,
     Recording,
     SimulatedDrafter,
