@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from foretoken.bench.workload import TokenProgress, Workload, no_progress
+from foretoken.core.token_ids import common_prefix_len
 from foretoken.entrypoints.llm import LLM
 from foretoken.models.generic import generate_plain, run_plain
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
@@ -123,10 +124,13 @@ class Judge:
         gap: float | None = None
         verdict: Verdict = "identical"
         if ids != reference:
-            common = min(len(ids), len(reference))
-            at = next((i for i in range(common) if ids[i] != reference[i]), common)
+            at = common_prefix_len(ids, reference)
             # Rounding cannot explain that one text ends earlier.
-            gap = None if at == common else self._gap(prompt_ids, reference[:at], (ids[at], reference[at]))
+            gap = (
+                None
+                if at == min(len(ids), len(reference))
+                else self._gap(prompt_ids, reference[:at], (ids[at], reference[at]))
+            )
             is_tie = gap is not None and gap <= NEAR_TIE.get(self.model.dtype, NEAR_TIE[torch.float32])
             verdict = "near-tie" if is_tie else "bug"
         return Comparison(

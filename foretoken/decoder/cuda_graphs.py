@@ -307,11 +307,6 @@ class GraphDecoder:
                 features=None if features is None else features[: work.num_tokens].clone(),
             )
 
-    @property
-    def memory_bytes(self) -> int:
-        """Memory that graphs have taken so far, on the device."""
-        return self._graphs.memory_bytes
-
     def _is_captured(self, shape: PassShape, num_unwanted: int) -> bool:
         logits_bytes = shape.num_tokens * self._vocab_size * 4
         is_small = shape.num_tokens <= _MOST_TOKENS and logits_bytes <= _LARGEST_LOGITS

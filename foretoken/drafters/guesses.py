@@ -12,12 +12,13 @@ Letters: B sequences, D depth of chains, R tokens fed, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
+from foretoken.core.token_ids import common_prefix_len
 from foretoken.drafters.levels import DraftLevels, draft_runner
 from foretoken.drafters.ngram import NgramDrafter, Options
 from foretoken.drafters.vocabularies import DraftModelFiles, vocabulary_map
@@ -63,8 +64,7 @@ class Chain:
 
     def take(self, guesses: Sequence[int], tokens: Sequence[int]) -> None:
         """Takes the tokens drafted after the last one and after each guess, up to the first that is not guessed."""
-        num_right = sum(1 for _ in takewhile(lambda each: each[0] == each[1], zip(guesses, tokens, strict=False)))
-        self.path += tokens[: num_right + 1]
+        self.path += tokens[: common_prefix_len(guesses, tokens) + 1]
 
 
 def fill_chains(

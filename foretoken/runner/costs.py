@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 LIMIT_S = 1.5  # to measure all curves of a decoder; a choice: a longer load against widths that are estimated
 # Of one width; a choice: the fastest pass counts, so a longer burst hides more interruptions and loads slower.
 _BURST_S = 0.005
-# Weight of one pass in the cost of its width; a choice: slower is steadier, faster follows other load.
-_LEARNING_RATE = 0.1
-_LARGEST_RATIO = 2.0  # cap on a pass relative to its known cost: interrupted passes say little; a choice
-_DRIFT_RATE = 0.05  # weight of one pass in the cost of other widths, since the whole machine slows down; a choice
 
 
 class CostCurve:
@@ -51,14 +47,10 @@ class CostCurve:
 
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
         """Creates a curve through measured points; widths ascend."""
-        self._widths = list(widths)
-        self._set([float(each) for each in seconds])
-
-    def _set(self, seconds: list[float]) -> None:
-        """Stores seconds by width, raised to at most those of a wider pass, and of one token past the widest pass."""
-        rising, widths = [*accumulate(reversed(seconds), min)][::-1], self._widths
-        slope = (rising[-1] - rising[-2]) / (widths[-1] - widths[-2]) if len(rising) > 1 else 0.0
-        self._seconds, self._rising, self._slope = seconds, rising, slope
+        self._widths, self._seconds = list(widths), [float(each) for each in seconds]
+        self._rising = rising = [*accumulate(reversed(self._seconds), min)][::-1]
+        span = self._widths[-1] - self._widths[-2] if len(rising) > 1 else 1
+        self._slope = (rising[-1] - rising[-2]) / span if len(rising) > 1 else 0.0  # past the widest pass
 
     @property
     def points(self) -> list[tuple[int, float]]:
@@ -114,16 +106,6 @@ class CostCurve:
             return rising[0]
         share = (width - widths[after - 1]) / (widths[after] - widths[after - 1])
         return rising[after - 1] + share * (rising[after] - rising[after - 1])
-
-    def learn_seconds(self, width: int, seconds: float) -> None:
-        """Moves the measured point of a width towards a new pass, and other points a little."""
-        index = bisect_left(self._widths, width)
-        if index < len(self._widths) and self._widths[index] == width:
-            known = self._seconds[index]
-            change = min(seconds / known, _LARGEST_RATIO) - 1
-            changed = [each * (1 + _DRIFT_RATE * change) for each in self._seconds]
-            changed[index] = known * (1 + _LEARNING_RATE * change)
-            self._set(changed)
 
 
 def _fastest(run: Callable[[int], None], width: int) -> float:

@@ -50,31 +50,6 @@ def test_one_disturbed_width_leaves_the_others_as_measured() -> None:
     assert [curve(width) for width in (1, 4, 8, 16)] == [1.0, 3.0, 3.0, 4.0]
 
 
-def test_curve_follows_the_passes_that_are_made() -> None:
-    curve = CostCurve((1, 4, 8), (1.0, 2.0, 3.0))
-    for _ in range(200):
-        for width, seconds in ((1, 1.0), (4, 2.5), (8, 3.0)):
-            curve.learn_seconds(width, seconds)
-        curve.learn_seconds(5, 900.0)  # a width that was not measured teaches nothing
-    assert [curve(width) for width in (1, 4, 8)] == pytest.approx([1.0, 2.5, 3.0], rel=0.01)
-
-
-def test_a_machine_that_slows_down_does_so_for_all_widths() -> None:
-    """Only plain passes were made while it slowed down: wide ones then seemed to cost as little as these."""
-    curve = CostCurve((1, 4, 8), (1.0, 2.0, 3.0))
-    for index in range(300):
-        curve.learn_seconds(1, 1.0 + index / 300)
-    assert curve(1) == pytest.approx(2.0, rel=0.05)
-    assert 1.2 < curve(4) / curve(1) < 2.0
-    assert curve(8) > curve(4)
-
-
-def test_a_pass_that_was_interrupted_moves_the_curve_little() -> None:
-    curve = CostCurve((1, 4), (1.0, 2.0))
-    curve.learn_seconds(1, 5000.0)
-    assert [curve(width) for width in (1, 4)] == pytest.approx([1.1, 2.1])
-
-
 def test_measuring_takes_the_fastest_pass_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, passes = [0.0], []
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError, one_line
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.core.token_ids import tokenizer_sha
+from foretoken.core.token_ids import common_prefix_len, tokenizer_sha
 from foretoken.files.bounded_reads import check_regular
 from foretoken.training.data.records import Document, Message, Record
 
@@ -93,7 +93,7 @@ class ChatEncoder:
             whole, *prefixes = (next(encoded) for _ in parts)
             flags = [False] * len(whole)
             for before, upto in zip(prefixes[::2], prefixes[1::2], strict=True):
-                start, end = _common(before, whole), _common(upto, whole)
+                start, end = common_prefix_len(before, whole), common_prefix_len(upto, whole)
                 last_eos = max((i for i in range(start, end) if whole[i] == self._tokenizer.eos_token_id), default=None)
                 end = end if last_eos is None else last_eos + 1
                 flags[start:end] = [True] * (end - start)
@@ -145,14 +145,6 @@ def _encode(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]
 def _to_last_assistant(chat: Sequence[Message]) -> list[Message]:
     last = max((place for place, message in enumerate(chat) if message["role"] == "assistant"), default=-1)
     return list(chat[: last + 1])
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Returns the length of the longest common prefix, without a token that reaches across the end of `left`."""
-    for place, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return place
-    return min(len(left), len(right))
 
 
 _BATCH_RECORDS = 256  # records for one call of the tokenizer; a choice: enough for its threads, little memory
@@ -207,7 +199,7 @@ class Encoder:
                 found = Document(next(whole))
             else:
                 tokens = next(whole)
-                start = _common(next(prompts), tokens)
+                start = common_prefix_len(next(prompts), tokens)
                 found = Document(tokens, [place >= start for place in range(len(tokens))])
                 found = found if record.text else NO_COMPLETION
             if isinstance(found, str) or not found.tokens:
