@@ -98,8 +98,8 @@ class OnlineDistillation:
             most_tokens: Of traffic on disk.
 
         Raises:
-            ConfigError: When the draft model has another vocabulary, the directory cannot be written to, or the process
-                cannot be started.
+            ConfigError: When the draft model has another vocabulary, the directory cannot be written to, or holds text
+                of another tokenizer, or the process cannot be started.
         """
         self._engine, self._directory, llm = engine, directory, engine.llm
         drafter = next((each for each in llm.drafters if isinstance(each, DraftModelDrafter)), None)
@@ -111,6 +111,7 @@ class OnlineDistillation:
         self._drafter = drafter
         form = PackedForm.of(llm.tokenizer, llm.target.vocab_size)
         with told_as(ConfigError, f"'{directory}'", "Expected a directory that may be written to. Pass another one."):
+            (directory / DRAFTS).mkdir(exist_ok=True)  # unfinished ones begin there
             self._traffic = Traffic(directory, form, most_tokens=most_tokens)
         self._queue: Queue[tuple[Sequence[int], Sequence[int]]] = Queue(_MOST_QUEUED)
         self._num_collected = self._num_dropped = self._num_rounds = self._num_swaps = 0
@@ -178,7 +179,9 @@ class OnlineDistillation:
         said, looked, has_text = b"", 0.0, False
         while not self._is_closed or not self._queue.empty():
             with suppress(Empty):
-                self._keep(self._traffic.add, *self._queue.get(timeout=_LOOK_S))
+                prompt, output = self._queue.get(timeout=_LOOK_S)
+                if max(*prompt, *output) < self._drafter.model.vocab_size:  # others are ids of no token
+                    self._keep(self._traffic.add, prompt, output)
                 has_text = True
             if time.monotonic() - looked < _LOOK_S or self._is_closed:
                 continue

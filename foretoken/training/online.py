@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from foretoken.core.errors import RequestError, described
+from foretoken.core.errors import ConfigError, RequestError, described
 from foretoken.decoder.library import set_num_threads
 from foretoken.entrypoints.model_arguments import load_target
 from foretoken.files.atomic_files import new_directory
@@ -64,8 +64,9 @@ _LOOK_S = 1.0  # seconds between looks for new traffic; a choice
 
 
 def numbered(directory: Path) -> list[Path]:
-    """Returns the numbered directories in a directory, the oldest first."""
-    return sorted(place for place in directory.glob("[0-9]*") if place.is_dir())
+    """Returns the directories in a directory whose names are numbers, the oldest first."""
+    places = (place for place in directory.glob("[0-9]*") if place.name.isdecimal() and place.is_dir())
+    return sorted(places, key=lambda place: int(place.name))
 
 
 def _next_place(directory: Path) -> Path:
@@ -83,15 +84,25 @@ class TrafficRing:
     """Packed tokens on disk, at most `most_tokens`; the oldest leave."""
 
     def __init__(self, directory: Path, form: PackedForm, *, most_tokens: int) -> None:
-        """Continues the ring of an earlier server, if there is one."""
+        """Continues the ring of an earlier server, if there is one; raises `ConfigError` for that of another target."""
         self._directory, self._form, self._most_tokens = directory, form, most_tokens
         self._waiting: list[Document] = []
         self._num_waiting = 0
         directory.mkdir(parents=True, exist_ok=True)
         remove_unfinished(directory)
+        if any(PackedTokens.open(place).meta["tokenizer_sha"] != form.tokenizer_sha for place in numbered(directory)):
+            raise ConfigError(
+                f"'{directory}' holds text of a target with another tokenizer. Expected that of this target. Pass "
+                "another --distill-to."
+            )
 
     def add(self, document: Document) -> None:
-        """Adds a document; writes packed tokens when enough are there. Raises `OSError` or `RequestError`."""
+        """Adds a document; writes packed tokens when enough are there. Raises `OSError` or `RequestError`.
+
+        A document that would fill more than half of the ring is left out.
+        """
+        if 2 * len(document.tokens) > self._most_tokens:
+            return
         self._waiting.append(document)
         self._num_waiting += len(document.tokens)
         if self._num_waiting * _PARTS >= self._most_tokens:
@@ -241,7 +252,7 @@ class OnlineTraining:
         windows = _windows(held_out, length)
         if length < 4 or not len(windows[0]):
             return None
-        place, before = _next_place(self.directory / DRAFTS), self._acceptance_rates(windows)
+        before = self._acceptance_rates(windows)
         steps = min(max(_EPOCHS * train.num_windows(length) // _BATCH_SIZE, 1), _STEPS)
         kept = {name: weight.detach().clone() for name, weight in self.student.module.state_dict().items()}
         run = self.directory / RUN
@@ -252,7 +263,7 @@ class OnlineTraining:
             train=train_config({
                 "schedule": {"peak": _RATE, "num_steps": steps, "warmup_steps": steps // 10},
                 "batch_size": _BATCH_SIZE, "length": length, "max_offset": context_len - length,
-                "seed": int(place.name),
+                "seed": int(_next_place(self.directory / DRAFTS).name),
             }),
         )  # fmt: skip
         notes = trained_notes(
@@ -261,13 +272,15 @@ class OnlineTraining:
         )  # fmt: skip
         shutil.rmtree(run, ignore_errors=True)
         after = self._acceptance_rates(windows)
+        place = _next_place(self.directory / DRAFTS)  # others may have published since
         has_risen = sum(after) > sum(before)
         if has_risen:
             saved_draft_model(
                 self.student, notes, place, target=self.target, tokenizer=self.tokenizer, dtype="float32", workload=None
             )
             for old in numbered(place.parent)[:-_KEPT_DRAFTS]:
-                shutil.rmtree(old, ignore_errors=True)
+                if old.resolve() != Path(self.draft).resolve():  # from which the server starts
+                    shutil.rmtree(old, ignore_errors=True)
         else:
             self.student.module.load_state_dict(kept)
         seconds = round(time.perf_counter() - begin, 1)

@@ -174,6 +174,7 @@ def test_what_is_collected(tmp_path: Path) -> None:
             kept.append(encode(f"# kept {number}\n") + encode(server.complete(prompt=f"# kept {number}\n")))
         server.complete(prompt="# secret\n", store=False)
         server.complete(prompt="# secret\n", cache_salt="mine")
+        server.post("/v1/responses", {"input": "# secret\n", "max_output_tokens": 4})
         asked: dict[str, Any] = {"prompt": "# secret\n", "max_tokens": 600, "temperature": 0, "stream": True}
         with server.client().completions.create(model="tinycode", **asked) as stream:
             next(iter(stream))

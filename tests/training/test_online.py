@@ -14,6 +14,7 @@ import torch
 import training_runs
 from tiny_models import VOCAB_SIZE
 
+from foretoken.core.errors import ConfigError
 from foretoken.models.generic import run_plain
 from foretoken.models.loading import load_model
 from foretoken.training import online
@@ -58,6 +59,27 @@ def test_one_text_beyond_the_bound_is_not_kept(tmp_path: Path) -> None:
     ring = online.TrafficRing(tmp_path, FORM, most_tokens=64)
     ring.add(Document([5] * 65))
     assert online.read_traffic(tmp_path) is None
+
+
+def test_a_large_text_does_not_empty_the_ring(tmp_path: Path) -> None:
+    ring = online.TrafficRing(tmp_path, FORM, most_tokens=64)
+    for document in ([5] * 20, [6] * 33, [7] * 32):
+        ring.add(Document(document))
+    text = online.read_traffic(tmp_path)
+    assert text is not None
+    assert text.tokens.tolist() == [5] * 20 + [7] * 32
+
+
+def test_text_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    online.TrafficRing(tmp_path, FORM, most_tokens=64).add(Document([5] * 20))
+    with pytest.raises(ConfigError, match="holds text of a target with another tokenizer"):
+        online.TrafficRing(tmp_path, FORM._replace(tokenizer_sha="other"), most_tokens=64)
+
+
+def test_names_that_are_no_numbers(tmp_path: Path) -> None:
+    for name in ("00000004", "5", "00000003.bak", "00000010"):
+        (tmp_path / name).mkdir()
+    assert [place.name for place in online.numbered(tmp_path)] == ["00000004", "5", "00000010"]
 
 
 def test_a_ring_goes_on_where_an_earlier_server_ended(tmp_path: Path) -> None:
