@@ -119,11 +119,12 @@ def _summed_weights(query: Tensor, keys: Tensor, layout: AttentionLayout, window
     """Returns (S, Hk, C), the weights of one layer, see `PassOutput.attention`; reads the keys once more."""
     is_plain = window is None and terms["softcap"] is None and terms["sinks"] is None
     if is_plain and has_cuda_runtime(query.device) and has_kernel(query.dtype, query.shape[-1]):
-        from foretoken.attention.triton_weights import attention_weights_triton
+        from foretoken.attention.triton_weights import attention_weights_triton, fits
 
         weighed = layout.weighed_tensors()
-        found: Tensor = attention_weights_triton(query, keys, layout.tables(), weighed, scale=terms["scale"])
-        return found
+        if fits(query, keys, weighed):
+            found: Tensor = attention_weights_triton(query, keys, layout.tables(), weighed, scale=terms["scale"])
+            return found
     count = range(len(layout.slots))
     weights = torch.zeros(len(count), keys.shape[1], max(map(layout.num_keys, count)), device=keys.device)
     for row, slot in enumerate(layout.slots):

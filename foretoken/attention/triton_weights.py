@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken.attention.triton_tree import LOG2E, multiprocessors
+from foretoken.attention.triton_tree import LOG2E, multiprocessors, shared_memory
 from foretoken.core.backend import integers_on
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ class WeighedTokens(NamedTuple):
         flat = [token for each in tokens for token in each]
         moved = integers_on([*starts, *flat], device).to(torch.int32)
         return cls(moved[len(starts) :], moved[: len(starts)], max(map(len, tokens)), num_keys)
+
+
+def fits(query: Tensor, keys: Tensor, weighed: WeighedTokens) -> bool:
+    """Decides whether the weighed rows of a KV head and a tile of keys fit into a program's shared memory."""
+    rows = max(triton.next_power_of_2(weighed.most * (query.shape[1] // keys.shape[1])), 16)
+    width = max(triton.next_power_of_2(query.shape[-1]), 16)
+    return bool((rows + _KEYS) * width * query.element_size() <= shared_memory(query.device))
 
 
 def attention_weights_triton(

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 def gather_rows(sources: Sequence[Tensor], lists: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """Copies listed rows, in order, to the first rows of each output, in place.
 
-    Raises `ValueError` or `IndexError` for rows past the end.
+    Raises `ValueError` or `IndexError` for rows past the end, and for outputs with fewer rows than listed.
 
     Args:
         sources: P tensors (Hk, capacity, D) with rows side by side; each has its own D.
         lists: P tensors (Hk, n) int64, the rows of each head, below the capacity.
         outs: P tensors (Hk, n or more, D), with rows side by side.
     """
-    count = lists[0].shape[1]
+    count, room = lists[0].shape[1], min(out.shape[1] for out in outs)
+    require(count <= room, f"{count} rows are listed, and an output has {room}")
     library = _library() if runs_cpu_kernels(sources[0].device) else None
     if library is None:
         for source, rows, out in zip(sources, lists, outs, strict=True):

@@ -222,6 +222,11 @@ class SlotCache:
             self._shapes, num_slots=self.num_slots, capacity=capacity, dtype=first.dtype, device=first.device
         )
 
+    def affords(self, capacity: int) -> bool:
+        """Decides whether the free memory holds a further cache with so many rows a slot."""
+        row = sum(part.shape[1] * part.shape[3] * part.itemsize for part in (*self.keys, *self.values))
+        return self.num_slots * capacity * row <= _free_bytes(self.keys[0].device)
+
     @property
     def num_rows(self) -> int:
         """Rows of all slots together."""

@@ -140,7 +140,7 @@ class DraftModelDrafter:
         rows = self._options.partial_rows
         self._runner = draft_runner(model, target, most_fed, self._options.quantization, partial_rows=rows)
         self._context_len = self._runner.context_len if rows is None else model.context_len
-        self._rows = PartialRows.own(self._runner.cache, most_fed, self._options)
+        self._rows = PartialRows.own(self._runner.cache, most_fed, self._options, target.context_len)
         self._levels = DraftLevels(self._runner, self._rows, vocab_size=target.vocab_size, mapping=self._mapping)
 
     @property

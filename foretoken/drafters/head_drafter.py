@@ -200,7 +200,7 @@ class HeadDrafter:
 
     def rows_of(self, stack: BlockStack, num_scratch: int = 0) -> PartialRows:
         """Returns the places of rows of that KV cache."""
-        return PartialRows.own(stack.cache, num_scratch, self.options)
+        return PartialRows.own(stack.cache, num_scratch, self.options, self._target.context_len)
 
     def state_of(self, features: Tensor) -> Tensor:
         """Returns the first state of the steps, (B, W), from (B, E) features."""

@@ -424,7 +424,8 @@ def draft_runner(
     """Returns the runner of a draft model that feeds at most `num_fed` nodes of a draft; see `with_quantization`.
 
     `partial_rows`: rows of slots that hold a part of a text; None for slots with the whole text. Raises `ConfigError`
-    for a part of a text if the model slides windows over it: decoders take row i of a window for position i.
+    for a part of a text if the model slides windows over it: decoders take row i of a window for position i; and if
+    there is no memory for these rows.
     """
     if partial_rows is not None and _has_windows(model.config.get_text_config()):
         raise ConfigError(
@@ -435,6 +436,13 @@ def draft_runner(
         model, num_slots=target.num_slots, context_len=partial_rows or target.context_len, max_nodes=num_fed + 1,
         runner=target.runner, has_partial_texts=partial_rows is not None,
     )  # fmt: skip
+
+    if partial_rows is not None and runner.context_len < min(partial_rows, model.context_len):
+        raise ConfigError(
+            f"slots of {partial_rows} KV rows for drafts with '{model.name}' do not fit into half of the free memory, "
+            f"only {runner.context_len} rows a slot. Lower max_num_seqs, or kv_budget or draft_window_size, or free "
+            "memory."
+        )
 
     def quantize(quantization: Quantization | None) -> None:  # leaves the model as it is if it raises
         if quantization is not None:

@@ -169,19 +169,17 @@ class SparseKvDrafter:
         for slot, weights in zip(committed.slots, committed.attention or (), strict=False):
             if weights is None or (is_once and committed.verified is not None):
                 continue
-            importance, end, budget = self._importance(weights[: self._num_layers])
+            length, observed = weights.shape[2], _OBSERVED["snapkv"] if is_once else 0
+            end, budget = length - observed, self._options.budget(length) - observed
             if 0 < budget < end:
+                importance = self._importance(weights[: self._num_layers, :, :end])
                 self._rows.choose(slot, greatest(importance, budget), end)
 
-    def _importance(self, weights: Tensor) -> tuple[Tensor, int, int]:
-        """Returns the importance of rows, (L, C) or (L, Hk, C), their number C, and how many of them are listed."""
-        length = weights.shape[2]
+    def _importance(self, weights: Tensor) -> Tensor:
+        """Returns the importance of C rows, (L, C) or (L, Hk, C), from their attention weights (L, Hk, C)."""
         if self._options.kv_selection == "vegas":
-            return weights.mean(1), length, self._options.budget(length)
-        observed = _OBSERVED["snapkv"]
-        end = max(length - observed, 0)
-        pooled = torch.nn.functional.avg_pool1d(weights[:, :, :end], _POOLED, stride=1, padding=_POOLED // 2)
-        return pooled, end, self._options.budget(length) - observed
+            return weights.mean(1)
+        return torch.nn.functional.avg_pool1d(weights, _POOLED, stride=1, padding=_POOLED // 2)
 
     def release(self, slot: int) -> None:
         """Forgets nothing: `begin` starts anew."""

@@ -119,12 +119,25 @@ class PartialRows:
         self._slots = [_Slot() for _ in range(self.cache.num_slots)]
 
     @classmethod
-    def own(cls, cache: SlotCache, most_fed: int, options: WindowOptions | None = None) -> PartialRows:
-        """Returns the rows that a drafter's own passes write; `options`: None for whole texts."""
+    def own(
+        cls, cache: SlotCache, most_fed: int, options: WindowOptions | None = None, context_len: int = 0
+    ) -> PartialRows:
+        """Returns the rows that a drafter's own passes write; `options`: None for whole texts.
+
+        `context_len`: the target's, for retrieval. Raises `ConfigError` if there is no memory for the rows that it
+        keeps.
+        """
         if options is None or options.draft_window_size is None:
             return cls(cache, most_fed)
-        size, sinks = options.draft_window_size, options.draft_sink_size
-        store = cache.with_capacity(cache.num_positions) if options.draft_retrieval else None
+        size, sinks, store = options.draft_window_size, options.draft_sink_size, None
+        if options.draft_retrieval:
+            rows = min(cache.num_positions, context_len + 1)
+            if not cache.affords(rows):
+                raise ConfigError(
+                    f"draft_retrieval keeps {rows} KV rows of the drafter for each of {cache.num_slots} sequences, and "
+                    "the free memory does not hold them. Lower max_model_len or max_num_seqs, or leave it out."
+                )
+            store = cache.with_capacity(rows)
         return cls(cache, most_fed, sinks, lambda _: size, store, most_at_once=_room(size))
 
     def begin(self, slot: int, source: int | None = None, length: int = 0) -> None:
@@ -214,7 +227,7 @@ class PartialRows:
             listed = torch.cat([listed, state.listed[(state.listed >= sinks) & (state.listed < first)]])
         rows = listed if listed.dim() > 1 else listed.expand(len(cache.keys), -1)
         cache.gather_from(store, (slot, slot), rows, 0)
-        state.listed, state.is_stale, state.num_listed = listed, False, rows.shape[-1]
+        state.is_stale, state.num_listed = False, rows.shape[-1]
         state.first = state.shared = first
         self._copy(slot, state, length)
 

@@ -47,3 +47,5 @@ def test_rows_past_the_end_are_refused() -> None:
     for row in (-1, 10):
         with pytest.raises((ValueError, IndexError), match=r"refused|out of range"):
             gather_rows([source], [torch.tensor([[0, row]] * 2)], [out])
+    with pytest.raises(ValueError, match="6 rows are listed, and an output has 5"):
+        gather_rows([source], [torch.arange(6).expand(2, -1)], [out[:, :5]])

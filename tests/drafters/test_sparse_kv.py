@@ -175,6 +175,19 @@ def test_snapkv_pools_weights_of_neighbours_for_each_head() -> None:
     assert state.listed.equal(pooled.topk(8).indices.sort().values)
 
 
+def test_prompts_that_snapkv_does_not_observe_are_read_whole() -> None:
+    drafter = made(target_of(tiny_model("llama")), kv_selection="snapkv", kv_budget=40)
+    drafter.commit(committed(attention_of(1, 32, 60)))
+    assert [drafter._rows._slots[slot].listed is None for slot in range(3)] == [True, True, False]
+
+
+def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of(tiny_model("llama"))
+    monkeypatch.setattr("foretoken.decoder.slot_cache._free_bytes", lambda _: 200_000)
+    with pytest.raises(ConfigError, match=r"do not fit into half of the free memory, only \d+ rows a slot\. Lower max"):
+        made(target)
+
+
 def test_texts_shorter_than_the_budget_are_read_whole() -> None:
     module = tiny_model("llama")
     drafter = made(target_of(module), kv_budget=80)

@@ -29,7 +29,7 @@ def made(**options: Any) -> tuple[PartialRows, SlotCache]:
         [LayerShape(2, 3, 3)] * 2, num_slots=2, capacity=wanted.partial_rows + 4, dtype=torch.float32,
         device=torch.device("cpu"), num_positions=400,
     )  # fmt: skip
-    return PartialRows.own(cache, 4, wanted), cache
+    return PartialRows.own(cache, 4, wanted, context_len=400), cache
 
 
 def feed(rows: PartialRows, cache: SlotCache, slot: int, length: int, count: int) -> None:
@@ -104,6 +104,30 @@ def test_chunks_that_the_target_attends_to_are_read_again(monkeypatch: pytest.Mo
         )
     feed(rows, cache, 0, 322, 3)
     assert held(rows, cache, 0, 325) == [0, 1, *range(32, 64), *range(288, 325)]
+
+
+def test_a_choice_stays_while_the_draft_model_reads_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target has read the prompt before: it attends to chunks that the draft model reads later."""
+    monkeypatch.setattr("foretoken.drafters.windows._BEST_CHUNKS", 1)
+    rows, cache = made(draft_retrieval=True)
+    weights = attention(320, {7: 1.0})
+    rows.retrieve(Committed(slots=[0], starts=[319], tokens=[[1]], features=None, attention=[weights]))
+    for length in range(0, 320, 32):
+        feed(rows, cache, 0, length, 32)
+    assert set(range(224, 256)) <= set(held(rows, cache, 0, 320))
+
+
+def test_retrieval_keeps_rows_of_the_targets_context_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, cache = made(draft_retrieval=True)
+    assert rows.store is not None
+    assert (rows.store.capacity, cache.num_positions) == (400, 400)
+    options = Options(method="draft_model", draft_window_size=8, draft_retrieval=True)
+    short = PartialRows.own(cache, 4, options, context_len=99)
+    assert short.store is not None
+    assert short.store.capacity == 100
+    monkeypatch.setattr("foretoken.decoder.slot_cache._free_bytes", lambda _: 1000)
+    with pytest.raises(ConfigError, match="draft_retrieval keeps 100 KV rows of the drafter for each of 2 sequences"):
+        PartialRows.own(cache, 4, options, context_len=99)
 
 
 def draft_model(module: Any, decoder: str, **options: Any) -> Any:
