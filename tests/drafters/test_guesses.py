@@ -200,7 +200,7 @@ def test_the_engine_writes_the_same_texts(draft_directory: Path) -> None:
     ("options", "error", "message"),
     [
         ({"draft_with": "ngram", "tree": "tree"}, ConfigError, "'draft_with' guesses the tokens of a chain"),
-        ({"draft_with": "nowhere"}, ModelError, "nowhere"),
+        ({"draft_with": "./nowhere"}, ModelError, "nowhere"),
         ({"draft_with": ""}, ConfigError, "draft_with"),
     ],
 )
