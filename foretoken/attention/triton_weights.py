@@ -60,9 +60,14 @@ class WeighedTokens(NamedTuple):
 
 def fits(query: Tensor, keys: Tensor, weighed: WeighedTokens) -> bool:
     """Decides whether the weighed rows of a KV head and a tile of keys fit into a program's shared memory."""
-    rows = max(triton.next_power_of_2(weighed.most * (query.shape[1] // keys.shape[1])), 16)
-    width = max(triton.next_power_of_2(query.shape[-1]), 16)
+    rows, width = _tile(query, keys, weighed)
     return bool((rows + _KEYS) * width * query.element_size() <= shared_memory(query.device))
+
+
+def _tile(query: Tensor, keys: Tensor, weighed: WeighedTokens) -> tuple[int, int]:
+    """Returns rows and columns of a program's queries."""
+    rows = weighed.most * (query.shape[1] // keys.shape[1])
+    return max(triton.next_power_of_2(rows), 16), max(triton.next_power_of_2(query.shape[-1]), 16)  # `tl.dot`'s least
 
 
 def attention_weights_triton(
@@ -78,7 +83,7 @@ def attention_weights_triton(
     _, heads, width = query.shape
     sequences, kv_heads = len(tables.slots), keys.shape[1]
     group, tiles = heads // kv_heads, triton.cdiv(weighed.num_keys, _KEYS)
-    rows = max(triton.next_power_of_2(weighed.most * group), 16)  # `tl.dot` takes no fewer
+    rows, columns = _tile(query, keys, weighed)
     wanted = triton.cdiv(_PROGRAMS * multiprocessors(query.device), sequences * kv_heads)
     parts = min(triton.next_power_of_2(min(wanted, tiles)), _MOST_PARTS)
     output = query.new_empty((sequences, kv_heads, weighed.num_keys), dtype=torch.float32)
@@ -92,7 +97,7 @@ def attention_weights_triton(
             query, keys, tables.slots, tables.prefix, tables.starts, tables.node_starts, words,
             weighed.tokens, weighed.starts, scores, tops, sums,
             *query.stride(), *keys.stride()[:3], words.shape[-1], weighed.num_keys, scale * LOG2E.value,
-            KV_HEADS=kv_heads, GROUP=group, WIDTH=width, BLOCK_D=max(triton.next_power_of_2(width), 16),
+            KV_HEADS=kv_heads, GROUP=group, WIDTH=width, BLOCK_D=columns,
             PARTS=parts, HAS_WORDS=has_words, num_warps=4, **sizes,
         )  # fmt: skip
         _weights_kernel[grid](

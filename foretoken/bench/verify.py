@@ -125,12 +125,8 @@ class Judge:
         verdict: Verdict = "identical"
         if ids != reference:
             at = common_prefix_len(ids, reference)
-            # Rounding cannot explain that one text ends earlier.
-            gap = (
-                None
-                if at == min(len(ids), len(reference))
-                else self._gap(prompt_ids, reference[:at], (ids[at], reference[at]))
-            )
+            if at < min(len(ids), len(reference)):  # rounding cannot explain that one text ends earlier
+                gap = self._gap(prompt_ids, reference[:at], (ids[at], reference[at]))
             is_tie = gap is not None and gap <= NEAR_TIE.get(self.model.dtype, NEAR_TIE[torch.float32])
             verdict = "near-tie" if is_tie else "bug"
         return Comparison(

@@ -180,7 +180,7 @@ class OnlineDistillation:
         while not self._is_closed or not self._queue.empty():
             with suppress(Empty):
                 prompt, output = self._queue.get(timeout=_LOOK_S)
-                if max(*prompt, *output) < self._drafter.model.vocab_size:  # others are ids of no token
+                if max([*prompt, *output]) < self._drafter.model.vocab_size:  # others are ids of no token
                     self._keep(self._traffic.add, prompt, output)
                 has_text = True
             if time.monotonic() - looked < _LOOK_S or self._is_closed:

@@ -56,7 +56,8 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     chat["response_format"] = _format(given.get("text", {}))
     chat["tools"], chat["tool_choice"] = _tools(given.get("tools")), _tool_choice(given.get("tool_choice"))
     chat["logprobs"] = _has_logprobs(given)
-    chat["store"] = given.get("store") is True  # answers say that nothing is stored
+    if given.get("store") is None:
+        chat["store"] = False  # as the answers say
     return chat
 
 
