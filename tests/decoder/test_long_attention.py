@@ -107,6 +107,17 @@ def test_a_path_of_a_tree_has_the_bits_of_committed_tokens(
         assert torch.equal(chunk, expected)
 
 
+@pytest.mark.parametrize("spec", SHAPES[:4], ids=str)
+def test_a_chunk_of_more_queries_than_are_computed_together(spec: dict[str, Any]) -> None:
+    prefix, count = 1023, 600
+    made, _ = native(blocks_of(spec, torch.bfloat16), prefix)
+    rows = numbers(count, E, seed=8, scale=1.0).float()
+    chunk = on_threads(2, made, chains([count], slots=[1], prefix_lens=[prefix]), rows).features
+    for token in (0, 1, 255, 256, 511, count - 1):
+        alone = chains([1], slots=[1], prefix_lens=[prefix + token])
+        assert torch.equal(on_threads(1, made, alone, rows[token : token + 1]).features, chunk[token : token + 1])
+
+
 def expected_weights(layers: Blocks, cache: SlotCache, work: Pass, features: Tensor, rows: list[int]) -> Tensor:
     """By `reference_attention`, with the unit vectors as values, in float64."""
     layout, spec, slow = AttentionLayout(work), layers.blocks[0].spec, Slow(in_dtype(layers, torch.float64))

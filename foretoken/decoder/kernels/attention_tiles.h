@@ -46,7 +46,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
  public:
   using Weight = Bfloat16;
   using Queries = TileQueries;
-  static constexpr int kKeys = kTileRows, kQueries = kTileTokens, kMostQueries = 8 * kQueries, kFew = 4;
+  static constexpr int kKeys = kTileRows, kQueries = kTileTokens, kMostQueries = 32 * kQueries, kFew = 4;
   static constexpr bool kHasWhole = true;
 
   // Registers: 0, 1, 3 and 5 sums of queries by keys, or by elements of values; 2 queries or weights; 4 keys or values. Of
@@ -118,31 +118,37 @@ class TileAttention : WithoutDenormals, TileRegisters {
     load_queries();
     Lanes top[kQueries], sum[kQueries] = {};
     for (Lanes& each : top) each = Lanes{} - INFINITY;
-    for (int64_t first = 0; first < kBlock; first += kWaiting * kKeys) {
-      for (int64_t row = first; row < first + kWaiting * kKeys; row += kKeys) multiply(keys_ + row * width(D_), scores + row, kBlock);
+    for (int64_t first = 0; first < kTiles; first += kWaiting) {
+      for (int64_t i = first; i < first + kWaiting; i += 4) multiply_four(keys_ + i * kKeys * width(D_), scores + i * kScores);
       for (int c = 0; c < kQueries; ++c) {
-        const float* from = scores + c * kBlock + first;
+        const float* from = scores + first * kScores + c * kKeys;
         Lanes most[2] = {top[c], top[c]};
 #pragma GCC unroll 8
-        for (int i = 0; i < kWaiting; ++i) most[i % 2] = greater(load_lanes(from + i * kLanes), most[i % 2]);
+        for (int i = 0; i < kWaiting; ++i) most[i % 2] = greater(load_lanes(from + i * kScores), most[i % 2]);
         top[c] = greater(most[0], most[1]);
       }
     }
     for (int c = 0; c < kQueries; ++c) greatest[c] = greatest_lane(top[c]) * scale;
     const bool is_wide = D_ > kTileStep;
+    const auto add_one = [&](int64_t step) {
+      const Bfloat16 *from = weights + step * kTile, *to = values_ + step * kTileStep * width(D_);
+      is_wide ? add_step<2>(from, kRow, to) : add_step<1>(from, kRow, to);
+    };
     clear_sums();
-    for (int64_t row = 0; row < kBlock; row += kTileStep) {
+    for (int64_t step = 0; step < kBlock / kTileStep; ++step) {
       for (int c = 0; c < kQueries; ++c) {
-        const Numerators pair(scores + c * kBlock + row, scale, greatest[c]);
-        store_pair(weights + c * kBlock + row, pair.first, pair.second);
+        const float* from = scores + 2 * step * kScores + c * kKeys;
+        const Numerators<Weight> pair(load_lanes(from), load_lanes(from + kScores), scale, greatest[c]);
+        store_pair(weights + step * kTile + c * kTileStep, pair.first, pair.second);
         sum[c] += pair.first + pair.second;
       }
       fence();
-      is_wide ? add_step<2>(weights + row, values_ + row * width(D_)) : add_step<1>(weights + row, values_ + row * width(D_));
+      if (step > 0) add_one(step - 1);  // a tile is loaded some time after its stores
     }
+    add_one(kBlock / kTileStep - 1);
     store_sums(is_wide, mixtures);
     store_lanes(sums, sums_over_lanes<kQueries>(sum));
-    add(weights, values_, kBlock / kTileStep, 2 * kTileStep, mixtures);
+    add(weights, kTile, kRow, values_, kBlock / kTileStep, 2 * kTileStep, mixtures);
   }
 
   // Steps of rows that all queries see at their places are mixed together. A query's other rows come after them; tokens
@@ -153,7 +159,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
     const int64_t steps = std::max<int64_t>(shared - begin, 0) / kTileStep, done = begin + steps * kTileStep;
     fence();
     if (packs_values_) {
-      add(weights, values_, steps, 0, out);
+      add(weights, kTileStep, kBlock * int64_t(sizeof(Bfloat16)), values_, steps, 0, out);
     } else {
       std::fill_n(out, count * width(D_), 0.0f);
       add_few(views[0], count, values, begin, begin, done, weights, out);
@@ -185,7 +191,9 @@ class TileAttention : WithoutDenormals, TileRegisters {
  private:
   static constexpr int kWaiting = 8;                          // tiles that are stored before one is read; a choice
   static constexpr int64_t kRow = 64;                         // bytes of a row of a tile
-  static constexpr int64_t kTile = kTileStep / 2 * kRow / 2;  // elements of a tile of keys or values
+  static constexpr int64_t kTile = kTileStep / 2 * kRow / 2;  // elements of a tile of keys, values or weights
+  static constexpr int64_t kScores = kKeys * kQueries;        // of a tile of scores
+  static constexpr int64_t kTiles = kBlock / kKeys;           // of keys in a block
 
   static __m512i row_at(const Bfloat16* row, int64_t k, __mmask32 mask) {
     return row == nullptr ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16(mask, row + k);
@@ -233,6 +241,28 @@ class TileAttention : WithoutDenormals, TileRegisters {
       _tile_dpbf16ps(0, 2, 4);
     }
     _tile_stored(0, out, stride * int64_t(sizeof(float)));
+    fence();
+  }
+
+  // Writes the scores of four times kKeys packed keys, a tile after another: `multiply` waits for each result.
+  void multiply_four(const Bfloat16* packed, float* out) const {
+    const int64_t size = kKeys * width(D_);
+    clear_sums();
+    for (int64_t k = 0; k < width(D_); k += kTileStep, packed += kTile) {
+      if (D_ > kTileStep) _tile_loadd(2, chosen_ + k, width(D_) * int64_t(sizeof(Bfloat16)));
+      _tile_loadd(4, packed, kRow);
+      _tile_dpbf16ps(0, 2, 4);
+      _tile_loadd(6, packed + size, kRow);
+      _tile_dpbf16ps(1, 2, 6);
+      _tile_loadd(7, packed + 2 * size, kRow);
+      _tile_dpbf16ps(3, 2, 7);
+      _tile_loadd(4, packed + 3 * size, kRow);
+      _tile_dpbf16ps(5, 2, 4);
+    }
+    _tile_stored(0, out, kRow);
+    _tile_stored(1, out + kScores, kRow);
+    _tile_stored(3, out + 2 * kScores, kRow);
+    _tile_stored(5, out + 3 * kScores, kRow);
     fence();
   }
 
@@ -292,15 +322,16 @@ class TileAttention : WithoutDenormals, TileRegisters {
     }
   }
 
-  // Writes the mixtures of packed values, their elements from `first` on.
-  void add(const Bfloat16* weights, const Bfloat16* packed, int64_t steps, int64_t first, float* sums) const {
+  // Writes the mixtures of packed values, their elements from `first` on. step: elements of weights from one step to the
+  // next; stride: bytes from one query to the next.
+  void add(const Bfloat16* weights, int64_t step, int64_t stride, const Bfloat16* packed, int64_t steps, int64_t first, float* sums) const {
     const int64_t W = width(D_);
     for (int64_t d = first, pairs; d < W; d += pairs * kTileStep) {
       pairs = std::min<int64_t>((W - d) / kTileStep, 2);
       clear_sums();
       for (int64_t i = 0; i < steps; ++i) {
         const Bfloat16* from = packed + i * kTileStep * W + d * kTileStep;
-        pairs == 2 ? add_step<2>(weights + i * kTileStep, from) : add_step<1>(weights + i * kTileStep, from);
+        pairs == 2 ? add_step<2>(weights + i * step, stride, from) : add_step<1>(weights + i * step, stride, from);
       }
       store_sums(pairs == 2, sums + d);
     }
@@ -316,8 +347,8 @@ class TileAttention : WithoutDenormals, TileRegisters {
 
   // Adds a step of rows to the sums of kPairs * kTileStep elements.
   template <int kPairs>
-  FORETOKEN_INLINE static void add_step(const Bfloat16* weights, const Bfloat16* packed) {
-    _tile_loadd(2, weights, kBlock * int64_t(sizeof(Bfloat16)));
+  FORETOKEN_INLINE static void add_step(const Bfloat16* weights, int64_t stride, const Bfloat16* packed) {
+    _tile_loadd(2, weights, stride);
     _tile_loadd(4, packed, kRow);
     _tile_dpbf16ps(0, 2, 4);
     _tile_loadd(4, packed + kTile, kRow);

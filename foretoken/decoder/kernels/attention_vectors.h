@@ -15,16 +15,17 @@ constexpr int64_t kBlock = 512;  // rows of a KV cache whose mixture is computed
 
 inline int64_t blocks_of(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
 
-// The numerators of a softmax of two registers of scores: 2^(score * scale - top).
+// The numerators of a softmax of two registers of scores: 2^(score * scale - top), which the caller rounds to T.
 constexpr int64_t kPair = 2 * kLanes;
+template <class T>
 struct Numerators {
   Lanes first, second;
 
-  Numerators(const float* scores, float scale, float top) : first(of(scores, scale, top)), second(of(scores + kLanes, scale, top)) {}
+  Numerators(Lanes first, Lanes second, float scale, float top) : first(of(first, scale, top)), second(of(second, scale, top)) {}
 
  private:
-  static Lanes of(const float* scores, float scale, float top) {
-    return power_of_two(multiply_add(load_lanes(scores), in_all_lanes(scale), -in_all_lanes(top)));
+  static Lanes of(Lanes scores, float scale, float top) {
+    return power_of_two<T>(multiply_add(scores, in_all_lanes(scale), -in_all_lanes(top)));
   }
 };
 
