@@ -76,19 +76,29 @@ def _sizes(options: argparse.Namespace, command: str) -> None:
     left_out = sizes.measure(model, grid, journal, _say)
     wanted = {setup.name for setup in grid.setups}
     cells = [cell for cell in map(sizes.Cell.read, journal.lines) if cell.setup in wanted]
+    own, others = {cell.key for cell in cells}, [json.loads(path.read_text(encoding="utf-8")) for path in options.also]
+    read = [cell for other in others for cell in map(sizes.Cell.read, other["lines"])]
+    cells += [cell for cell in read if cell.key not in own]
     if not cells:
         raise RequestError(f"nothing was measured: {' '.join(left_out)} Expected time and memory for one cell.")
     row = row_bytes(model)
     weights = cells[0].passes.plain - cells[0].batch * cells[0].rows * row
     sentences = [
         *_sentences(facts, journal.date, command),
-        break_even_sentence(weights, row, sorted(grid.batches)),
+        break_even_sentence(weights, row, sorted({cell.batch for cell in cells})),
         FORMULA,
     ]
     if all(cell.foreign_s is not None for cell in cells):
         foreign = sum(cell.foreign_s or 0.0 for cell in cells) / sum(cell.wall_s for cell in cells)
         sentences.append(f"{quietness(max(foreign, 0.0))}.")
-    if max(grid.rows) > _TRAINED:
+    for path, other in zip(options.also, others, strict=True):
+        places = sorted({(line["rows"], line["batch"]) for line in other["lines"]})
+        told = ", ".join(f"{rows:,} in a batch of {batch}" for rows, batch in places)
+        sentences.append(
+            f"Cells of another run, `{path.name}` (commit {other['commit']}, {other['rounds']} rounds, "
+            f"{other['date']}): {told}."
+        )
+    if max(cell.rows for cell in cells) > _TRAINED:
         sentences.append(f"The model was never trained behind {_TRAINED:,} rows: acceptance there means little.")
     _write(options.out, sentences, sizes_table(cells), left_out, journal)
     _draw(partial(draw_sizes, cells, weights, row, _what(facts)), options.out)
@@ -218,6 +228,14 @@ def _parser() -> argparse.ArgumentParser:
     by_size.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
     by_size.add_argument("--tokens", type=int, default=64, help="output tokens of a text (default: %(default)s)")
     by_size.add_argument("--rounds", type=int, default=3, help="pairs with plain decoding (default: %(default)s)")
+    by_size.add_argument(
+        "--also",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="JSON",
+        help="reports of other runs, whose cells join this one",
+    )
     by_place = commands.add_parser("positions", help="by the position in the output")
     by_place.add_argument("--tokens", type=int, default=8192, help="output tokens of a text (default: %(default)s)")
     by_place.add_argument("--num-prompts", type=int, default=4, help="decoded at once (default: %(default)s)")

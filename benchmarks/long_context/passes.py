@@ -61,12 +61,13 @@ def bytes_of(setup: Setup, llm: LLM, *, rows: int, batch: int) -> PassBytes:
     """
     model, lengths = llm.handle.model, [rows] * batch
     module: Any = model.module
-    own = DraftBytes.of(model, llm.target.cache, model.num_layers, is_int8=False)
+    own = DraftBytes.of(model, llm.target.cache, model.num_layers, quantization=None)
     (weights, row), listed = (0.0, 0.0), lengths
     (options,) = parse_speculative_config(setup.config, target=model.name).options
     if isinstance(options, sparse_kv.Options) and options.draft_with is None:
-        layers, is_int8 = options.exit_layer or model.num_layers, options.quantization == "int8"
-        drafts = DraftBytes.of(model, llm.target.cache, layers, is_int8=is_int8)
+        layers = options.exit_layer or model.num_layers
+        rounded = options.quantization if options.quantization in ("int4", "int8") else None
+        drafts = DraftBytes.of(model, llm.target.cache, layers, quantization=rounded)
         (weights, row), listed = (drafts.weights[1], drafts.row[1]), [options.budget(rows)] * batch
     elif options.method == "draft_model" and options.model is not None:
         place = Path(options.model)

@@ -39,6 +39,7 @@ def bench(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantized = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     cost_curve: Annotated[
@@ -79,7 +80,7 @@ def bench(
         prompts=[case.text for case in cases], temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed,
         categories=[case.category for case in cases],
     )  # fmt: skip
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
     if refresh_costs:
         measure_anew(loaded, runner, max(batch_sizes))
     options.check_max_tokens(max_tokens, loaded)
@@ -227,6 +228,7 @@ def verify(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantized = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     as_json: options.AsJson = False,
@@ -246,7 +248,7 @@ def verify(
         options.check_has_target_text("verify", setup)
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
     options.check_max_tokens(max_tokens, loaded)
     with progress("tokens") as on_progress:
         checks = verify_setups(

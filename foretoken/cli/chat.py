@@ -44,6 +44,7 @@ def chat(
     stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantized = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     color: Annotated[bool, typer.Option("--color", help="Colour answers also in a pipe.")] = False,
@@ -66,7 +67,7 @@ def chat(
     from foretoken.entrypoints.llm import LLM
     from foretoken.text.codec import Codec
 
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
     params = options.sampling(
         loaded, generation_config, override_generation_config, given, temperature=0.0, max_tokens=None
     )

@@ -55,6 +55,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantized = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     raw: Annotated[
@@ -108,7 +109,7 @@ def generate(
     from foretoken.entrypoints.llm import LLM
 
     clock.mark("libraries")
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
     if max_tokens is not None:
         options.check_max_tokens(max_tokens, loaded)
     params = options.sampling(

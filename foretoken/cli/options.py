@@ -28,6 +28,16 @@ Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging
 Dtype = Annotated[
     str, typer.Option(metavar="NAME", help="float32, bfloat16, float16, float64, or auto (float32 on CPU).")
 ]
+Quantized = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        "-q",
+        metavar="NAME",
+        help="Round the target's matrices when they are loaded: int8 (a scale a row) or int4 (a scale for 64 weights); "
+        "CPUs alone. Texts are then those of the rounded model.",
+    ),
+]
 RunnerName = Annotated[
     str,
     typer.Option(
@@ -166,7 +176,9 @@ def check_has_target_text(command: str, setup: Setup) -> None:
         )
 
 
-def load_target(model: str, dtype: str, device: str, threads: int | None) -> tuple[LoadedModel, Any]:
+def load_target(
+    model: str, dtype: str, device: str, threads: int | None, quantization: str | None = None
+) -> tuple[LoadedModel, Any]:
     """Loads the target and its tokenizer, once for all setups.
 
     Raises:
@@ -179,7 +191,7 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
 
     if threads is not None:
         set_num_threads(threads)
-    return model_arguments.load_target(model, dtype=dtype, device=device)
+    return model_arguments.load_target(model, dtype=dtype, device=device, quantization=quantization)
 
 
 def sampling(
@@ -244,6 +256,7 @@ def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
         "model": loaded.name,
         **({} if twin is None else {"cost_twin": twin.label}),
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        **({} if loaded.quantization is None else {"quantization": loaded.quantization}),
         "device": str(loaded.device),
         "threads": torch.get_num_threads(),
         "foretoken": __version__,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.blocks import Blocks
-    from foretoken.decoder.native_linear import Quantization
+    from foretoken.decoder.quantized import Quantization
 
 _MAX_GRAPHS = 32  # graphs; a choice: each shape saves launches and holds its buffers
 _LONGEST_CAPTURED = 32  # tokens of one sequence; a choice: more tokens keep the GPU busy for longer than launches take
@@ -214,7 +214,7 @@ class BlockStack:
             taps: Extra outputs of `run_with_features`: i is the input of block i, L the output of the last block.
             backend: "auto" for the fastest.
             capture: Captures and replays; None for CUDA graphs on GPUs and no capture elsewhere.
-            quantization: "int8" for int8 copies of all matrices, one byte a weight, on the native backend alone. None
+            quantization: "int4" or "int8" for rounded copies of all matrices, on the native backend alone. None
                 to read the weights in place.
 
         Raises:

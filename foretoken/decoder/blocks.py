@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from foretoken.core.checks import require
 from foretoken.decoder.base import UnsuitableError
@@ -24,9 +25,10 @@ from foretoken.decoder.memory import is_plain
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from foretoken.core.passes import Tap
+    from foretoken.decoder.quantized import QuantizedMatrix
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -36,19 +38,25 @@ class Matrix:
     """A linear layer.
 
     Attributes:
-        weight: (outputs, inputs), in the dtype of the blocks. For a parameter, backends follow its memory, and may turn
-            it into a view of joined weights, see `FusedLinear`.
+        weight: (outputs, inputs), in the dtype of the blocks, or in 4 or 8 bits. For a parameter, backends follow its
+            memory, and may turn it into a view of joined weights, see `FusedLinear`.
         bias: (outputs,), any dtype, or None.
     """
 
-    weight: Tensor
+    weight: Tensor | QuantizedMatrix
     bias: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields weight and bias."""
-        yield self.weight
+        """Yields the tensors of the weight, and the bias."""
+        yield from (self.weight,) if isinstance(self.weight, Tensor) else self.weight.tensors()
         if self.bias is not None:
             yield self.bias
+
+    def dense(self) -> Tensor:
+        """Returns a weight in the dtype of the blocks; raises `UnsuitableError` for one in 4 or 8 bits."""
+        if not isinstance(self.weight, Tensor):
+            raise UnsuitableError(f"only native kernels on CPUs run weights in {self.weight.bits} bits.")
+        return self.weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -305,7 +313,7 @@ class LeanWeights:
     def vocab_size(self) -> int:
         """V, the width of the logits."""
         head: Any = self.head
-        return int(head.weight.shape[0])
+        return int(head.out_features)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -319,7 +327,8 @@ class LeanWeights:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields every tensor with readable memory except the rotary tables."""
-        yield from filter(is_plain, (self.embedding, *self.layers.tensors(), *self.head.parameters()))
+        own = (*self.head.parameters(), *self.head.buffers())
+        yield from filter(is_plain, (self.embedding, *self.layers.tensors(), *own))
 
 
 def tap_indices(taps: Sequence[Tap], num_layers: int) -> list[int]:

@@ -201,11 +201,12 @@ def _digest(data: bytes) -> bytes:
 
 
 class MatrixStruct(Structure):
-    """A row-major matrix in the model's dtype, or in int8 with float32 scales; its bias in float32 or null."""
+    """A row-major matrix in the model's dtype, or in 8 or 4 bits; its bias in float32 or null."""
 
     _fields_ = (
         ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
-        ("pass_bytes", c_int64),
+        ("pass_bytes", c_int64), ("bits", c_int64), ("group_scales", c_void_p), ("group_offsets", c_void_p),
+        ("group", c_int64), ("groups_are_half", c_int64), ("first", c_int64),
     )  # fmt: skip
 
 
@@ -248,9 +249,9 @@ class Model(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in (
-            "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "num_positions",
-            "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "intermediate", "has_post_norms",
-            "num_experts", "top_k", "expert_intermediate",
+            "is_bfloat16", "rounds_inputs", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab",
+            "num_positions", "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "intermediate",
+            "has_post_norms", "num_experts", "top_k", "expert_intermediate",
         )),
         ("embedding_scale", c_float),
         ("logit_softcap", c_float),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from foretoken.core.passes import Pass, Tap, TokenChoice
-    from foretoken.decoder.native_linear import Quantization
+    from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.trees.dynamic import ShapedExpansion
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import addressof, c_int64, c_void_p
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,54 +13,28 @@ from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.library import MatrixStruct, kernel_threads, native_library
 from foretoken.decoder.memory import HeldMemory, check_memory, has_memory
-
-Quantization = Literal["int8"]
-
-_GREATEST = 127  # of int8; -128 is left out, so that the range is symmetric
-_AT_ONCE = 1 << 24  # weights in float32 during rounding, 64 MiB; a choice: more memory for fewer calls
-
-
-class Int8Weight(NamedTuple):
-    """An int8 matrix (N, K) with rows `scales[n] * numbers[n]` and float32 scales (N,): K + 4 bytes a row."""
-
-    numbers: Tensor
-    scales: Tensor
-
-
-def int8_weight(weight: Tensor) -> Int8Weight:
-    """Rounds every row of (N, K) to multiples of 1 / 127 of its largest absolute value, ties to even.
-
-    The weight has any real dtype and lies on a CPU. Raises `UnsuitableError` for NaN and infinity.
-    """
-    weight = weight.detach()
-    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    num_rows = max(1, _AT_ONCE // weight.shape[1])
-    for part, rounded, scale in zip(*(each.split(num_rows) for each in (weight, numbers, scales)), strict=True):
-        wide = part.float()
-        torch.div(wide.abs().amax(1), _GREATEST, out=scale)
-        if not scale.isfinite().all():
-            raise UnsuitableError(
-                f"a weight {tuple(weight.shape)} {weight.dtype} holds NaN or infinite values, which int8 has not."
-            )
-        divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
-        rounded.copy_((wide / divisor).round_().clamp_(-_GREATEST, _GREATEST))
-    return Int8Weight(numbers, scales)
-
+from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, quantized
 
 _ALONE = 1 << 15  # multiplications; a choice: fewer end before a second thread has begun
 
 
 class NativeLinear(nn.Module):
-    """A linear layer for inference, on the weights in place or on an int8 copy."""
+    """A linear layer for inference, on the weights in place or on a copy in 4 or 8 bits."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, quantization: Quantization | None = None) -> None:
-        """Keeps the weight in place, or an int8 copy of the weight.
+    def __init__(
+        self,
+        weight: Tensor | QuantizedMatrix,
+        bias: Tensor | None = None,
+        *,
+        quantization: Quantization | None = None,
+    ) -> None:
+        """Keeps the weight in place, or a rounded copy of the weight.
 
         Args:
-            weight: (N, K), on a CPU, contiguous, in float32 or bfloat16; any floating dtype with `quantization`.
+            weight: (N, K), on a CPU, contiguous, in float32 or bfloat16; any floating dtype with `quantization`. Or a
+                quantized matrix.
             bias: (N,), or None.
-            quantization: "int8" for an int8 copy, one byte a weight; the layer then does not keep the weight.
+            quantization: "int4" or "int8" for a copy, see `quantized`; the layer then does not keep the weight.
 
         Raises:
             UnsuitableError: If the weight is anything else, or not finite if it is quantised, or the kernels cannot be
@@ -68,25 +42,27 @@ class NativeLinear(nn.Module):
         """
         super().__init__()
         is_read = quantization is None  # otherwise the kernels read the copy
-        is_known = weight.dtype in (torch.float32, torch.bfloat16) if is_read else weight.is_floating_point()
+        is_known = weight.dtype in (torch.float32, torch.bfloat16) if is_read else weight.dtype.is_floating_point
         if not runs_cpu_kernels(weight.device) or not is_known:
             raise UnsuitableError(f"native layers take float32 and bfloat16 on CPUs, not {weight.dtype}.")
-        if weight.dim() != 2 or not weight.numel() or not weight.is_contiguous():
-            raise UnsuitableError("native layers take a matrix whose rows lie one after another.")
+        if isinstance(weight, Tensor):
+            if weight.dim() != 2 or not weight.numel() or not weight.is_contiguous():
+                raise UnsuitableError("native layers take a matrix whose rows lie one after another.")
+            _check_plain(weight.detach())
         if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
             raise UnsuitableError(f"a bias {tuple(bias.shape)} on {bias.device} does not fit {tuple(weight.shape)}.")
-        self._weight = weight.detach()
-        self._scales: Tensor | None = None
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        for part in self.tensors():
-            if type(part) is not Tensor or not has_memory(part):
-                raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
-        if quantization is not None:
-            self._weight, self._scales = int8_weight(self._weight)
+        if isinstance(weight, Tensor) and quantization is not None:
+            self._weight: Tensor | QuantizedMatrix = quantized(weight, quantization)
             self._copied_version = _version(weight)
+        else:
+            self._weight = weight.detach() if isinstance(weight, Tensor) else weight
+        self._quantization = quantization
+        for part in self.tensors():
+            _check_plain(part)
         self._rows, self._cols = weight.shape
         self._matrix, self._memory = self._described()
-        self._is_bfloat16 = weight.dtype == torch.bfloat16
+        self._is_bfloat16 = self._weight.dtype == torch.bfloat16
         self._multiply: Any = native_library().foretoken_linear
         self._multiply.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
 
@@ -112,27 +88,49 @@ class NativeLinear(nn.Module):
         return out.view(*x.shape[:-1], self._rows)
 
     def described(self) -> tuple[MatrixStruct, bool]:
-        """Returns the layer for the kernels, valid until its tensors move, and whether it is bfloat16."""
+        """Returns the layer for the kernels, valid until its tensors move, and whether they multiply in bfloat16."""
         check_memory(self.tensors())
         return self._described()[0], self._is_bfloat16
 
     def requantize(self, weight: Tensor) -> None:
-        """Renews an int8 copy in place after writes to its weight (N, K); raises `UnsuitableError` if not finite."""
-        if self._scales is not None and _version(weight) != self._copied_version:
-            for kept, new in zip((self._weight, self._scales), int8_weight(weight), strict=True):
+        """Renews a rounded copy in place after writes to its weight (N, K); raises `UnsuitableError` if not finite."""
+        if self._quantization is not None and _version(weight) != self._copied_version:
+            assert isinstance(self._weight, QuantizedMatrix), "a quantised copy"
+            for kept, new in zip(self._weight.tensors(), quantized(weight, self._quantization).tensors(), strict=True):
                 kept.copy_(new)
             self._copied_version = _version(weight)
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that the kernels read."""
-        return [part for part in (self._weight, self._bias, self._scales) if part is not None]
+        parts = self._weight.tensors() if isinstance(self._weight, QuantizedMatrix) else [self._weight]
+        return [*parts, *(() if self._bias is None else (self._bias,))]
 
     def _described(self) -> tuple[MatrixStruct, HeldMemory]:
-        bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
-        matrix = MatrixStruct(
-            weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales
-        )
-        return matrix, HeldMemory(self.tensors())
+        return matrix_struct(self._weight, self._bias), HeldMemory(self.tensors())
+
+
+def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, pass_bytes: int = 0) -> MatrixStruct:
+    """Describes a matrix (N, K) and its bias (N,) in float32 for the kernels; valid until a tensor moves."""
+    rows, cols = weight.shape
+    struct = MatrixStruct(
+        bias=None if bias is None else bias.data_ptr(), rows=rows, cols=cols, pass_bytes=pass_bytes
+    )  # fmt: skip
+    if isinstance(weight, Tensor):
+        struct.weight = weight.data_ptr()
+        return struct
+    addresses = [
+        None if each is None else each.data_ptr()
+        for each in (weight.numbers, weight.row_scales, weight.group_scales, weight.group_offsets)
+    ]
+    struct.weight, struct.scales, struct.group_scales, struct.group_offsets = addresses
+    struct.bits, struct.group = weight.bits, weight.group
+    struct.groups_are_half = weight.group_scales is not None and weight.group_scales.dtype == torch.float16
+    return struct
+
+
+def _check_plain(part: Tensor) -> None:
+    if type(part) is not Tensor or not has_memory(part):
+        raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
 
 
 def _version(weight: Tensor) -> int:
@@ -143,13 +141,15 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
     """Returns a native layer if possible, else the layer itself.
 
     Args:
-        quantization: "int8" for an int8 copy, which has its own memory.
+        quantization: "int4" or "int8" for a rounded copy with its own memory; a `QuantizedLinear` keeps its matrix.
         compacts: Whether a float32 weight becomes bfloat16 if that is exact: half the bytes to read, but inputs are
             rounded to bfloat16. Otherwise the weight is read in place.
 
     Raises:
         UnsuitableError: If a linear layer is to be quantised and cannot be a native one.
     """
+    if isinstance(layer, QuantizedLinear):
+        return NativeLinear(layer.matrix, layer.bias)
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         return layer
     if quantization is not None:

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foretoken.decoder import blocks as described
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights
 from foretoken.decoder.library import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
-from foretoken.decoder.native_linear import Quantization, int8_weight
+from foretoken.decoder.native_linear import matrix_struct
+from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, bytes_per_weight, quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from foretoken.decoder import blocks as described
     from foretoken.decoder.slot_cache import SlotCache
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -45,8 +46,8 @@ class NativeModel(Described):
             layers: The blocks, on a CPU, in float32 or bfloat16.
             ends: The whole model, for its embedding and LM head; None for blocks alone.
             cache: In the same dtype.
-            quantization: "int8" for int8 copies of all matrices, also of the LM head but not of the embedding; one byte
-                a weight beside the original. None to read the weights in place.
+            quantization: "int4" or "int8" for rounded copies of all matrices, also of the LM head but not of the
+                embedding, beside the originals. None to read the weights in place, as they are stored.
 
         Raises:
             UnsuitableError: If a tensor does not fit the blocks' sizes, or experts or a weight that is not finite are
@@ -78,6 +79,7 @@ class NativeModel(Described):
         experts = [layer.experts for layer in self._layers]
         return Model(
             is_bfloat16=self._dtype == torch.bfloat16,
+            rounds_inputs=self._quantization is not None,
             num_layers=len(self._layers),
             hidden=self._hidden,
             heads=self._heads,
@@ -132,7 +134,7 @@ class NativeModel(Described):
         )
 
     def _feed_forward(self, layers: FeedForward) -> dict[str, MatrixStruct]:
-        hidden, inner = self._hidden, layers.down.weight.shape[1]
+        hidden, inner = self._hidden, int(layers.down.weight.shape[1])
         return {
             "gate": MatrixStruct() if layers.gate is None else self._matrix("gate_proj", layers.gate, inner, hidden),
             "up": self._matrix("up_proj", layers.up, inner, hidden),
@@ -172,23 +174,30 @@ class NativeModel(Described):
         }
 
     def _head(self, head: Any) -> MatrixStruct:
-        if type(head) is not torch.nn.Linear:
-            raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
-        rows = int(head.out_features)
-        return self._matrix("lm_head", head, rows, self._hidden)
-
-    def _matrix(self, name: str, matrix: described.Matrix | torch.nn.Linear, rows: int, cols: int) -> MatrixStruct:
-        weight, bias, scales = matrix.weight.detach(), self._bias(name, matrix.bias, rows), None
-        if self._quantization is None:
-            address = self._address_of(name, weight, (rows, cols), self._dtype)
+        if isinstance(head, QuantizedLinear):
+            matrix = described.Matrix(weight=head.matrix, bias=head.bias)
+        elif type(head) is torch.nn.Linear:
+            matrix = described.Matrix(weight=head.weight, bias=head.bias)
         else:
-            self._check_layout(name, weight, (rows, cols), self._dtype)
-            numbers, row_scales = int8_weight(weight)
-            address = self._address_of(name, numbers, (rows, cols), torch.int8)
-            scales = self._address_of(f"the scales of {name}", row_scales, (rows,))
-        return MatrixStruct(
-            weight=address, bias=bias, rows=rows, cols=cols, scales=scales, pass_bytes=self._pass_bytes
-        )  # fmt: skip
+            raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
+        return self._matrix("lm_head", matrix, int(head.out_features), self._hidden)
+
+    def _matrix(self, name: str, matrix: described.Matrix, rows: int, cols: int) -> MatrixStruct:
+        weight = matrix.weight
+        if isinstance(weight, Tensor):
+            self._check_layout(name, weight.detach(), (rows, cols), self._dtype)
+            weight = weight.detach()
+            if self._quantization is not None:
+                weight = quantized(weight, self._quantization, dtype=torch.bfloat16)
+        if isinstance(weight, QuantizedMatrix):
+            if weight.shape != (rows, cols):
+                raise UnsuitableError(f"{name} is {tuple(weight.shape)}. Expected {(rows, cols)}.")
+            for part in weight.tensors():
+                self._check_layout(f"a part of {name}", part, tuple(part.shape), part.dtype)
+        self._kept += [weight] if isinstance(weight, Tensor) else weight.tensors()
+        struct = matrix_struct(weight, pass_bytes=self._pass_bytes)
+        struct.bias = self._bias(name, matrix.bias, rows)
+        return struct
 
     def _bias(self, name: str, bias: Tensor | None, rows: int) -> int | None:
         return None if bias is None else self._copied(f"the bias of {name}", bias, rows)
@@ -247,8 +256,10 @@ class NativeModel(Described):
 
 def _num_bytes(layers: described.Blocks, ends: LeanWeights | None, quantization: Quantization | None) -> int:
     matrices = [tensor for tensor in layers.tensors() if tensor.dim() > 1]
-    matrices += [] if ends is None else [each for each in ends.head.parameters() if each.dim() > 1]
-    return sum(each.numel() * (each.itemsize if quantization is None else 1) for each in matrices)
+    head = () if ends is None else (*ends.head.parameters(), *ends.head.buffers())
+    matrices += [each for each in head if each.dim() > 1]
+    size = None if quantization is None else bytes_per_weight(quantization)
+    return int(sum(each.numel() * (each.itemsize if size is None else size) for each in matrices))
 
 
 class _Vectors:

@@ -41,7 +41,7 @@ class FusedLinear(nn.Module):
     def __init__(self, parts: Sequence[Matrix], *, moves_weights: bool = False) -> None:
         """Joins layers in order; with `moves_weights` the parts may become views of the joined weight."""
         super().__init__()
-        weights = [part.weight.detach() for part in parts]
+        weights = [part.dense().detach() for part in parts]
         is_joined = _are_adjacent(weights)
         weight = _joined(weights) if is_joined else torch.cat(weights)
         bias = None
@@ -55,8 +55,8 @@ class FusedLinear(nn.Module):
         self._is_streamed = _is_streamed(weight, bias)
         if moves_weights and not is_joined and not self._is_packed:
             for part, rows in zip(parts, weight.split([len(each) for each in weights]), strict=True):
-                part.weight.data = rows
-        self._originals = [part.weight.detach() for part in parts]  # keeps the storages in `_key` alive
+                part.dense().data = rows
+        self._originals = [part.dense().detach() for part in parts]  # keeps the storages in `_key` alive
 
     def forward(self, x: Tensor) -> Tensor:
         """Turns (…, in_features) into (…, out_features)."""
@@ -111,7 +111,7 @@ def _key(parts: Sequence[Matrix]) -> tuple[tuple[int, ...], ...]:
     return tuple(
         (t.untyped_storage()._cdata, 0 if t.is_inference() else t._version, t.storage_offset(), *t.shape, *t.stride())
         for part in parts
-        for t in (part.weight, *(() if part.bias is None else (part.bias,)))
+        for t in (part.dense(), *(() if part.bias is None else (part.bias,)))
     )
 
 
@@ -265,7 +265,7 @@ class TorchExperts:
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
         """Turns (M, E) into (M, E)."""
         experts = self._experts
-        scores = functional.linear(x, experts.router.weight, experts.router.bias)
+        scores = functional.linear(x, experts.router.dense(), experts.router.bias)
         wide = torch.promote_types(x.dtype, torch.float32)
         weights, chosen = scores.softmax(-1, dtype=wide).topk(experts.top_k, dim=-1)
         if experts.is_normalized:

@@ -39,7 +39,7 @@ from foretoken.trees.merge import Pruning
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.decoder.native_linear import Quantization
+    from foretoken.decoder.quantized import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.heads.base import Head
     from foretoken.heads.decoder_layer import DecoderLayer
@@ -62,7 +62,8 @@ class HeadOptions(WindowOptions):
             `foretoken.drafters.draft_model`.
         quantization: "int8" drafts with all matrices in int8, with a scale per row, on CPUs: one byte per weight, also
             for a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
-            target's precision: float32, or bfloat16 if the target is. "auto" takes int8 where possible.
+            target's precision: float32, or bfloat16 if the target is. "int4" is half as large. "auto" takes int8 where
+            possible.
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
 

@@ -1,4 +1,4 @@
-"""Drafting level by level with weights: draws, passes, int8 copies of weights, and a draft model's KV cache.
+"""Drafting level by level with weights: draws, passes, rounded copies of weights, and a draft model's KV cache.
 
 A draft model is fed committed tokens once. Its classes work with its own ids; only logits for expansions and frontiers
 from them use the target's ids, and a `VocabularyMap` translates.
@@ -29,7 +29,7 @@ from foretoken.trees.dynamic import begin_expansion
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.decoder.native_linear import Quantization
+    from foretoken.decoder.quantized import Quantization
     from foretoken.drafters.base import DraftContext, TargetHandle
     from foretoken.drafters.vocabularies import VocabularyMap
     from foretoken.drafters.windows import PartialRows
@@ -255,29 +255,30 @@ class DraftLevels:
         return tokens if last >= self._vocab_size - 1 else [min(token, last) for token in tokens]
 
 
-QuantizationOption = Literal["auto", "int8", "none"]
+QuantizationOption = Literal["auto", "int4", "int8", "none"]
 SampleMethod = Literal["greedy", "probabilistic", "independent"]
 _Made = TypeVar("_Made")
 
 
 def with_quantization(option: QuantizationOption, make: Callable[[Quantization | None], _Made]) -> _Made:
-    """Returns the result of `make` for int8 if it is wanted and possible, else for the weights as stored.
+    """Returns the result of `make` for rounded weights if they are wanted and possible, else for those as stored.
 
     Args:
-        option: "int8" requires it, "auto" takes it if possible.
+        option: "int4" and "int8" require them, "auto" takes int8 if possible.
         make: Makes the result; raises `UnsuitableError` if the drafter cannot be quantised.
 
     Raises:
-        ConfigError: For "int8" if it is not possible.
+        ConfigError: For "int4" and "int8" if it is not possible.
     """
     if option == "none":
         return make(None)
     try:
-        return make("int8")
+        return make("int8" if option == "auto" else option)
     except UnsuitableError as err:
-        if option == "int8":
+        if option != "auto":
             raise ConfigError(
-                f"quantization 'int8' cannot be had: {err} Leave it out to draft with the weights as they are stored."
+                f"quantization '{option}' cannot be had: {err} Leave it out to draft with the weights as they are "
+                "stored."
             ) from err
         return make(None)
 

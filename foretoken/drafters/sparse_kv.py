@@ -28,6 +28,7 @@ from torch import Tensor
 from foretoken.core.backend import reads_are_free
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
+from foretoken.decoder.quantized import QuantizedLinear, bytes_per_weight
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.guesses import Lookups, ModelGuesses
 from foretoken.drafters.levels import QuantizationOption, draft_runner
@@ -38,6 +39,9 @@ from foretoken.trees.choices import TreeShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
+    from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.drafters.guesses import Guesses
@@ -64,7 +68,7 @@ class Options(SelfOptions):
         kv_sinks: First rows of a text that "streaming_llm" always reads.
         draft_with: What guesses tokens of a chain, so that a pass drafts several: "ngram" for earlier text, or the
             directory or hub id of a draft model with the target's vocabulary; None for one pass a token.
-        quantization: As for `draft_model`; "int8" copies take one more byte a weight of the target.
+        quantization: As for `draft_model`; int8 copies take one more byte a weight of the target.
     """
 
     kv_selection: KvSelection = "vegas"
@@ -141,7 +145,7 @@ class SparseKvDrafter:
             self._guesses = Lookups() if options.draft_with == "ngram" else ModelGuesses(options.draft_with, target)
         self._drafts = SelfDrafts(target, runner, self._rows, options, self._num_layers, self._guesses)
         self._runner = runner
-        self._costs = DraftBytes.of(model, cache, self._num_layers, is_int8=runner.is_quantized)
+        self._costs = DraftBytes.of(model, cache, self._num_layers, quantization=runner.quantization)
 
     def _take_shape(self, shape: AnyShape) -> None:
         self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
@@ -210,16 +214,19 @@ class DraftBytes:
     row: tuple[float, float]
 
     @classmethod
-    def of(cls, model: LoadedModel, cache: SlotCache, num_layers: int, *, is_int8: bool) -> DraftBytes:
+    def of(
+        cls, model: LoadedModel, cache: SlotCache, num_layers: int, *, quantization: Quantization | None
+    ) -> DraftBytes:
         """Returns the bytes of a model on a cache, and of drafts through its first blocks."""
         module: Any = model.module
         embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
-        total = sum(each.nbytes for each in module.parameters())
-        if head is not None and head.weight is not embedding:
+        total, of_head = _num_bytes(module), () if head is None else head.parameters()
+        if head is not None and all(each is not embedding for each in of_head):
             total -= embedding.nbytes
-        top = 0 if head is None else head.weight.nbytes
+        top = 0 if head is None else _num_bytes(head)
         draft = top + (total - top) * num_layers / model.num_layers
-        draft *= 1 / embedding.itemsize if is_int8 else 1
+        if quantization is not None and model.quantization is None:
+            draft *= bytes_per_weight(quantization) / embedding.itemsize
         sizes = [part.shape[1] * part.shape[3] * part.itemsize for part in (*cache.keys, *cache.values)]
         return cls(weights=(total, draft), row=(sum(sizes), sum(sizes) * num_layers / model.num_layers))
 
@@ -230,6 +237,11 @@ class DraftBytes:
     def draft(self, listed: Sequence[int]) -> float:
         """Returns the bytes of one drafted token of each sequence that reads so many rows."""
         return self.weights[1] + self.row[1] * sum(listed)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    rounded = sum(part.matrix.nbytes for part in module.modules() if isinstance(part, QuantizedLinear))
+    return rounded + sum(each.nbytes for each in module.parameters())
 
 
 def greatest(weights: Tensor, count: int) -> Tensor:

@@ -95,6 +95,7 @@ class LLM(BuiltPerProcess):
         trust_drafter: bool = False,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
+        quantization: str | None = None,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -123,7 +124,7 @@ class LLM(BuiltPerProcess):
         )  # fmt: skip
         runner = "auto" if runner == "generate" else runner
         config = parse_speculative_config(speculative_config, target=directory_of(model))
-        loaded = target_model(model, dtype, device, revision)
+        loaded = target_model(model, dtype, device, revision, quantization)
         check_context_len(max_model_len, loaded)
         self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)
         self.sampling_defaults = sampling_defaults(loaded, generation_config, override_generation_config)

@@ -22,6 +22,7 @@ from foretoken.models.loading import (
     load_tokenizer,
     wrap_model,
 )
+from foretoken.models.quantize import check_quantization_name, quantize_model
 from foretoken.text.prompts import check_vocabulary
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # names of vLLM and torch
@@ -72,12 +73,25 @@ def check_context_len(max_model_len: int | None, target: LoadedModel) -> None:
         )
 
 
-def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> LoadedModel:
+def target_model(model: Any, dtype: Any, device: Any, revision: Any = None, quantization: Any = None) -> LoadedModel:
     """Returns the target; loads it if needed. Arguments as in `LLM`.
 
-    Raises `ConfigError` for arguments of another form, `ModelError` if the model cannot be loaded, or is in memory with
-    another dtype or device.
+    Raises `ConfigError` for arguments of another form, `ModelError` if the model cannot be loaded or rounded, or is in
+    memory with another dtype, device or quantization.
     """
+    wanted = check_quantization_name(quantization)
+    loaded = _loaded_model(model, dtype, device, revision)
+    if wanted is None or wanted == loaded.quantization:
+        return loaded
+    if loaded.quantization is not None:
+        raise ModelError(
+            f"quantization '{wanted}' was asked for, but '{loaded.name}' is in memory as {loaded.quantization}. "
+            "Expected the same or None. Load it again."
+        )
+    return quantize_model(loaded, wanted)
+
+
+def _loaded_model(model: Any, dtype: Any, device: Any, revision: Any) -> LoadedModel:
     kind, place = _dtype_name(dtype), _device_name(device)
     _check_revision("revision", revision, "model", model)
     if isinstance(model, LoadedModel):
@@ -90,7 +104,9 @@ def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> L
     raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
 
 
-def load_target(model: str | os.PathLike[str], *, dtype: Any = "auto", device: Any = "auto") -> tuple[LoadedModel, Any]:
+def load_target(
+    model: str | os.PathLike[str], *, dtype: Any = "auto", device: Any = "auto", quantization: Any = None
+) -> tuple[LoadedModel, Any]:
     """Loads a target and its tokenizer from files; arguments as in `LLM`.
 
     Raises:
@@ -99,7 +115,7 @@ def load_target(model: str | os.PathLike[str], *, dtype: Any = "auto", device: A
         RequestError: When the model has no tokenizer.
     """
     try:
-        target = target_model(model, dtype, device)
+        target = target_model(model, dtype, device, quantization=quantization)
     except ModelError:
         check_is_no_head(os.fspath(model))  # a better error for a draft head
         raise

@@ -17,15 +17,12 @@ from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.models.config_checks import check_model_files
-from foretoken.models.loading import LoadedModel, load_config, load_model
+from foretoken.models.loading import HASHED_ROWS, LoadedModel, load_config, load_model
 from foretoken.models.parts import final_norm, target_parts
 from foretoken.models.placement import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-
-_HASHED_ROWS = 64  # of the embeddings; a choice: enough to tell models apart, read in milliseconds
 
 
 class TargetFingerprint(BaseModel):
@@ -51,7 +48,9 @@ class TargetFingerprint(BaseModel):
     @classmethod
     def of(cls, model: LoadedModel) -> TargetFingerprint:
         """Returns the fingerprint of a loaded target; the same in every dtype at least as wide as bfloat16."""
-        lm_head = target_parts(model).lm_head_weight
+        lm_head = model.first_head_rows
+        if lm_head is None:
+            lm_head = target_parts(model).lm_head_weight
         return cls(
             name=model.name,
             architecture=type(model.module).__name__,
@@ -73,7 +72,7 @@ class TargetFingerprint(BaseModel):
 
 def lm_head_hash(weight: Tensor) -> str:
     """Returns `TargetFingerprint.weights` of an LM head, (V, E)."""
-    rows = weight[:_HASHED_ROWS].to("cpu", torch.bfloat16).contiguous()
+    rows = weight[:HASHED_ROWS].to("cpu", torch.bfloat16).contiguous()
     return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from foretoken.decoder.native_linear import Quantization, fast_linear, optimize_for_inference
+from foretoken.decoder.native_linear import fast_linear, optimize_for_inference
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.native_head import AutoregressiveSteps, HeadSteps
+    from foretoken.decoder.quantized import Quantization
     from foretoken.models.parts import TargetParts
 
 
@@ -129,7 +130,7 @@ class Head(nn.Module, ABC):
         """Packs the large float32 weights for small-batch GEMMs on a CPU. The head can draft but not train afterwards.
 
         Args:
-            quantization: "int8" replaces matrices by int8 ones, one byte a weight.
+            quantization: "int4" or "int8" replaces matrices by rounded ones, see `quantized`.
             compacts: Whether float32 weights become bfloat16 if that is exact; their inputs are then rounded to
                 bfloat16.
 

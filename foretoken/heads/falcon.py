@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from typing_extensions import override
 
-from foretoken.decoder.native_linear import Quantization, linear_layer, optimize_for_inference
+from foretoken.decoder.native_linear import linear_layer, optimize_for_inference
 from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, Head, WindowPositions
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from foretoken.decoder.quantized import Quantization
     from foretoken.models.parts import TargetParts
 
 LstmMode = Literal["recurrent", "per_position"]

@@ -20,12 +20,13 @@ from torch.nn.functional import dropout, linear, silu
 from typing_extensions import override
 
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
-from foretoken.decoder.native_linear import Quantization, fast_linear, linear_layer, optimize_for_inference
+from foretoken.decoder.native_linear import fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions
 from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig
 
 if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks
+    from foretoken.decoder.quantized import Quantization
     from foretoken.models.parts import TargetParts
 
 

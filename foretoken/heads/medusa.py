@@ -15,10 +15,11 @@ from torch.nn.functional import silu
 from typing_extensions import override
 
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
-from foretoken.decoder.native_linear import Quantization, fast_linear, linear_layer
+from foretoken.decoder.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
+    from foretoken.decoder.quantized import Quantization
     from foretoken.models.parts import TargetParts
 
 

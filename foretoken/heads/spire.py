@@ -347,7 +347,7 @@ def _weights(block: Block) -> dict[str, Tensor]:
         parts |= {"up_proj": block.mlp.up, "down_proj": block.mlp.down}
         if block.mlp.gate is not None:
             parts["gate_proj"] = block.mlp.gate
-    tensors = {f"{name}.weight": part.weight.detach() for name, part in parts.items()}
+    tensors = {f"{name}.weight": part.dense().detach() for name, part in parts.items()}
     tensors |= {f"{name}.bias": part.bias.detach() for name, part in parts.items() if part.bias is not None}
     norms = {"input_norm": block.attention_norm, "post_attention_norm": block.mlp_norm}
     return tensors | {name: norm.weight for name, norm in norms.items() if norm is not None}

@@ -6,6 +6,7 @@ An unknown architecture or part is refused by name and left to the generic decod
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from foretoken.decoder.blocks import (
     Norm,
     Rotary,
 )
+from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.models.model_changes import foreign_call
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ _ARCHITECTURES = {
     ),
     "Starcoder2ForCausalLM": _Architecture(window="config"),
 }
-_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
+_LAYERS = (nn.Linear, QuantizedLinear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
@@ -143,7 +145,7 @@ def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_plain(part: nn.Module) -> bool:
     is_own = type(part).__name__.endswith(("Experts", "TopKRouter")) and _is_of_transformers(part)
-    return type(part) is nn.Linear or is_own
+    return type(part) in (nn.Linear, QuantizedLinear) or is_own
 
 
 def _is_of_transformers(part: nn.Module) -> bool:
@@ -240,13 +242,18 @@ def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int])
     if not hasattr(owner, joined):
         return [_matrix(getattr(owner, name)) for name in names]
     whole = getattr(owner, joined)
-    weights = whole.weight.detach().split(sizes)
+    if isinstance(whole, QuantizedLinear):
+        ends = list(accumulate(sizes))
+        weights: Any = [whole.matrix.rows(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    else:
+        weights = whole.weight.detach().split(sizes)
     biases = [None] * len(sizes) if whole.bias is None else whole.bias.detach().split(sizes)
     return [Matrix(weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def _matrix(linear: Any) -> Matrix:
-    return Matrix(weight=linear.weight, bias=linear.bias)
+    weight = linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight
+    return Matrix(weight=weight, bias=linear.bias)
 
 
 def _norm(module: Any, offset: float = 0.0) -> Norm:

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+HASHED_ROWS = 64  # of the LM head; a choice: enough to tell models apart, read in milliseconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A causal LM that is ready to run.
@@ -59,6 +62,8 @@ class LoadedModel:
         dtype: Dtype of weights and cache.
         eos_ids: End-of-sequence tokens of its generation configuration.
         is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
+        quantization: How the matrices were rounded after they were loaded, or None.
+        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were rounded; None if they were not.
     """
 
     module: nn.Module
@@ -71,6 +76,8 @@ class LoadedModel:
     device: torch.device
     eos_ids: tuple[int, ...]
     is_borrowed: bool = False
+    quantization: str | None = None
+    first_head_rows: torch.Tensor | None = None
 
     @property
     def backbone(self) -> nn.Module:

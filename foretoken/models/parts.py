@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foretoken.decoder.native_head import LmHead, ScaledEmbedding
-from foretoken.decoder.native_linear import NativeLinear, Quantization, fast_linear, linear_layer
+from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
+from foretoken.decoder.quantized import Quantization, QuantizedLinear
 from foretoken.models.lean_weights import read_weights
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class TargetParts:
     Attributes:
         embed: (...) int64 to (..., E), the target's input embeddings.
         lm_head: (..., E), the feature `final`, to (..., V) logits, scaled and capped like the target's.
-        lm_head_weight: (V, E), for heads that start from a copy.
+        lm_head_weight: (V, E), for heads that start from a copy; without data ("meta") if it is in 4 or 8 bits.
         final_norm: (..., E), the output of the last block, to the feature `final`; None if the norm is not found.
         blocks: Returns the target's blocks, for heads that start from copies; raises `UnsuitableError` for
             architectures that lean decoders do not know. None where a head cannot start.
@@ -51,7 +52,7 @@ class TargetParts:
     native: NativeParts | None = None
 
     def follow_weights(self) -> None:
-        """Renews an int8 copy of the LM head after writes to the target's weight."""
+        """Renews a rounded copy of the LM head after writes to the target's weight."""
         if self.native is not None and isinstance(self.native.head.layer, NativeLinear):
             self.native.head.layer.requantize(self.lm_head_weight)
 
@@ -70,7 +71,7 @@ def target_parts(
             are.
         is_inference: Whether no gradients are needed. Nothing is copied then, and the LM head may run on native kernels
             and return float32.
-        quantization: With `is_inference`, "int8" for an int8 copy of the LM head, one byte a weight, for drafts alone.
+        quantization: With `is_inference`, "int4" or "int8" for a rounded copy of the LM head, for drafts alone.
 
     Raises:
         UnsuitableError: If the LM head cannot be quantised.
@@ -81,7 +82,7 @@ def target_parts(
     native = None
     if is_inference:
         fast = fast_linear(head, quantization=quantization, compacts=False)
-        own, wanted = head.weight.dtype, dtype or model.dtype
+        own, wanted = model.dtype, dtype or model.dtype
         takes_any = own == wanted or isinstance(fast, NativeLinear)
         embed, lm_head = lambda tokens: embedding(tokens).to(wanted), fast if takes_any else lambda x: fast(x.to(own))
         native = _native(embedding, LmHead(fast, factor, cap or 0.0))
@@ -96,11 +97,18 @@ def target_parts(
     return TargetParts(
         embed=embed,
         lm_head=lambda features: _shaped(lm_head(features), factor, cap),
-        lm_head_weight=head.weight.detach(),
+        lm_head_weight=_dense_weight(head),
         final_norm=_frozen_norm(model.backbone),
         blocks=lambda: read_weights(model, num_positions=1).layers,
         native=native,
     )
+
+
+def _dense_weight(head: Any) -> Tensor:
+    if isinstance(head, QuantizedLinear):
+        return torch.empty(head.matrix.shape, dtype=head.matrix.dtype, device="meta")
+    weight: Tensor = head.weight.detach()
+    return weight
 
 
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")

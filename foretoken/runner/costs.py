@@ -277,6 +277,7 @@ def _key(model: LoadedModel, decoder: str) -> str:
         "sanitizers": os.environ.get("FORETOKEN_SANITIZE", "0") != "0",
         "architecture": type(model.module).__name__,
         "dtype": str(model.dtype),
+        "quantization": model.quantization,
         "sizes": sorted(sizes.items()),
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

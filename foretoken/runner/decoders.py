@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.base import Decoder
-    from foretoken.decoder.native_linear import Quantization
+    from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loading import LoadedModel
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import Decoder, PassOutput
-    from foretoken.decoder.native_linear import Quantization
+    from foretoken.decoder.quantized import Quantization
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
     from foretoken.trees.dynamic import ShapedExpansion
@@ -121,7 +121,7 @@ class Runner:
         )
         self.last_position = min(model.context_len, self.cache.num_positions) - 1
         self._taps = tuple(taps)
-        self._quantization: Quantization | None = None
+        self.quantization: Quantization | None = None  # of rounded copies of the weights
         self._writes = WeightWrites(model.module)
         decoder, self.choice = choose_decoder(
             model,
@@ -138,13 +138,13 @@ class Runner:
         self._writes.leave_out_written()
 
     def quantize(self, quantization: Quantization) -> None:
-        """Uses quantised copies of all matrices from now on; for draft models only, as it changes the distribution.
+        """Uses rounded copies of all matrices from now on; for draft models only, as it changes the distribution.
 
-        "int8" takes one byte a weight, beside the original. Raises `UnsuitableError`, and changes nothing, if the
+        The copies lie beside the originals. Raises `UnsuitableError`, and changes nothing, if the
         decoder has no kernels for the format, or the weights cannot be quantised.
         """
         self._use(quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization))
-        self._quantization = quantization
+        self.quantization = quantization
 
     def follow_weights(self) -> bool:
         """Renews the decoder's joined, packed and copied weights after writes to the model's weights.
@@ -154,8 +154,8 @@ class Runner:
         """
         if not self._writes.are_new():
             return False
-        if self._quantization is not None:
-            self.quantize(self._quantization)
+        if self.quantization is not None:
+            self.quantize(self.quantization)
         elif self.name != "generic":  # `generic` keeps no copies
             self._use(DECODERS[self.name](self.model, self.cache, self._taps))
         self._writes.mark_known()
@@ -165,11 +165,6 @@ class Runner:
     def name(self) -> str:
         """The decoder's name, one of `DECODERS`; reports show it."""
         return self.decoder.name
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether it runs on quantised copies of the weights."""
-        return self._quantization is not None
 
     @property
     def is_exact(self) -> bool:

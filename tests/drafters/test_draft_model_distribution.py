@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken import SamplingParams
 from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
-from foretoken.decoder.native_linear import int8_weight
+from foretoken.decoder.quantized import quantized
 from foretoken.sampling.noise import KeyedNoise, Purpose
 from tests.tree_checks import check_tree
 
@@ -86,8 +86,10 @@ def quantised() -> Any:
     """The draft model whose matrices, embedding apart, are what their integers in int8 stand for; in float64."""
     module = copy.deepcopy(noisy(dtype=torch.float32)).double()
     for layer in (part for part in module.modules() if isinstance(part, torch.nn.Linear)):
-        numbers, scales = int8_weight(layer.weight.float())
-        layer.weight = torch.nn.Parameter(numbers.double() * scales.double().unsqueeze(1))  # unties an LM head
+        made = quantized(layer.weight.float(), "int8")
+        layer.weight = torch.nn.Parameter(
+            made.numbers.double() * made.row_scales.double().unsqueeze(1)
+        )  # unties a head
     return module
 
 

@@ -18,6 +18,7 @@ from tiny_models import tiny_model
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.native_linear import NativeLinear
+from foretoken.decoder.quantized import QuantizedMatrix
 from foretoken.drafters.base import Committed
 
 METHODS = ("medusa", "hydra", "mlp_speculator")
@@ -30,11 +31,16 @@ def head_weights(made: Any) -> set[torch.dtype]:
     layers = [layer for name, layer in head.named_modules() if not name.startswith("prefix.")]
     layers += [*getattr(head, "_quick_lm_heads", []), *chain.from_iterable(chain.from_iterable(lists))]
     assert not [layer for layer in layers if isinstance(layer, torch.nn.Linear)], "none is left in torch"
-    found = {layer._weight.dtype for layer in layers if isinstance(layer, NativeLinear)}
+    found = {numbers_of(layer).dtype for layer in layers if isinstance(layer, NativeLinear)}
     if getattr(head, "prefix", None) is not None:
         matrix = made._features.stack.native_blocks._described.structure.layers[0].gate
         found.add(torch.int8 if matrix.scales else torch.float32)
     return found
+
+
+def numbers_of(layer: NativeLinear) -> torch.Tensor:
+    """What a layer multiplies by."""
+    return layer._weight.numbers if isinstance(layer._weight, QuantizedMatrix) else layer._weight
 
 
 def is_quantised(runner: Any) -> bool:

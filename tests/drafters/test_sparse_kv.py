@@ -256,12 +256,12 @@ def test_nothing_is_drafted_where_bytes_say_that_it_cannot_pay() -> None:
 
 def test_the_bytes_of_a_draft() -> None:
     target = target_of(tiny_model("llama"))
-    whole = DraftBytes.of(target.model, target.cache, 3, is_int8=False)
+    whole = DraftBytes.of(target.model, target.cache, 3, quantization=None)
     module: Any = target.model.module
     weights = sum(each.numel() for each in module.parameters()) - module.get_input_embeddings().weight.numel()
     heads, width = target.cache.keys[0].shape[1], target.cache.keys[0].shape[3]
     assert whole.plain([10]) == 4 * weights + 10 * 3 * 2 * heads * width * 4
-    less = DraftBytes.of(target.model, target.cache, 1, is_int8=True)
+    less = DraftBytes.of(target.model, target.cache, 1, quantization="int8")
     head = module.get_output_embeddings().weight.numel()
     assert less.draft([6]) == pytest.approx(head + (weights - head) / 3 + 2 * whole.row[0])
 

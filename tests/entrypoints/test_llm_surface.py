@@ -251,7 +251,7 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
         ({"trust_remote_code": "yes"}, "trust_remote_code = 'yes' is not supported. Code that comes with a model"),
         ({"runner": "pooling"}, "runner 'pooling' does not exist"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching is 'yes'. Expected True or False"),
-        ({"quantization": "awq"}, "quantization = 'awq' is not supported"),
+        ({"quantization": "awq"}, "quantization is 'awq'. Expected int4 or int8"),
         ({"revision": "v1"}, r"revision is 'v1', but model is in memory\. Expected a hub id\. Leave it out\."),
         ({"tokenizer_revision": "v1"}, "tokenizer_revision is 'v1', but tokenizer is in memory"),
         ({"revision": 5}, "revision is 5. Expected text"),
@@ -272,7 +272,7 @@ def test_engines_that_cannot_work_are_refused(arguments: dict[str, Any], sentenc
     "arguments",
     [
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "block_size": 16, "enforce_eager": True},
-        {"trust_remote_code": False, "quantization": None, "code_revision": None, "tokenizer_mode": "auto"},
+        {"trust_remote_code": False, "quantization_config": None, "code_revision": None, "tokenizer_mode": "auto"},
         {"swap_space": 4, "cpu_offload_gb": 0, "load_format": "auto"},
         {"distributed_executor_backend": None, "enable_chunked_prefill": True, "disable_log_stats": True},
     ],

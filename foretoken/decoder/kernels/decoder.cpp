@@ -33,9 +33,8 @@ namespace {
 // Calls run(T, W) with the dtypes of a model and of its matrices.
 template <class Run>
 auto with_dtypes(const Model& model, Run&& run) {
-  const bool is_int8 = model.layers[0].query.scales != nullptr;
-  if (model.is_bfloat16) return is_int8 ? run(Bfloat16{}, Int8{}) : run(Bfloat16{}, Bfloat16{});
-  return is_int8 ? run(float{}, Int8{}) : run(float{}, float{});
+  if (model.is_bfloat16) return run(Bfloat16{}, Bfloat16{});
+  return model.rounds_inputs ? run(float{}, Bfloat16{}) : run(float{}, float{});
 }
 
 }  // namespace
@@ -118,7 +117,8 @@ Status foretoken_autoregressive_draft(const Model* model, const AutoregressiveHe
   return Status::kDone;
 }
 
-// y (M, rows) = x (M, cols) times the transposed matrix, plus its bias; x and y row-major. Returns a `Status`.
+// y (M, rows) = x (M, cols) times the transposed matrix, plus its bias; x and y row-major. is_bfloat16: the dtype of the
+// matrix, or the one into which its numbers are decoded. Returns a `Status`.
 Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
   if (M < 1 || matrix->rows < 1) return Status::kDone;
   if (matrix->weight == nullptr || x == nullptr || y == nullptr) return Status::kMissing;
@@ -140,11 +140,7 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
     }
   };
   try {
-    if (matrix->scales != nullptr) {
-      run(Int8{});
-    } else {
-      is_bfloat16 ? run(Bfloat16{}) : run(float{});
-    }
+    is_bfloat16 ? run(Bfloat16{}) : run(float{});
   } catch (const std::exception&) {  // of the allocation; it must not cross into C
     return Status::kNoMemory;
   }

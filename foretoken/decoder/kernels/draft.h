@@ -260,7 +260,7 @@ struct HeadDraftSpace {
     take(base, size, logits, inner, head.vocab);
     for (float** each : {&inputs, &outputs}) take(base, size, *each, M, E);
     take(base, size, sides, has_side(model) ? M : 0, E);
-    take(base, size, rows, most_inputs(M), Inputs<Int8>::padded(2 * E));
+    take(base, size, rows, most_inputs(M), Inputs<Bfloat16>::padded(2 * E));
     for (int64_t** each : {&tokens, &sources}) take(base, size, *each, inner, 1);
   }
 };

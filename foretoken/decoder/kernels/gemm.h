@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "interface.h"
+#include "quantized.h"
 #include "vectors.h"
 
 namespace {
@@ -32,7 +33,9 @@ struct Share {
 // elements of these tokens. A single token has one step after another.
 template <class T>
 struct Inputs {
+  using Weight = T;
   using Token = typename Fragment<T>::Token;
+  static constexpr int kRowsOfFew = 24, kRowsOfMany = 24;       // rows that are decoded together come in multiples of these
   static constexpr int kShare = 24;                             // threads get rows in multiples of this,
   static constexpr int kWholeShare = std::lcm(kShare, kLanes);  // or of this, if each thread's rows have to fill registers
   Token* data;
@@ -67,8 +70,9 @@ constexpr int kTileStep = 32;    // with as many elements of each
 // For products in tiles, see `tiles.h`: two elements of each of up to kTileTokens tokens stand side by side, then the
 // next two of all. Fewer tokens stand side by side if there are fewer.
 struct TileInputs {
+  using Weight = Bfloat16;
   using Token = Bfloat16;
-  static constexpr int kShare = 32, kWholeShare = 32;  // see `Inputs`
+  static constexpr int kRowsOfFew = 32, kRowsOfMany = 64, kShare = 32, kWholeShare = 32;  // see `Inputs`
   Token* data;
   int64_t width, block;  // tokens side by side; from this many tokens to the next
 
@@ -282,7 +286,7 @@ FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, i
       if (matrix.bias != nullptr) {
         for (int r = 0; r < rows; ++r) out[r] += matrix.bias[n + r];
       }
-      emit(m + c, n, rows, out);
+      emit(m + c, matrix.first + n, rows, out);
     }
   };
   n + R <= end ? finish(std::integral_constant<int, R>()) : finish(int(end - n));
@@ -386,11 +390,9 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
   }
 }
 
-// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`. emit(m, n, count,
-// values) takes the outputs of token m at `count` rows from n on.
+// See `multiply`; for rows begin..end.
 template <class T, class Emit>
-void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit, int64_t unit = Inputs<T>::kShare) {
-  const auto [begin, end] = Share(matrix.rows, unit);
+void multiply_between(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
   const int64_t row = matrix.cols * int64_t(sizeof(T)), bytes = kRows * row;
   // Rows bypass the other caches if these could not keep them until the next pass and the first cache keeps them until
   // their use.
@@ -406,6 +408,23 @@ void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit, 
   } else {
     multiply_parts<T, kRows, kTokens, 1, kPanel>(matrix, x, M, begin, end, into, emit);
   }
+}
+
+// Calls work(parts, begin, end) for this thread's share of the rows of some matrices, in multiples of `unit`; see
+// `for_each_part`.
+template <class X, int kCount, class Work>
+void share_parts(const Matrix (&matrices)[kCount], int64_t M, int64_t unit, Work&& work) {
+  const Share share(matrices[0].rows, unit);
+  const bool are_few = M <= kFewTokens;
+  if (share.begin < share.end) for_each_part<typename X::Weight>(matrices, share.begin, share.end, are_few ? X::kRowsOfFew : X::kRowsOfMany, are_few ? kNearRows : kFarRows, work);
+}
+
+// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`. emit(m, n, count,
+// values) takes the outputs of token m at `count` rows from n on.
+template <class X, class Emit>
+void multiply(const Matrix& matrix, const X& x, int64_t M, Emit&& emit, int64_t unit = X::kShare) {
+  const Matrix matrices[] = {matrix};
+  share_parts<X>(matrices, M, unit, [&](const Matrix (&parts)[1], int64_t begin, int64_t end) { multiply_between(parts[0], x, M, begin, end, emit); });
 }
 
 // out (M, rows) = x (M, K) times the transposed matrix, see `multiply`.

@@ -88,14 +88,10 @@ class HeadLayers {
     return {reinterpret_cast<typename MatrixInputs<T>::Token*>(inputs_), M, matrix.cols};
   }
 
-  // Calls run(inputs) with inputs in the dtype of a matrix.
+  // Calls run(inputs) with inputs in the dtype of a matrix, or the one into which its numbers are decoded.
   template <class Run>
   void with_inputs(const HeadMatrix& matrix, int64_t M, Run&& run) const {
-    if (matrix.matrix.scales != nullptr) {
-      run(inputs<Int8>(matrix.matrix, M));
-    } else {
-      matrix.is_bfloat16 ? run(inputs<Bfloat16>(matrix.matrix, M)) : run(inputs<float>(matrix.matrix, M));
-    }
+    matrix.is_bfloat16 ? run(inputs<Bfloat16>(matrix.matrix, M)) : run(inputs<float>(matrix.matrix, M));
     barrier_.wait();
   }
 
@@ -140,7 +136,7 @@ struct HeadSpace {
     take(base, size, logits, rows, head.vocab);
     take(base, size, wide, rows, 2 * head.width);
     for (float*& state : states) take(base, size, state, rows, head.width);
-    take(base, size, inputs, most_inputs(rows), Inputs<Int8>::padded(longest));
+    take(base, size, inputs, most_inputs(rows), Inputs<Bfloat16>::padded(longest));
     take(base, size, places, num_nodes, 1);
   }
 };

@@ -5,14 +5,20 @@
 
 extern "C" {
 
-// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null. An int8 matrix has a scale for
-// every row (rows,), other matrices have null.
+// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null. Or its numbers in 8 or 4 bits: a
+// weight is number * group scale + group offset, and a row of products is multiplied by the row's scale. Numbers of 4
+// bits are packed as `quantized.h` says, a row has whole bytes.
 struct Matrix {
   const void* weight;
   const float* bias;
   int64_t rows, cols;
-  const float* scales;
-  int64_t pass_bytes;  // of all matrices that a pass reads once, this one included; 0 if the matrix is soon read again
+  const float* scales;  // (rows,), or null
+  int64_t pass_bytes;   // of all matrices that a pass reads once, this one included; 0 if the matrix is soon read again
+  int64_t bits;         // 8 or 4; 0: in the model's dtype
+  const void *group_scales, *group_offsets;  // (rows, groups); null: 1, and 0
+  int64_t group;            // weights side by side that share them: a power of 2 from 32 on, or all
+  int64_t groups_are_half;  // whether they are in half precision, otherwise float32
+  int64_t first;            // the number of row 0, if these are rows of a larger matrix
 };
 
 // A norm over a row of known size; a null weight means no norm.
@@ -50,7 +56,9 @@ struct Layer {
 };
 
 struct Model {
-  int64_t is_bfloat16, num_layers, hidden, heads, kv_heads, head_dim, vocab, num_positions;
+  int64_t is_bfloat16;
+  int64_t rounds_inputs;  // whether quantized matrices of a float32 model multiply in bfloat16
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, vocab, num_positions;
   int64_t capacity, num_slots;  // most rows of a slot; slots that share rows may begin within each other
   int64_t slot_rows, head_rows, layer_rows;  // rows from one slot, and from one head, to the next; all rows of a layer
   int64_t intermediate;      // widest of the dense layers

@@ -1,6 +1,6 @@
 // GEMM on matrix units (AMX): one instruction multiplies sixteen rows of weights with up to sixteen tokens.
 //
-// A tile of weights has sixteen rows of 32 elements each, as in memory or widened from int8. A tile of inputs has these
+// A tile of weights has sixteen rows of 32 elements each, as in memory. A tile of inputs has these
 // elements of the tokens, see `TileInputs`. The instruction fixes the order in which a token's products are summed,
 // whatever the other tokens are: one token runs on the same instruction as sixteen, and gets the same bits.
 //
@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "gemm.h"
 #include "interface.h"
@@ -64,73 +63,30 @@ class ProductRegisters : TileRegisters {
 
 // Up to sixteen rows of a matrix, from row n on, in a tile of weights. A tile may not go past the last row: it then
 // begins with rows before n, which are `skipped`.
-template <class T>
-class MatrixRows {
+class TileRows {
  public:
-  const int64_t count, skipped;
+  const int64_t count, skipped, stride;  // stride: bytes of a row
 
   // distance: from these rows to the thread's next rows.
-  MatrixRows(const Matrix& matrix, int64_t n, int64_t distance)
+  TileRows(const Matrix& matrix, int64_t n, int64_t distance)
       : count(std::min<int64_t>(kTileRows, matrix.rows)),
         skipped(n - std::max<int64_t>(0, std::min(n, matrix.rows - kTileRows))),
-        first_(static_cast<const T*>(matrix.weight) + (n - skipped) * matrix.cols),
+        stride(matrix.cols * int64_t(sizeof(Bfloat16))),
+        first_(static_cast<const Bfloat16*>(matrix.weight) + (n - skipped) * matrix.cols),
         K_(matrix.cols),
         distance_((skipped + distance) * matrix.cols) {}
 
+  const Bfloat16* at(int64_t k) const { return first_ + k; }
   float weight(int64_t r, int64_t k) const { return to_float(first_[r * K_ + k]); }
   // Prefetches a step of `number` of the next rows into the second cache.
   void fetch(int64_t row, int number, int64_t k) const {
-    const T* from = first_ + distance_ + row * K_ + k;  // a prefetch past the end is harmless
+    const Bfloat16* from = first_ + distance_ + row * K_ + k;  // a prefetch past the end is harmless
     for (int i = 0; i < number; ++i) __builtin_prefetch(from + i * K_, 0, 2);
   }
 
- protected:
-  const T* const first_;
-  const int64_t K_, distance_;
-};
-
-// Rows for tiles, `stride` bytes apart: in place, or some steps of them in bfloat16.
-template <class T>
-class TileRows;
-template <>
-class TileRows<Bfloat16> : public MatrixRows<Bfloat16> {
- public:
-  const int64_t stride = K_ * int64_t(sizeof(Bfloat16));
-
-  using MatrixRows::MatrixRows;
-  const Bfloat16* at(int64_t k) { return first_ + k; }
-};
-template <>
-class TileRows<Int8> : public MatrixRows<Int8> {
- public:
-  const int64_t stride = kTileStep * int64_t(sizeof(Bfloat16));
-
-  using MatrixRows::MatrixRows;
-  const Bfloat16* at(int64_t k) {
-    const int64_t step = k / kTileStep % kSteps;
-    if (step == 0) widen(k, std::min<int64_t>(kSteps, (K_ - k) / kTileStep));
-    return widened_[step];
-  }
-
  private:
-  // Also prefetches the next steps, or the first ones of the next rows.
-  void widen(int64_t k, int64_t steps) {
-    fence();
-    const int64_t next = k + kSteps * kTileStep < K_ ? kSteps * kTileStep : distance_ - k;
-    for (int64_t r = 0; r < count; ++r) {
-      const Int8* row = first_ + r * K_ + k;
-      for (int64_t i = 0; i < kSteps * kTileStep; i += 64) __builtin_prefetch(row + next + i);
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < steps; ++i, row += kTileStep) {
-        const auto both = _mm512_cvtne2ps_pbh((__m512)load_lanes(row + kLanes), (__m512)load_lanes(row));
-        _mm512_store_si512(widened_[i] + r * kTileStep, (__m512i)both);
-      }
-    }
-    fence();
-  }
-
-  static constexpr int kSteps = 4;  // at a time: no load right after its store
-  alignas(kBytes) Bfloat16 widened_[kSteps][kTileRows * kTileStep];
+  const Bfloat16* const first_;
+  const int64_t K_, distance_;
 };
 
 // Dot products of R tiles of rows with up to two tiles of tokens, (R, 2, kTileRows, width) in float32. There is room
@@ -145,8 +101,8 @@ struct TileSums {
 
 // Dot products, over the whole steps of K, of R tiles of rows with C tiles of tokens from token m on. Prefetches
 // `number` of the next rows for each tile of rows, from their row `row` on.
-template <int R, int C, class T>
-void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m, int64_t row, int number, TileSums<R>& out) {
+template <int R, int C>
+void tile_sums(const TileRows (&rows)[2], int64_t K, const TileInputs& x, int64_t m, int64_t row, int number, TileSums<R>& out) {
   const int64_t width = x.width, pair = width * 2 * int64_t(sizeof(Bfloat16));
   const Bfloat16 *first = x.at(m, 0), *second = first + x.block;
   _tile_zero(0);
@@ -182,8 +138,8 @@ void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m
 // Dot products of R tiles of rows with tokens first..last: calls take(m, count, sums) for up to kTileTokens tokens,
 // `count` of them from m on. sums: (kTileRows, width) of the first tile of rows; those of the second one come 2 *
 // TileSums<R>::size(width) later.
-template <int R, class T, class Take>
-void sum_tiles(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t first, int64_t last, Take&& take) {
+template <int R, class Take>
+void sum_tiles(const TileRows (&rows)[2], int64_t K, const TileInputs& x, int64_t first, int64_t last, Take&& take) {
   TileSums<R> sums;
   // If all tokens are multiplied at once, memory is read all the time, and the processor's prefetcher works. Otherwise
   // each turn prefetches some of the next rows.
@@ -191,7 +147,7 @@ void sum_tiles(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t f
   const int fetched = turns > 1 ? int((kTileRows + turns - 1) / turns) : 0;
   for (int64_t m = first, row = 0; m < last; m += 2 * width, row += fetched) {
     const int tiles = last - m > width ? 2 : 1;
-    const auto add_up = tiles == 2 ? tile_sums<R, 2, T> : tile_sums<R, 1, T>;
+    const auto add_up = tiles == 2 ? tile_sums<R, 2> : tile_sums<R, 1>;
     add_up(rows, K, x, m, row, fetched, sums);
     for (int j = 0; j < tiles; ++j) {
       const int64_t at = m + j * width, count = std::min(width, last - at);
@@ -247,25 +203,22 @@ inline void transpose(const float* sums, int64_t width, float* out) {
   for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * kTileRows, rows[i]);
 }
 
-// Calls work(first, last, begin, end) for this thread's share of the rows of a matrix and each panel of tokens
-// first..last.
+// Calls work(first, last) for each panel of tokens, with tile registers for the rows of a matrix.
 template <class Work>
-void for_each_panel(const Matrix& matrix, const TileInputs& x, int64_t M, int64_t unit, Work&& work) {
-  const auto [begin, end] = Share(matrix.rows, unit);
-  if (begin >= end) return;
+void for_each_panel(const Matrix& matrix, const TileInputs& x, int64_t M, Work&& work) {
   const ProductRegisters registers(std::min<int64_t>(matrix.rows, kTileRows), x.width);
   const int64_t fit = kPanelBytes / (matrix.cols * int64_t(sizeof(Bfloat16))) / (2 * x.width) * (2 * x.width);
   const int64_t panel = std::max(fit, 2 * x.width);
-  for (int64_t first = 0; first < M; first += panel) work(first, std::min(first + panel, M), begin, end);
+  for (int64_t first = 0; first < M; first += panel) work(first, std::min(first + panel, M));
 }
 
 // See `multiply`: R tiles of rows from row n on, for rows before `end`, with tokens first..last.
-template <int R, class T, class Emit>
+template <int R, class Emit>
 void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, int64_t last, int64_t n, int64_t end, Emit&& emit) {
   constexpr int kAll = R * kTileRows;
-  TileRows<T> rows[2] = {{matrix, n, kAll}, {matrix, n + kAll - kTileRows, kAll}};
+  const TileRows rows[2] = {{matrix, n, kAll}, {matrix, n + kAll - kTileRows, kAll}};
   alignas(kBytes) float out[kTileRows * kTileTokens + kTileRows];
-  sum_tiles<R, T>(rows, matrix.cols, x, first, last, [&](int64_t m, int64_t count, float* sums) {
+  sum_tiles<R>(rows, matrix.cols, x, first, last, [&](int64_t m, int64_t count, float* sums) {
     for (int i = 0; i < R; ++i, sums += 2 * TileSums<R>::size(x.width)) {
       transpose(sums, x.width, out);
       emit_block<kTileRows>(matrix, n + i * kTileRows, end, m, count, out + rows[i].skipped, emit);
@@ -273,17 +226,18 @@ void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, in
   });
 }
 
-// See `multiply`; for weights of one dtype.
-template <class T, class Emit>
-void multiply_in_tiles(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit) {
-  for_each_panel(matrix, x, M, unit, [&](int64_t first, int64_t last, int64_t n, int64_t end) {
-    for (; n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2, T>(matrix, x, first, last, n, end, emit);
-    for (; n < end; n += kTileRows) multiply_tiles<1, T>(matrix, x, first, last, n, end, emit);
+// See `multiply`; for rows begin..end.
+template <class Emit>
+void multiply_between(const Matrix& matrix, const TileInputs& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
+  for_each_panel(matrix, x, M, [&](int64_t first, int64_t last) {
+    int64_t n = begin;
+    for (; n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2>(matrix, x, first, last, n, end, emit);
+    for (; n < end; n += kTileRows) multiply_tiles<1>(matrix, x, first, last, n, end, emit);
   });
 }
 
-// Multiplies sums (kTileRows, width) by the scales of int8 weights and adds biases, like `emit_block`. Their row
-// `skipped` is row n of the matrix.
+// Multiplies sums (kTileRows, width) by the scales of rows and adds biases, like `emit_block`. Their row `skipped` is row n
+// of the matrix.
 inline void finish_sums(const Matrix& matrix, int64_t n, int64_t skipped, int64_t count, int64_t width, float* sums) {
   if (matrix.scales == nullptr && matrix.bias == nullptr) return;
   for (int64_t r = skipped; r < count; ++r) {
@@ -294,12 +248,6 @@ inline void finish_sums(const Matrix& matrix, int64_t n, int64_t skipped, int64_
       if (matrix.bias != nullptr) sum += matrix.bias[row];
     }
   }
-}
-
-// See `multiply` for vector registers.
-template <class Emit>
-void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit = TileInputs::kShare) {
-  matrix.scales == nullptr ? multiply_in_tiles<Bfloat16>(matrix, x, M, emit, unit) : multiply_in_tiles<Int8>(matrix, x, M, emit, unit);
 }
 
 // Writes f(gate) * up of two tiles of sums (kTileRows, width) to `inner`: elements n.. of `count` tokens from m on. The
@@ -322,28 +270,25 @@ void put_gated(const float* gate, const float* up, const TileInputs& inner, int6
   }
 }
 
-// See `multiply_gated`; for weights of one dtype.
-template <class T, class Function>
-void multiply_gated_tiles(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
-  const int64_t size = 2 * TileSums<2>::size(x.width);
-  for_each_panel(gate, x, M, TileInputs::kWholeShare, [&](int64_t first, int64_t last, int64_t n, int64_t end) {
-    for (; n < end; n += kTileRows) {
-      TileRows<T> rows[2] = {{gate, n, kTileRows}, {up, n, kTileRows}};
-      sum_tiles<2, T>(rows, gate.cols, x, first, last, [&](int64_t m, int64_t count, float* sums) {
-        finish_sums(gate, n, rows[0].skipped, rows[0].count, x.width, sums);
-        finish_sums(up, n, rows[1].skipped, rows[1].count, x.width, sums + size);
-        put_gated(sums, sums + size, inner, m, count, n, rows[0].skipped, rows[0].count, f);
-      });
-    }
-  });
-}
-
 // inner (M, rows) = f(x times the transposed `gate`) * (x times the transposed `up`), this thread's share of the rows.
 // Sixteen rows of both are computed together. Their dot products are still in the first cache, in the order of
 // `inner`'s tiles: nothing is transposed.
 template <class Function>
 void multiply_gated(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
-  gate.scales == nullptr ? multiply_gated_tiles<Bfloat16>(gate, up, x, M, inner, f) : multiply_gated_tiles<Int8>(gate, up, x, M, inner, f);
+  const int64_t size = 2 * TileSums<2>::size(x.width);
+  const Matrix matrices[] = {gate, up};
+  share_parts<TileInputs>(matrices, M, TileInputs::kWholeShare, [&](const Matrix (&parts)[2], int64_t begin, int64_t end) {
+    for_each_panel(parts[0], x, M, [&](int64_t first, int64_t last) {
+      for (int64_t n = begin; n < end; n += kTileRows) {
+        const TileRows rows[2] = {{parts[0], n, kTileRows}, {parts[1], n, kTileRows}};
+        sum_tiles<2>(rows, gate.cols, x, first, last, [&](int64_t m, int64_t count, float* sums) {
+          finish_sums(parts[0], n, rows[0].skipped, rows[0].count, x.width, sums);
+          finish_sums(parts[1], n, rows[1].skipped, rows[1].count, x.width, sums + size);
+          put_gated(sums, sums + size, inner, m, count, parts[0].first + n, rows[0].skipped, rows[0].count, f);
+        });
+      }
+    });
+  });
 }
 
 #endif

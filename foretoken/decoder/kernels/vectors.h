@@ -17,7 +17,7 @@
 // changes with every file that uses them.
 #define FORETOKEN_INLINE inline __attribute__((always_inline))
 
-// Whether matrix units multiply bfloat16, int8 widened to it, and queries with keys. Using their registers without the
+// Whether matrix units multiply bfloat16, and queries with keys. Using their registers without the
 // system's permission ends the process.
 #if defined(FORETOKEN_MAY_USE_TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512DQ__) && defined(__AVX512BF16__)
 #define FORETOKEN_TILES
@@ -105,14 +105,19 @@ inline void store_lanes(Bfloat16* p, Lanes x) {
 }
 inline Lanes greater(Lanes a, Lanes b) { return a > b ? a : b; }
 
-// Two registers side by side; in bfloat16, numbers below the normal ones become 0.
+// Two registers side by side; where the processor rounds to bfloat16, numbers below the normal ones become 0.
 inline void store_pair(float* p, Lanes first, Lanes second) {
   store_lanes(p, first);
   store_lanes(p + kLanes, second);
 }
+inline void store_pair(Bfloat16* p, Lanes first, Lanes second) {
 #if defined(__AVX512BF16__)
-inline void store_pair(Bfloat16* p, Lanes first, Lanes second) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)); }
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+  store_lanes(p, first);
+  store_lanes(p + kLanes, second);
 #endif
+}
 
 // A row of float32 in another dtype, rounded as `assign` does.
 template <class To>
@@ -351,43 +356,6 @@ struct Fragment<Bfloat16> {
   static Fragment load(const float* p) { return {load_lanes(p), load_lanes(p + kLanes)}; }
   Lanes add_product(const Fragment& other, Lanes sum) const {
     return multiply_add(high, other.high, multiply_add(low, other.low, sum));
-  }
-};
-#endif
-
-// Integers in -127..127, to be multiplied by the scale of their row; bfloat16 holds them exactly.
-#if defined(__AVX512BF16__)
-template <>
-struct Fragment<Int8> {
-  using Token = Bfloat16;
-  __m512bh low, high;
-  static constexpr int64_t place(int64_t k) { return k; }
-  static constexpr int kSide = kLanes;
-  static Fragment load(const Int8* p) {
-    const auto widened = [p](int i) { return (__m512)load_lanes(p + i * kLanes); };
-    return {_mm512_cvtne2ps_pbh(widened(1), widened(0)), _mm512_cvtne2ps_pbh(widened(3), widened(2))};
-  }
-  static Fragment load(const Bfloat16* p) {
-    return {(__m512bh)_mm512_loadu_si512(p), (__m512bh)_mm512_loadu_si512(p + 2 * kLanes)};
-  }
-  Lanes add_product(const Fragment& other, Lanes sum) const {
-    return (Lanes)_mm512_dpbf16_ps(_mm512_dpbf16_ps((__m512)sum, low, other.low), high, other.high);
-  }
-};
-#else
-template <>
-struct Fragment<Int8> {
-  using Token = float;
-  Lanes lanes[4];
-  static constexpr int64_t place(int64_t k) { return k; }
-  static constexpr int kSide = kLanes;
-  template <class E>
-  static Fragment load(const E* p) {
-    return {{load_lanes(p), load_lanes(p + kLanes), load_lanes(p + 2 * kLanes), load_lanes(p + 3 * kLanes)}};
-  }
-  Lanes add_product(const Fragment& other, Lanes sum) const {
-    for (int i = 0; i < 4; ++i) sum = multiply_add(lanes[i], other.lanes[i], sum);
-    return sum;
   }
 };
 #endif

@@ -1,4 +1,4 @@
-"""Weights in int8: how they are rounded, what kernels of every instruction set make of them, and what is refused."""
+"""Weights in 4 and 8 bits: how they are rounded, what kernels of every instruction set make of them, and refusals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder import native_linear
+from foretoken.decoder import quantized as quantized_module
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Block, Blocks, FeedForward, Matrix
-from foretoken.decoder.native_linear import NativeLinear, int8_weight
+from foretoken.decoder.native_linear import NativeLinear
+from foretoken.decoder.quantized import Quantization, QuantizedMatrix, quantized
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -25,17 +26,20 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def restored(weight: Tensor) -> Tensor:
+def restored(weight: Tensor, quantization: Quantization = "int8") -> Tensor:
     """What a quantised weight stands for, in float64."""
-    numbers, scales = int8_weight(weight)
-    return numbers.double() * scales.double().unsqueeze(1)
+    matrix = quantized(weight, quantization, dtype=torch.float32)
+    decoded = matrix.decoded().double()
+    return decoded if matrix.row_scales is None else decoded * matrix.row_scales.double().unsqueeze(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_rows_are_rounded_to_multiples_of_their_scale(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = torch.tensor([1.0, 1e-3, 0.0, 1e-44, 1e30])
     weight = (torch.randn(5, 37, generator=torch.Generator().manual_seed(0)) * sizes.unsqueeze(1)).to(dtype)
-    numbers, scales = int8_weight(weight)
+    made = quantized(weight, "int8")
+    numbers, scales = made.numbers, made.row_scales
+    assert scales is not None
     assert (numbers.dtype, scales.dtype) == (torch.int8, torch.float32)
     for row, integers, scale in zip(weight.double(), numbers.double(), scales.double(), strict=True):
         greatest = row.abs().max()
@@ -44,19 +48,81 @@ def test_rows_are_rounded_to_multiples_of_their_scale(dtype: torch.dtype, monkey
         assert integers.abs().max() == (127 if greatest > 1e-40 else integers.abs().max())
     assert not numbers[2].any()
     assert scales[2] == 0
-    monkeypatch.setattr(native_linear, "_AT_ONCE", 80)  # two rows at once
-    again = int8_weight(weight)
+    monkeypatch.setattr(quantized_module, "_AT_ONCE", 80)  # two rows at once
+    again = quantized(weight, "int8")
     assert torch.equal(again.numbers, numbers)
-    assert torch.equal(again.scales, scales)
+    assert torch.equal(again.row_scales, scales)
 
 
+@pytest.mark.parametrize("cols", [64, 37, 200])
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e8])
+def test_groups_of_int4_take_the_best_of_several_scales(size: float, cols: int) -> None:
+    weight = torch.randn(6, cols, generator=torch.Generator().manual_seed(1)) * size
+    weight[2], weight[3, :30] = 0, 0
+    made = quantized(weight, "int4", dtype=torch.float32)
+    assert made.group_scales.dtype == (torch.float16 if size == 1.0 else torch.float32)
+    assert (made.bits, made.shape, made.numbers.shape[1]) == (4, (6, cols), 32 * -(-cols // 64))
+    found = made.decoded()
+    assert not found[2].any()
+    for row, own in zip(weight, found, strict=True):
+        for start in range(0, cols, 64):
+            part, rounded = row[start : start + 64].double(), own[start : start + 64].double()
+            greatest = part[part.abs().argmax()]
+            errors = []
+            for share in (1.0, 0.93, 0.86, 0.79):
+                scale = greatest / -8 * share if greatest else torch.tensor(1.0).double()
+                errors.append(((part / scale).round().clamp(-8, 7) * scale - part).square().sum())
+            assert (rounded - part).square().sum() <= min(errors) * 1.01 + 1e-30
+            assert len(rounded.unique()) <= 16
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+def test_weights_that_are_not_finite_are_refused(value: float, quantization: Quantization) -> None:
     weight = torch.ones(3, 5)
     weight[1, 4] = value
-    for refused in (int8_weight, lambda w: NativeLinear(w, quantization="int8")):
+    for refused in (quantized, lambda w, q: NativeLinear(w, quantization=q)):
         with pytest.raises(UnsuitableError, match=r"a weight \(3, 5\) torch.float32 holds NaN or infinite values"):
-            refused(weight)
+            refused(weight, quantization)
+
+
+# Bits, weights in a group, dtype of scales, whether there are offsets.
+FORMATS = {
+    "4 bits, groups of 32": (4, 32, torch.float16, False),
+    "4 bits, groups of 64 with offsets": (4, 64, torch.float32, True),
+    "4 bits, groups of 128": (4, 128, torch.float32, False),
+    "8 bits, groups of 32 with offsets": (8, 32, torch.float16, True),
+    "8 bits, groups of 128": (8, 128, torch.float16, False),
+}
+
+
+def some_matrix(name: str, rows: int, cols: int, dtype: torch.dtype) -> QuantizedMatrix:
+    bits, group, kind, has_offsets = FORMATS[name]
+    generator = torch.Generator().manual_seed(rows + cols)
+    shape = (rows, -(-cols // group))
+    width = 32 * -(-cols // 64) if bits == 4 else cols
+    return QuantizedMatrix(
+        numbers=torch.randint(0, 256, (rows, width), generator=generator).to(torch.uint8).view(
+            torch.uint8 if bits == 4 else torch.int8
+        ),
+        num_inputs=cols,
+        dtype=dtype,
+        group=group,
+        group_scales=torch.randn(shape, generator=generator).to(kind),
+        group_offsets=torch.randn(shape, generator=generator).to(kind) if has_offsets else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_have_the_bits_of_decoded_weights(instruction_set: str, name: str, dtype: torch.dtype) -> None:
+    for rows, cols in ((1, 32), (37, 96), (50, 200), (120, 1000), (7, 4500)):
+        matrix, bias = some_matrix(name, rows, cols, dtype), torch.randn(rows)
+        x = torch.randn(40, cols, generator=torch.Generator().manual_seed(0))
+        found, dense = NativeLinear(matrix, bias), NativeLinear(matrix.decoded(), bias)
+        assert matrix.decoded().dtype == dtype
+        for count in (1, 2, 5, 16, 17, 40):
+            assert torch.equal(found(x[:count]), dense(x[:count])), (rows, cols, count)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -78,11 +144,13 @@ def test_products_are_those_of_the_integers(instruction_set: str, has_bias: bool
             assert torch.equal(linear(x[:count]), alone[:count])
 
 
-def quantised(layers: Blocks) -> Blocks:
+def quantised(layers: Blocks, quantization: Quantization) -> Blocks:
     """The blocks that the kernels compute: every matrix is what its integers stand for."""
 
     def matrix(stored: Matrix) -> Matrix:
-        return Matrix(weight=restored(stored.weight.float()), bias=stored.bias)
+        decoded = restored(stored.dense().float(), quantization)
+        # The kernels of these tests decode groups into bfloat16, and scale rows after the sum.
+        return Matrix(weight=decoded if quantization == "int8" else decoded.bfloat16().double(), bias=stored.bias)
 
     def block(each: Block) -> Block:
         assert isinstance(each.mlp, FeedForward)
@@ -95,15 +163,16 @@ def quantised(layers: Blocks) -> Blocks:
     return Blocks(blocks=[block(each) for each in layers.blocks], final_norm=layers.final_norm)
 
 
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
 @pytest.mark.parametrize("option", [name for name in OPTIONS if "experts" not in name])
-def test_quantised_blocks_are_the_formula(option: str) -> None:
-    """A prompt, then a tree: keys and values in float32, matrices in int8, tokens in float32 as AVX2 takes them."""
+def test_quantised_blocks_are_the_formula(option: str, quantization: Quantization) -> None:
+    """A prompt, then a tree: keys and values in float32, matrices rounded, tokens in float32 as AVX2 takes them."""
     with kernels_for("x86-64-v3"):
         stack = BlockStack(
-            in_dtype(two(OPTIONS[option]), torch.float32), num_slots=SLOTS, capacity=CAPACITY, quantization="int8"
+            in_dtype(two(OPTIONS[option]), torch.float32), num_slots=SLOTS, capacity=CAPACITY, quantization=quantization
         )
         assert stack.backend == "native"
-        layers, text = quantised(two(OPTIONS[option])), numbers(7, E, seed=70, scale=1.0)
+        layers, text = quantised(two(OPTIONS[option]), quantization), numbers(7, E, seed=70, scale=1.0)
         found = stack.run(text, chains([7], slots=[1], prefix_lens=[0]), side_of(layers, text)).double()
         expected = slow_of(layers, text)[3]
         assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
@@ -115,13 +184,16 @@ def test_quantised_blocks_are_the_formula(option: str) -> None:
         assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
 @pytest.mark.parametrize("option", ["as llama", "two inputs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str) -> None:
+def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str, quantization: Quantization) -> None:
     """Alone on one thread and beside others on two: the same bits."""
     layers, threads = in_dtype(two(OPTIONS[option]), dtype), torch.get_num_threads()
     text = numbers(9, E, seed=74, scale=1.0)
-    alone, company = (BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, quantization="int8") for _ in range(2))
+    alone, company = (
+        BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, quantization=quantization) for _ in range(2)
+    )
     try:
         torch.set_num_threads(1)
         one = [
