@@ -140,6 +140,10 @@ def serve(
         raise ConfigError(
             f"--per-request-spec-decode-metrics is '{per_request_spec_decode_metrics}'. Expected none or summary."
         )
+    if distill_to is not None and quantization is not None:
+        raise ConfigError(
+            "--distill-to trains against the model's weights as they are, and --quantization serves others. Pass one."
+        )
     if distill_to is not None and setup.is_synthetic:
         raise ConfigError("--distill-to learns the target's texts, and synthetic acceptance writes others. Pass one.")
     tool_format(tool_call_parser, ""), thinking_tags(reasoning_parser, "")  # refuse unknown names first

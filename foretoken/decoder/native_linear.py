@@ -96,7 +96,10 @@ class NativeLinear(nn.Module):
         """Renews a rounded copy in place after writes to its weight (N, K); raises `UnsuitableError` if not finite."""
         if self._quantization is not None and _version(weight) != self._copied_version:
             assert isinstance(self._weight, QuantizedMatrix), "a quantised copy"
-            for kept, new in zip(self._weight.tensors(), quantized(weight, self._quantization).tensors(), strict=True):
+            made = quantized(weight, self._quantization)
+            for kept, new in zip(self._weight.tensors(), made.tensors(), strict=True):
+                if kept.dtype != new.dtype:
+                    raise UnsuitableError("the scales of the new weights are in another dtype. Make a new LLM.")
                 kept.copy_(new)
             self._copied_version = _version(weight)
 
@@ -149,7 +152,10 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
         UnsuitableError: If a linear layer is to be quantised and cannot be a native one.
     """
     if isinstance(layer, QuantizedLinear):
-        return NativeLinear(layer.matrix, layer.bias)
+        try:
+            return NativeLinear(layer.matrix, layer.bias)
+        except UnsuitableError:
+            return layer
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         return layer
     if quantization is not None:

@@ -6,12 +6,14 @@ Letters: N outputs and K inputs of a matrix, G groups of weights that share a sc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foretoken.core.checks import require
+from foretoken.core.errors import ModelError
 from foretoken.decoder.base import UnsuitableError
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ _GROUP = 64  # weights of int4 that share a scale; a choice: 4.25 bits a weight
 # A choice: smaller ones cut the greatest weights, and all others are rounded more finely.
 _SHARES = (1.0, 0.93, 0.86, 0.79)
 _AT_ONCE = 1 << 20  # weights in float32 during rounding, 4 MiB; a choice: they stay in the processor's caches
+_DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a choice: some 200 MiB with temporaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +81,25 @@ class QuantizedMatrix:
             if each is not None:
                 yield each
 
+    def __post_init__(self) -> None:
+        rows, width = self.numbers.shape
+        groups = -(-self.num_inputs // self.group) if self.group else 0
+        is_packed = self.numbers.dtype == torch.uint8
+        expected = _TOGETHER // 2 * -(-self.num_inputs // _TOGETHER) if is_packed else self.num_inputs
+        scales = [each for each in (self.group_scales, self.group_offsets) if each is not None]
+        require(self.numbers.dtype in (torch.int8, torch.uint8) and width == expected, "numbers have another shape")
+        require(self.dtype in (torch.float32, torch.bfloat16), "the dtype is not float32 or bfloat16")
+        require(not self.group or (self.group >= 32 and self.group & (self.group - 1) == 0), "a group is too short")
+        require((self.group_scales is not None) == bool(self.group), "groups have scales, and only groups")
+        require(bool(self.group) or not is_packed, "numbers of 4 bits come in groups")
+        require(
+            all(each.shape == (rows, groups) and each.dtype == scales[0].dtype for each in scales)
+            and (not scales or scales[0].dtype in (torch.float16, torch.float32)),
+            "scales and offsets of groups have another shape or dtype",
+        )
+        require(self.row_scales is None or self.row_scales.shape == (rows,), "there is not one scale a row")
+        require(all(each.is_contiguous() for each in self.tensors()), "a tensor is not contiguous")
+
     def rows(self, start: int, end: int) -> QuantizedMatrix:
         """Returns the rows start..end in place."""
         row_scales, scales, offsets = (
@@ -96,13 +118,15 @@ class QuantizedMatrix:
             numbers = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)[:, : self.num_inputs].to(torch.int8) - _ZERO
         if self.group_scales is None:
             return numbers.to(self.dtype)
-        wide = numbers.double() * self._spread(self.group_scales)  # exact, and the sum is rounded once
-        if self.group_offsets is not None:
-            wide += self._spread(self.group_offsets)
-        return wide.float().to(self.dtype)
+        scales = self._spread(self.group_scales)
+        if self.group_offsets is None:
+            return (numbers * scales).to(self.dtype)
+        # The product is exact in float64. The kernels' fused addition rounds once, this one again to float32: they may
+        # differ in one of 2**29 sums.
+        return (numbers * scales.double() + self._spread(self.group_offsets)).float().to(self.dtype)
 
     def _spread(self, each: Tensor) -> Tensor:
-        return each.double().repeat_interleave(self.group, 1)[:, : self.num_inputs]
+        return each.float().repeat_interleave(self.group, 1)[:, : self.num_inputs]
 
     def dequantized(self) -> Tensor:
         """Returns the weights that the matrix stands for, (N, K) in `dtype`; products in it are rounded once more."""
@@ -135,10 +159,11 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
         raise UnsuitableError(
             f"a weight {tuple(weight.shape)} {weight.dtype} holds NaN or infinite values, which {quantization} has not."
         )
-    made = QuantizedMatrix(numbers=torch.cat(numbers), num_inputs=weight.shape[1], dtype=dtype)
+    rows, cols = torch.cat(numbers), weight.shape[1]
     if quantization == "int8":
-        return replace(made, row_scales=joined)
-    return replace(made, group=_GROUP, group_scales=joined.half() if _fits_half(joined) else joined)
+        return QuantizedMatrix(numbers=rows, num_inputs=cols, dtype=dtype, row_scales=joined)
+    scales = joined.half() if _fits_half(joined) else joined
+    return QuantizedMatrix(numbers=rows, num_inputs=cols, dtype=dtype, group=_GROUP, group_scales=scales)
 
 
 def _rounded_to_int8(part: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +204,7 @@ def _fits_half(scale: Tensor) -> bool:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer that keeps its weight in 4 or 8 bits; torch multiplies by a dequantized copy that it then frees.
+    """A linear layer that keeps its weight in 4 or 8 bits; torch multiplies by dequantized rows that it then frees.
 
     The native kernels read `matrix` in place.
     """
@@ -200,5 +225,15 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turns (..., K) into (..., N) of the same dtype."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return functional.linear(x, self.weight.to(x.dtype), bias)
+        step = max(1, _DENSE_AT_ONCE // self.in_features)
+        starts = range(0, self.out_features, step)
+        rows = (self.matrix.rows(start, min(start + step, self.out_features)) for start in starts)
+        parts = [functional.linear(x, each.dequantized().to(x.dtype)) for each in rows]
+        y = torch.cat(parts, -1)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+    def _save_to_state_dict(self, _: Any, prefix: str, __: bool) -> None:
+        raise ModelError(
+            f"'{prefix.rstrip('.')}' keeps its weight in {self.matrix.bits} bits, which cannot be saved. Save the "
+            "model before it is rounded."
+        )

@@ -53,7 +53,7 @@ class Options(WindowOptions):
             tokens.
         quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
             float32 and bfloat16; no mixture of experts): one more byte per weight. "none" drafts with the weights as
-            stored. "int4" is half as large and rounds more. "auto" takes int8 where possible.
+            stored. "int4" takes half the bytes of "int8". "auto" takes int8 where possible.
         vocab_match: How a draft model with another tokenizer drafts. "same" refuses it, "intersection" drafts tokens
             that both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" means "same"
             for equal vocabularies, else "intersection" if most of the target's tokens are shared. None means

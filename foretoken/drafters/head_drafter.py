@@ -62,8 +62,8 @@ class HeadOptions(WindowOptions):
             `foretoken.drafters.draft_model`.
         quantization: "int8" drafts with all matrices in int8, with a scale per row, on CPUs: one byte per weight, also
             for a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
-            target's precision: float32, or bfloat16 if the target is. "int4" is half as large. "auto" takes int8 where
-            possible.
+            target's precision: float32, or bfloat16 if the target is. "int4" takes half the bytes of "int8".
+            "auto" takes int8 where possible.
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
 

@@ -446,6 +446,8 @@ def draft_runner(
         )
 
     def quantize(quantization: Quantization | None) -> None:  # leaves the model as it is if it raises
+        if quantization is not None and model.quantization is not None:
+            raise UnsuitableError(f"'{model.name}' was rounded to {model.quantization} before.")
         if quantization is not None:
             runner.quantize(quantization)
 

@@ -253,7 +253,7 @@ def pair_key(model: LoadedModel, drafters: Sequence[object]) -> str | None:
     except ForetokenError as err:
         _log.debug("acceptance is not kept for '%s': %s", model.name, err)
         return None
-    facts = [_FORMAT, target, [repr(each) for each in drafters]]
+    facts = [_FORMAT, target, model.quantization, [repr(each) for each in drafters]]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 

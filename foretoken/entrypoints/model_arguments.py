@@ -88,6 +88,8 @@ def target_model(model: Any, dtype: Any, device: Any, revision: Any = None, quan
             f"quantization '{wanted}' was asked for, but '{loaded.name}' is in memory as {loaded.quantization}. "
             "Expected the same or None. Load it again."
         )
+    if loaded is model:  # the caller's, who may use it as it is
+        loaded = wrap_model(loaded.module, name=loaded.name)
     return quantize_model(loaded, wanted)
 
 

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from foretoken.core.errors import ModelError
 from foretoken.decoder.native_head import LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
 from foretoken.decoder.quantized import Quantization, QuantizedLinear
@@ -75,7 +76,13 @@ def target_parts(
 
     Raises:
         UnsuitableError: If the LM head cannot be quantised.
+        ModelError: For a dtype without `is_inference`, if the model was rounded.
     """
+    if model.quantization is not None and dtype is not None and not is_inference:
+        raise ModelError(
+            f"'{model.name}' was rounded to {model.quantization}, and training and copies need its weights as they "
+            "are. Load it without quantization."
+        )
     module: Any = model.module
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     factor, cap = _logits_shape(model.config)

@@ -1,4 +1,4 @@
-"""Rounds the matrices of a loaded target to 4 or 8 bits: the model then is the quantized one, also for `verify`."""
+"""Rounds the matrices of a loaded target to 4 or 8 bits; drafts are then verified against the rounded model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
 from foretoken.models.loading import HASHED_ROWS, LoadedModel
+from foretoken.models.model_changes import foreign_call
+from foretoken.models.placement import gather_weights
 
 _QUANTIZATIONS = get_args(Quantization)
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -32,10 +34,11 @@ def check_quantization_name(value: Any) -> Quantization | None:
 def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedModel:
     """Replaces every linear layer of a target by one in 4 or 8 bits, the LM head too; embedding and experts stay.
 
-    The originals are freed block by block, unless a caller owns them; later writes to a caller's matrices are not seen.
+    The module is changed in place. The originals are freed block by block, unless others hold them.
 
     Raises:
-        ModelError: If the model is not on a CPU in float32 or bfloat16, or a weight is not finite.
+        ModelError: If the model is not on a CPU in float32 or bfloat16, has layers of other kinds, hooks or adapters,
+            or a weight is not finite; some layers are replaced then.
     """
     if not runs_cpu_kernels(model.device) or model.dtype not in _DTYPES:
         raise ModelError(
@@ -43,6 +46,7 @@ def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedMode
             "CPUs have kernels for it, and inputs are float32 or bfloat16. Pass device='cpu' and dtype='bfloat16'."
         )
     module: Any = model.module
+    _check_layers(model, quantization)
     head = module.get_output_embeddings()
     first_rows = head.weight.detach()[:HASHED_ROWS].clone()
     if not model.is_borrowed:  # vectors share memory with the matrices of their block, which is freed
@@ -53,7 +57,27 @@ def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedMode
         owner_name, _, own_name = name.rpartition(".")
         owner: Any = module.get_submodule(owner_name)
         setattr(owner, own_name, _rounded(getattr(owner, own_name), quantization, model, name))
+    if not model.is_borrowed:
+        gather_weights(module)  # away from the memory that they shared with matrices
     return replace(model, quantization=quantization, first_head_rows=first_rows)
+
+
+def _check_layers(model: LoadedModel, quantization: Quantization) -> None:
+    module: Any = model.module
+    reason = foreign_call(module)
+    for name, part in module.named_modules():
+        is_known = type(part) is nn.Linear or isinstance(part, nn.Embedding) or type(part).__name__.endswith("Router")
+        if type(part).__module__.startswith("peft"):
+            reason = f"'{name}' is an adapter"
+        elif not is_known and any(each.dim() == 2 for each in part.parameters(recurse=False)):
+            reason = f"'{name}' is a {type(part).__name__}, not a plain linear layer"
+    if getattr(model.config, "quantization_config", None) is not None:
+        reason = "its weights are quantised already"
+    if reason is not None:
+        raise ModelError(
+            f"quantization '{quantization}' was asked for '{model.name}', but {reason.rstrip('.')}. Expected a model "
+            "of plain linear layers. Leave quantization out."
+        )
 
 
 def _rounded(part: nn.Linear, quantization: Quantization, model: LoadedModel, name: str) -> QuantizedLinear:

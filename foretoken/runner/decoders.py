@@ -244,7 +244,7 @@ def proven_decoder(
 def quantized_decoder(
     name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization
 ) -> Decoder:
-    """Returns a decoder of a draft model with quantised copies of its matrices, one byte a weight.
+    """Returns a decoder of a draft model with rounded copies of its matrices.
 
     The self-test does not run: the logits are those of other weights. The decoder passed it with the original ones.
     Raises `UnsuitableError` if the decoder has no kernels for the format, or the weights cannot be quantised.

@@ -154,6 +154,10 @@ class Runner:
         """
         if not self._writes.are_new():
             return False
+        if self.model.quantization is not None:
+            raise ModelError(
+                f"weights of '{self.model.name}' were written, whose matrices were rounded before. Make a new LLM."
+            )
         if self.quantization is not None:
             self.quantize(self.quantization)
         elif self.name != "generic":  # `generic` keeps no copies

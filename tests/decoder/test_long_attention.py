@@ -33,6 +33,7 @@ SHAPES: list[dict[str, Any]] = [
     {"num_heads": 8, "num_kv_heads": 2, "head_dim": 80, "softcap": 1.5},
     {"num_heads": 8, "num_kv_heads": 1, "head_dim": 128},
     {"num_heads": 9, "num_kv_heads": 3, "head_dim": 33, "window": 17},
+    {"num_heads": 9, "num_kv_heads": 9, "head_dim": 32},  # so many that threads take whole heads of many queries
 ]
 
 

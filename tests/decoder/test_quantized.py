@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,6 +143,31 @@ def test_products_are_those_of_the_integers(instruction_set: str, has_bias: bool
         assert torch.equal(alone[:, rows // 2], torch.full((9,), float(has_bias * bias[rows // 2])))
         for count in range(1, 10):
             assert torch.equal(linear(x[:count]), alone[:count])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("inner", [200, 1000])
+def test_gated_layers_of_several_parts_have_the_bits_of_decoded_weights(inner: int, bits: int) -> None:
+    name = next(each for each, (own, *_) in FORMATS.items() if own == bits)
+    layers = in_dtype(two(OPTIONS["as llama"]), torch.bfloat16)
+    weights = {part: some_matrix(name, *shape, torch.bfloat16) for part, shape in
+               {"gate": (inner, E), "up": (inner, E), "down": (E, inner)}.items()}  # fmt: skip
+
+    def stack(is_dense: bool) -> BlockStack:
+        own = {part: Matrix(weight=each.decoded() if is_dense else each) for part, each in weights.items()}
+        made = [replace(each, mlp=FeedForward(**own)) for each in layers.blocks]
+        return BlockStack(Blocks(blocks=made, final_norm=layers.final_norm), num_slots=SLOTS, capacity=CAPACITY)
+
+    text, threads = numbers(40, E, seed=74, scale=1.0), torch.get_num_threads()
+    dense, found = stack(True), stack(False)
+    assert found.backend == "native"
+    try:
+        for count, used in ((1, 1), (16, 2), (17, 3), (40, 2)):
+            torch.set_num_threads(used)
+            work = chains([count], slots=[0], prefix_lens=[0])
+            assert torch.equal(found.run(text[:count], work), dense.run(text[:count], work)), (count, used)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def quantised(layers: Blocks, quantization: Quantization) -> Blocks:

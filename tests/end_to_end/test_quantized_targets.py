@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.quantized import QuantizedLinear, quantized
 from foretoken.formats.checkpoint import TargetFingerprint
-from foretoken.models.loading import wrap_model
+from foretoken.models.loading import load_model, wrap_model
+from foretoken.models.parts import target_parts
 from foretoken.models.quantize import quantize_model
 
 PROMPTS = [[5, 6, 7, 8, 5, 6], list(range(3, 40)), [9, 9, 4]]
@@ -84,32 +84,60 @@ def test_the_transformers_model_multiplies_by_the_same_weights() -> None:
 
 def test_experts_stay_and_the_rest_is_rounded() -> None:
     module = tiny_model("qwen3_moe", dtype=BF16)
-    made = quantize_model(wrap_model(module, name="tiny"), "int4")
-    assert any(isinstance(part, QuantizedLinear) for part in made.module.modules())
+    made: Any = quantize_model(wrap_model(module, name="tiny"), "int4")
+    theirs: Any = module
+    assert isinstance(made.backbone.layers[0].self_attn.q_proj, QuantizedLinear)
+    for ours, original in zip(made.backbone.layers, theirs.model.layers, strict=True):
+        assert torch.equal(ours.mlp.experts.gate_up_proj, original.mlp.experts.gate_up_proj)
     assert_same_text(
         texts("int4", config("ngram", num_speculative_tokens=3)([]), module=module), texts("int4", {}, module=module),
         ["experts"] * len(PROMPTS),
     )  # fmt: skip
 
 
-def test_originals_are_freed_and_a_callers_model_stays(tmp_path: Any) -> None:
+def reachable_bytes(module: torch.nn.Module) -> int:
+    """Bytes of all memory that parameters and buffers keep."""
+    parts = [each.untyped_storage() for each in (*module.parameters(), *module.buffers())]
+    return sum({each.data_ptr(): each.nbytes() for each in parts}.values())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_originals_are_freed_and_drafters_know_the_target(architecture: str, tmp_path: Path) -> None:
+    module = tiny_model(architecture, dtype=BF16, tie_word_embeddings=False)
+    module.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="bfloat16")
+    linear = sum(part.weight.nbytes for part in loaded.module.modules() if type(part) is torch.nn.Linear)
+    before, fingerprint = reachable_bytes(loaded.module), TargetFingerprint.of(loaded)
+    rounded = quantize_model(loaded, "int4")
+    kept = sum(part.matrix.nbytes for part in rounded.module.modules() if isinstance(part, QuantizedLinear))
+    assert 0 < kept < linear
+    assert reachable_bytes(rounded.module) <= before - linear + kept + 4096, "but for alignment"
+    assert TargetFingerprint.of(rounded) == fingerprint, "its drafters are those of the original"
+
+
+def test_a_callers_models_stay() -> None:
     module = tiny_model("llama", dtype=BF16)
     before = {name: each.clone() for name, each in module.state_dict().items()}
     texts("int4", {}, module=module)
     assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
-    module.save_pretrained(tmp_path)
-    from foretoken.models.loading import load_model
+    loaded = wrap_model(module, name="tiny")
+    plain = LLM(loaded, tokenizer=tokenizer(), runner="lean-native").generate(PROMPTS, PARAMS)
+    for quantization in ("int4", "int8"):
+        assert_same_text(
+            texts(quantization, {}, module=loaded), texts(quantization, {}, module=module), ["loaded"] * len(PROMPTS)
+        )
+    again = LLM(loaded, tokenizer=tokenizer(), runner="lean-native").generate(PROMPTS, PARAMS)
+    assert_same_text(again, plain, ["again"] * len(PROMPTS))
 
-    loaded = load_model(str(tmp_path), dtype="bfloat16")
-    first: Any = loaded.backbone
-    memory = weakref.ref(first.layers[0].self_attn.q_proj.weight)
-    storage = first.layers[0].self_attn.q_proj.weight.untyped_storage()
-    fingerprint = TargetFingerprint.of(loaded)
-    rounded = quantize_model(loaded, "int4")
-    gc.collect()
-    assert memory() is None
-    assert first.layers[0].input_layernorm.weight.untyped_storage()._cdata != storage._cdata
-    assert TargetFingerprint.of(rounded) == fingerprint, "its drafters are those of the original"
+
+def test_writes_to_a_callers_weights_end_it() -> None:
+    module = copy.deepcopy(tiny_model("llama", dtype=BF16))
+    engine = LLM(module, tokenizer=tokenizer(), quantization="int8", runner="lean-native")
+    engine.generate(PROMPTS[:1], PARAMS[:1])
+    with torch.no_grad():
+        module.model.embed_tokens.weight.mul_(2)
+    (output,) = engine.generate(PROMPTS[:1], PARAMS[:1])
+    assert "weights of 'LlamaForCausalLM' were written, whose matrices were rounded" in str(output.outputs[0].error)
 
 
 def test_refusals() -> None:
@@ -121,7 +149,19 @@ def test_refusals() -> None:
     loaded = quantize_model(wrap_model(tiny_model("llama", dtype=BF16), name="tiny"), "int8")
     with pytest.raises(ModelError, match="quantization 'int4' was asked for, but 'tiny' is in memory as int8"):
         LLM(loaded, quantization="int4")
+    with pytest.raises(ModelError, match="keeps its weight in 8 bits, which cannot be saved"):
+        loaded.module.state_dict()
+    with pytest.raises(ModelError, match="'tiny' was rounded to int8, and training and copies need its weights"):
+        target_parts(loaded, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="quantization 'int8' cannot be had: 'tiny' was rounded to int8 before"):
+        LLM(loaded, speculative_config={"method": "sparse_kv", "kv_budget": 12, "quantization": "int8"})
     broken = copy.deepcopy(module)
     broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(ModelError, match=r"'model.layers.1.mlp.up_proj' of .* cannot be rounded: a weight .* NaN"):
         LLM(broken, quantization="int4")
+    hooked = copy.deepcopy(module)
+    hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match=r"was asked for '.*', but .* hook"):
+        LLM(hooked, quantization="int4")
+    with pytest.raises(ModelError, match=r"is a Conv1D, not a plain linear layer. Expected"):
+        LLM(tiny_model("gpt2", dtype=BF16), quantization="int4")

@@ -123,9 +123,9 @@ class Decoder {
       place_keys(layer, m, 0, model_.kv_heads);
     });
     barrier_.wait();
-    // With one portion a KV head, threads share its blocks, if there are several for each of them.
+    // Of few queries, threads share the blocks of every KV head, if there are several for each of them.
     const int64_t blocks = blocks_of(pass_.prefix[0] + pass_.node_starts[1]);
-    if (num_units() == model_.kv_heads && blocks >= 2 * omp_get_num_threads() && pass_.attention == nullptr) return attend_by_block(layer);
+    if (pass_.num_sequences == 1 && group_ * rows_ <= SharedAttention<T>::kQueries && blocks >= 2 * omp_get_num_threads() && pass_.attention == nullptr) return attend_by_block(layer);
     // A thread adds the attention weights of all tokens of a sequence and a KV head, one token after another.
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     for (int64_t s = 0; s < pass_.num_sequences; ++s) {

@@ -7,7 +7,7 @@ extern "C" {
 
 // A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null. Or its numbers in 8 or 4 bits: a
 // weight is number * group scale + group offset, and a row of products is multiplied by the row's scale. Numbers of 4
-// bits are packed as `quantized.h` says, a row has whole bytes.
+// bits are packed as `quantized.h` says, 64 of a row in 32 bytes.
 struct Matrix {
   const void* weight;
   const float* bias;
@@ -16,7 +16,7 @@ struct Matrix {
   int64_t pass_bytes;   // of all matrices that a pass reads once, this one included; 0 if the matrix is soon read again
   int64_t bits;         // 8 or 4; 0: in the model's dtype
   const void *group_scales, *group_offsets;  // (rows, groups); null: 1, and 0
-  int64_t group;            // weights side by side that share them: a power of 2 from 32 on, or all
+  int64_t group;            // weights side by side that share them: a power of 2 from 32 on
   int64_t groups_are_half;  // whether they are in half precision, otherwise float32
   int64_t first;            // the number of row 0, if these are rows of a larger matrix
 };

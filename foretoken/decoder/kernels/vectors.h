@@ -211,8 +211,8 @@ inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
 #endif
 }
 
-// 2^x, 0 below -125. T: the dtype to which the caller rounds it; relative error below 3e-7, and below 9e-5 for bfloat16,
-// whose rounding is 20 times that.
+// 2^x; below -125 it is 0, or nearly 0. T: the dtype of the weight that it becomes; relative error below 3e-7, and below
+// 9e-5 for bfloat16, whose rounding is 20 times that.
 template <class T = float>
 inline Lanes power_of_two(Lanes x) {
 #if defined(__AVX512DQ__)
