@@ -199,6 +199,18 @@ def test_a_run_by_size_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.C
         assert {path.name for path in tmp_path.iterdir()} >= {"run.png", "run-dark.svg"}
 
 
+def test_cells_of_other_runs_join_a_report(tmp_path: Path) -> None:
+    common = ["sizes", "--rows", "300", "--tokens", "24", "--rounds", "1", "--threads", "1", "--runs", str(tmp_path)]
+    common += ["--drafters", "ngram"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main([*common, "--batch", "1", "2", "--out", str(first)]) == 0
+    assert main([*common, "--batch", "1", "--out", str(second), "--also", f"{first}.json"]) == 0
+    report = second.with_suffix(".md").read_text()
+    assert "Cells of another run, `first.json` (commit" in report
+    assert [row.split("|")[2].strip() for row in report.splitlines() if "| ngram" in row] == ["1", "2"]
+    assert len(json.loads(second.with_suffix(".json").read_text())["lines"]) == 1, "its own"
+
+
 def test_what_does_not_fit_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
