@@ -52,6 +52,21 @@ def test_commands_of_the_base_package_need_no_extra() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_rounded_targets(quantization: str) -> None:
+    """Of the trained model: the text is the same with drafts, heads of the original draft well, verify agrees."""
+    options = ("-q", quantization, "--dtype", "bfloat16", "--runner", "lean-native")
+    plain = generated(*options)
+    drafted = generated(*options, "-s", "hass:chain:num_speculative_tokens=4")
+    assert plain["quantization"] == quantization
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["metrics"]["mean_acceptance_length"] > 1.8  # type: ignore[index]
+    checked = output_of(
+        "verify", MODEL, *options, "-s", "draft_model:tree", "--num-prompts", "2", "--max-tokens", "16", "--json"
+    )
+    assert [row["divergence"] for row in json.loads(checked)["checks"]] == [None] * 4, "two texts at two temperatures"
+
+
 def test_generate_json_is_the_same_with_every_drafter() -> None:
     plain = generated()
     assert plain["runner"] in ("lean-native", "lean-stock")
