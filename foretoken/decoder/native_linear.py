@@ -94,10 +94,12 @@ class NativeLinear(nn.Module):
 
     def requantize(self, weight: Tensor) -> None:
         """Renews a rounded copy in place after writes to its weight (N, K); raises `UnsuitableError` if not finite."""
-        if self._quantization is not None and _version(weight) != self._copied_version:
-            assert isinstance(self._weight, QuantizedMatrix), "a quantised copy"
+        own = self._weight
+        if self._quantization is None or isinstance(own, Tensor):
+            return
+        if _version(weight) != self._copied_version:
             made = quantized(weight, self._quantization)
-            for kept, new in zip(self._weight.tensors(), made.tensors(), strict=True):
+            for kept, new in zip(own.tensors(), made.tensors(), strict=True):
                 if kept.dtype != new.dtype:
                     raise UnsuitableError("the scales of the new weights are in another dtype. Make a new LLM.")
                 kept.copy_(new)
