@@ -162,8 +162,8 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
     rows, cols = torch.cat(numbers), weight.shape[1]
     if quantization == "int8":
         return QuantizedMatrix(numbers=rows, num_inputs=cols, dtype=dtype, row_scales=joined)
-    scales = joined.half() if _fits_half(joined) else joined
-    return QuantizedMatrix(numbers=rows, num_inputs=cols, dtype=dtype, group=_GROUP, group_scales=scales)
+    stored = joined.half() if _fits_half(joined) else joined
+    return QuantizedMatrix(numbers=rows, num_inputs=cols, dtype=dtype, group=_GROUP, group_scales=stored)
 
 
 def _rounded_to_int8(part: Tensor) -> tuple[Tensor, Tensor]:
