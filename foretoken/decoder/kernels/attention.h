@@ -243,7 +243,7 @@ class SharedAttention {
     top = greatest_lane(greater(greatest[0], greatest[1])) * scale;
     if (kept != nullptr) *kept++ = top;
     for (int64_t j = 0; j < size; j += kPair) {
-      const Numerators<typename Engine::Weight> pair(load_lanes(scores + j), load_lanes(scores + j + kLanes), scale, top);
+      const Numerators pair(load_lanes(scores + j), load_lanes(scores + j + kLanes), scale, top);
       if (kept != nullptr) store_pair(kept + j, pair.first, pair.second);
       store_pair(weights + j, pair.first, pair.second);
       sum += pair.first + pair.second;

@@ -138,7 +138,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
     for (int64_t step = 0; step < kBlock / kTileStep; ++step) {
       for (int c = 0; c < kQueries; ++c) {
         const float* from = scores + 2 * step * kScores + c * kKeys;
-        const Numerators<Weight> pair(load_lanes(from), load_lanes(from + kScores), scale, greatest[c]);
+        const Numerators pair(load_lanes(from), load_lanes(from + kScores), scale, greatest[c]);
         store_pair(weights + step * kTile + c * kTileStep, pair.first, pair.second);
         sum[c] += pair.first + pair.second;
       }

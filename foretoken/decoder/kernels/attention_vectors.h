@@ -15,9 +15,8 @@ constexpr int64_t kBlock = 512;  // rows of a KV cache whose mixture is computed
 
 inline int64_t blocks_of(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
 
-// The numerators of a softmax of two registers of scores: 2^(score * scale - top), which the caller rounds to T.
+// The numerators of a softmax of two registers of scores: 2^(score * scale - top).
 constexpr int64_t kPair = 2 * kLanes;
-template <class T>
 struct Numerators {
   Lanes first, second;
 
@@ -25,7 +24,7 @@ struct Numerators {
 
  private:
   static Lanes of(Lanes scores, float scale, float top) {
-    return power_of_two<T>(multiply_add(scores, in_all_lanes(scale), -in_all_lanes(top)));
+    return power_of_two(multiply_add(scores, in_all_lanes(scale), -in_all_lanes(top)));
   }
 };
 

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -211,10 +210,7 @@ inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
 #endif
 }
 
-// 2^x; below -125 it is 0, or nearly 0. T: the dtype of the weight that it becomes; relative error below 3e-7, and below
-// 9e-5 for bfloat16, whose rounding is 20 times that.
-template <class T = float>
-inline Lanes power_of_two(Lanes x) {
+inline Lanes power_of_two(Lanes x) {  // 2^x, relative error below 3e-7; below -125 it is 0, or nearly 0
 #if defined(__AVX512DQ__)
   const Lanes r = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // 0 for -inf
 #else
@@ -223,18 +219,11 @@ inline Lanes power_of_two(Lanes x) {
   const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Lanes n = (x - 0.5f + magic) - magic, r = x - n;
 #endif
-  Lanes p;  // with p(0) = 1, the least relative error on 0..1
-  if constexpr (std::is_same_v<T, Bfloat16>) {
-    p = Lanes{} + 7.70670548081398e-2f;
-    p = multiply_add(p, r, Lanes{} + 2.2764497995376587e-1f);
-    p = multiply_add(p, r, Lanes{} + 6.951168179512024e-1f);
-  } else {
-    p = Lanes{} + 1.8671307479962707e-3f;
-    p = multiply_add(p, r, Lanes{} + 9.017028845846653e-3f);
-    p = multiply_add(p, r, Lanes{} + 5.579991266131401e-2f);
-    p = multiply_add(p, r, Lanes{} + 2.4016444385051727e-1f);
-    p = multiply_add(p, r, Lanes{} + 6.931512951850891e-1f);
-  }
+  Lanes p = Lanes{} + 1.8671307479962707e-3f;  // with p(0) = 1, the least relative error on 0..1
+  p = multiply_add(p, r, Lanes{} + 9.017028845846653e-3f);
+  p = multiply_add(p, r, Lanes{} + 5.579991266131401e-2f);
+  p = multiply_add(p, r, Lanes{} + 2.4016444385051727e-1f);
+  p = multiply_add(p, r, Lanes{} + 6.931512951850891e-1f);
   p = multiply_add(p, r, Lanes{} + 1.0f);
 #if defined(__AVX512DQ__)
   return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)x);
