@@ -21,6 +21,7 @@ from torch import Tensor
 from foretoken.core.checks import require
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.memory import is_plain
+from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from foretoken.core.passes import Tap
-    from foretoken.decoder.quantized import QuantizedMatrix
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -45,6 +45,12 @@ class Matrix:
 
     weight: Tensor | QuantizedMatrix
     bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, linear: nn.Linear | QuantizedLinear) -> Matrix:
+        """Returns the matrix of a module, in place."""
+        weight = linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight
+        return cls(weight=weight, bias=linear.bias)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors of the weight, and the bias."""

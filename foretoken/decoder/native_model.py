@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.decoder import blocks as described
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights
+from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, Matrix
 from foretoken.decoder.library import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
 from foretoken.decoder.native_linear import matrix_struct
@@ -23,6 +22,7 @@ from foretoken.decoder.quantized import Quantization, QuantizedLinear, Quantized
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from foretoken.decoder import blocks as described
     from foretoken.decoder.slot_cache import SlotCache
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -174,15 +174,11 @@ class NativeModel(Described):
         }
 
     def _head(self, head: Any) -> MatrixStruct:
-        if isinstance(head, QuantizedLinear):
-            matrix = described.Matrix(weight=head.matrix, bias=head.bias)
-        elif type(head) is torch.nn.Linear:
-            matrix = described.Matrix(weight=head.weight, bias=head.bias)
-        else:
+        if type(head) not in (torch.nn.Linear, QuantizedLinear):
             raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
-        return self._matrix("lm_head", matrix, int(head.out_features), self._hidden)
+        return self._matrix("lm_head", Matrix.of(head), int(head.out_features), self._hidden)
 
-    def _matrix(self, name: str, matrix: described.Matrix, rows: int, cols: int) -> MatrixStruct:
+    def _matrix(self, name: str, matrix: Matrix, rows: int, cols: int) -> MatrixStruct:
         weight = matrix.weight
         if isinstance(weight, Tensor):
             self._check_layout(name, weight.detach(), (rows, cols), self._dtype)

@@ -55,6 +55,25 @@ class QuantizedMatrix:
     group_scales: Tensor | None = None
     group_offsets: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        rows, width = self.numbers.shape
+        groups = -(-self.num_inputs // self.group) if self.group else 0
+        is_packed = self.numbers.dtype == torch.uint8
+        expected = _TOGETHER // 2 * -(-self.num_inputs // _TOGETHER) if is_packed else self.num_inputs
+        scales = [each for each in (self.group_scales, self.group_offsets) if each is not None]
+        require(self.numbers.dtype in (torch.int8, torch.uint8) and width == expected, "numbers have another shape")
+        require(self.dtype in (torch.float32, torch.bfloat16), "the dtype is not float32 or bfloat16")
+        require(not self.group or (self.group >= 32 and self.group & (self.group - 1) == 0), "a group is too short")
+        require((self.group_scales is not None) == bool(self.group), "groups have scales, and only groups")
+        require(bool(self.group) or not is_packed, "numbers of 4 bits come in groups")
+        require(
+            all(each.shape == (rows, groups) and each.dtype == scales[0].dtype for each in scales)
+            and (not scales or scales[0].dtype in (torch.float16, torch.float32)),
+            "scales and offsets of groups have another shape or dtype",
+        )
+        require(self.row_scales is None or self.row_scales.shape == (rows,), "there is not one scale a row")
+        require(all(each.is_contiguous() for each in self.tensors()), "a tensor is not contiguous")
+
     @property
     def bits(self) -> int:
         """Bits of a number."""
@@ -80,25 +99,6 @@ class QuantizedMatrix:
         for each in (self.numbers, self.row_scales, self.group_scales, self.group_offsets):
             if each is not None:
                 yield each
-
-    def __post_init__(self) -> None:
-        rows, width = self.numbers.shape
-        groups = -(-self.num_inputs // self.group) if self.group else 0
-        is_packed = self.numbers.dtype == torch.uint8
-        expected = _TOGETHER // 2 * -(-self.num_inputs // _TOGETHER) if is_packed else self.num_inputs
-        scales = [each for each in (self.group_scales, self.group_offsets) if each is not None]
-        require(self.numbers.dtype in (torch.int8, torch.uint8) and width == expected, "numbers have another shape")
-        require(self.dtype in (torch.float32, torch.bfloat16), "the dtype is not float32 or bfloat16")
-        require(not self.group or (self.group >= 32 and self.group & (self.group - 1) == 0), "a group is too short")
-        require((self.group_scales is not None) == bool(self.group), "groups have scales, and only groups")
-        require(bool(self.group) or not is_packed, "numbers of 4 bits come in groups")
-        require(
-            all(each.shape == (rows, groups) and each.dtype == scales[0].dtype for each in scales)
-            and (not scales or scales[0].dtype in (torch.float16, torch.float32)),
-            "scales and offsets of groups have another shape or dtype",
-        )
-        require(self.row_scales is None or self.row_scales.shape == (rows,), "there is not one scale a row")
-        require(all(each.is_contiguous() for each in self.tensors()), "a tensor is not contiguous")
 
     def rows(self, start: int, end: int) -> QuantizedMatrix:
         """Returns the rows start..end in place."""

@@ -201,7 +201,7 @@ def _block(layer: Any, config: Any, index: int, architecture: _Architecture, tab
         query=query,
         key=key,
         value=value,
-        output=_matrix(attention.o_proj),
+        output=Matrix.of(attention.o_proj),
         mlp=_mlp(layer.mlp),
         attention_norm=attention_norm,
         attention_post_norm=attention_post_norm,
@@ -232,15 +232,15 @@ def _mlp(module: Any) -> FeedForward | Experts:
             is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
         )
     if hasattr(module, "c_fc"):
-        return FeedForward(gate=None, up=_matrix(module.c_fc), down=_matrix(module.c_proj))
+        return FeedForward(gate=None, up=Matrix.of(module.c_fc), down=Matrix.of(module.c_proj))
     width = module.down_proj.in_features
     gate, up = _matrices(module, ("gate_proj", "up_proj"), "gate_up_proj", [width, width])
-    return FeedForward(gate=gate, up=up, down=_matrix(module.down_proj))
+    return FeedForward(gate=gate, up=up, down=Matrix.of(module.down_proj))
 
 
 def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int]) -> list[Matrix]:
     if not hasattr(owner, joined):
-        return [_matrix(getattr(owner, name)) for name in names]
+        return [Matrix.of(getattr(owner, name)) for name in names]
     whole = getattr(owner, joined)
     if isinstance(whole, QuantizedLinear):
         ends = list(accumulate(sizes))
@@ -249,11 +249,6 @@ def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int])
         weights = whole.weight.detach().split(sizes)
     biases = [None] * len(sizes) if whole.bias is None else whole.bias.detach().split(sizes)
     return [Matrix(weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True)]
-
-
-def _matrix(linear: Any) -> Matrix:
-    weight = linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight
-    return Matrix(weight=weight, bias=linear.bias)
 
 
 def _norm(module: Any, offset: float = 0.0) -> Norm:
