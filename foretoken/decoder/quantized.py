@@ -129,7 +129,7 @@ class QuantizedMatrix:
         return each.float().repeat_interleave(self.group, 1)[:, : self.num_inputs]
 
     def dequantized(self) -> Tensor:
-        """Returns the weights that the matrix stands for, (N, K) in `dtype`; products in it are rounded once more."""
+        """Returns the weights that the matrix stands for, (N, K) in `dtype`; scaling rows rounds them once more."""
         decoded = self.decoded()
         return decoded if self.row_scales is None else (decoded.float() * self.row_scales.unsqueeze(1)).to(self.dtype)
 

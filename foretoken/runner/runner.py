@@ -140,8 +140,8 @@ class Runner:
     def quantize(self, quantization: Quantization) -> None:
         """Uses rounded copies of all matrices from now on; for draft models only, as it changes the distribution.
 
-        The copies lie beside the originals. Raises `UnsuitableError`, and changes nothing, if the
-        decoder has no kernels for the format, or the weights cannot be quantised.
+        The copies lie beside the originals. Raises `UnsuitableError`, and changes nothing, if the decoder has no
+        kernels for the format, or the weights cannot be quantised.
         """
         self._use(quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization))
         self.quantization = quantization

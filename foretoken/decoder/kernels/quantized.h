@@ -26,7 +26,8 @@ inline int64_t num_bytes(const Matrix& matrix) {  // of a row of numbers
   return matrix.bits == 4 ? (matrix.cols + kTogether - 1) / kTogether * kTogether / 2 : matrix.cols;
 }
 
-// Elements of memory for `rows` decoded rows: a row is decoded past its end, before the next one is.
+// Elements of memory for `rows` decoded rows. Decoding a row writes up to kTogether - 1 elements past its end, where the
+// next row is decoded afterwards.
 inline int64_t decoded_size(const Matrix& matrix, int64_t rows) { return rows * matrix.cols + kTogether; }
 
 // This thread's memory, valid until the next call.
@@ -223,15 +224,16 @@ template <class E>
   return part;
 }
 
-// Calls work(parts, begin, end) for the rows begin..end of some matrices of one size: the matrices themselves, or, if
-// numbers have to be decoded into E, a few rows of each at a time: together a multiple of `unit`, and more than `unit` if they take up to `budget` bytes.
+// Calls work(parts, begin, end) for the rows begin..end of some matrices of one size. The parts are the matrices
+// themselves, or, if numbers have to be decoded into E, some rows of each: `unit` rows in all, or up to four times as
+// many if they take no more than `budget` bytes.
 template <class E, int kCount, class Work>
 void for_each_part(const Matrix (&matrices)[kCount], int64_t begin, int64_t end, int64_t unit, int64_t budget, Work&& work) {
   bool are_plain = true;
   for (const Matrix& each : matrices) are_plain = are_plain && each.bits == 0;
   if (are_plain) return work(matrices, begin, end);
   const Matrix& first = matrices[0];
-  const int64_t own = unit / kCount, fit = budget / (first.cols * int64_t(sizeof(E)) * kCount) / own * own, rows = std::clamp(fit, own, 4 * own);
+  const int64_t least = unit / kCount, fit = budget / (first.cols * int64_t(sizeof(E)) * kCount) / least * least, rows = std::clamp(fit, least, 4 * least);
   const int64_t numbers = 2 * (first.cols / 32 + 2);  // scales and offsets of a row
   const int64_t size = ((decoded_size(first, rows) + 31) / 32 * 32 * int64_t(sizeof(E)) + numbers * int64_t(sizeof(float)) + 63) / 64 * 64;
   char* memory = static_cast<char*>(thread_memory(size_t(size * kCount)));

@@ -16,8 +16,8 @@
 // changes with every file that uses them.
 #define FORETOKEN_INLINE inline __attribute__((always_inline))
 
-// Whether matrix units multiply bfloat16, and queries with keys. Using their registers without the
-// system's permission ends the process.
+// Whether matrix units multiply bfloat16, and queries with keys. Using their registers without the system's permission
+// ends the process.
 #if defined(FORETOKEN_MAY_USE_TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512DQ__) && defined(__AVX512BF16__)
 #define FORETOKEN_TILES
 #endif
