@@ -32,7 +32,7 @@ _NOTES = {  # of names that work
     "n": "at most 128", "logprobs": "at most 1024", "prompt_logprobs": "at most 1024",
     "output_kind": "for results of `AsyncLLM.generate`", "use_tqdm": "default False",
     "speculative_config": "[syntax](methods.md#how-drafters-are-named); a mapping, or text as on the command line",
-    "quantization": '"int4" and "int8" round the weights at load, on CPUs; vLLM\'s names are refused',
+    "quantization": '"int4", "int8", "w4a8" and "w8a8" round the weights at load, on CPUs; vLLM\'s names are refused',
     "dtype": '"auto" is float32 on a CPU', "runner": '"auto" and "generate"; others choose how passes are computed',
 }  # fmt: skip
 _HEAD = f"""\

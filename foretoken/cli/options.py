@@ -35,7 +35,7 @@ Quantized = Annotated[
         "-q",
         metavar="NAME",
         help="Round the target's matrices when they are loaded: int8 (a scale a row) or int4 (a scale for 64 weights); "
-        "CPUs alone. Texts are then those of the rounded model.",
+        "w8a8 and w4a8 also round their inputs to 8 bits. CPUs alone. Texts are then those of the rounded model.",
     ),
 ]
 RunnerName = Annotated[

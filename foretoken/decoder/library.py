@@ -206,7 +206,7 @@ class MatrixStruct(Structure):
     _fields_ = (
         ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
         ("pass_bytes", c_int64), ("bits", c_int64), ("group_scales", c_void_p), ("group_offsets", c_void_p),
-        ("group", c_int64), ("groups_are_half", c_int64), ("first", c_int64),
+        ("group", c_int64), ("groups_are_half", c_int64), ("digits", c_int64), ("has_token_scales", c_int64),
     )  # fmt: skip
 
 
@@ -249,7 +249,7 @@ class Model(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in (
-            "is_bfloat16", "rounds_inputs", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab",
+            "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab",
             "num_positions", "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "intermediate",
             "has_post_norms", "num_experts", "top_k", "expert_intermediate",
         )),

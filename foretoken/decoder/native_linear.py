@@ -128,7 +128,8 @@ def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, 
         for each in (weight.numbers, weight.row_scales, weight.group_scales, weight.group_offsets)
     ]
     struct.weight, struct.scales, struct.group_scales, struct.group_offsets = addresses
-    struct.bits, struct.group = weight.bits, weight.group
+    struct.bits, struct.group, struct.digits = weight.bits, weight.group, weight.digits
+    struct.has_token_scales = weight.has_token_scales
     struct.groups_are_half = weight.group_scales is not None and weight.group_scales.dtype == torch.float16
     return struct
 

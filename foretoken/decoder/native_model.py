@@ -79,7 +79,6 @@ class NativeModel(Described):
         experts = [layer.experts for layer in self._layers]
         return Model(
             is_bfloat16=self._dtype == torch.bfloat16,
-            rounds_inputs=self._quantization is not None,
             num_layers=len(self._layers),
             hidden=self._hidden,
             heads=self._heads,

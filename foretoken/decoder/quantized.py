@@ -19,11 +19,14 @@ from foretoken.decoder.base import UnsuitableError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Quantization = Literal["int4", "int8"]
+# "w8a8" and "w4a8": weights as "int8" and "int4", and inputs rounded to 8 bits.
+Quantization = Literal["int4", "int8", "w4a8", "w8a8"]
 
 _GREATEST = 127  # of int8; -128 is left out, so that the range is symmetric
 _ZERO = 8  # a number of 4 bits stands for itself less this
-_TOGETHER = 64  # numbers of 4 bits that are stored together, see `kernels/quantized.h`
+_PANEL = 16  # rows that are stored together, see `kernels/interface.h`
+_QUAD = 4  # numbers of a row side by side
+_WHOLE = 64  # rows are padded to multiples of this
 _GROUP = 64  # weights of int4 that share a scale; a choice: 4.25 bits a weight
 # Shares of the scale at which a group's greatest weight ends the range; the one with the least squared error is taken.
 # A choice: smaller ones cut the greatest weights, and all others are rounded more finely.
@@ -36,43 +39,84 @@ _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a 
 class QuantizedMatrix:
     """A matrix (N, K): row n is `row_scales[n] * (numbers[n] * group_scales[n, g] + group_offsets[n, g])`.
 
+    The kernels round inputs to integers of `input_bits`, with a scale for 128 of them, or for a token. Products are
+    exact, and so are their sums over as many inputs as share all scales; these sums are added in float32. Tensors are
+    stored in the kernels' order, see `kernels/interface.h`; `of` takes them row by row. P = ceil(N / 16).
+
     Attributes:
-        numbers: (N, K) int8; or (N, 32 * ceil(K / 64)) uint8 with two numbers of 4 bits each: byte i of 32 has number i
-            of 64 in its lower half, and number 32 + i in the upper one; they stand for themselves less 8.
+        numbers: (P, ceil(K / 64) * 16, 64) int8; or half as many uint8, with two numbers of 4 bits each.
+        num_outputs: N.
         num_inputs: K.
-        dtype: Of the layer's inputs and outputs, into which the kernels decode: float32 or bfloat16.
+        dtype: Of the layer's inputs and outputs, float32 or bfloat16.
+        input_bits: 8, 24, or 16, and 12 in place of 16 for numbers of 4 bits.
+        has_token_scales: Whether all inputs of a token share a scale.
         row_scales: (N,) float32, or None for 1.
         group: Weights side by side that share a scale, a power of 2 from 32 on; 0 without groups.
-        group_scales: (N, G) float16 or float32, or None for 1.
+        group_scales: (P, G, 16) float16 or float32, or None for 1.
         group_offsets: As `group_scales`, or None for 0.
     """
 
     numbers: Tensor
+    num_outputs: int
     num_inputs: int
     dtype: torch.dtype
+    input_bits: int
+    has_token_scales: bool = False
     row_scales: Tensor | None = None
     group: int = 0
     group_scales: Tensor | None = None
     group_offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        rows, width = self.numbers.shape
-        groups = -(-self.num_inputs // self.group) if self.group else 0
+        rows, cols = self.shape
+        panels, groups = -(-rows // _PANEL), _num_groups(cols, self.group)
         is_packed = self.numbers.dtype == torch.uint8
-        expected = _TOGETHER // 2 * -(-self.num_inputs // _TOGETHER) if is_packed else self.num_inputs
+        expected = panels, _padded(cols) // (2 * _QUAD if is_packed else _QUAD), _PANEL * _QUAD
         scales = [each for each in (self.group_scales, self.group_offsets) if each is not None]
-        require(self.numbers.dtype in (torch.int8, torch.uint8) and width == expected, "numbers have another shape")
+        require(
+            self.numbers.dtype in (torch.int8, torch.uint8) and self.numbers.shape == expected,
+            "numbers have another shape",
+        )
         require(self.dtype in (torch.float32, torch.bfloat16), "the dtype is not float32 or bfloat16")
+        require(self.input_bits in (8, 12 if is_packed else 16, 24), "inputs have other bits")
         require(not self.group or (self.group >= 32 and self.group & (self.group - 1) == 0), "a group is too short")
         require((self.group_scales is not None) == bool(self.group), "groups have scales, and only groups")
         require(bool(self.group) or not is_packed, "numbers of 4 bits come in groups")
         require(
-            all(each.shape == (rows, groups) and each.dtype == scales[0].dtype for each in scales)
+            all(each.shape == (panels, groups, _PANEL) and each.dtype == scales[0].dtype for each in scales)
             and (not scales or scales[0].dtype in (torch.float16, torch.float32)),
             "scales and offsets of groups have another shape or dtype",
         )
         require(self.row_scales is None or self.row_scales.shape == (rows,), "there is not one scale a row")
         require(all(each.is_contiguous() for each in self.tensors()), "a tensor is not contiguous")
+
+    @classmethod
+    def of(
+        cls, numbers: Tensor, *, bits: int, group_scales: Tensor | None = None, group_offsets: Tensor | None = None,
+        **fields: Any,
+    ) -> QuantizedMatrix:  # fmt: skip
+        """Stores tensors for the kernels.
+
+        Args:
+            numbers: (N, K) int8; of 4 bits from -8 to 7.
+            bits: 4 or 8.
+            group_scales: (N, ceil(K / group)) float16 or float32, or None.
+            group_offsets: As `group_scales`.
+            fields: All others. Without `input_bits`, float32 inputs have 24 and bfloat16 ones 16 or 12.
+        """
+        rows, cols = numbers.shape
+        fields = {"input_bits": _input_bits(bits, fields["dtype"])} | fields
+        groups = _num_groups(cols, fields.get("group", 0))
+        return cls(
+            numbers=_packed(numbers, bits), num_outputs=rows, num_inputs=cols,
+            group_scales=None if group_scales is None else _in_panels(group_scales, groups),
+            group_offsets=None if group_offsets is None else _in_panels(group_offsets, groups), **fields,
+        )  # fmt: skip
+
+    @property
+    def digits(self) -> int:
+        """Bytes of a rounded input."""
+        return -(-self.input_bits // 8)
 
     @property
     def bits(self) -> int:
@@ -82,7 +126,7 @@ class QuantizedMatrix:
     @property
     def shape(self) -> torch.Size:
         """(N, K)."""
-        return torch.Size((len(self.numbers), self.num_inputs))
+        return torch.Size((self.num_outputs, self.num_inputs))
 
     @property
     def device(self) -> torch.device:
@@ -101,80 +145,140 @@ class QuantizedMatrix:
                 yield each
 
     def rows(self, start: int, end: int) -> QuantizedMatrix:
-        """Returns the rows start..end in place."""
-        row_scales, scales, offsets = (
-            None if each is None else each[start:end]
-            for each in (self.row_scales, self.group_scales, self.group_offsets)
-        )
-        return replace(
-            self, numbers=self.numbers[start:end], row_scales=row_scales, group_scales=scales, group_offsets=offsets
-        )
+        """Returns the rows start..end, in place if start is a multiple of 16 and end too, or N; otherwise copied."""
+        row_scales = None if self.row_scales is None else self.row_scales[start:end]
+        panels = slice(start // _PANEL, -(-end // _PANEL))
+        parts: dict[str, Any] = {name: each[panels] for name, each in self._panels()}
+        if start % _PANEL or (end % _PANEL and end != self.num_outputs):
+            cut = slice(start % _PANEL, start % _PANEL + end - start)
+            parts = {
+                name: _packed(_unpacked(each, self.num_inputs)[cut], self.bits)
+                if name == "numbers"
+                else _in_panels(_in_rows(each)[cut], each.shape[1])
+                for name, each in parts.items()
+            }
+        return replace(self, num_outputs=end - start, row_scales=row_scales, **parts)
 
-    def decoded(self) -> Tensor:
-        """Returns the weights that the kernels multiply by, (N, K) in `dtype`, without `row_scales`."""
-        numbers = self.numbers
-        if self.bits == 4:
-            pairs = numbers.unflatten(1, (-1, _TOGETHER // 2))
-            numbers = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)[:, : self.num_inputs].to(torch.int8) - _ZERO
-        if self.group_scales is None:
-            return numbers.to(self.dtype)
-        scales = self._spread(self.group_scales)
-        if self.group_offsets is None:
-            return (numbers * scales).to(self.dtype)
-        # The product is exact in float64. The kernels' fused addition rounds once, this one again to float32: they may
-        # differ in one of 2**29 sums.
-        return (numbers * scales.double() + self._spread(self.group_offsets)).float().to(self.dtype)
-
-    def _spread(self, each: Tensor) -> Tensor:
-        return each.float().repeat_interleave(self.group, 1)[:, : self.num_inputs]
+    def _panels(self) -> Iterator[tuple[str, Tensor]]:
+        for name in ("numbers", "group_scales", "group_offsets"):
+            each: Tensor | None = getattr(self, name)
+            if each is not None:
+                yield name, each
 
     def dequantized(self) -> Tensor:
-        """Returns the weights that the matrix stands for, (N, K) in `dtype`; scaling rows rounds them once more."""
-        decoded = self.decoded()
-        return decoded if self.row_scales is None else (decoded.float() * self.row_scales.unsqueeze(1)).to(self.dtype)
+        """Returns the weights that the matrix stands for, (N, K) float32, rounded once for every operation."""
+        weights = _unpacked(self.numbers, self.num_inputs)[: self.num_outputs].float()
+        if self.group_scales is not None:
+            weights *= self._spread(self.group_scales)
+        if self.group_offsets is not None:
+            weights += self._spread(self.group_offsets)
+        return weights if self.row_scales is None else weights.mul_(self.row_scales.unsqueeze(1))
+
+    def _spread(self, each: Tensor) -> Tensor:
+        own = _in_rows(each)[: self.num_outputs].float()
+        return own.repeat_interleave(self.group, 1)[:, : self.num_inputs]
+
+
+def _input_bits(bits: int, dtype: torch.dtype) -> int:
+    """Returns bits whose errors are below those of rounding to a dtype."""
+    return 24 if dtype == torch.float32 else 12 if bits == 4 else 16
+
+
+def _padded(cols: int) -> int:
+    return -(-cols // _WHOLE) * _WHOLE
+
+
+def _num_groups(cols: int, group: int) -> int:
+    return -(-_padded(cols) // group) if group else 0
+
+
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    """Turns (N, K) int8 into the kernels' order."""
+    rows, cols = numbers.shape
+    whole = functional.pad(numbers, (0, _padded(cols) - cols, 0, -rows % _PANEL))
+    if bits == 8:
+        return whole.view(-1, _PANEL, _padded(cols) // _QUAD, _QUAD).transpose(1, 2).flatten(2)
+    pairs = (whole + _ZERO).view(torch.uint8).view(-1, _PANEL, _padded(cols) // (2 * _QUAD), 2, _QUAD)
+    low, high = pairs.unbind(3)
+    packed: Tensor = (low | high << 4).transpose(1, 2).flatten(2)
+    return packed
+
+
+def _unpacked(numbers: Tensor, cols: int) -> Tensor:
+    """Returns (16 * panels, K) int8, of 4 bits from -8 to 7."""
+    quads = numbers.unflatten(2, (_PANEL, _QUAD)).transpose(1, 2)
+    if numbers.dtype == torch.uint8:
+        quads = torch.stack([quads & 15, quads >> 4], 3).view(torch.int8).sub_(_ZERO)
+    return quads.flatten(2).flatten(0, 1)[:, :cols]
+
+
+def _in_panels(scales: Tensor, groups: int) -> Tensor:
+    """Turns (N, G) into the kernels' order, with zeros for the groups and rows that are missing."""
+    rows, own = scales.shape
+    whole = functional.pad(scales, (0, groups - own, 0, -rows % _PANEL))
+    return whole.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
+
+
+def _in_rows(scales: Tensor) -> Tensor:
+    return scales.transpose(1, 2).flatten(0, 1)
+
+
+def is_int4(quantization: Quantization) -> bool:
+    """Decides whether weights have 4 bits."""
+    return quantization in ("int4", "w4a8")
 
 
 def bytes_per_weight(quantization: Quantization) -> float:
     """Returns the bytes of a rounded weight with its share of the scales."""
-    return 1.0 if quantization == "int8" else 0.5 + 2.0 / _GROUP
+    return 0.5 + 2.0 / _GROUP if is_int4(quantization) else 1.0
 
 
 def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype | None = None) -> QuantizedMatrix:
     """Rounds a weight (N, K) of any real dtype on a CPU.
 
     Args:
-        quantization: "int8" rounds every row to multiples of 1 / 127 of its largest absolute value, ties to even.
-            "int4" rounds groups of 64 weights to 16 multiples of a scale, of several scales the one with the least
-            squared error.
+        quantization: "int8" and "w8a8" round every row to multiples of 1 / 127 of its largest absolute value, ties to
+            even. "int4" and "w4a8" round groups of 64 weights to 16 multiples of a scale, of several scales the one
+            with the least squared error. The kernels round inputs to 8 bits for "w8a8", with a scale a token, and for
+            "w4a8", with a scale for 128 inputs; otherwise as `QuantizedMatrix.of` says.
         dtype: See `QuantizedMatrix`; None for bfloat16.
 
     Raises:
         UnsuitableError: For NaN and infinity.
     """
     weight, dtype = weight.detach(), dtype or torch.bfloat16
-    round_part = _rounded_to_int8 if quantization == "int8" else _rounded_to_int4
-    numbers, scales = zip(*map(round_part, weight.split(max(1, _AT_ONCE // weight.shape[1]))), strict=True)
-    joined = torch.cat(scales)
-    if not joined.isfinite().all():
+    is_small, cols = is_int4(quantization), weight.shape[1]
+    round_part = _rounded_to_int4 if is_small else _rounded_to_int8
+    made = [round_part(part) for part in weight.split(max(1, _AT_ONCE // cols // _PANEL) * _PANEL)]
+    scales = torch.cat([each for _, each in made])
+    if not scales.isfinite().all():
         raise UnsuitableError(
             f"a weight {tuple(weight.shape)} {weight.dtype} holds NaN or infinite values, which {quantization} has not."
         )
-    rows, cols = torch.cat(numbers), weight.shape[1]
-    if quantization == "int8":
-        return QuantizedMatrix(numbers=rows, num_inputs=cols, dtype=dtype, row_scales=joined)
-    stored = joined.half() if _fits_half(joined) else joined
-    return QuantizedMatrix(numbers=rows, num_inputs=cols, dtype=dtype, group=_GROUP, group_scales=stored)
+    fields: dict[str, Any] = {"input_bits": _input_bits(4 if is_small else 8, dtype)}
+    if quantization in ("w4a8", "w8a8"):
+        fields = {"input_bits": 8, "has_token_scales": quantization == "w8a8"}
+    if is_small:
+        stored = scales.half() if _fits_half(scales) else scales
+        fields |= {"group": _GROUP, "group_scales": _in_panels(stored, _num_groups(cols, _GROUP))}
+    else:
+        fields["row_scales"] = scales
+    return QuantizedMatrix(
+        numbers=torch.cat([numbers for numbers, _ in made]), num_outputs=len(weight), num_inputs=cols, dtype=dtype,
+        **fields,
+    )  # fmt: skip
 
 
 def _rounded_to_int8(part: Tensor) -> tuple[Tensor, Tensor]:
     wide = part.float()
     scale = wide.abs().amax(1).div_(_GREATEST)
     divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
-    return (wide / divisor).round_().clamp_(-_GREATEST, _GREATEST).to(torch.int8), scale
+    return _packed((wide / divisor).round_().clamp_(-_GREATEST, _GREATEST).to(torch.int8), 8), scale
 
 
 def _rounded_to_int4(part: Tensor) -> tuple[Tensor, Tensor]:
-    groups = functional.pad(part.float(), (0, -part.shape[1] % _TOGETHER)).unflatten(1, (-1, _GROUP))
+    cols = part.shape[1]
+    groups = functional.pad(part.float(), (0, _padded(cols) - cols)).unflatten(1, (-1, _GROUP))
     low, high = groups.aminmax(dim=2)
     # The greatest weight is at the end of the range with one number more, whatever its sign.
     greatest = torch.where(high > -low, high, low).div_(-_ZERO)
@@ -184,8 +288,7 @@ def _rounded_to_int4(part: Tensor) -> tuple[Tensor, Tensor]:
         rest = _numbers(groups, scale).mul_(scale.unsqueeze(2)).sub_(groups)
         own = rest.square_().sum(2)
         best, error = torch.where(own < error, scale, best), torch.minimum(own, error)
-    numbers = _numbers(groups, best).add_(_ZERO).to(torch.uint8).flatten(1).unflatten(1, (-1, 2, _TOGETHER // 2))
-    return (numbers[:, :, 0] | numbers[:, :, 1] << 4).flatten(1), best
+    return _packed(_numbers(groups, best).flatten(1)[:, :cols].to(torch.int8), 4), best
 
 
 def _numbers(groups: Tensor, scale: Tensor) -> Tensor:
@@ -221,11 +324,11 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """A dequantized copy of the weight, (N, K)."""
-        return self.matrix.dequantized()
+        return self.matrix.dequantized().to(self.matrix.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Turns (..., K) into (..., N) of the same dtype."""
-        step = max(1, _DENSE_AT_ONCE // self.in_features)
+        step = max(1, _DENSE_AT_ONCE // self.in_features // _PANEL) * _PANEL
         starts = range(0, self.out_features, step)
         rows = (self.matrix.rows(start, min(start + step, self.out_features)) for start in starts)
         parts = [functional.linear(x, each.dequantized().to(x.dtype)) for each in rows]

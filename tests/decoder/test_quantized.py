@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,11 +26,9 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def restored(weight: Tensor, quantization: Quantization = "int8") -> Tensor:
-    """What a quantised weight stands for, in float64."""
-    matrix = quantized(weight, quantization, dtype=torch.float32)
-    decoded = matrix.decoded().double()
-    return decoded if matrix.row_scales is None else decoded * matrix.row_scales.double().unsqueeze(1)
+def integers(matrix: QuantizedMatrix) -> Tensor:
+    """The numbers of a matrix, (N, K) int8."""
+    return quantized_module._unpacked(matrix.numbers, matrix.num_inputs)[: matrix.num_outputs]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -39,20 +36,23 @@ def test_rows_are_rounded_to_multiples_of_their_scale(dtype: torch.dtype, monkey
     sizes = torch.tensor([1.0, 1e-3, 0.0, 1e-44, 1e30])
     weight = (torch.randn(5, 37, generator=torch.Generator().manual_seed(0)) * sizes.unsqueeze(1)).to(dtype)
     made = quantized(weight, "int8")
-    numbers, scales = made.numbers, made.row_scales
+    numbers, scales = integers(made), made.row_scales
     assert scales is not None
     assert (numbers.dtype, scales.dtype) == (torch.int8, torch.float32)
-    for row, integers, scale in zip(weight.double(), numbers.double(), scales.double(), strict=True):
+    for row, own, scale in zip(weight.double(), numbers.double(), scales.double(), strict=True):
         greatest = row.abs().max()
         assert abs(scale - greatest / 127) <= 1e-6 * greatest / 127 + 2e-45
-        assert (scale * integers - row).abs().max() <= 0.5001 * scale + 1e-43
-        assert integers.abs().max() == (127 if greatest > 1e-40 else integers.abs().max())
+        assert (scale * own - row).abs().max() <= 0.5001 * scale + 1e-43
+        assert own.abs().max() == (127 if greatest > 1e-40 else own.abs().max())
     assert not numbers[2].any()
     assert scales[2] == 0
-    monkeypatch.setattr(quantized_module, "_AT_ONCE", 80)  # two rows at once
-    again = quantized(weight, "int8")
-    assert torch.equal(again.numbers, numbers)
-    assert torch.equal(again.row_scales, scales)
+    more = weight.repeat(8, 1)
+    whole = quantized(more, "int8")
+    monkeypatch.setattr(quantized_module, "_AT_ONCE", 80)  # 16 rows at once
+    again = quantized(more, "int8")
+    assert torch.equal(integers(again), integers(whole))
+    assert torch.equal(integers(again)[:5], numbers)
+    assert torch.equal(again.row_scales, whole.row_scales)
 
 
 @pytest.mark.parametrize("cols", [64, 37, 200])
@@ -62,8 +62,8 @@ def test_groups_of_int4_take_the_best_of_several_scales(size: float, cols: int) 
     weight[2], weight[3, :30] = 0, 0
     made = quantized(weight, "int4", dtype=torch.float32)
     assert made.group_scales.dtype == (torch.float16 if size == 1.0 else torch.float32)
-    assert (made.bits, made.shape, made.numbers.shape[1]) == (4, (6, cols), 32 * -(-cols // 64))
-    found = made.decoded()
+    assert (made.bits, made.shape, made.numbers.numel()) == (4, (6, cols), 16 * 32 * -(-cols // 64))
+    found = made.dequantized()
     assert not found[2].any()
     for row, own in zip(weight, found, strict=True):
         for start in range(0, cols, 64):
@@ -87,96 +87,136 @@ def test_weights_that_are_not_finite_are_refused(value: float, quantization: Qua
             refused(weight, quantization)
 
 
-# Bits, weights in a group, dtype of scales, whether there are offsets.
+# Bits, weights in a group (0: a scale a row), dtype of scales, whether there are offsets, bits of inputs, and whether a
+# token has one scale.
 FORMATS = {
-    "4 bits, groups of 32": (4, 32, torch.float16, False),
-    "4 bits, groups of 64 with offsets": (4, 64, torch.float32, True),
-    "4 bits, groups of 128": (4, 128, torch.float32, False),
-    "8 bits, groups of 32 with offsets": (8, 32, torch.float16, True),
-    "8 bits, groups of 128": (8, 128, torch.float16, False),
+    "4 bits, groups of 32": (4, 32, torch.float16, False, 12, False),
+    "4 bits, groups of 64 with offsets": (4, 64, torch.float32, True, 12, False),
+    "4 bits, groups of 128, float32 inputs": (4, 128, torch.float32, False, 24, False),
+    "4 bits, groups of 64, inputs of 8 bits": (4, 64, torch.float16, False, 8, False),
+    "4 bits, groups of 32 with offsets, inputs of 8 bits, a scale a token": (4, 32, torch.float16, True, 8, True),
+    "8 bits, groups of 32 with offsets": (8, 32, torch.float16, True, 24, False),
+    "8 bits, groups of 256": (8, 256, torch.float16, False, 16, False),
+    "8 bits, rows": (8, 0, torch.float32, False, 16, False),
+    "8 bits, rows, inputs of 8 bits, a scale a token": (8, 0, torch.float32, False, 8, True),
 }
 
 
 def some_matrix(name: str, rows: int, cols: int, dtype: torch.dtype) -> QuantizedMatrix:
-    bits, group, kind, has_offsets = FORMATS[name]
+    bits, group, kind, has_offsets, input_bits, has_token_scales = FORMATS[name]
     generator = torch.Generator().manual_seed(rows + cols)
-    shape = (rows, -(-cols // group))
-    width = 32 * -(-cols // 64) if bits == 4 else cols
-    return QuantizedMatrix(
-        numbers=torch.randint(0, 256, (rows, width), generator=generator).to(torch.uint8).view(
-            torch.uint8 if bits == 4 else torch.int8
-        ),
-        num_inputs=cols,
+    shape = (rows, -(-cols // group) if group else 1)
+    scales = torch.randn(shape, generator=generator)
+    return QuantizedMatrix.of(
+        torch.randint(-(1 << bits - 1), 1 << bits - 1, (rows, cols), generator=generator).to(torch.int8),
+        bits=bits,
         dtype=dtype,
+        input_bits=input_bits,
+        has_token_scales=has_token_scales,
+        row_scales=None if group else scales.flatten(),
         group=group,
-        group_scales=torch.randn(shape, generator=generator).to(kind),
+        group_scales=scales.to(kind) if group else None,
         group_offsets=torch.randn(shape, generator=generator).to(kind) if has_offsets else None,
-    )  # fmt: skip
+    )
+
+
+def rounded_inputs(x: Tensor, most: int, group: int) -> tuple[Tensor, Tensor]:
+    """Integers (M, K) and the scale of each, by the kernels' operations in float32."""
+    parts = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    size = parts.abs().amax(2, keepdim=True)
+    is_zero = size < 1e-30
+    factor = torch.where(is_zero, 0, torch.tensor(float(most)) / size)  # a number over a tensor would be rounded twice
+    numbers = (parts * factor).round().clamp(-most, most)
+    scale = torch.where(is_zero, 0, size / most).expand_as(parts)
+    return numbers.flatten(1)[:, : x.shape[1]], scale.flatten(1)[:, : x.shape[1]]
+
+
+def product(matrix: QuantizedMatrix, bias: Tensor, x: Tensor) -> Tensor:
+    """The kernels' product, operation by operation: exact sums, and one rounding to float32 for each fused addition."""
+    digits, base, (rows, cols) = matrix.digits, 16 if matrix.input_bits == 12 else 256, matrix.shape
+    own, padded = integers(matrix).double(), -(-cols // 64) * 64
+    group = padded if matrix.has_token_scales else 128
+    x, scale = rounded_inputs(x, {8: 127, 12: 2039, 16: 32639, 24: 8355711}[matrix.input_bits], group)
+    unit = min(group, matrix.group or group, 256)
+    total = torch.zeros(len(x), rows)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        if base == 16:
+            return (parts[0] * 16 + parts[1]).float()
+        value = parts[0].float()
+        for each in parts[1:]:
+            value = (value.double() * 256 + each).float()
+        return value
+
+    for start in range(0, cols, unit):
+        part, rest, split = slice(start, start + unit), x[:, start : start + unit].double(), []
+        for _ in range(digits):
+            low = (rest + base // 2) % base - base // 2 if len(split) < digits - 1 else rest
+            split.insert(0, low)
+            rest = (rest - low) / base
+        at, factor = start // matrix.group if matrix.group else 0, scale[:, start : start + 1]
+        own_scale, own_offset = (
+            fallback if each is None else each[:, at].flatten()[:rows].float()
+            for each, fallback in ((matrix.group_scales, torch.ones(rows)), (matrix.group_offsets, None))
+        )
+        value = joined([each @ own[:, part].T for each in split])
+        total = (value.double() * (own_scale * factor).double() + total).float()
+        if own_offset is not None:
+            inputs = joined([each.sum(1, keepdim=True) for each in split])
+            total = (inputs.double() * (own_offset * factor).double() + total).float()
+    return (total if matrix.row_scales is None else total * matrix.row_scales) + bias
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_have_the_bits_of_decoded_weights(instruction_set: str, name: str, dtype: torch.dtype) -> None:
-    for rows, cols in ((1, 32), (37, 96), (50, 200), (120, 1000), (7, 4500)):
+def test_products_are_exact(instruction_set: str, name: str, dtype: torch.dtype) -> None:
+    """Sizes around every block. Numbers of tokens, and instruction sets with fused additions, give the same bits."""
+    for rows, cols in ((1, 1), (16, 32), (37, 96), (50, 200), (150, 1000), (7, 4500)):
         matrix, bias = some_matrix(name, rows, cols, dtype), torch.randn(rows)
         x = torch.randn(40, cols, generator=torch.Generator().manual_seed(0))
-        found, dense = NativeLinear(matrix, bias), NativeLinear(matrix.decoded(), bias)
-        assert matrix.decoded().dtype == dtype
-        for count in (1, 2, 5, 16, 17, 40):
-            assert torch.equal(found(x[:count]), dense(x[:count])), (rows, cols, count)
+        x[3], x[5, :40] = 0, 1e-38
+        x = x.to(dtype).float()
+        found, expected = NativeLinear(matrix, bias), product(matrix, bias, x)
+        for count in (1, 2, 3, 5, 16, 17, 40):
+            got = found(x[:count])
+            if instruction_set == "x86-64":
+                assert (got - expected[:count]).abs().max() <= 1e-5 * expected.abs().max()
+                assert torch.equal(got, found(x)[:count])
+            else:
+                assert torch.equal(got, expected[:count]), (rows, cols, count)
+        weights = matrix.dequantized().double()
+        error = (expected - x.double() @ weights.T - bias).abs()
+        size = x.double().abs() @ weights.abs().T + bias.abs() + 1e-30
+        assert (error / size).max() <= {8: 0.02, 12: 1e-3, 16: 1e-4, 24: 1e-6}[matrix.input_bits]
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_of_the_integers(instruction_set: str, has_bias: bool) -> None:
-    """Sizes around every block; a token's bits are the same alone and beside up to eight others."""
-    for rows, cols in ((1, 1), (7, 33), (24, 64), (50, 100), (37, 127), (31, 1000), (9, 4500)):
-        generator = torch.Generator().manual_seed(rows)
-        weight, bias = torch.randn(rows, cols, generator=generator), torch.randn(rows, generator=generator)
-        weight[rows // 2] = 0
-        x = torch.randn(9, cols, generator=generator).to(torch.bfloat16).float()  # some kernels round to it
-        linear = NativeLinear(weight, bias if has_bias else None, quantization="int8")
-        exact = restored(weight)
-        expected = x.double() @ exact.T + has_bias * bias.double()
-        scale = x.double().abs() @ exact.abs().T + bias.double().abs()
-        alone = torch.cat([linear(row) for row in x.split(1)])
-        assert ((alone - expected).abs() / scale).max() < 1e-6
-        assert torch.equal(alone[:, rows // 2], torch.full((9,), float(has_bias * bias[rows // 2])))
-        for count in range(1, 10):
-            assert torch.equal(linear(x[:count]), alone[:count])
+def test_inputs_that_are_not_finite_stay_so(instruction_set: str) -> None:
+    for value in (float("nan"), float("inf"), -float("inf")):
+        x = torch.ones(5, 200)
+        x[2, 150] = value
+        for quantization in ("int4", "int8"):
+            found = NativeLinear(torch.eye(40, 200) + 1, quantization=quantization)(x)
+            assert found.isfinite().all(1).tolist() == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("inner", [200, 1000])
-def test_gated_layers_of_several_parts_have_the_bits_of_decoded_weights(inner: int, bits: int) -> None:
-    name = next(each for each, (own, *_) in FORMATS.items() if own == bits)
-    layers = in_dtype(two(OPTIONS["as llama"]), torch.bfloat16)
-    weights = {part: some_matrix(name, *shape, torch.bfloat16) for part, shape in
-               {"gate": (inner, E), "up": (inner, E), "down": (E, inner)}.items()}  # fmt: skip
-
-    def stack(is_dense: bool) -> BlockStack:
-        own = {part: Matrix(weight=each.decoded() if is_dense else each) for part, each in weights.items()}
-        made = [replace(each, mlp=FeedForward(**own)) for each in layers.blocks]
-        return BlockStack(Blocks(blocks=made, final_norm=layers.final_norm), num_slots=SLOTS, capacity=CAPACITY)
-
-    text, threads = numbers(40, E, seed=74, scale=1.0), torch.get_num_threads()
-    dense, found = stack(True), stack(False)
-    assert found.backend == "native"
-    try:
-        for count, used in ((1, 1), (16, 2), (17, 3), (40, 2)):
-            torch.set_num_threads(used)
-            work = chains([count], slots=[0], prefix_lens=[0])
-            assert torch.equal(found.run(text[:count], work), dense.run(text[:count], work)), (count, used)
-    finally:
-        torch.set_num_threads(threads)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_a_matrix(name: str) -> None:
+    matrix = some_matrix(name, 75, 130, torch.float32)
+    whole = matrix.dequantized()
+    for start, end in ((0, 75), (16, 48), (32, 75), (5, 20), (48, 50), (70, 75), (0, 16)):
+        part = matrix.rows(start, end)
+        assert part.shape == (end - start, 130)
+        assert torch.equal(part.dequantized(), whole[start:end])
+        own = part.numbers.untyped_storage().data_ptr() == matrix.numbers.untyped_storage().data_ptr()
+        assert own == (start % 16 == 0 and (end % 16 == 0 or end == 75))
 
 
-def quantised(layers: Blocks, quantization: Quantization) -> Blocks:
-    """The blocks that the kernels compute: every matrix is what its integers stand for."""
+def quantised(layers: Blocks, quantization: Quantization, *, is_dense: bool) -> Blocks:
+    """The blocks with matrices for float32 inputs; is_dense: with the weights that these stand for, in float64."""
 
     def matrix(stored: Matrix) -> Matrix:
-        decoded = restored(stored.dense().float(), quantization)
-        # The kernels of these tests decode groups into bfloat16, and scale rows after the sum.
-        return Matrix(weight=decoded if quantization == "int8" else decoded.bfloat16().double(), bias=stored.bias)
+        made = quantized(stored.dense().float(), quantization, dtype=torch.float32)
+        return Matrix(weight=made.dequantized().double() if is_dense else made, bias=stored.bias)
 
     def block(each: Block) -> Block:
         assert isinstance(each.mlp, FeedForward)
@@ -192,22 +232,25 @@ def quantised(layers: Blocks, quantization: Quantization) -> Blocks:
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
 @pytest.mark.parametrize("option", [name for name in OPTIONS if "experts" not in name])
 def test_quantised_blocks_are_the_formula(option: str, quantization: Quantization) -> None:
-    """A prompt, then a tree: keys and values in float32, matrices rounded, tokens in float32 as AVX2 takes them."""
-    with kernels_for("x86-64-v3"):
-        stack = BlockStack(
-            in_dtype(two(OPTIONS[option]), torch.float32), num_slots=SLOTS, capacity=CAPACITY, quantization=quantization
-        )
-        assert stack.backend == "native"
-        layers, text = quantised(two(OPTIONS[option]), quantization), numbers(7, E, seed=70, scale=1.0)
-        found = stack.run(text, chains([7], slots=[1], prefix_lens=[0]), side_of(layers, text)).double()
-        expected = slow_of(layers, text)[3]
-        assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-        parents = [-1, 0, 0, 2]
-        nodes, tree = numbers(4, E, seed=72, scale=1.0), TokenTree.from_rows([TreeRow([0] * 4, parents)])
-        work = Pass.of_tree(tree, slots=[1], prefix_lens=[7], last_position=CAPACITY - 1)
-        found = stack.run(nodes, work, side_of(layers, nodes)).double()[[0, 2, 3]]
-        expected = slow_of(layers, torch.cat([text, nodes[[0, 2, 3]]]))[3][7:]
-        assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    """A prompt, then a tree."""
+    exact, sizes = (
+        quantised(two(OPTIONS[option]), quantization, is_dense=True),
+        {"num_slots": SLOTS, "capacity": CAPACITY},
+    )
+    narrow = in_dtype(two(OPTIONS[option]), torch.float32)
+    stack = BlockStack(quantised(narrow, quantization, is_dense=False), **sizes)
+    rough = BlockStack(narrow, **sizes, quantization=quantization)  # as of drafts: inputs have 16 bits
+    assert stack.backend == rough.backend == "native"
+    text, nodes = numbers(7, E, seed=70, scale=1.0), numbers(4, E, seed=72, scale=1.0)
+    parents = [-1, 0, 0, 2]
+    tree = TokenTree.from_rows([TreeRow([0] * 4, parents)])
+    work = Pass.of_tree(tree, slots=[1], prefix_lens=[7], last_position=CAPACITY - 1)
+    expected = slow_of(exact, text)[3], slow_of(exact, torch.cat([text, nodes[[0, 2, 3]]]))[3][7:]
+    for each, bound in ((stack, 2e-5), (rough, 2e-2)):
+        prompt = each.run(text, chains([7], slots=[1], prefix_lens=[0]), side_of(exact, text)).double()
+        found = prompt, each.run(nodes, work, side_of(exact, nodes)).double()[[0, 2, 3]]
+        for got, right in zip(found, expected, strict=True):
+            assert (got - right).abs().max() <= bound * right.abs().max()
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])

@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.decoder.quantized import QuantizedLinear, quantized
+from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.models.loading import load_model, wrap_model
 from foretoken.models.parts import target_parts
@@ -50,7 +50,7 @@ def texts(quantization: str, arguments: dict[str, Any], *, module: Any = None, *
     return engine.generate(PROMPTS, PARAMS)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize("quantization", ["int4", "int8", "w4a8", "w8a8"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_text_is_plain_decodings(name: str, quantization: str) -> None:
     plain = texts(quantization, {}, max_num_seqs=1)
@@ -60,18 +60,18 @@ def test_text_is_plain_decodings(name: str, quantization: str) -> None:
     assert all(output.metrics.draft_errors == 0 for output in got)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
 @pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "qwen3"])
-def test_int4_is_the_model_of_its_decoded_weights(architecture: str, dtype: torch.dtype) -> None:
-    """To the last bit: groups are decoded before they are multiplied."""
-    module = tiny_model(architecture, dtype=dtype)
+def test_rounded_targets_are_the_models_of_their_weights(architecture: str, quantization: Quantization) -> None:
+    """In float32, where inputs are rounded to 24 bits."""
+    module = tiny_model(architecture, dtype=torch.float32)
     dense = copy.deepcopy(module)
     for part in dense.modules():
         if type(part) is torch.nn.Linear:  # unties an LM head
-            part.weight = torch.nn.Parameter(quantized(part.weight, "int4", dtype=dtype).decoded())
-    found = texts("int4", {}, module=module)
+            part.weight = torch.nn.Parameter(quantized(part.weight, quantization, dtype=torch.float32).dequantized())
+    found = texts(quantization, {}, module=module)
     expected = LLM(dense, tokenizer=tokenizer(), runner="lean-native").generate(PROMPTS, PARAMS)
-    assert_same_text(found, expected, [architecture] * len(PROMPTS))
+    assert_same_text(found, expected, [architecture] * len(PROMPTS), tolerance=1e-4)
 
 
 def test_the_transformers_model_multiplies_by_the_same_weights() -> None:
@@ -142,7 +142,7 @@ def test_writes_to_a_callers_weights_end_it() -> None:
 
 def test_refusals() -> None:
     module = tiny_model("llama", dtype=BF16)
-    with pytest.raises(ConfigError, match=r"quantization is 'int3'. Expected int4 or int8, or None"):
+    with pytest.raises(ConfigError, match=r"quantization is 'int3'. Expected int4 or int8 or w4a8 or w8a8, or None"):
         texts("int3", {}, module=module)
     with pytest.raises(ModelError, match=r"in torch.float64 on 'cpu'. Only CPUs have kernels for it"):
         LLM(tiny_model("llama", dtype=torch.float64), quantization="int8")

@@ -23,18 +23,19 @@
 #include "draft.h"
 #include "gemm.h"
 #include "heads.h"
+#include "integer_tiles.h"
 #include "interface.h"
+#include "rounded_inputs.h"
 #include "rows.h"
 #include "tiles.h"
 #include "workspace.h"
 
 namespace {
 
-// Calls run(T, W) with the dtypes of a model and of its matrices.
+// Calls run(T) with the dtype of a model.
 template <class Run>
-auto with_dtypes(const Model& model, Run&& run) {
-  if (model.is_bfloat16) return run(Bfloat16{}, Bfloat16{});
-  return model.rounds_inputs ? run(float{}, Bfloat16{}) : run(float{}, float{});
+auto with_dtype(const Model& model, Run&& run) {
+  return model.is_bfloat16 ? run(Bfloat16{}) : run(float{});
 }
 
 }  // namespace
@@ -43,8 +44,8 @@ extern "C" {
 
 // -1 if 64 bits cannot count the bytes.
 int64_t foretoken_workspace_bytes(const Model* model, int64_t num_nodes, int64_t num_threads, int64_t num_attention) {
-  return with_dtypes(*model, [&](auto type, auto weights) {
-    return Workspace<decltype(type), decltype(weights)>(*model, num_nodes, num_threads, nullptr, num_attention).size;
+  return with_dtype(*model, [&](auto type) {
+    return Workspace<decltype(type)>(*model, num_nodes, num_threads, nullptr, num_attention).size;
   });
 }
 
@@ -53,8 +54,8 @@ Status foretoken_decode(const Model* model, const Pass* pass) {
   if (pass->num_sequences < 1) return Status::kDone;
   const Status status = check(*model, *pass);
   if (status != Status::kDone) return status;
-  with_dtypes(*model, [&](auto type, auto weights) {
-    Decoder<decltype(type), decltype(weights)> decoder(*model, *pass);
+  with_dtype(*model, [&](auto type) {
+    Decoder<decltype(type)> decoder(*model, *pass);
 #pragma omp parallel num_threads(int(pass->num_threads))
     decoder.run();
   });
@@ -63,8 +64,8 @@ Status foretoken_decode(const Model* model, const Pass* pass) {
 
 // Bytes of the workspace of `foretoken_draft`, for a pass of this many nodes; -1 if 64 bits cannot count them.
 int64_t foretoken_draft_bytes(const Model* model, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
-  return with_dtypes(*model, [&](auto type, auto weights) {
-    return ModelDraftSpace<decltype(type), decltype(weights)>(*model, *draft, num_nodes, num_threads, nullptr).size;
+  return with_dtype(*model, [&](auto type) {
+    return ModelDraftSpace<decltype(type)>(*model, *draft, num_nodes, num_threads, nullptr).size;
   });
 }
 
@@ -76,13 +77,12 @@ Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft,
   const int64_t rows = draft->candidates == nullptr ? draft->num_nodes : draft->num_nodes - draft->num_candidates;
   const Status status = check_trees(*model, *pass, *draft, width, rows, last_position);
   if (status != Status::kDone) return status;
-  with_dtypes(*model, [&](auto type, auto weights) {
+  with_dtype(*model, [&](auto type) {
     using T = decltype(type);
-    using W = decltype(weights);
-    const ModelDraftSpace<T, W> space(*model, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace);
+    const ModelDraftSpace<T> space(*model, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace);
     const Children children(*draft, width, model->head.rows, space.levels.children);
-    LevelPasses<T, W> passes(*model, *pass, *draft, children, space.levels, true, last_position);
-    ModelLevels<T, W> levels(*model, *draft, children, passes, space);
+    LevelPasses<T> passes(*model, *pass, *draft, children, space.levels, true, last_position);
+    ModelLevels<T> levels(*model, *draft, children, passes, space);
     Barrier barrier;
 #pragma omp parallel num_threads(int(pass->num_threads))
     fill_trees(children, levels, barrier);
@@ -92,8 +92,8 @@ Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft,
 
 // Bytes for `foretoken_autoregressive_draft`, like `foretoken_draft_bytes`.
 int64_t foretoken_autoregressive_draft_bytes(const Model* model, const AutoregressiveHead* head, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
-  return with_dtypes(*model, [&](auto type, auto weights) {
-    return HeadDraftSpace<decltype(type), decltype(weights)>(*model, *head, *draft, num_nodes, num_threads, nullptr).size;
+  return with_dtype(*model, [&](auto type) {
+    return HeadDraftSpace<decltype(type)>(*model, *head, *draft, num_nodes, num_threads, nullptr).size;
   });
 }
 
@@ -103,13 +103,12 @@ int64_t foretoken_autoregressive_draft_bytes(const Model* model, const Autoregre
 Status foretoken_autoregressive_draft(const Model* model, const AutoregressiveHead* head, const Pass* pass, const Draft* draft, const float* states, int64_t last_position) {
   const Status status = check_head_trees(*model, *head, *pass, *draft, states, last_position);
   if (status != Status::kDone) return status;
-  with_dtypes(*model, [&](auto type, auto weights) {
+  with_dtype(*model, [&](auto type) {
     using T = decltype(type);
-    using W = decltype(weights);
-    const HeadDraftSpace<T, W> space(*model, *head, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace);
+    const HeadDraftSpace<T> space(*model, *head, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace);
     const Children children(*draft, head->vocab, head->vocab, space.levels.children);
-    LevelPasses<T, W> passes(*model, *pass, *draft, children, space.levels, false, last_position);
-    HeadLevels<T, W> levels(*model, *head, *draft, children, passes, space, states);
+    LevelPasses<T> passes(*model, *pass, *draft, children, space.levels, false, last_position);
+    HeadLevels<T> levels(*model, *head, *draft, children, passes, space, states);
     Barrier barrier;
 #pragma omp parallel num_threads(int(pass->num_threads))
     fill_trees(children, levels, barrier);
@@ -118,7 +117,7 @@ Status foretoken_autoregressive_draft(const Model* model, const AutoregressiveHe
 }
 
 // y (M, rows) = x (M, cols) times the transposed matrix, plus its bias; x and y row-major. is_bfloat16: the dtype of the
-// matrix, or the one into which its numbers are decoded. Returns a `Status`.
+// matrix; of one in integers, to which inputs are rounded first. Returns a `Status`.
 Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
   if (M < 1 || matrix->rows < 1) return Status::kDone;
   if (matrix->weight == nullptr || x == nullptr || y == nullptr) return Status::kMissing;
@@ -128,7 +127,8 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
     using Token = typename MatrixInputs<T>::Token;
     const int64_t K = matrix->cols;
     const std::unique_ptr<Token[]> data(new Token[size_t(MatrixInputs<T>::size(M, K))]);
-    const MatrixInputs<T> inputs(data.get(), M, K);
+    const std::unique_ptr<char[]> rounded(matrix->bits == 0 ? nullptr : new char[size_t(most_inputs(M) * rounded_bytes(K))]);
+    const MatrixInputs<T> inputs(data.get(), M, K, rounded.get());
     Barrier barrier;
 #pragma omp parallel num_threads(int(num_threads))
     {
@@ -136,6 +136,10 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
         normalise_row(Norm{}, x + m * K, K, [&](int64_t k, auto values) { inputs.put(m, k, values); });
       });
       barrier.wait();
+      if (matrix->bits != 0) {
+        round_inputs(inputs, M, *matrix);
+        barrier.wait();
+      }
       multiply_into(*matrix, inputs, M, y);
     }
   };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <numeric>
 #include <type_traits>
 
@@ -11,7 +12,9 @@
 #include "attention.h"
 #include "feed_forward.h"
 #include "gemm.h"
+#include "integer_tiles.h"
 #include "interface.h"
+#include "rounded_inputs.h"
 #include "rows.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -19,8 +22,8 @@
 
 namespace {
 
-// T: the dtype of embedding, KV cache and attention; W: the dtype of the matrices.
-template <class T, class W = T>
+// T: the dtype of embedding, KV cache and attention, and of matrices unless they are in integers.
+template <class T>
 class Decoder {
  public:
   Decoder(const Model& model, const Pass& pass)
@@ -29,8 +32,8 @@ class Decoder {
         rows_(pass.starts[pass.num_sequences]),
         num_nodes_(pass.node_starts[pass.num_sequences]),
         space_(model, num_nodes_, pass.num_threads, pass.workspace, pass.attention == nullptr ? 0 : pass.num_attention),
-        normed_(space_.normed, rows_, model.hidden),
-        mixed_(space_.mixed, rows_, model.heads * model.head_dim),
+        normed_(space_.normed, rows_, model.hidden, space_.rounded),
+        mixed_(space_.mixed, rows_, model.heads * model.head_dim, space_.rounded),
         group_(group_size(model)) {
     std::iota(space_.every, space_.every + num_nodes_, 0);
     while (portion_ > SharedAttention<T>::kQueries && num_units() < kUnits * pass.num_threads) portion_ /= 2;
@@ -60,11 +63,13 @@ class Decoder {
     if (has_all_logits || wants(model_.num_layers + 1)) normalise(model_.final_norm);
     if (wants(model_.num_layers + 1)) keep_final();
     if (has_all_logits) {
+      round(normed_, rows_, {&model_.head});
       multiply_into(model_.head, normed_, rows_, pass_.logits);
     } else if (pass_.logits != nullptr) {
       barrier_.wait();
-      const MatrixInputs<W> chosen(space_.normed, pass_.num_logits, model_.hidden);
+      const MatrixInputs<T> chosen(space_.normed, pass_.num_logits, model_.hidden, space_.rounded);
       normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
+      round(chosen, pass_.num_logits, {&model_.head});
       multiply_into(model_.head, chosen, pass_.num_logits, pass_.logits);
     }
     if (pass_.logits != nullptr) finish_logits();
@@ -89,7 +94,8 @@ class Decoder {
   }
 
   void attend(const Layer& layer) {
-    const MatrixInputs<W> inputs = attention_inputs(layer);
+    const MatrixInputs<T> inputs = attention_inputs(layer);
+    round(inputs, rows_, {&layer.query, &layer.key, &layer.value});
     const bool is_divided = model_.kv_heads % omp_get_num_threads() == 0 && !layer.norms_all_heads;
     is_divided ? attend_own_heads(layer, inputs) : attend_all(layer, inputs);
     barrier_.wait();
@@ -98,7 +104,7 @@ class Decoder {
 
   // Each thread computes queries, keys and values of some KV heads and their attention. It waits for no other thread,
   // and its data stays in its caches.
-  void attend_own_heads(const Layer& layer, const MatrixInputs<W>& inputs) {
+  void attend_own_heads(const Layer& layer, const MatrixInputs<T>& inputs) {
     const int64_t count = model_.kv_heads / omp_get_num_threads(), first = count * omp_get_thread_num();
     const int64_t rows = count * model_.head_dim;
     multiply_into(layer.query, inputs, rows_, space_.query, rows * group_);
@@ -113,7 +119,7 @@ class Decoder {
     }
   }
 
-  void attend_all(const Layer& layer, const MatrixInputs<W>& inputs) {
+  void attend_all(const Layer& layer, const MatrixInputs<T>& inputs) {
     multiply_into(layer.query, inputs, rows_, space_.query);
     multiply_into(layer.key, inputs, rows_, space_.key);
     multiply_into(layer.value, inputs, rows_, space_.value);
@@ -138,13 +144,13 @@ class Decoder {
 
   // The input of attention: the norm of the stream, after the norm of the second input if the layer has one. Written to
   // `normed_`.
-  MatrixInputs<W> attention_inputs(const Layer& layer) {
+  MatrixInputs<T> attention_inputs(const Layer& layer) {
     if (layer.side_norm.weight == nullptr) {
       normalise(layer.attention_norm);
       return normed_;
     }
     const int64_t E = model_.hidden;
-    const MatrixInputs<W> both(space_.normed, rows_, 2 * E);
+    const MatrixInputs<T> both(space_.normed, rows_, 2 * E, space_.rounded);
     share_inputs(rows_, E, [&](int64_t m, int64_t begin, int64_t end) {
       normalise_elements(layer.side_norm, pass_.sides + m * E, E, begin, end, [&](int64_t k, auto values) { both.put(m, k, values); });
       normalise_elements(layer.attention_norm, space_.residual + m * E, E, begin, end,
@@ -156,7 +162,8 @@ class Decoder {
 
   // The keys and values of the last layer alone; its output is unused.
   void append(const Layer& layer) {
-    const MatrixInputs<W> inputs = attention_inputs(layer);
+    const MatrixInputs<T> inputs = attention_inputs(layer);
+    round(inputs, rows_, {&layer.key, &layer.value});
     multiply_into(layer.key, inputs, rows_, space_.key);
     multiply_into(layer.value, inputs, rows_, space_.value);
     barrier_.wait();
@@ -165,10 +172,9 @@ class Decoder {
 
   void feed_forward(const Layer& layer) {
     normalise(layer.mlp_norm);
-    if constexpr (std::is_same_v<T, W>) {  // experts keep the model's dtype
-      if (layer.experts.count > 0) return add_experts(layer);
-    }
-    const MatrixInputs<W> inner(space_.inner, rows_, layer.up.rows);
+    if (layer.experts.count > 0) return add_experts(layer);
+    round(normed_, rows_, {&layer.gate, &layer.up});
+    const MatrixInputs<T> inner(space_.inner, rows_, layer.up.rows, space_.rounded);
     multiply_activated(layer.activation, layer.gate, layer.up, normed_, rows_, inner, space_.gate, space_.up);
     barrier_.wait();
     add(layer.down, inner, layer.mlp_post_norm);
@@ -193,7 +199,7 @@ class Decoder {
 
   // Norms `count` tokens; token(i) is the i-th of them.
   template <class Token>
-  void normalise(const Norm& norm, const MatrixInputs<W>& out, int64_t count, Token&& token) {
+  void normalise(const Norm& norm, const MatrixInputs<T>& out, int64_t count, Token&& token) {
     share_inputs(count, model_.hidden, [&](int64_t i, int64_t begin, int64_t end) {
       const float* x = space_.residual + token(i) * model_.hidden;
       normalise_elements(norm, x, model_.hidden, begin, end, [&](int64_t k, auto values) { out.put(i, k, values); });
@@ -201,8 +207,17 @@ class Decoder {
     barrier_.wait();
   }
 
+  // Rounds inputs for those matrices that are in integers.
+  void round(const MatrixInputs<T>& x, int64_t M, std::initializer_list<const Matrix*> matrices) {
+    const auto found = std::find_if(matrices.begin(), matrices.end(), [](const Matrix* each) { return each->bits != 0; });
+    if (found == matrices.end()) return;
+    round_inputs(x, M, **found);
+    barrier_.wait();
+  }
+
   // Adds x times the transposed matrix to the residual stream, after the post norm if there is one.
-  void add(const Matrix& matrix, const MatrixInputs<W>& x, const Norm& post) {
+  void add(const Matrix& matrix, const MatrixInputs<T>& x, const Norm& post) {
+    round(x, rows_, {&matrix});
     if (post.weight != nullptr) {
       multiply_into(matrix, x, rows_, space_.branch);
       barrier_.wait();
@@ -428,8 +443,8 @@ class Decoder {
   const Model& model_;
   const Pass& pass_;
   const int64_t rows_, num_nodes_;
-  const Workspace<T, W> space_;
-  const MatrixInputs<W> normed_, mixed_;
+  const Workspace<T> space_;
+  const MatrixInputs<T> normed_, mixed_;
   const int64_t group_;                                 // query heads for each KV head
   int64_t portion_ = SharedAttention<T>::kMostQueries;  // queries that a thread computes together
   Barrier barrier_;

@@ -45,7 +45,7 @@ struct Widest {
 
 // Buffers of `LevelPasses`, first those of its passes, then those of `Children`; `size` is their bytes, -1 if 64 bits
 // cannot count them.
-template <class T, class W = T>
+template <class T>
 struct LevelSpace {
   int64_t *fed, *depths, *places;  // (N,)
   int64_t *positions, *parents;    // (B, N)
@@ -57,7 +57,7 @@ struct LevelSpace {
   LevelSpace(const Model& model, const Draft& draft, int64_t width, int64_t M, int64_t threads, void* base) {
     const int64_t B = draft.num_sequences, N = draft.num_nodes;
     int64_t nodes = 0;
-    size = __builtin_mul_overflow(B, N, &nodes) ? -1 : Workspace<T, W>(model, std::max(M, nodes), threads, nullptr).size;
+    size = __builtin_mul_overflow(B, N, &nodes) ? -1 : Workspace<T>(model, std::max(M, nodes), threads, nullptr).size;
     for (int64_t** each : {&fed, &depths, &places}) take(base, size, *each, N, 1);
     for (int64_t** each : {&positions, &parents}) take(base, size, *each, B, N);
     for (int64_t** each : {&prefix, &root_positions, &starts, &node_starts}) take(base, size, *each, B + 1, 1);
@@ -86,12 +86,12 @@ inline Status check_trees(const Model& model, const Pass& pass, const Draft& dra
 }
 
 // The first pass, then those over the levels, one after another.
-template <class T, class W = T>
+template <class T>
 class LevelPasses {
  public:
   // feeds_leaves: whether nodes without children are fed too, so that the rows of accepted ones are kept.
   // last_position: the largest position of a node. Nodes beyond their sequence's room are cut off later.
-  LevelPasses(const Model& model, const Pass& pass, const Draft& draft, const Children& children, const LevelSpace<T, W>& space, bool feeds_leaves, int64_t last_position)
+  LevelPasses(const Model& model, const Pass& pass, const Draft& draft, const Children& children, const LevelSpace<T>& space, bool feeds_leaves, int64_t last_position)
       : model_(model), draft_(draft), children_(children), space_(space), feeds_leaves_(feeds_leaves), last_position_(last_position), pass_(pass) {
     for (int64_t s = 0; s < draft.num_sequences; ++s) {
       space_.prefix[s] = pass.prefix[s] + pass.node_starts[s + 1] - pass.node_starts[s];
@@ -158,11 +158,11 @@ class LevelPasses {
   const Model& model_;
   const Draft& draft_;
   const Children& children_;
-  const LevelSpace<T, W>& space_;
+  const LevelSpace<T>& space_;
   const bool feeds_leaves_;
   const int64_t last_position_;
   Pass pass_;
-  std::optional<Decoder<T, W>> decoder_;
+  std::optional<Decoder<T>> decoder_;
   Barrier barrier_;
 };
 
@@ -183,9 +183,9 @@ void fill_trees(const Children& children, Levels& levels, Barrier& barrier) {
 inline int64_t seen_logits(const Model& model, const Draft& draft) { return std::min(model.head.rows, draft.vocab); }
 
 // Buffers of `ModelLevels`, behind those of its passes.
-template <class T, class W = T>
+template <class T>
 struct ModelDraftSpace {
-  LevelSpace<T, W> levels;
+  LevelSpace<T> levels;
   float* logits;                 // (B, nodes of a level that have children, rows of the LM head)
   int64_t *tokens, *logit_rows;  // (B, nodes of a level)
   int64_t size;
@@ -202,10 +202,10 @@ struct ModelDraftSpace {
 };
 
 // See `fill_trees`.
-template <class T, class W = T>
+template <class T>
 class ModelLevels {
  public:
-  ModelLevels(const Model& model, const Draft& draft, const Children& children, LevelPasses<T, W>& passes, const ModelDraftSpace<T, W>& space)
+  ModelLevels(const Model& model, const Draft& draft, const Children& children, LevelPasses<T>& passes, const ModelDraftSpace<T>& space)
       : model_(model), draft_(draft), children_(children), passes_(passes), space_(space) {
     passes.pass().logits = space.logits;
   }
@@ -237,18 +237,19 @@ class ModelLevels {
   const Model& model_;
   const Draft& draft_;
   const Children& children_;
-  LevelPasses<T, W>& passes_;
-  const ModelDraftSpace<T, W>& space_;
+  LevelPasses<T>& passes_;
+  const ModelDraftSpace<T>& space_;
 };
 
 // Buffers of `HeadLevels`, behind those of its passes.
-template <class T, class W = T>
+template <class T>
 struct HeadDraftSpace {
-  LevelSpace<T, W> levels;
+  LevelSpace<T> levels;
   float* logits;               // (B * P, V)
   float *inputs, *sides;       // (M, E), inputs of the block
   float* outputs;              // (M, E), outputs of the block
   float* rows;                 // inputs of any matrix of the head, as wide as those of the widest dtype
+  char* rounded;               // the same as integers
   int64_t *tokens, *sources;   // (B, P), of a level: the token of each pair, and the row of `outputs` with its state
   int64_t size;
 
@@ -261,6 +262,7 @@ struct HeadDraftSpace {
     for (float** each : {&inputs, &outputs}) take(base, size, *each, M, E);
     take(base, size, sides, has_side(model) ? M : 0, E);
     take(base, size, rows, most_inputs(M), Inputs<Bfloat16>::padded(2 * E));
+    take(base, size, rounded, most_inputs(M), rounded_bytes(2 * E));
     for (int64_t** each : {&tokens, &sources}) take(base, size, *each, inner, 1);
   }
 };
@@ -294,11 +296,11 @@ inline void put_normed(const Norm& norm, const float* x, int64_t size, float* ou
 }
 
 // See `fill_trees`.
-template <class T, class W = T>
+template <class T>
 class HeadLevels {
  public:
-  HeadLevels(const Model& model, const AutoregressiveHead& head, const Draft& draft, const Children& children, LevelPasses<T, W>& passes, const HeadDraftSpace<T, W>& space, const float* states)
-      : model_(model), head_(head), draft_(draft), children_(children), passes_(passes), space_(space), layers_(space.rows),
+  HeadLevels(const Model& model, const AutoregressiveHead& head, const Draft& draft, const Children& children, LevelPasses<T>& passes, const HeadDraftSpace<T>& space, const float* states)
+      : model_(model), head_(head), draft_(draft), children_(children), passes_(passes), space_(space), layers_(space.rows, space.rounded),
         states_(states), tokens_(passes.pass().tokens), last_rows_(passes.pass().logit_rows), tap_(model.num_layers) {
     Pass& pass = passes.pass();
     pass.inputs = space.inputs;
@@ -383,8 +385,8 @@ class HeadLevels {
   const AutoregressiveHead& head_;
   const Draft& draft_;
   const Children& children_;
-  LevelPasses<T, W>& passes_;
-  const HeadDraftSpace<T, W>& space_;
+  LevelPasses<T>& passes_;
+  const HeadDraftSpace<T>& space_;
   const HeadLayers layers_;
   const float* states_;
   const int64_t *tokens_, *last_rows_;  // tokens of the next pass; rows of the roots in the first pass

@@ -16,6 +16,7 @@
 #include <omp.h>
 
 #include "gemm.h"
+#include "integer_tiles.h"
 #include "interface.h"
 #include "rows.h"
 #include "tiles.h"
@@ -24,13 +25,16 @@
 namespace {
 
 // inner (M, rows) = f(gate projection) * up projection of x (M, K), or f(up projection) without gate weights: this
-// thread's share of the rows. gates, ups: (M, rows), scratch for both projections, unused on matrix units.
+// thread's share of the rows. gates, ups: (M, rows), scratch for both projections, unused on matrix units in bfloat16.
 template <class X>
 void multiply_activated(int64_t activation, const Matrix& gate, const Matrix& up, const X& x, int64_t M, const X& inner, float* gates, float* ups) {
   const bool has_gate = gate.weight != nullptr;
 #if defined(FORETOKEN_TILES)
   if constexpr (std::is_same_v<X, TileInputs>) {
-    if (has_gate) return with_activation(activation, [&](auto f) { multiply_gated(gate, up, x, M, inner, f); });
+    if (has_gate && gate.bits == 0 && up.bits == 0) return with_activation(activation, [&](auto f) { multiply_gated(gate, up, x, M, inner, f); });
+#if defined(__AMX_INT8__)
+    if (has_gate && is_gated_fast(gate, up, M)) return with_activation(activation, [&](auto f) { multiply_rounded_gated(gate, up, x.rounded, M, inner, f); });
+#endif
   }
 #endif
   if (has_gate) multiply_into(gate, x, M, gates, X::kWholeShare);

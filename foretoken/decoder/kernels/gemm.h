@@ -13,7 +13,6 @@
 #include <unistd.h>
 
 #include "interface.h"
-#include "quantized.h"
 #include "vectors.h"
 
 namespace {
@@ -33,17 +32,16 @@ struct Share {
 // elements of these tokens. A single token has one step after another.
 template <class T>
 struct Inputs {
-  using Weight = T;
   using Token = typename Fragment<T>::Token;
-  static constexpr int kRowsOfFew = 24, kRowsOfMany = 24;       // rows that are decoded together come in multiples of these
   static constexpr int kShare = 24;                             // threads get rows in multiples of this,
   static constexpr int kWholeShare = std::lcm(kShare, kLanes);  // or of this, if each thread's rows have to fill registers
   Token* data;
+  void* rounded;        // memory for `RoundedInputs`; null if no matrix is in integers
   int64_t block, step;  // from one block of tokens, and from one step, to the next
 
   // data: room for `size(M, K)` elements.
-  Inputs(Token* data, int64_t M, int64_t K)
-      : data(data), block(kTokens * padded(K)), step(M == 1 ? kStep<T> : kTokens * kStep<T>) {}
+  Inputs(Token* data, int64_t M, int64_t K, void* rounded = nullptr)
+      : data(data), rounded(rounded), block(kTokens * padded(K)), step(M == 1 ? kStep<T> : kTokens * kStep<T>) {}
   Token* at(int64_t m, int64_t k) const {
     return data + m / kTokens * block + k / kStep<T> * step + m % kTokens * kStep<T> + Fragment<T>::place(k % kStep<T>);
   }
@@ -54,6 +52,13 @@ struct Inputs {
     Token tokens[kLanes];
     store_lanes(tokens, values);
     for (int i = 0; i < kLanes; i += kSide) std::memcpy(at(m, k + i), tokens + i, kSide * sizeof(Token));
+  }
+  Lanes load(int64_t m, int64_t k) const {  // k: a multiple of kLanes
+    constexpr int kSide = Fragment<T>::kSide;
+    if constexpr (kSide == kLanes) return load_lanes(at(m, k));
+    Token tokens[kLanes];
+    for (int i = 0; i < kLanes; i += kSide) std::memcpy(tokens + i, at(m, k + i), kSide * sizeof(Token));
+    return load_lanes(tokens);
   }
   // Sets token m to the first K elements of token `source` of others.
   void copy(int64_t m, const Inputs& from, int64_t source, int64_t K) const {
@@ -70,15 +75,15 @@ constexpr int kTileStep = 32;    // with as many elements of each
 // For products in tiles, see `tiles.h`: two elements of each of up to kTileTokens tokens stand side by side, then the
 // next two of all. Fewer tokens stand side by side if there are fewer.
 struct TileInputs {
-  using Weight = Bfloat16;
   using Token = Bfloat16;
-  static constexpr int kRowsOfFew = 32, kRowsOfMany = 64, kShare = 32, kWholeShare = 32;  // see `Inputs`
+  static constexpr int kShare = 32, kWholeShare = 32;  // see `Inputs`
   Token* data;
+  void* rounded;
   int64_t width, block;  // tokens side by side; from this many tokens to the next
 
   // data: room for `size(M, K)` elements.
-  TileInputs(Token* data, int64_t M, int64_t K)
-      : data(data), width(std::min<int64_t>(M, kTileTokens)), block(width * padded(K)) {}
+  TileInputs(Token* data, int64_t M, int64_t K, void* rounded = nullptr)
+      : data(data), rounded(rounded), width(std::min<int64_t>(M, kTileTokens)), block(width * padded(K)) {}
   Token* at(int64_t m, int64_t k) const {
     return data + m / kTileTokens * block + (k / 2 * width + m % kTileTokens) * 2 + k % 2;
   }
@@ -89,6 +94,12 @@ struct TileInputs {
     Token* to = at(m, k);
     const int64_t stride = width;  // no store changes it
     for (int i = 0; i < kLanes; i += 2) std::memcpy(to + i * stride, tokens + i, 2 * sizeof(Token));
+  }
+  Lanes load(int64_t m, int64_t k) const {  // k: a multiple of 2
+    Token tokens[kLanes];
+    const Token* from = at(m, k);
+    for (int i = 0; i < kLanes; i += 2) std::memcpy(tokens + i, from + i * width, 2 * sizeof(Token));
+    return load_lanes(tokens);
   }
   void copy(int64_t m, const TileInputs& from, int64_t source, int64_t K) const {
     for (int64_t k = 0; k < K; k += 2) std::memcpy(at(m, k), from.at(source, k), 2 * sizeof(Token));
@@ -147,6 +158,7 @@ constexpr int kPanel = 64;          // tokens that are multiplied with such a pa
 constexpr int kFewTokens = 16;      // tokens whose part stays in the first cache
 constexpr int kGroups = 8;          // multiples of kRows rows for so few tokens
 constexpr int kRowsOfOne = 8;       // rows in registers for a single token
+constexpr int kPanelRows = 16;      // rows of a matrix in integers that are stored together, see `integers.h`
 
 // Bytes of rows that fit the first cache together with the next rows and with tokens.
 inline int64_t nearest_bytes() {
@@ -286,7 +298,7 @@ FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, i
       if (matrix.bias != nullptr) {
         for (int r = 0; r < rows; ++r) out[r] += matrix.bias[n + r];
       }
-      emit(m + c, matrix.first + n, rows, out);
+      emit(m + c, n, rows, out);
     }
   };
   n + R <= end ? finish(std::integral_constant<int, R>()) : finish(int(end - n));
@@ -410,26 +422,23 @@ void multiply_between(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64
   }
 }
 
-// Calls work(parts, begin, end) for this thread's share of the rows of some matrices, in multiples of `unit`; see
-// `for_each_part`.
-template <class X, int kCount, class Work>
-void share_parts(const Matrix (&matrices)[kCount], int64_t M, int64_t unit, Work&& work) {
-  const Share share(matrices[0].rows, unit);
-  const bool are_few = M <= kFewTokens;
-  if (share.begin < share.end) for_each_part<typename X::Weight>(matrices, share.begin, share.end, are_few ? X::kRowsOfFew : X::kRowsOfMany, are_few ? kNearRows : kFarRows, work);
-}
+template <class Emit>
+void multiply_rounded(const Matrix& matrix, void* rounded, int64_t M, int64_t begin, int64_t end, Emit&& emit);
 
-// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`. emit(m, n, count,
-// values) takes the outputs of token m at `count` rows from n on.
+// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`; 0: any multiples.
+// emit(m, n, count, values) takes the outputs of token m at `count` rows from n on. A matrix in integers reads
+// `x.rounded`, see `round_inputs`.
 template <class X, class Emit>
-void multiply(const Matrix& matrix, const X& x, int64_t M, Emit&& emit, int64_t unit = X::kShare) {
-  const Matrix matrices[] = {matrix};
-  share_parts<X>(matrices, M, unit, [&](const Matrix (&parts)[1], int64_t begin, int64_t end) { multiply_between(parts[0], x, M, begin, end, emit); });
+void multiply(const Matrix& matrix, const X& x, int64_t M, Emit&& emit, int64_t unit = 0) {
+  const Share share(matrix.rows, unit > 0 ? unit : matrix.bits == 0 ? X::kShare : 4 * kPanelRows);
+  if (share.begin >= share.end) return;
+  if (matrix.bits != 0) return multiply_rounded(matrix, x.rounded, M, share.begin, share.end, emit);
+  multiply_between(matrix, x, M, share.begin, share.end, emit);
 }
 
 // out (M, rows) = x (M, K) times the transposed matrix, see `multiply`.
 template <class X>
-void multiply_into(const Matrix& matrix, const X& x, int64_t M, float* out, int64_t unit = X::kShare) {
+void multiply_into(const Matrix& matrix, const X& x, int64_t M, float* out, int64_t unit = 0) {
   const auto emit = [&](int64_t m, int64_t n, auto count, const float* values) {
     for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
   };

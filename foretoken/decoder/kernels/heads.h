@@ -14,7 +14,9 @@
 
 #include "children.h"
 #include "gemm.h"
+#include "integer_tiles.h"
 #include "interface.h"
+#include "rounded_inputs.h"
 #include "rows.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -62,8 +64,8 @@ struct LmHead {
 
 class HeadLayers {
  public:
-  // inputs: room for the inputs of any layer in the widest dtype.
-  explicit HeadLayers(float* inputs) : inputs_(inputs) {}
+  // inputs, rounded: room for the inputs of any layer in the widest dtype, and for `RoundedInputs`.
+  HeadLayers(float* inputs, char* rounded) : inputs_(inputs), rounded_(rounded) {}
 
   // out (M, rows) = M inputs times the transposed matrix; put(m, inputs) sets input m. Ends with a barrier.
   template <class Put>
@@ -85,10 +87,10 @@ class HeadLayers {
  private:
   template <class T>
   MatrixInputs<T> inputs(const Matrix& matrix, int64_t M) const {
-    return {reinterpret_cast<typename MatrixInputs<T>::Token*>(inputs_), M, matrix.cols};
+    return {reinterpret_cast<typename MatrixInputs<T>::Token*>(inputs_), M, matrix.cols, rounded_};
   }
 
-  // Calls run(inputs) with inputs in the dtype of a matrix, or the one into which its numbers are decoded.
+  // Calls run(inputs) with inputs in the dtype of a matrix.
   template <class Run>
   void with_inputs(const HeadMatrix& matrix, int64_t M, Run&& run) const {
     matrix.is_bfloat16 ? run(inputs<Bfloat16>(matrix.matrix, M)) : run(inputs<float>(matrix.matrix, M));
@@ -98,6 +100,7 @@ class HeadLayers {
   template <class Put>
   void set_inputs(const HeadMatrix& matrix, int64_t M, Put&& put) const {
     with_inputs(matrix, M, [&](const auto& inputs) { share(M, [&](int64_t m) { put(m, inputs); }); });
+    if (matrix.matrix.bits != 0) with_inputs(matrix, M, [&](const auto& inputs) { round_inputs(inputs, M, matrix.matrix); });
   }
 
   // These two do not depend on the caller's `put`, so they are compiled once.
@@ -118,6 +121,7 @@ class HeadLayers {
   }
 
   float* inputs_;
+  char* rounded_;
   mutable Barrier barrier_;
 };
 
@@ -127,6 +131,7 @@ struct HeadSpace {
   float* wide;       // (M, 2 W)
   float* states[2];  // (M, W), inputs of the LM head, of a level and of the level before
   float* inputs;     // of any matrix, in the widest dtype
+  char* rounded;     // the same as integers
   int64_t* places;   // (N,), the index of a node in its level
   int64_t size = 0;
 
@@ -137,6 +142,7 @@ struct HeadSpace {
     take(base, size, wide, rows, 2 * head.width);
     for (float*& state : states) take(base, size, state, rows, head.width);
     take(base, size, inputs, most_inputs(rows), Inputs<Bfloat16>::padded(longest));
+    take(base, size, rounded, most_inputs(rows), rounded_bytes(longest));
     take(base, size, places, num_nodes, 1);
   }
 };
@@ -163,7 +169,7 @@ class HeadSteps {
  public:
   // features: (B, E), the input of the first step. The tokens of a level are chosen before its step.
   HeadSteps(const Head& head, const Draft& draft, const Children& children, const float* features, const HeadSpace& space)
-      : head_(head), draft_(draft), children_(children), features_(features), space_(space), layers_(space.inputs) {
+      : head_(head), draft_(draft), children_(children), features_(features), space_(space), layers_(space.inputs, space.rounded) {
     for (int64_t d = 0; d < children.depth(); ++d) {
       for (int64_t p = 0; p < children.num_inner(d); ++p) space.places[children.inner(d, p)] = p;
     }

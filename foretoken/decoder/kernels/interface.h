@@ -5,9 +5,13 @@
 
 extern "C" {
 
-// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null. Or its numbers in 8 or 4 bits: a
-// weight is number * group scale + group offset, and a row of products is multiplied by the row's scale. Numbers of 4
-// bits are packed as `quantized.h` says, 64 of a row in 32 bytes.
+// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null. Or numbers in 8 or 4 bits: a weight is
+// number * group scale + group offset, and a row of products is multiplied by the row's scale.
+//
+// Numbers stand in panels of 16 rows, the last one filled up with zeros, and cols are filled up to a multiple of 64. A
+// panel has 64 bytes after another: bytes 4 r.. of them are four numbers of row r side by side. Of 8 bits, these bytes
+// have four numbers of each row; of 4 bits, eight: the first four in lower halves, the next four in upper ones, plus 8.
+// Scales and offsets of groups are (panels, groups, 16).
 struct Matrix {
   const void* weight;
   const float* bias;
@@ -15,10 +19,11 @@ struct Matrix {
   const float* scales;  // (rows,), or null
   int64_t pass_bytes;   // of all matrices that a pass reads once, this one included; 0 if the matrix is soon read again
   int64_t bits;         // 8 or 4; 0: in the model's dtype
-  const void *group_scales, *group_offsets;  // (rows, groups); null: 1, and 0
-  int64_t group;            // weights side by side that share them: a power of 2 from 32 on
-  int64_t groups_are_half;  // whether they are in half precision, otherwise float32
-  int64_t first;            // the number of row 0, if these are rows of a larger matrix
+  const void *group_scales, *group_offsets;  // null: 1, and 0
+  int64_t group;             // weights side by side that share them: a power of 2 from 32 on
+  int64_t groups_are_half;   // whether they are in half precision, otherwise float32
+  int64_t digits;            // bytes of a rounded input, 1 to 3; see `rounded_inputs.h`
+  int64_t has_token_scales;  // whether all inputs of a token share a scale, otherwise groups of 128 do
 };
 
 // A norm over a row of known size; a null weight means no norm.
@@ -57,7 +62,6 @@ struct Layer {
 
 struct Model {
   int64_t is_bfloat16;
-  int64_t rounds_inputs;  // whether quantized matrices of a float32 model multiply in bfloat16
   int64_t num_layers, hidden, heads, kv_heads, head_dim, vocab, num_positions;
   int64_t capacity, num_slots;  // most rows of a slot; slots that share rows may begin within each other
   int64_t slot_rows, head_rows, layer_rows;  // rows from one slot, and from one head, to the next; all rows of a layer

@@ -236,17 +236,20 @@ void multiply_between(const Matrix& matrix, const TileInputs& x, int64_t M, int6
   });
 }
 
-// Multiplies sums (kTileRows, width) by the scales of rows and adds biases, like `emit_block`. Their row `skipped` is row n
-// of the matrix.
+// Adds biases to sums (kTileRows, width), like `emit_block`. Their row `skipped` is row n of the matrix.
 inline void finish_sums(const Matrix& matrix, int64_t n, int64_t skipped, int64_t count, int64_t width, float* sums) {
-  if (matrix.scales == nullptr && matrix.bias == nullptr) return;
+  if (matrix.bias == nullptr) return;
   for (int64_t r = skipped; r < count; ++r) {
-    const int64_t row = n + r - skipped;
-    for (int64_t c = 0; c < width; ++c) {
-      float& sum = sums[r * width + c];
-      if (matrix.scales != nullptr) sum = std::fma(sum, matrix.scales[row], 0.0f);
-      if (matrix.bias != nullptr) sum += matrix.bias[row];
-    }
+    for (int64_t c = 0; c < width; ++c) sums[r * width + c] += matrix.bias[n + r - skipped];
+  }
+}
+
+// Writes sixteen rows of values, `stride` from one row to the next, to `inner`: elements n.. of the tokens from m on.
+inline void put_pairs(const float* values, int64_t stride, const TileInputs& inner, int64_t m, int64_t n) {
+  Bfloat16* out = inner.at(m, n);
+  for (int64_t r = 0; r < kTileRows; r += 2, out += 2 * inner.width) {  // two elements of each token side by side
+    const BitLanes pairs = rounded(load_lanes(values + r * stride)) | rounded(load_lanes(values + (r + 1) * stride)) << 16;
+    _mm512_mask_storeu_epi16(out, uint32_t((uint64_t(1) << 2 * inner.width) - 1), (__m512i)pairs);
   }
 }
 
@@ -263,11 +266,7 @@ void put_gated(const float* gate, const float* up, const TileInputs& inner, int6
     }
     return;
   }
-  Bfloat16* out = inner.at(m, n);
-  for (int64_t r = 0; r < kTileRows; r += 2, out += 2 * width) {  // two elements of each token side by side
-    const BitLanes pairs = rounded(load_lanes(values + r * width)) | rounded(load_lanes(values + (r + 1) * width)) << 16;
-    _mm512_mask_storeu_epi16(out, uint32_t((uint64_t(1) << 2 * width) - 1), (__m512i)pairs);
-  }
+  put_pairs(values, width, inner, m, n);
 }
 
 // inner (M, rows) = f(x times the transposed `gate`) * (x times the transposed `up`), this thread's share of the rows.
@@ -276,18 +275,17 @@ void put_gated(const float* gate, const float* up, const TileInputs& inner, int6
 template <class Function>
 void multiply_gated(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
   const int64_t size = 2 * TileSums<2>::size(x.width);
-  const Matrix matrices[] = {gate, up};
-  share_parts<TileInputs>(matrices, M, TileInputs::kWholeShare, [&](const Matrix (&parts)[2], int64_t begin, int64_t end) {
-    for_each_panel(parts[0], x, M, [&](int64_t first, int64_t last) {
-      for (int64_t n = begin; n < end; n += kTileRows) {
-        const TileRows rows[2] = {{parts[0], n, kTileRows}, {parts[1], n, kTileRows}};
-        sum_tiles<2>(rows, gate.cols, x, first, last, [&](int64_t m, int64_t count, float* sums) {
-          finish_sums(parts[0], n, rows[0].skipped, rows[0].count, x.width, sums);
-          finish_sums(parts[1], n, rows[1].skipped, rows[1].count, x.width, sums + size);
-          put_gated(sums, sums + size, inner, m, count, parts[0].first + n, rows[0].skipped, rows[0].count, f);
-        });
-      }
-    });
+  const Share share(gate.rows, TileInputs::kWholeShare);
+  if (share.begin >= share.end) return;
+  for_each_panel(gate, x, M, [&](int64_t first, int64_t last) {
+    for (int64_t n = share.begin; n < share.end; n += kTileRows) {
+      const TileRows rows[2] = {{gate, n, kTileRows}, {up, n, kTileRows}};
+      sum_tiles<2>(rows, gate.cols, x, first, last, [&](int64_t m, int64_t count, float* sums) {
+        finish_sums(gate, n, rows[0].skipped, rows[0].count, x.width, sums);
+        finish_sums(up, n, rows[1].skipped, rows[1].count, x.width, sums + size);
+        put_gated(sums, sums + size, inner, m, count, n, rows[0].skipped, rows[0].count, f);
+      });
+    }
   });
 }
 

@@ -40,12 +40,7 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
-struct Int8 {
-  int8_t value;
-};
-
 inline float to_float(float x) { return x; }
-inline float to_float(Int8 x) { return float(x.value); }
 inline float to_float(Bfloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
   float result;
@@ -83,14 +78,26 @@ inline Lanes in_all_lanes(float x) {  // x + zeros would take an addition, and c
   return result;
 #endif
 }
-inline Lanes load_lanes(const Int8* p) {
-#if defined(__AVX512F__)  // gcc extracts the numbers of a vector one by one
-  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-  return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+inline float half_to_float(uint16_t bits) {
+  const uint32_t sign = uint32_t(bits & 0x8000) << 16, size = bits & 0x7fff;
+  if (size >= 0x7c00) {  // infinite, or NaN
+    const uint32_t word = sign | 0x7f800000 | (size & 0x3ff) << 13;
+    float result;
+    std::memcpy(&result, &word, sizeof result);
+    return result;
+  }
+  const float value = size >= 0x400 ? std::ldexp(float(0x400 | (size & 0x3ff)), int(size >> 10) - 25) : std::ldexp(float(size), -24);
+  return sign ? -value : value;
+}
+inline Lanes load_halves(const uint16_t* p) {  // numbers in half precision
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return (Lanes)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
-  typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
-  return __builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Lanes);
+  Lanes result;
+  for (int i = 0; i < kLanes; ++i) result[i] = half_to_float(p[i]);
+  return result;
 #endif
 }
 inline void store_lanes(float* p, Lanes x) { *reinterpret_cast<Lanes*>(p) = x; }

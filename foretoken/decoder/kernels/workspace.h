@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "interface.h"
+#include "rounded_inputs.h"
 
 namespace {
 
@@ -18,6 +19,16 @@ inline bool has_side(const Model& model) { return model.layers[0].side_norm.weig
 inline int64_t attention_width(const Model& model) { return has_side(model) ? 2 * model.hidden : model.hidden; }
 
 inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
+
+// Whether a matrix is in integers.
+inline bool has_integers(const Model& model) {
+  bool found = model.head.bits != 0;
+  for (int64_t i = 0; i < model.num_layers; ++i) {
+    const Layer& layer = model.layers[i];
+    for (const Matrix* each : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down}) found = found || each->bits != 0;
+  }
+  return found;
+}
 
 // Lays out a buffer of rows * cols elements behind `size` bytes from `base` on, which may be null. Adds its bytes to
 // `size`; -1 if 64 bits cannot count them, or rows are -1.
@@ -31,14 +42,15 @@ void take(void* base, int64_t& size, E*& part, int64_t rows, int64_t cols) {
   }
 }
 
-// Buffers of a pass; `size` is their bytes. T and W as in the decoder.
-template <class T, class W = T>
+// Buffers of a pass; `size` is their bytes. T as in the decoder.
+template <class T>
 struct Workspace {
-  using Token = typename MatrixInputs<W>::Token;
+  using Token = typename MatrixInputs<T>::Token;
 
   float *residual, *query, *key, *value, *gate, *up;
   float* branch;      // (M, hidden), added to the residual stream after a norm; empty without such norms
   Token *normed, *mixed, *inner;  // normed: twice as wide if the first layer has a second input
+  char* rounded;                  // `RoundedInputs` of the widest of these, if a matrix is in integers
   typename SharedAttention<T>::Engine::Queries::Token* rotated;
   AttentionSpace<T> attention;  // of the first thread
   int32_t* scratch;             // (threads, kMostQueries, M), see `View`
@@ -77,9 +89,10 @@ struct Workspace {
     take(base, up, M, model.intermediate);
     take(base, branch, model.has_post_norms ? M : 0, model.hidden);
     take(base, rotated, M, kMostPerQuery * model.heads * SharedAttention<T>::Engine::Queries::padded(model.head_dim));
-    take(base, normed, padded_M, MatrixInputs<W>::padded(attention_width(model)));
-    take(base, mixed, padded_M, MatrixInputs<W>::padded(q));
-    take(base, inner, padded_M, MatrixInputs<W>::padded(model.intermediate));
+    take(base, normed, padded_M, MatrixInputs<T>::padded(attention_width(model)));
+    take(base, mixed, padded_M, MatrixInputs<T>::padded(q));
+    take(base, inner, padded_M, MatrixInputs<T>::padded(model.intermediate));
+    take(base, rounded, has_integers(model) ? padded_M : 0, rounded_bytes(std::max({attention_width(model), q, model.intermediate})));
     using Attention = SharedAttention<T>;
     const int64_t softmax = Softmax<T>::size(model.head_dim), block = Attention::kQueries * kBlock;
     take(base, attention.scores, threads, block);
@@ -100,8 +113,8 @@ struct Workspace {
     for (int64_t** each : {&starts, &blocks}) take(base, *each, model.num_experts + 1, 1);
     for (float** each : {&pair_gate, &pair_up}) take(base, *each, pairs, model.expert_intermediate);
     take(base, pair_out, pairs, model.hidden);
-    take(base, pair_inputs, padded_pairs, MatrixInputs<W>::padded(model.hidden));
-    take(base, pair_inner, padded_pairs, MatrixInputs<W>::padded(model.expert_intermediate));
+    take(base, pair_inputs, padded_pairs, MatrixInputs<T>::padded(model.hidden));
+    take(base, pair_inner, padded_pairs, MatrixInputs<T>::padded(model.expert_intermediate));
   }
 
   AttentionSpace<T> attention_of(int64_t thread, int64_t head_dim) const {

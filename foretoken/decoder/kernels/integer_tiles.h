@@ -1,0 +1,329 @@
+// Products of weights and inputs in integers on matrix units (AMX), see `rounded_inputs.h`; and which way a matrix takes.
+//
+// A tile of inputs has one digit of up to sixteen tokens, a tile of weights a panel; both have the same 64 inputs. Weights
+// of 4 bits are decoded into int8 first, for all tokens.
+//
+// Letters: M tokens, K inputs, D digits of an input, P panels whose sums are in registers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#include "gemm.h"
+#include "integers.h"
+#include "interface.h"
+#include "rounded_inputs.h"
+#include "tiles.h"
+#include "vectors.h"
+
+namespace {
+
+#if defined(FORETOKEN_TILES) && defined(__AMX_INT8__)
+
+constexpr int64_t kNearPanels = 16 << 10;  // bytes of panels in int8 that are multiplied with all tokens; a choice: 8 to 128 KiB take the same time within 5 %
+
+// This thread's memory, valid until the next call.
+inline char* thread_memory(size_t bytes) {
+  static thread_local std::unique_ptr<char, decltype(&std::free)> memory(nullptr, &std::free);
+  static thread_local size_t size = 0;
+  if (bytes > size) {
+    memory.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
+    if (memory == nullptr) throw std::bad_alloc();
+    size = bytes;
+  }
+  return memory.get();
+}
+
+// Registers of a product of inputs with D digits: sums of kPanels panels, for each digit or, of narrow ones, for both
+// together; then the digits of the tokens, then weights.
+template <int D, bool kIsNarrow>
+class RoundedRegisters : TileRegisters {
+ public:
+  static constexpr int kSums = kIsNarrow ? 1 : D;      // of a panel
+  static constexpr int kPanels = kSums == 1 ? 4 : kSums == 2 ? 2 : 1;
+
+  RoundedRegisters(int64_t tokens, int64_t step) {
+    constexpr int kDigits = kSums * kPanels, kWeights = kDigits + D;
+    for (int i = 0; i < kDigits; ++i) shape(i, tokens, 4 * kPanelRows);
+    for (int i = kDigits; i < kWeights; ++i) shape(i, tokens, step);
+    for (int i = kWeights; i < 8; ++i) shape(i, step / kQuad, kQuad * kPanelRows);
+    use();
+  }
+};
+
+// Adds the products of a step of inputs, from byte `at` of each panel on. Of narrow digits, sixteen times the weights of a
+// step come right before them.
+template <int D, bool kIsNarrow, int P>
+FORETOKEN_INLINE void add_tiles(const int8_t* x, int64_t digit, const char* const (&panels)[P], int64_t at) {
+  constexpr int64_t kRow = kQuad * kPanelRows, kToken = kWholeStep, kTile = kPanelRows * kWholeStep;
+  if constexpr (kIsNarrow) {
+    _tile_loadd(4, x, kToken);
+    _tile_loadd(5, x + digit, kToken);
+    _tile_loadd(6, panels[0] + at, kRow);
+    _tile_dpbssd(0, 4, 6);
+    _tile_loadd(7, panels[1] + at, kRow);
+    _tile_dpbssd(1, 4, 7);
+    _tile_loadd(6, panels[2] + at, kRow);
+    _tile_dpbssd(2, 4, 6);
+    _tile_loadd(7, panels[3] + at, kRow);
+    _tile_dpbssd(3, 4, 7);
+    _tile_loadd(6, panels[0] + at + kTile, kRow);
+    _tile_dpbssd(0, 5, 6);
+    _tile_loadd(7, panels[1] + at + kTile, kRow);
+    _tile_dpbssd(1, 5, 7);
+    _tile_loadd(6, panels[2] + at + kTile, kRow);
+    _tile_dpbssd(2, 5, 6);
+    _tile_loadd(7, panels[3] + at + kTile, kRow);
+    _tile_dpbssd(3, 5, 7);
+  } else if constexpr (D == 1) {
+    _tile_loadd(4, x, kToken);
+    _tile_loadd(5, panels[0] + at, kRow);
+    _tile_dpbssd(0, 4, 5);
+    _tile_loadd(6, panels[1] + at, kRow);
+    _tile_dpbssd(1, 4, 6);
+    _tile_loadd(7, panels[2] + at, kRow);
+    _tile_dpbssd(2, 4, 7);
+    _tile_loadd(5, panels[3] + at, kRow);
+    _tile_dpbssd(3, 4, 5);
+  } else if constexpr (D == 2) {
+    _tile_loadd(4, x, kToken);
+    _tile_loadd(6, panels[0] + at, kRow);
+    _tile_dpbssd(0, 4, 6);
+    _tile_loadd(5, x + digit, kToken);
+    _tile_dpbssd(1, 5, 6);
+    _tile_loadd(7, panels[1] + at, kRow);
+    _tile_dpbssd(2, 4, 7);
+    _tile_dpbssd(3, 5, 7);
+  } else {
+    _tile_loadd(3, x, kToken);
+    _tile_loadd(4, x + digit, kToken);
+    _tile_loadd(5, x + 2 * digit, kToken);
+    _tile_loadd(6, panels[0] + at, kRow);
+    _tile_dpbssd(0, 3, 6);
+    _tile_dpbssd(1, 4, 6);
+    _tile_dpbssd(2, 5, 6);
+  }
+}
+
+// Stores sums (registers, tokens, kPanelRows) of three or four registers.
+template <int kCount>
+FORETOKEN_INLINE void store_tiles(int32_t* out) {
+  constexpr int64_t kRow = 4 * kPanelRows, kTile = kPanelRows * kTileTokens;
+  _tile_stored(0, out, kRow);
+  _tile_stored(1, out + kTile, kRow);
+  _tile_stored(2, out + 2 * kTile, kRow);
+  if constexpr (kCount == 4) _tile_stored(3, out + 3 * kTile, kRow);
+}
+
+// Decodes the 4-bit numbers of a panel for some inputs into int8; of narrow digits, with sixteen times the numbers of a step
+// before them.
+template <bool kIsNarrow>
+void decode_panel(const char* numbers, int64_t count, int64_t ahead, char* out) {
+  const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(int8_t(0xf0)), zero = _mm512_set1_epi8(8), sixteen_zeros = _mm512_set1_epi8(int8_t(0x80));
+  constexpr int64_t kTile = kPanelRows * kWholeStep;
+  for (int64_t k = 0; k < count; k += kWholeStep, out += kIsNarrow ? 2 * kTile : kTile) {
+    char* own = kIsNarrow ? out + kTile : out;
+    for (int64_t i = 0; i < kTile; i += 128, numbers += 64) {
+      __builtin_prefetch(numbers + ahead, 0, 2);  // a prefetch past the end is harmless
+      const __m512i both = _mm512_loadu_si512(numbers);
+      if (kIsNarrow) {
+        _mm512_store_si512(out + i, _mm512_xor_si512(_mm512_and_si512(_mm512_slli_epi16(both, 4), high), sixteen_zeros));
+        _mm512_store_si512(out + i + 64, _mm512_xor_si512(_mm512_and_si512(both, high), sixteen_zeros));
+      }
+      _mm512_store_si512(own + i, _mm512_sub_epi8(_mm512_and_si512(both, low), zero));
+      _mm512_store_si512(own + i + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), zero));
+    }
+  }
+}
+
+// Panels that are multiplied together, of one matrix, or of two of one kind.
+template <int P>
+struct Panels {
+  const Matrix* matrices[P];
+  int64_t numbers[P];
+  const char* decoded[P];  // their numbers in int8 from an input on; of narrow digits, see `decode_panel`
+
+  const char* at(int p, int64_t k) const {
+    const Matrix& matrix = *matrices[p];
+    return static_cast<const char*>(matrix.weight) + numbers[p] * panel_bytes(matrix) + kPanelRows * k * matrix.bits / 8;
+  }
+};
+
+// Adds the dot products of the inputs first..last of `count` tokens from m on to totals (panels, tokens, kPanelRows), or
+// writes them for the first inputs. ahead: bytes to the next panels, which are prefetched; or 0.
+template <int D, bool kIsNarrow, int P>
+[[gnu::noinline]] void dot_tiles(const Panels<P>& panels, const RoundedInputs& x, int64_t m, int64_t count, int64_t first, int64_t last, int64_t ahead, float* totals) {
+  constexpr int kSums = RoundedRegisters<D, kIsNarrow>::kSums, kTile = kPanelRows * kTileTokens;
+  const Matrix& matrix = *panels.matrices[0];
+  const int64_t unit = unit_of(matrix), step = std::min<int64_t>(unit, kWholeStep), digit = x.width * kWholeStep;
+  const int64_t bytes = (kIsNarrow ? 2 : 1) * kPanelRows;  // of a panel for an input
+  const int8_t* const inputs = x.at(0, m, 0);
+  // Two units' sums: those of one are added to the totals while the products of the next one are on their way.
+  alignas(64) int32_t sums[2][P * kSums * kTile];
+  UnitScales scales(matrix);
+  const auto add_unit = [&](int64_t begin, const int32_t* unit_sums) {
+    scales.begin(x, m, begin);
+    const float* const input_scales = scales.inputs;
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const Lanes scale = scales.scales(*panels.matrices[p], panels.numbers[p], 0);
+      float* total = totals + p * kTile;
+      const int32_t* own = unit_sums + p * kSums * kTile;
+#pragma GCC unroll 4
+      for (int64_t t = 0; t < count; ++t, total += kPanelRows, own += kPanelRows) {
+        const Lanes value = joined<kSums, false>([&](int d) { return *reinterpret_cast<const IntLanes*>(own + d * kTile); });
+        store_lanes(total, multiply_add(value, scale * input_scales[t], begin == 0 ? Lanes{} : load_lanes(total)));
+      }
+      if (matrix.group_offsets == nullptr) continue;
+      const Lanes offset = scales.offsets(*panels.matrices[p], panels.numbers[p], 0);
+      total = totals + p * kTile;
+      for (int64_t t = 0; t < count; ++t, total += kPanelRows) {
+        const Lanes sum = joined<D, kIsNarrow>([&](int d) { return IntLanes{} + x.sum(d, m + t, begin, std::min(begin + unit, x.stride)); });
+        store_lanes(total, multiply_add(sum, offset * input_scales[t], load_lanes(total)));
+      }
+    }
+  };
+  int32_t *own = sums[0], *waiting = sums[1];
+  for (int64_t begin = first; begin < last; begin += unit, std::swap(own, waiting)) {
+    const int64_t end = std::min(begin + unit, last);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    if constexpr (P * kSums == 4) _tile_zero(3);
+    for (int64_t k = begin; k < end; k += step) {
+      // Of narrow digits, a whole step's weights stand behind sixteen times these.
+      const int64_t at = (k - first) / kWholeStep * kWholeStep * bytes + (k - first) % kWholeStep * kPanelRows;
+      if (ahead > 0) {
+        for (int p = 0; p < P; ++p) {
+          for (int64_t i = 0; i < step * kPanelRows; i += 64) __builtin_prefetch(panels.decoded[p] + at + i + ahead, 0, 2);
+        }
+      }
+      add_tiles<D, kIsNarrow>(inputs + k / kWholeStep * x.step_size() + k % kWholeStep, digit, panels.decoded, at);
+    }
+    if (begin > first) add_unit(begin - unit, waiting);
+    store_tiles<P * kSums>(own);
+    fence();
+  }
+  add_unit(first + (last - first - 1) / unit * unit, waiting);
+}
+
+// Multiplies the panels of the rows begin..end of some matrices of one kind on matrix units; take(m, count, panel, totals,
+// distance) gets the dot products of tokens with the rows of a panel of each, (count, kPanelRows), `distance` numbers from
+// one matrix to the next.
+template <int D, bool kIsNarrow, int kCount, class Take>
+void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInputs& x, int64_t M, int64_t begin, int64_t end, Take&& take) {
+  constexpr int P = RoundedRegisters<D, kIsNarrow>::kPanels, kEach = P / kCount, kTile = kPanelRows * kTileTokens;
+  constexpr int64_t kRow = (kIsNarrow ? 2 : 1) * kPanelRows;                // bytes of a panel in int8 for an input
+  constexpr int64_t kPart = std::max(kNearPanels / (P * kRow), kLongestUnit);  // inputs that are multiplied with all tokens before the next ones
+  const Matrix& matrix = *matrices[0];
+  const RoundedRegisters<D, kIsNarrow> registers(std::min<int64_t>(M, kTileTokens), std::min<int64_t>(unit_of(matrix), kWholeStep));
+  const int64_t last = (matrix.rows - 1) / kPanelRows, ahead = kEach * panel_bytes(matrix);
+  // Inputs that all panels of a thread read before the next inputs; they stay in the second cache.
+  const int64_t most = std::max<int64_t>(kPanelBytes / (D * x.stride) / kTileTokens * kTileTokens, kTileTokens);
+  const int64_t blocks = (std::min(M, most) + kTileTokens - 1) / kTileTokens;
+  char* const memory = thread_memory(size_t(P * kPart * kRow) + size_t(blocks * P * kTile) * sizeof(float));
+  float* const totals = reinterpret_cast<float*>(memory + P * kPart * kRow);
+  for (int64_t first = 0; first < M; first += most) {
+    const int64_t past = std::min(M, first + most);
+    for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; panel += kEach) {
+      Panels<P> panels;
+      for (int p = 0; p < P; ++p) {
+        panels.matrices[p] = matrices[p / kEach];
+        panels.numbers[p] = std::min(panel + p % kEach, last);
+      }
+      for (int64_t k = 0; k < x.stride; k += kPart) {
+        const int64_t stop = std::min(k + kPart, x.stride);
+        for (int p = 0; p < P; ++p) {
+          char* own = memory + p * kPart * kRow;
+          if (matrix.bits == 4) decode_panel<kIsNarrow>(panels.at(p, k), stop - k, ahead, own);
+          panels.decoded[p] = matrix.bits == 4 ? own : panels.at(p, k);
+        }
+        fence();
+        float* total = totals;
+        for (int64_t m = first; m < past; m += kTileTokens, total += P * kTile) {
+          dot_tiles<D, kIsNarrow>(panels, x, m, std::min<int64_t>(kTileTokens, past - m), k, stop, m == first && matrix.bits == 8 ? ahead : 0, total);
+        }
+      }
+      float* total = totals;
+      for (int64_t m = first; m < past; m += kTileTokens, total += P * kTile) {
+        for (int p = 0; p < kEach && (panel + p) * kPanelRows < end; ++p) take(m, std::min<int64_t>(kTileTokens, past - m), panel + p, total + p * kTile, int64_t(kEach * kTile));
+      }
+    }
+  }
+}
+
+// Whether two matrices in integers are of one kind and size.
+inline bool are_alike(const Matrix& a, const Matrix& b) {
+  return a.bits == b.bits && a.digits == b.digits && a.has_token_scales == b.has_token_scales && a.group == b.group && a.groups_are_half == b.groups_are_half &&
+         (a.group_offsets == nullptr) == (b.group_offsets == nullptr) && a.rows == b.rows && a.cols == b.cols;
+}
+
+// Whether `multiply_rounded_gated` multiplies these matrices.
+inline bool is_gated_fast(const Matrix& gate, const Matrix& up, int64_t M) {
+  return gate.bits != 0 && M >= kFewestOfTiles && gate.digits < 3 && are_alike(gate, up);
+}
+
+// See `multiply_gated`; two matrices in integers of one kind, whose inputs are rounded.
+template <class Function>
+void multiply_rounded_gated(const Matrix& gate, const Matrix& up, void* rounded, int64_t M, const TileInputs& inner, Function f) {
+  const RoundedInputs x(gate, rounded, M);
+  const Share share(gate.rows, 4 * kPanelRows);
+  if (share.begin >= share.end) return;
+  const auto take = [&](int64_t m, int64_t count, int64_t panel, float* totals, int64_t distance) {
+    const int64_t n = panel * kPanelRows, rows = std::min<int64_t>(kPanelRows, gate.rows - n);
+    alignas(64) float values[kTileTokens * kPanelRows];
+    for (int64_t t = 0; t < count; ++t) {
+      float *own = totals + t * kPanelRows, *other = own + distance;
+      emit_panel(gate, panel, 0, gate.rows, 0, own, [](auto...) {});
+      emit_panel(up, panel, 0, up.rows, 0, other, [](auto...) {});
+      store_lanes(values + t * kPanelRows, f(load_lanes(own)) * load_lanes(other));
+    }
+    if (rows < kPanelRows) {
+      for (int64_t i = 0; i < count * kPanelRows; ++i) {
+        if (i % kPanelRows < rows) inner.put(m + i / kPanelRows, n + i % kPanelRows, values[i]);
+      }
+      return;
+    }
+    transpose(values, kTileTokens, values);
+    put_pairs(values, kTileTokens, inner, m, n);
+  };
+  const Matrix* const matrices[] = {&gate, &up};
+  if (gate.digits == 1) return multiply_panels<1, false>(matrices, x, M, share.begin, share.end, take);
+  is_narrow(gate) ? multiply_panels<2, true>(matrices, x, M, share.begin, share.end, take) : multiply_panels<2, false>(matrices, x, M, share.begin, share.end, take);
+}
+
+#endif
+
+// See `multiply`; a matrix in integers, rows begin..end.
+template <class Emit>
+void multiply_rounded(const Matrix& matrix, void* rounded, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
+  const RoundedInputs x(matrix, rounded, M);
+  const auto run = [&](auto digits) {
+    constexpr int D = decltype(digits)::value;
+#if defined(FORETOKEN_TILES) && defined(__AMX_INT8__)
+    if (M >= kFewestOfTiles) {
+      const Matrix* const matrices[] = {&matrix};
+      const auto take = [&](int64_t m, int64_t count, int64_t panel, float* totals, int64_t) {
+        for (int64_t t = 0; t < count; ++t) emit_panel(matrix, panel, begin, end, m + t, totals + t * kPanelRows, emit);
+      };
+      if constexpr (D == 2) {
+        if (is_narrow(matrix)) return multiply_panels<2, true>(matrices, x, M, begin, end, take);
+      }
+      return multiply_panels<D, false>(matrices, x, M, begin, end, take);
+    }
+#endif
+    multiply_strips<D>(matrix, x, M, begin, end, emit);
+  };
+  switch (matrix.digits) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    default: return run(std::integral_constant<int, 3>());
+  }
+}
+
+}  // namespace

@@ -1,0 +1,221 @@
+// Products of weights in 4 or 8 bits with inputs that are rounded to integers of 8, 16 or 24 bits, for groups of inputs
+// that share a scale. Integers are added without rounding, in any order. So every instruction set, number of tokens and
+// number of threads gives the same sum of a group; sums of groups are then added in float32, in their order.
+//
+// An input is a number of digits, each from -128 to 127, to base 256. A digit of many inputs is a vector of int8, which
+// processors multiply with int8 weights. Two digits that are multiplied with weights of 4 bits are to base 16: sixteen
+// times such a weight still is an int8, and matrix units add the products of both digits in one register.
+//
+// Letters: M tokens, K inputs, D digits of an input; a panel is 16 rows of weights.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "gemm.h"
+#include "interface.h"
+#include "tiles.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int kQuad = 4;                        // inputs whose weights in one row stand side by side
+constexpr int kWholeStep = 64;                  // rows of numbers are padded to multiples of this
+constexpr int kInputGroup = 128;                // inputs that share a scale, unless all of a token do
+constexpr int64_t kLongestUnit = 256;           // inputs whose products are added as integers, see `unit_of`
+constexpr int kSummed = 32;                     // inputs of one entry of `RoundedInputs::sums`; the shortest group
+constexpr int kStrips = kPanelRows / kLanes;    // registers for the rows of a panel
+constexpr int kMostDigits = 3;
+constexpr float kLeast = 1e-30f;                // smaller inputs become 0: the factor that rounds them may overflow
+// Tokens from which on matrix units are faster than vector registers, where they multiply integers.
+#if defined(FORETOKEN_TILES) && defined(__AMX_INT8__)
+constexpr int64_t kFewestOfTiles = 4;
+#else
+constexpr int64_t kFewestOfTiles = INT64_MAX;
+#endif
+
+inline int64_t padded_inputs(int64_t K) { return (K + kWholeStep - 1) / kWholeStep * kWholeStep; }
+inline int64_t panel_bytes(const Matrix& matrix) { return kPanelRows * padded_inputs(matrix.cols) * matrix.bits / 8; }
+inline bool is_narrow(const Matrix& matrix) { return matrix.bits == 4 && matrix.digits == 2; }  // base 16
+inline int64_t input_group(const Matrix& matrix) { return matrix.has_token_scales ? padded_inputs(matrix.cols) : kInputGroup; }
+// Inputs whose products are added as integers: they share the scales of inputs and of weights.
+inline int64_t unit_of(const Matrix& matrix) {
+  const int64_t most = std::min(input_group(matrix), kLongestUnit);
+  return matrix.group_scales == nullptr ? most : std::min(most, matrix.group);
+}
+
+// Bytes of the rounded inputs of a token, and more; those of M tokens take `most_inputs(M)` times as much.
+inline int64_t rounded_bytes(int64_t K) { return (kMostDigits + 1) * padded_inputs(K); }
+
+// The rounded inputs of M tokens. Input k of token m is the number of its digits times the scale of its group.
+struct RoundedInputs {
+  int64_t width, num_tokens;  // tokens side by side; tokens with padding
+  int count, shift;           // D, and bits of a digit that is not the highest
+  int32_t most;               // the largest number
+  int64_t stride;             // K with padding
+  int64_t group, groups;      // inputs that share a scale; groups of a token
+  int8_t* digits;             // (num_tokens / width, stride / kWholeStep, D, width, kWholeStep), the highest digit first
+  float* scales;              // (groups, num_tokens)
+  int32_t* sums;              // (D, num_tokens, stride / kSummed), of digits
+
+  RoundedInputs(const Matrix& matrix, void* memory, int64_t M)
+      : width(std::min<int64_t>(M, kTileTokens)), num_tokens(M <= kTileTokens ? M : most_inputs(M)), count(int(matrix.digits)),
+        shift(is_narrow(matrix) ? 4 : 8), most(count == 1 ? 127 : is_narrow(matrix) ? 2039 : count == 2 ? 32639 : 8355711), stride(padded_inputs(matrix.cols)),
+        group(input_group(matrix)), groups((stride + group - 1) / group), digits(static_cast<int8_t*>(memory)) {
+    sums = reinterpret_cast<int32_t*>(digits + count * num_tokens * stride);
+    scales = reinterpret_cast<float*>(sums + count * num_tokens * (stride / kSummed));
+  }
+  int8_t* at(int digit, int64_t m, int64_t k) const {
+    return digits + m / width * width * count * stride + k / kWholeStep * step_size() + (digit * width + m % width) * kWholeStep + k % kWholeStep;
+  }
+  int64_t step_size() const { return count * width * kWholeStep; }  // digits of a step of `width` tokens
+  // Sum of a digit of the inputs begin..end.
+  int32_t sum(int digit, int64_t m, int64_t begin, int64_t end) const {
+    const int32_t* own = sums + (digit * num_tokens + m) * (stride / kSummed);
+    int32_t total = 0;
+    for (int64_t i = begin / kSummed; i < end / kSummed; ++i) total += own[i];
+    return total;
+  }
+
+  // Rounds the elements of token m of other inputs in one group.
+  template <class X>
+  void round(const X& x, int64_t m, int64_t K, int64_t g) const {
+    const int64_t first = g * group, last = std::min(first + group, stride);
+    Lanes near[kInputGroup / kLanes];  // the first elements
+    const auto load = [&](int64_t k) {
+      if (k + kLanes <= K) return x.load(m, k);
+      Lanes values{};
+      for (int i = 0; i < kLanes && k + i < K; ++i) values[i] = to_float(*x.at(m, k + i));
+      return values;
+    };
+    Lanes sizes{}, odd{};  // odd: 0, or NaN if an input is infinite or NaN
+    for (int64_t k = first; k < last; k += kLanes) {
+      const Lanes values = load(k);
+      if (k < first + kInputGroup) near[(k - first) / kLanes] = values;
+      sizes = greater(sizes, greater(values, -values));
+      odd += values - values;
+    }
+    const float size = greatest_lane(sizes), rest = sum_of_lanes(odd);
+    const bool is_zero = !(size >= kLeast);
+    const float factor = is_zero || rest != rest ? 0.0f : float(most) / size;
+    scales[g * num_tokens + m] = rest != rest ? NAN : is_zero ? 0.0f : size / float(most);
+    for (int64_t k = first; k < last; k += kLanes) {
+      const Lanes values = k < first + kInputGroup ? near[(k - first) / kLanes] : load(k);
+      put(m, k, values * factor);
+    }
+  }
+  // Adds up the digits of token m in one group.
+  void add_up(int64_t m, int64_t g) const {
+    for (int d = 0; d < count; ++d) {
+      for (int64_t k = g * group; k < std::min((g + 1) * group, stride); k += kSummed) {
+        const int8_t* own = at(d, m, k);
+        int32_t total = 0;
+        for (int i = 0; i < kSummed; ++i) total += own[i];
+        sums[(d * num_tokens + m) * (stride / kSummed) + k / kSummed] = total;
+      }
+    }
+  }
+
+ private:
+  void put(int64_t m, int64_t k, Lanes values) const {
+    typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+    IntLanes numbers = nearest(values);
+    numbers = numbers > most ? IntLanes{} + most : numbers < -most ? IntLanes{} - most : numbers;
+    int8_t* out = at(0, m, k);
+    for (int d = count - 1; d >= 0; --d) {
+      const IntLanes digit = d == 0 ? numbers : (numbers << (32 - shift)) >> (32 - shift);
+      *reinterpret_cast<Bytes*>(out + d * width * kWholeStep) = __builtin_convertvector(digit, Bytes);
+      numbers = (numbers - digit) >> shift;
+    }
+  }
+  static IntLanes nearest(Lanes x) {  // ties to even; 0 for NaN
+#if defined(__AVX512F__)
+    return (IntLanes)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    return (IntLanes)_mm256_cvtps_epi32((__m256)x);
+#else
+    IntLanes result;
+    for (int i = 0; i < kLanes; ++i) result[i] = int32_t(std::nearbyint(x[i]));
+    return result;
+#endif
+  }
+};
+
+#if defined(FORETOKEN_TILES)
+
+// `RoundedInputs::round` for the tokens of a tile from m on, which stand in the lanes of registers.
+inline void round_tile(const RoundedInputs& out, const TileInputs& x, int64_t m, int64_t K, int64_t g) {
+  const int64_t first = g * out.group, last = std::min(first + out.group, out.stride);
+  const __mmask16 tokens = __mmask16((uint32_t(1) << x.width) - 1);
+  const auto pair = [&](int64_t k) {  // elements k and k + 1 of each token
+    if (k >= K) return _mm512_setzero_si512();
+    const __m512i both = _mm512_maskz_loadu_epi32(tokens, x.at(m, k));
+    return k + 1 < K ? both : _mm512_and_si512(both, _mm512_set1_epi32(0xffff));
+  };
+  __m512i top = _mm512_setzero_si512();
+  for (int64_t k = first; k < last; k += 2) top = _mm512_max_epu16(top, _mm512_and_si512(pair(k), _mm512_set1_epi16(0x7fff)));
+  top = _mm512_slli_epi32(_mm512_max_epu32(_mm512_and_si512(top, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(top, 16)), 16);
+  const __m512 size = _mm512_castsi512_ps(top), most = _mm512_set1_ps(float(out.most));
+  const __mmask16 is_odd = _mm512_cmpge_epu32_mask(top, _mm512_set1_epi32(0x7f800000));  // infinite, or NaN
+  const __mmask16 is_large = _mm512_cmp_ps_mask(size, _mm512_set1_ps(kLeast), _CMP_GE_OQ) & __mmask16(~is_odd);
+  const __m512 factor = _mm512_maskz_div_ps(is_large, most, size);
+  _mm512_mask_storeu_ps(out.scales + g * out.num_tokens + m, tokens, _mm512_mask_mov_ps(_mm512_maskz_div_ps(is_large, size, most), is_odd, _mm512_set1_ps(NAN)));
+  const __m512i limit = _mm512_set1_epi32(out.most), low = _mm512_set1_epi32(0xff);
+  const __m128i shift = _mm_cvtsi32_si128(out.shift), rest = _mm_cvtsi32_si128(32 - out.shift);
+  for (int64_t start = first; start < last; start += kWholeStep) {
+    __m512 words[kMostDigits][16];
+    for (int q = 0; q < 16; ++q) {
+      const __m512i early = pair(start + q * kQuad), late = pair(start + q * kQuad + 2), upper = _mm512_set1_epi32(int32_t(0xffff0000));
+      __m512i numbers[kQuad] = {_mm512_slli_epi32(early, 16), _mm512_and_si512(early, upper), _mm512_slli_epi32(late, 16), _mm512_and_si512(late, upper)};
+#pragma GCC unroll 4
+      for (__m512i& each : numbers) {
+        each = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(each), factor));
+        each = _mm512_max_epi32(_mm512_min_epi32(each, limit), _mm512_sub_epi32(_mm512_setzero_si512(), limit));
+      }
+      for (int d = out.count - 1; d >= 0; --d) {
+        __m512i word = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int i = 0; i < kQuad; ++i) {
+          const __m512i digit = d == 0 ? numbers[i] : _mm512_sra_epi32(_mm512_sll_epi32(numbers[i], rest), rest);
+          word = _mm512_or_si512(word, _mm512_slli_epi32(_mm512_and_si512(digit, low), 8 * i));
+          numbers[i] = _mm512_sra_epi32(_mm512_sub_epi32(numbers[i], digit), shift);
+        }
+        words[d][q] = _mm512_castsi512_ps(word);
+      }
+    }
+    for (int d = 0; d < out.count; ++d) {
+      transpose(words[d]);
+      int8_t* to = out.at(d, m, start);
+      for (int64_t t = 0; t < x.width; ++t) _mm512_storeu_ps(to + t * kWholeStep, words[d][t]);
+    }
+  }
+}
+
+#endif
+
+// Rounds the inputs of a matrix in integers, all threads together; a barrier has to follow.
+template <class X>
+void round_inputs(const X& x, int64_t M, const Matrix& matrix) {
+  const RoundedInputs out(matrix, x.rounded, M);
+  const bool needs_sums = matrix.group_offsets != nullptr || M < kFewestOfTiles;
+  const bool is_tiled = std::is_same_v<X, TileInputs> && M >= kFewestOfTiles;
+  const int64_t block = is_tiled ? out.width : 1;
+  const Share share((M + block - 1) / block * out.groups, 1);
+  for (int64_t i = share.begin; i < share.end; ++i) {
+    const int64_t first = i / out.groups * block, g = i % out.groups;
+#if defined(FORETOKEN_TILES)
+    if constexpr (std::is_same_v<X, TileInputs>) {
+      if (is_tiled) round_tile(out, x, first, matrix.cols, g);
+    }
+#endif
+    for (int64_t m = first; m < std::min(first + block, M); ++m) {
+      if (!is_tiled) out.round(x, m, matrix.cols, g);
+      if (needs_sums) out.add_up(m, g);
+    }
+  }
+}
+
+}  // namespace
