@@ -10,11 +10,12 @@ shared rows as those of many more slots, one granule of rows apart: a sequence b
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -399,6 +400,20 @@ def share_of_free(device: torch.device, most: float = 1.0) -> int:
 def _free_bytes(device: torch.device) -> int:
     if has_cuda_runtime(device):
         return torch.cuda.mem_get_info(device)[0]
-    if runs_cpu_kernels(device) and hasattr(os, "sysconf"):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 1 << 62  # unknown: the allocator fails if there is less
+    if not runs_cpu_kernels(device):
+        return 1 << 62  # unknown: the allocator fails if there is less
+    available: int = psutil.virtual_memory().available  # with the memory of files that were read
+    return min(available, _left_of_container(_CGROUP))
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def _left_of_container(group: Path) -> int:
+    """Returns the bytes below the limit of a Linux container; files that it has read can be dropped."""
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(limit) - int(used) + int(stat["active_file"]) + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no container, no limit ("max"), or another version
+        return 1 << 62

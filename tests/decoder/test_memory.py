@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,26 @@ def test_the_share_of_the_free_memory_can_be_lowered(monkeypatch: pytest.MonkeyP
         for arguments in ({"kv_cache_memory_bytes": 25_000}, {"gpu_memory_utilization": 0.25}, {})
     ]
     assert capacities[0] == capacities[1] < capacities[2]
+
+
+def test_memory_that_holds_files_is_free(tmp_path: Path) -> None:
+    """A machine that has read many files has few unused pages; the system drops files when memory is asked for."""
+    path = tmp_path / "read"
+    path.write_bytes(bytes(1 << 28))
+    path.read_bytes()
+    unused = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert slot_cache._free_bytes(torch.device("cpu")) > unused + (1 << 27)
+
+
+def test_the_limit_of_a_container_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_cache, "_CGROUP", tmp_path)
+    whole = slot_cache._free_bytes(torch.device("cpu"))
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\nactive_file 100000\ninactive_file 50000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert slot_cache._free_bytes(torch.device("cpu")) > whole / 2
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert slot_cache._free_bytes(torch.device("cpu")) == 250_000
 
 
 def test_context_is_cut_to_what_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
