@@ -206,7 +206,7 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 def _unpacked(numbers: Tensor, cols: int) -> Tensor:
     """Returns (16 * panels, K) int8, of 4 bits from -8 to 7."""
-    quads = numbers.unflatten(2, (_PANEL, _QUAD)).transpose(1, 2)
+    quads: Tensor = numbers.unflatten(2, (_PANEL, _QUAD)).transpose(1, 2)
     if numbers.dtype == torch.uint8:
         quads = torch.stack([quads & 15, quads >> 4], 3).view(torch.int8).sub_(_ZERO)
     return quads.flatten(2).flatten(0, 1)[:, :cols]
