@@ -1,9 +1,11 @@
 """Passes of the native decoder behind long texts, beside what reading weights and KV rows takes at the rate of memory.
 
 python -m benchmarks.long_passes --model runs/long-24x1024/twin --rows 200 4096 16384 --tokens 1 16 64 --batch 1 4
+python -m benchmarks.long_passes --model runs/long-24x1024/twin --rows 128 --tokens 1 16 64 --quantization int8 int4
 
 The rate of memory is measured between the passes: two threads sum a buffer of 1 GiB. Rows hold noise, since a pass
-costs the same whatever they hold.
+costs the same whatever they hold. Passes of quantized models take turns with those in bfloat16; their columns have
+milliseconds, and the median of ratios in brackets.
 """
 
 from __future__ import annotations
@@ -11,54 +13,68 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from benchmarks.rivals.machine import describe_machine
 from foretoken.core.passes import Pass
 from foretoken.decoder.library import set_num_threads
+from foretoken.decoder.quantized import Quantization
 from foretoken.models.loading import load_model
+from foretoken.models.quantize import quantize_model
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_ROUNDS = 7
 
 
 def main() -> None:
     """Prints a table: milliseconds of a pass, those of its bytes alone, and their ratio."""
     options = _parser().parse_args()
     set_num_threads(options.threads)
+    runners = {name: _runner(options, name) for name in ("bfloat16", *options.quantization)}
+    first = runners["bfloat16"]
+    weights = sum(each.nbytes for each in first.model.module.parameters())  # the LM head shares the embedding
+    row = sum(part.shape[1] * part.shape[3] * part.itemsize for part in (*first.cache.keys, *first.cache.values))
+    buffer = torch.ones(1 << 27, dtype=torch.int64)
+    print(f"{describe_machine()}\nweights {weights / 1e6:.0f} MB, row {row / 1e3:.1f} kB; load {options.model}")
+    columns = ["batch", "rows", "tokens", "ms", "GB/s of memory", "ms of the bytes", "share", *options.quantization]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for batch in options.batch:
+        for rows in options.rows:
+            for tokens in options.tokens:
+                work, rates = _chains(batch, rows, tokens), []
+                seconds: dict[str, list[float]] = {name: [] for name in runners}
+                for _ in range(options.rounds + 1):
+                    rates.append(buffer.nbytes / _seconds(buffer.sum))
+                    for name, runner in runners.items():
+                        seconds[name].append(_seconds(lambda: runner.run(work)))  # noqa: B023 - called at once
+                own = seconds.pop("bfloat16")
+                taken, rate = statistics.median(own[1:]), statistics.median(rates[1:])
+                floor = (weights + batch * rows * row) / rate
+                others = [
+                    f"{1e3 * statistics.median(each[1:]):.1f} "
+                    f"({statistics.median(x / y for x, y in zip(each[1:], own[1:], strict=True)):.2f})"
+                    for each in seconds.values()
+                ]
+                cells = [f"{1e3 * taken:.1f}", f"{rate / 1e9:.1f}", f"{1e3 * floor:.1f}", f"{floor / taken:.2f}"]
+                print(f"| {batch} | {rows} | {tokens} | {' | '.join([*cells, *others])} |", flush=True)
+
+
+def _runner(options: argparse.Namespace, name: Any) -> Runner:
     model = load_model(options.model, dtype="bfloat16")
     most = max(options.rows) + max(options.tokens)
     if most > model.context_len:
         raise SystemExit(f"Error: {most} positions, and '{options.model}' has {model.context_len}. Pass fewer --rows.")
+    if name != "bfloat16":
+        model = quantize_model(model, name)
     runner = Runner(
         model, num_slots=max(options.batch), context_len=most, max_nodes=max(options.tokens), runner="lean-native"
     )
     for part in (*runner.cache.keys, *runner.cache.values):
         part.normal_()
-    weights = sum(each.nbytes for each in model.module.parameters())  # the LM head shares the embedding
-    row = sum(part.shape[1] * part.shape[3] * part.itemsize for part in (*runner.cache.keys, *runner.cache.values))
-    buffer = torch.ones(1 << 27, dtype=torch.int64)
-    print(f"{describe_machine()}\nweights {weights / 1e6:.0f} MB, row {row / 1e3:.1f} kB; load {options.model}")
-    print("| batch | rows | tokens | ms | GB/s of memory | ms of the bytes | share |\n|---|---|---|---|---|---|---|")
-    for batch in options.batch:
-        for rows in options.rows:
-            for tokens in options.tokens:
-                work = _chains(batch, rows, tokens)
-                seconds, rates = [], []
-                for _ in range(_ROUNDS):
-                    rates.append(buffer.nbytes / _seconds(buffer.sum))
-                    seconds.append(_seconds(lambda: runner.run(work)))  # noqa: B023 - called at once
-                taken, rate = statistics.median(seconds[1:]), statistics.median(rates[1:])
-                floor = (weights + batch * rows * row) / rate
-                print(
-                    f"| {batch} | {rows} | {tokens} | {1e3 * taken:.1f} | {rate / 1e9:.1f} | {1e3 * floor:.1f} "
-                    f"| {floor / taken:.2f} |", flush=True,
-                )  # fmt: skip
+    return runner
 
 
 def _chains(batch: int, rows: int, tokens: int) -> Pass:
@@ -79,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, nargs="+", default=[200, 4096, 16_000])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--quantization", nargs="+", default=[], choices=get_args(Quantization))
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
     return parser
 

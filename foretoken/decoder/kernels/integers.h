@@ -216,6 +216,9 @@ void multiply_strips(const Matrix& matrix, const RoundedInputs& x, int64_t M, in
     int64_t m = 0;
     if (M > 1) {
       for (; m + kMost <= M; m += kMost) run(integral_constant<int, kMost>(), integral_constant<int, kOfMany>(), m, panel);
+      if constexpr (kMost > 2) {
+        for (; m + 2 <= M; m += 2) run(integral_constant<int, 2>(), integral_constant<int, kOfMany>(), m, panel);
+      }
       for (; m < M; ++m) run(integral_constant<int, 1>(), integral_constant<int, kOfMany>(), m, panel);
     } else {
       run(integral_constant<int, 1>(), integral_constant<int, kOfOne>(), 0, panel);

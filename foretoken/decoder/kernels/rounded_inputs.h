@@ -32,7 +32,7 @@ constexpr int kMostDigits = 3;
 constexpr float kLeast = 1e-30f;                // smaller inputs become 0: the factor that rounds them may overflow
 // Tokens from which on matrix units are faster than vector registers, where they multiply integers.
 #if defined(FORETOKEN_TILES) && defined(__AMX_INT8__)
-constexpr int64_t kFewestOfTiles = 4;
+constexpr int64_t kFewestOfTiles = 5;
 #else
 constexpr int64_t kFewestOfTiles = INT64_MAX;
 #endif
