@@ -106,13 +106,14 @@ class NativeModel(Described):
             raise UnsuitableError(f"block {index} has other heads than the first. Its kernels take equal ones.")
         queries, values = self._heads * width, self._kv_heads * width
         read = hidden if block.side is None else 2 * hidden
+        _check_alike(index, block.query, block.key, block.value)
         normed = (queries, values) if block.norms_all_heads else (width, width)
         return Layer(
             query=self._matrix("q_proj", block.query, queries, read),
             key=self._matrix("k_proj", block.key, values, read),
             value=self._matrix("v_proj", block.value, values, read),
             output=self._matrix("o_proj", block.output, hidden, queries),
-            **(self._experts(block.mlp) if isinstance(block.mlp, Experts) else self._feed_forward(block.mlp)),
+            **(self._experts(block.mlp) if isinstance(block.mlp, Experts) else self._feed_forward(index, block.mlp)),
             attention_norm=self._norm("the norm before attention", block.attention_norm, hidden),
             attention_post_norm=self._norm("the norm after attention", block.attention_post_norm, hidden),
             mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, hidden),
@@ -132,7 +133,8 @@ class NativeModel(Described):
             softcap=spec.softcap or 0.0,
         )
 
-    def _feed_forward(self, layers: FeedForward) -> dict[str, MatrixStruct]:
+    def _feed_forward(self, index: int, layers: FeedForward) -> dict[str, MatrixStruct]:
+        _check_alike(index, *filter(None, (layers.gate, layers.up)))
         hidden, inner = self._hidden, int(layers.down.weight.shape[1])
         return {
             "gate": MatrixStruct() if layers.gate is None else self._matrix("gate_proj", layers.gate, inner, hidden),
@@ -247,6 +249,13 @@ class NativeModel(Described):
             )
         if not has_memory(tensor):
             raise UnsuitableError(lost_memory(tensor))
+
+
+def _check_alike(index: int, *matrices: Matrix) -> None:
+    """Raises `UnsuitableError` unless quantized matrices round their inputs alike: the kernels round them once."""
+    weights = [each.weight for each in matrices if isinstance(each.weight, QuantizedMatrix)]
+    if len({(each.input_bits, each.has_token_scales) for each in weights}) > 1:
+        raise UnsuitableError(f"matrices of block {index} with the same inputs round them in different ways.")
 
 
 def _num_bytes(layers: described.Blocks, ends: LeanWeights | None, quantization: Quantization | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -279,6 +280,15 @@ def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str, quantizatio
 
 def test_blocks_that_cannot_be_quantised() -> None:
     made = {"num_slots": SLOTS, "capacity": CAPACITY}
+    blocks = quantised(in_dtype(two(OPTIONS["as llama"]), torch.float32), "int8", is_dense=False).blocks
+    for name in ("key", "mlp"):
+        first, other = blocks[1], in_dtype(two(OPTIONS["as llama"]), torch.float32).blocks[1]
+        mixed = first.mlp if name == "mlp" else first.key
+        part = other.mlp.up if name == "mlp" else other.key
+        odd = Matrix(weight=quantized(part.dense(), "w8a8", dtype=torch.float32))
+        changed = replace(first, **{name: replace(mixed, up=odd) if name == "mlp" else odd})
+        with pytest.raises(UnsuitableError, match="matrices of block 1 with the same inputs round them in different"):
+            BlockStack(Blocks(blocks=[blocks[0], changed], final_norm=None), **made, backend="native")
     with pytest.raises(UnsuitableError, match="a mixture of experts has no kernels for int8"):
         BlockStack(in_dtype(two(OPTIONS["experts"]), torch.float32), **made, quantization="int8")
     with pytest.raises(UnsuitableError, match="only native kernels on CPUs run int8 weights"):
