@@ -34,7 +34,7 @@ class NativeLinear(nn.Module):
             weight: (N, K), on a CPU, contiguous, in float32 or bfloat16; any floating dtype with `quantization`. Or a
                 quantized matrix.
             bias: (N,), or None.
-            quantization: "int4" or "int8" for a copy, see `quantized`; the layer then does not keep the weight.
+            quantization: For a rounded copy, see `quantized`; the layer then does not keep the weight.
 
         Raises:
             UnsuitableError: If the weight is anything else, or not finite if it is quantised, or the kernels cannot be
@@ -147,7 +147,7 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
     """Returns a native layer if possible, else the layer itself.
 
     Args:
-        quantization: "int4" or "int8" for a rounded copy with its own memory; a `QuantizedLinear` keeps its matrix.
+        quantization: For a rounded copy with its own memory; a `QuantizedLinear` keeps its matrix.
         compacts: Whether a float32 weight becomes bfloat16 if that is exact: half the bytes to read, but inputs are
             rounded to bfloat16. Otherwise the weight is read in place.
 

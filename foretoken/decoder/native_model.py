@@ -46,12 +46,12 @@ class NativeModel(Described):
             layers: The blocks, on a CPU, in float32 or bfloat16.
             ends: The whole model, for its embedding and LM head; None for blocks alone.
             cache: In the same dtype.
-            quantization: "int4" or "int8" for rounded copies of all matrices, also of the LM head but not of the
+            quantization: For rounded copies of all matrices, also of the LM head but not of the
                 embedding, beside the originals. None to read the weights in place, as they are stored.
 
         Raises:
-            UnsuitableError: If a tensor does not fit the blocks' sizes, or experts or a weight that is not finite are
-                to be quantised.
+            UnsuitableError: If a tensor does not fit the blocks' sizes, experts or a weight that is not finite are to
+                be quantised, or quantized matrices of a block with the same inputs round them in different ways.
         """
         super().__init__(layers, ends, cache, quantization)
         self._cache, self._dtype, self._quantization = cache, layers.dtype, quantization
@@ -106,14 +106,13 @@ class NativeModel(Described):
             raise UnsuitableError(f"block {index} has other heads than the first. Its kernels take equal ones.")
         queries, values = self._heads * width, self._kv_heads * width
         read = hidden if block.side is None else 2 * hidden
-        _check_alike(index, block.query, block.key, block.value)
         normed = (queries, values) if block.norms_all_heads else (width, width)
-        return Layer(
+        layer = Layer(
             query=self._matrix("q_proj", block.query, queries, read),
             key=self._matrix("k_proj", block.key, values, read),
             value=self._matrix("v_proj", block.value, values, read),
             output=self._matrix("o_proj", block.output, hidden, queries),
-            **(self._experts(block.mlp) if isinstance(block.mlp, Experts) else self._feed_forward(index, block.mlp)),
+            **(self._experts(block.mlp) if isinstance(block.mlp, Experts) else self._feed_forward(block.mlp)),
             attention_norm=self._norm("the norm before attention", block.attention_norm, hidden),
             attention_post_norm=self._norm("the norm after attention", block.attention_post_norm, hidden),
             mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, hidden),
@@ -132,9 +131,11 @@ class NativeModel(Described):
             scale=spec.attention_scale,
             softcap=spec.softcap or 0.0,
         )
+        _check_alike(index, layer.query, layer.key, layer.value)
+        _check_alike(index, layer.gate, layer.up)
+        return layer
 
-    def _feed_forward(self, index: int, layers: FeedForward) -> dict[str, MatrixStruct]:
-        _check_alike(index, *filter(None, (layers.gate, layers.up)))
+    def _feed_forward(self, layers: FeedForward) -> dict[str, MatrixStruct]:
         hidden, inner = self._hidden, int(layers.down.weight.shape[1])
         return {
             "gate": MatrixStruct() if layers.gate is None else self._matrix("gate_proj", layers.gate, inner, hidden),
@@ -145,6 +146,8 @@ class NativeModel(Described):
     def _experts(self, experts: Experts) -> dict[str, ExpertsArguments]:
         if self._quantization is not None:
             raise UnsuitableError(f"a mixture of experts has no kernels for {self._quantization}.")
+        if isinstance(experts.router.weight, QuantizedMatrix):
+            raise UnsuitableError(f"a router has no kernels for weights in {experts.router.weight.bits} bits.")
         count, _, inner = experts.down.shape
         gate_up = (count, 2 * inner, self._hidden)
         fields = ExpertsArguments(
@@ -251,10 +254,10 @@ class NativeModel(Described):
             raise UnsuitableError(lost_memory(tensor))
 
 
-def _check_alike(index: int, *matrices: Matrix) -> None:
+def _check_alike(index: int, *matrices: MatrixStruct) -> None:
     """Raises `UnsuitableError` unless quantized matrices round their inputs alike: the kernels round them once."""
-    weights = [each.weight for each in matrices if isinstance(each.weight, QuantizedMatrix)]
-    if len({(each.input_bits, each.has_token_scales) for each in weights}) > 1:
+    kinds = {(each.digits, each.digits == 2 and each.bits, each.has_token_scales) for each in matrices if each.bits}
+    if len(kinds) > 1:
         raise UnsuitableError(f"matrices of block {index} with the same inputs round them in different ways.")
 
 

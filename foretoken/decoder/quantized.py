@@ -26,7 +26,7 @@ _GREATEST = 127  # of int8; -128 is left out, so that the range is symmetric
 _ZERO = 8  # a number of 4 bits stands for itself less this
 _PANEL = 16  # rows that are stored together, see `kernels/interface.h`
 _QUAD = 4  # numbers of a row side by side
-_WHOLE = 64  # rows are padded to multiples of this
+_WHOLE = 64  # the inputs of a row are padded to multiples of this
 _GROUP = 64  # weights of int4 that share a scale; a choice: 4.25 bits a weight
 # Shares of the scale at which a group's greatest weight ends the range; the one with the least squared error is taken.
 # A choice: smaller ones cut the greatest weights, and all others are rounded more finely.
@@ -39,9 +39,9 @@ _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a 
 class QuantizedMatrix:
     """A matrix (N, K): row n is `row_scales[n] * (numbers[n] * group_scales[n, g] + group_offsets[n, g])`.
 
-    The kernels round inputs to integers of `input_bits`, with a scale for 128 of them, or for a token. Products are
-    exact, and so are their sums over as many inputs as share all scales; these sums are added in float32. Tensors are
-    stored in the kernels' order, see `kernels/interface.h`; `of` takes them row by row. P = ceil(N / 16).
+    The kernels round inputs to integers of `input_bits`, with a scale for 128 of them, or for a token. Products of
+    bytes are exact, and so are their sums over as many inputs as share all scales; these sums are added in float32.
+    Tensors are stored in the kernels' order, see `kernels/interface.h`; `of` takes them row by row. P = ceil(N / 16).
 
     Attributes:
         numbers: (P, ceil(K / 64) * 16, 64) int8; or half as many uint8, with two numbers of 4 bits each.
@@ -87,7 +87,11 @@ class QuantizedMatrix:
             and (not scales or scales[0].dtype in (torch.float16, torch.float32)),
             "scales and offsets of groups have another shape or dtype",
         )
-        require(self.row_scales is None or self.row_scales.shape == (rows,), "there is not one scale a row")
+        require(
+            self.row_scales is None or (self.row_scales.shape == (rows,) and self.row_scales.dtype == torch.float32),
+            "there is not one scale in float32 a row",
+        )
+        require(len({each.device for each in self.tensors()}) == 1, "tensors are on several devices")
         require(all(each.is_contiguous() for each in self.tensors()), "a tensor is not contiguous")
 
     @classmethod
@@ -105,6 +109,11 @@ class QuantizedMatrix:
             fields: All others. Without `input_bits`, float32 inputs have 24 and bfloat16 ones 16 or 12.
         """
         rows, cols = numbers.shape
+        is_small = bits == 4 and bool(((numbers >= -_ZERO) & (numbers < _ZERO)).all())
+        require(is_small or bits == 8, "numbers have other bits")
+        for each in (group_scales, group_offsets):
+            expected = rows, -(-cols // max(1, fields.get("group", 0)))
+            require(each is None or each.shape == expected, "scales and offsets of groups have another shape")
         fields = {"input_bits": _input_bits(bits, fields["dtype"])} | fields
         groups = _num_groups(cols, fields.get("group", 0))
         return cls(
@@ -176,11 +185,11 @@ class QuantizedMatrix:
 
     def _spread(self, each: Tensor) -> Tensor:
         own = _in_rows(each)[: self.num_outputs].float()
-        return own.repeat_interleave(self.group, 1)[:, : self.num_inputs]
+        return own.repeat_interleave(min(self.group, _padded(self.num_inputs)), 1)[:, : self.num_inputs]
 
 
 def _input_bits(bits: int, dtype: torch.dtype) -> int:
-    """Returns bits whose errors are below those of rounding to a dtype."""
+    """Returns bits whose errors are mostly below those of rounding to a dtype, see `docs/runners.md`."""
     return 24 if dtype == torch.float32 else 12 if bits == 4 else 16
 
 
@@ -309,7 +318,7 @@ def _fits_half(scale: Tensor) -> bool:
 class QuantizedLinear(nn.Module):
     """A linear layer that keeps its weight in 4 or 8 bits; torch multiplies by dequantized rows that it then frees.
 
-    The native kernels read `matrix` in place.
+    The native kernels read `matrix` in place, and round inputs; torch does not.
     """
 
     def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None = None) -> None:

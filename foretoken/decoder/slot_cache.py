@@ -410,10 +410,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def _left_of_container(group: Path) -> int:
-    """Returns the bytes below the limit of a Linux container; files that it has read can be dropped."""
+    """Returns the bytes below the limit of a Linux container, whose own group is `group`; files can be dropped."""
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(limit) - int(used) + int(stat["active_file"]) + int(stat["inactive_file"])
+        return max(0, int(limit) - int(used) + int(stat["active_file"]) + int(stat["inactive_file"]))
     except (OSError, ValueError, KeyError):  # no container, no limit ("max"), or another version
         return 1 << 62

@@ -130,7 +130,7 @@ class Head(nn.Module, ABC):
         """Packs the large float32 weights for small-batch GEMMs on a CPU. The head can draft but not train afterwards.
 
         Args:
-            quantization: "int4" or "int8" replaces matrices by rounded ones, see `quantized`.
+            quantization: Replaces matrices by rounded ones, see `quantized`.
             compacts: Whether float32 weights become bfloat16 if that is exact; their inputs are then rounded to
                 bfloat16.
 

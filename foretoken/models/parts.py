@@ -72,7 +72,7 @@ def target_parts(
             are.
         is_inference: Whether no gradients are needed. Nothing is copied then, and the LM head may run on native kernels
             and return float32.
-        quantization: With `is_inference`, "int4" or "int8" for a rounded copy of the LM head, for drafts alone.
+        quantization: With `is_inference`, for a rounded copy of the LM head, for drafts alone.
 
     Raises:
         UnsuitableError: If the LM head cannot be quantised.

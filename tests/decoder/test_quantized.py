@@ -278,6 +278,49 @@ def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str, quantizatio
     assert torch.equal(torch.cat(one), found[:9])
 
 
+@pytest.mark.parametrize("inner", [200, 1000])
+@pytest.mark.parametrize("name", [*FORMATS, "mixed"])
+def test_layers_are_exact_in_every_format(name: str, inner: int) -> None:
+    """Many tokens on two threads, and each alone on one: the same bits."""
+    dense = numbers(inner, E, seed=76).bfloat16()
+    shapes = {"gate": (inner, E), "up": (inner, E), "down": (E, inner)}
+    formats = dict.fromkeys(shapes, name)
+    if name == "mixed":  # offsets in one of two matrices with the same inputs, and a dense one
+        names = ("4 bits, groups of 32", "4 bits, groups of 64 with offsets", "8 bits, rows")
+        formats = dict(zip(shapes, names, strict=True))
+    made = {part: Matrix(weight=some_matrix(formats[part], *shape, torch.bfloat16), bias=torch.ones(shape[0]) / 8)
+            for part, shape in shapes.items()}  # fmt: skip
+    layers = in_dtype(two(OPTIONS["as llama"]), torch.bfloat16)
+    kinds = [made, made | {"up": Matrix(weight=dense)}]
+    blocks = [replace(each, mlp=FeedForward(**own)) for each, own in zip(layers.blocks, kinds, strict=True)]
+    text, threads = numbers(40, E, seed=74, scale=1.0), torch.get_num_threads()
+    alone, company = (
+        BlockStack(Blocks(blocks=blocks, final_norm=layers.final_norm), num_slots=SLOTS, capacity=CAPACITY)
+        for _ in range(2)
+    )
+    assert company.backend == "native"
+    try:
+        torch.set_num_threads(1)
+        one = [alone.run(part, chains([1], slots=[0], prefix_lens=[t])) for t, part in enumerate(text.split(1))]
+        torch.set_num_threads(2)
+        for count in (2, 5, 16, 21, 40):
+            found = company.run(text[:count], chains([count], slots=[1], prefix_lens=[0]))
+            assert torch.equal(found, torch.cat(one[:count])), count
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_matrices_of_other_shapes_are_refused() -> None:
+    numbers_of, fields = torch.zeros(32, 200, dtype=torch.int8), {"bits": 4, "dtype": torch.float32, "group": 64}
+    for shape in ((32, 1), (32, 5), (20, 4)):
+        with pytest.raises(ValueError, match="scales and offsets of groups have another shape"):
+            QuantizedMatrix.of(numbers_of, group_scales=torch.ones(shape), **fields)
+    with pytest.raises(ValueError, match="numbers have other bits"):
+        QuantizedMatrix.of(numbers_of + 8, group_scales=torch.ones(32, 4), **fields)
+    with pytest.raises(ValueError, match="not one scale in float32"):
+        QuantizedMatrix.of(numbers_of, bits=8, dtype=torch.float32, row_scales=torch.ones(32).half())
+
+
 def test_blocks_that_cannot_be_quantised() -> None:
     made = {"num_slots": SLOTS, "capacity": CAPACITY}
     blocks = quantised(in_dtype(two(OPTIONS["as llama"]), torch.float32), "int8", is_dense=False).blocks

@@ -1,6 +1,6 @@
 // The forward pass of a decoder on the CPU, for few tokens at a time: one token, or a tree of tokens.
 //
-// Weights stay where the caller keeps them: row-major, not copied, each read once a pass. A row of weights times a
+// Weights stay where the caller keeps them, not copied, each read once a pass: row-major, or in integers. A row of weights times a
 // token is one dot product. A weight in a register is multiplied with every token of the tree before the next weight is
 // loaded. A pass therefore costs the reading of the weights, until arithmetic takes longer than memory.
 //
@@ -137,7 +137,7 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
       });
       barrier.wait();
       if (matrix->bits != 0) {
-        round_inputs(inputs, M, *matrix);
+        round_inputs(inputs, M, *matrix, matrix->group_offsets != nullptr);
         barrier.wait();
       }
       multiply_into(*matrix, inputs, M, y);

@@ -207,11 +207,11 @@ class Decoder {
     barrier_.wait();
   }
 
-  // Rounds inputs for those matrices that are in integers.
+  // Rounds inputs for those matrices that are in integers; `native_model.py` checks that they round them alike.
   void round(const MatrixInputs<T>& x, int64_t M, std::initializer_list<const Matrix*> matrices) {
     const auto found = std::find_if(matrices.begin(), matrices.end(), [](const Matrix* each) { return each->bits != 0; });
     if (found == matrices.end()) return;
-    round_inputs(x, M, **found);
+    round_inputs(x, M, **found, std::any_of(matrices.begin(), matrices.end(), [](const Matrix* each) { return each->group_offsets != nullptr; }));
     barrier_.wait();
   }
 

@@ -25,7 +25,7 @@
 namespace {
 
 // inner (M, rows) = f(gate projection) * up projection of x (M, K), or f(up projection) without gate weights: this
-// thread's share of the rows. gates, ups: (M, rows), scratch for both projections, unused on matrix units in bfloat16.
+// thread's share of the rows. gates, ups: (M, rows), scratch for both projections, unused where matrix units compute both together.
 template <class X>
 void multiply_activated(int64_t activation, const Matrix& gate, const Matrix& up, const X& x, int64_t M, const X& inner, float* gates, float* ups) {
   const bool has_gate = gate.weight != nullptr;

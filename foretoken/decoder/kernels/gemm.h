@@ -158,7 +158,7 @@ constexpr int kPanel = 64;          // tokens that are multiplied with such a pa
 constexpr int kFewTokens = 16;      // tokens whose part stays in the first cache
 constexpr int kGroups = 8;          // multiples of kRows rows for so few tokens
 constexpr int kRowsOfOne = 8;       // rows in registers for a single token
-constexpr int kPanelRows = 16;      // rows of a matrix in integers that are stored together, see `integers.h`
+constexpr int kPanelRows = 16;      // rows of a matrix in integers that are stored together, see `interface.h`
 
 // Bytes of rows that fit the first cache together with the next rows and with tokens.
 inline int64_t nearest_bytes() {
@@ -425,7 +425,7 @@ void multiply_between(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64
 template <class Emit>
 void multiply_rounded(const Matrix& matrix, void* rounded, int64_t M, int64_t begin, int64_t end, Emit&& emit);
 
-// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`; 0: any multiples.
+// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`; 0: of the kernel's own.
 // emit(m, n, count, values) takes the outputs of token m at `count` rows from n on. A matrix in integers reads
 // `x.rounded`, see `round_inputs`.
 template <class X, class Emit>

@@ -100,7 +100,7 @@ class HeadLayers {
   template <class Put>
   void set_inputs(const HeadMatrix& matrix, int64_t M, Put&& put) const {
     with_inputs(matrix, M, [&](const auto& inputs) { share(M, [&](int64_t m) { put(m, inputs); }); });
-    if (matrix.matrix.bits != 0) with_inputs(matrix, M, [&](const auto& inputs) { round_inputs(inputs, M, matrix.matrix); });
+    if (matrix.matrix.bits != 0) with_inputs(matrix, M, [&](const auto& inputs) { round_inputs(inputs, M, matrix.matrix, matrix.matrix.group_offsets != nullptr); });
   }
 
   // These two do not depend on the caller's `put`, so they are compiled once.
@@ -162,7 +162,7 @@ inline Status check_head(const Head& head, const Draft& draft, const float* feat
 
 inline bool have_one_head(const HeadStep& a, const HeadStep& b) {
   const Matrix &own = a.lm_head.matrix, &other = b.lm_head.matrix;
-  return own.weight == other.weight && own.bias == other.bias && a.logit_scale == b.logit_scale && a.logit_softcap == b.logit_softcap;
+  return own.weight == other.weight && own.bias == other.bias && own.scales == other.scales && own.group_scales == other.group_scales && a.logit_scale == b.logit_scale && a.logit_softcap == b.logit_softcap;
 }
 
 class HeadSteps {

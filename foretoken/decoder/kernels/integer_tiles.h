@@ -1,6 +1,6 @@
 // Products of weights and inputs in integers on matrix units (AMX), see `rounded_inputs.h`; and which way a matrix takes.
 //
-// A tile of inputs has one digit of up to sixteen tokens, a tile of weights a panel; both have the same 64 inputs. Weights
+// A tile of inputs has one digit of up to sixteen tokens, a tile of weights a panel; both have the same 64 inputs, or 32. Weights
 // of 4 bits are decoded into int8 first, for all tokens.
 //
 // Letters: M tokens, K inputs, D digits of an input, P panels whose sums are in registers.
@@ -32,6 +32,7 @@ inline char* thread_memory(size_t bytes) {
   static thread_local std::unique_ptr<char, decltype(&std::free)> memory(nullptr, &std::free);
   static thread_local size_t size = 0;
   if (bytes > size) {
+    size = 0;
     memory.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
     if (memory == nullptr) throw std::bad_alloc();
     size = bytes;

@@ -112,6 +112,9 @@ template <int D, int T, int P, bool kIsNibbles>
     rows[p] = static_cast<const char*>(matrix.weight) + panels[p] * bytes + p % kStrips * kBytes;
   }
   for (int i = 0; i < T * P; ++i) totals[i] = Lanes{};
+  const int8_t* inputs_of[D * T];
+  for (int i = 0; i < D * T; ++i) inputs_of[i] = x.at(i / T, m + i % T, 0);
+  const int64_t step_size = x.step_size();
   UnitScales unit_scales(matrix);
   for (int64_t begin = 0; begin < x.stride; begin += unit) {
     const int64_t end = std::min(begin + unit, x.stride);
@@ -126,13 +129,12 @@ template <int D, int T, int P, bool kIsNibbles>
         for (int p = 0; p < P; ++p) sums[(d * T + t) * P + p] = IntLanes{} - kZero * input_sums[t][d];
       }
     }
-    const int8_t* from[D * T];
-    const auto add = [&](int64_t k, const ByteLanes* weights) {
+    const auto add = [&](int64_t at, const ByteLanes* weights) {  // at: of the inputs' digits
 #pragma GCC unroll 3
       for (int d = 0; d < D; ++d) {
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
-          const IntLanes inputs = in_all_lanes(from[d * T + t] + k % kWholeStep);
+          const IntLanes inputs = in_all_lanes(inputs_of[d * T + t] + at);
 #pragma GCC unroll 4
           for (int p = 0; p < P; ++p) {
             IntLanes& sum = sums[(d * T + t) * P + p];
@@ -141,36 +143,20 @@ template <int D, int T, int P, bool kIsNibbles>
         }
       }
     };
-    for (int64_t start = begin, stop; start < end; start = stop) {  // a step of inputs stands together
-    stop = std::min(start + kWholeStep, end);
-#pragma GCC unroll 12
-    for (int i = 0; i < D * T; ++i) from[i] = x.at(i / T, m + i % T, start / kWholeStep * kWholeStep);
-    if constexpr (kIsNibbles) {
-      for (int64_t k = start; k < stop; k += 2 * kQuad) {
-        ByteLanes low[P], high[P];
+    constexpr int kNumbers = kIsNibbles ? 2 * kQuad : kQuad;  // of a row, in a register
+    for (int64_t k = begin; k < end; k += kNumbers) {
+      const int64_t at = k / kWholeStep * step_size + k % kWholeStep;
+      ByteLanes weights[P], others[P];
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
-          const char* at = rows[p] + k / (2 * kQuad) * kPanelRows * kQuad;
-          if (fetches && p % kStrips == 0) __builtin_prefetch(at + ahead, 0, 2);
-          const IntLanes both = *reinterpret_cast<const IntLanes*>(at);
-          low[p] = (ByteLanes)(both & 0x0f0f0f0f);
-          high[p] = (ByteLanes)((both >> 4) & 0x0f0f0f0f);
-        }
-        add(k, low);
-        add(k + kQuad, high);
+      for (int p = 0; p < P; ++p) {
+        const char* own = rows[p] + k / kNumbers * kPanelRows * kQuad;
+        if (fetches && p % kStrips == 0) __builtin_prefetch(own + ahead, 0, 2);
+        const IntLanes both = *reinterpret_cast<const IntLanes*>(own);
+        weights[p] = kIsNibbles ? (ByteLanes)(both & 0x0f0f0f0f) : (ByteLanes)both ^ 0x80;
+        if (kIsNibbles) others[p] = (ByteLanes)((both >> 4) & 0x0f0f0f0f);
       }
-    } else {
-      for (int64_t k = start; k < stop; k += kQuad) {
-        ByteLanes weights[P];
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
-          const char* at = rows[p] + k * kPanelRows;
-          if (fetches && p % kStrips == 0) __builtin_prefetch(at + ahead, 0, 2);
-          weights[p] = *reinterpret_cast<const ByteLanes*>(at) ^ 0x80;
-        }
-        add(k, weights);
-      }
-    }
+      add(at, weights);
+      if (kIsNibbles) add(at + kQuad, others);
     }
     unit_scales.begin(x, m, begin);
 #pragma GCC unroll 4

@@ -9,8 +9,8 @@ extern "C" {
 // number * group scale + group offset, and a row of products is multiplied by the row's scale.
 //
 // Numbers stand in panels of 16 rows, the last one filled up with zeros, and cols are filled up to a multiple of 64. A
-// panel has 64 bytes after another: bytes 4 r.. of them are four numbers of row r side by side. Of 8 bits, these bytes
-// have four numbers of each row; of 4 bits, eight: the first four in lower halves, the next four in upper ones, plus 8.
+// panel is a sequence of blocks of 64 bytes; bytes 4 r to 4 r + 3 of a block belong to row r. In 8 bits they are four
+// numbers side by side; in 4 bits eight, each stored plus 8: the first four in lower halves, the next four in upper ones.
 // Scales and offsets of groups are (panels, groups, 16).
 struct Matrix {
   const void* weight;

@@ -1,6 +1,7 @@
 // Products of weights in 4 or 8 bits with inputs that are rounded to integers of 8, 16 or 24 bits, for groups of inputs
 // that share a scale. Integers are added without rounding, in any order. So every instruction set, number of tokens and
-// number of threads gives the same sum of a group; sums of groups are then added in float32, in their order.
+// number of threads gives the same sum of a unit, of inputs that share all scales; these sums are then added in float32,
+// in their order.
 //
 // An input is a number of digits, each from -128 to 127, to base 256. A digit of many inputs is a vector of int8, which
 // processors multiply with int8 weights. Two digits that are multiplied with weights of 4 bits are to base 16: sixteen
@@ -12,7 +13,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "gemm.h"
@@ -23,7 +23,7 @@
 namespace {
 
 constexpr int kQuad = 4;                        // inputs whose weights in one row stand side by side
-constexpr int kWholeStep = 64;                  // rows of numbers are padded to multiples of this
+constexpr int kWholeStep = 64;                  // the inputs of a row are padded to multiples of this
 constexpr int kInputGroup = 128;                // inputs that share a scale, unless all of a token do
 constexpr int64_t kLongestUnit = 256;           // inputs whose products are added as integers, see `unit_of`
 constexpr int kSummed = 32;                     // inputs of one entry of `RoundedInputs::sums`; the shortest group
@@ -131,14 +131,14 @@ struct RoundedInputs {
       numbers = (numbers - digit) >> shift;
     }
   }
-  static IntLanes nearest(Lanes x) {  // ties to even; 0 for NaN
+  static IntLanes nearest(Lanes x) {  // ties to even; any number for NaN
 #if defined(__AVX512F__)
     return (IntLanes)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__)
     return (IntLanes)_mm256_cvtps_epi32((__m256)x);
 #else
     IntLanes result;
-    for (int i = 0; i < kLanes; ++i) result[i] = int32_t(std::nearbyint(x[i]));
+    for (int i = 0; i < kLanes; ++i) result[i] = x[i] == x[i] ? int32_t(std::nearbyint(x[i])) : 0;
     return result;
 #endif
   }
@@ -196,11 +196,12 @@ inline void round_tile(const RoundedInputs& out, const TileInputs& x, int64_t m,
 
 #endif
 
-// Rounds the inputs of a matrix in integers, all threads together; a barrier has to follow.
+// Rounds the inputs of a matrix in integers, and of others that round them alike, all threads together; a barrier has to
+// follow. has_offsets: whether one of these has group offsets.
 template <class X>
-void round_inputs(const X& x, int64_t M, const Matrix& matrix) {
+void round_inputs(const X& x, int64_t M, const Matrix& matrix, bool has_offsets) {
   const RoundedInputs out(matrix, x.rounded, M);
-  const bool needs_sums = matrix.group_offsets != nullptr || M < kFewestOfTiles;
+  const bool needs_sums = has_offsets || M < kFewestOfTiles;
   const bool is_tiled = std::is_same_v<X, TileInputs> && M >= kFewestOfTiles;
   const int64_t block = is_tiled ? out.width : 1;
   const Share share((M + block - 1) / block * out.groups, 1);
