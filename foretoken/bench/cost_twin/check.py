@@ -1,4 +1,8 @@
-"""Compares a cost twin with its original: logits over text, greedy text, and every drafter's drafts."""
+"""Compares a cost twin with its original: logits over text, greedy text, and every drafter's drafts.
+
+Drafters draft with weights as they are stored. In int8 the inputs of a twin's matrices are rounded in other groups
+than those of its original, so a draft may differ now and then.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +142,9 @@ def _decoded(
 def _maker(part: TwinPart, path: Any, model: LoadedModel, seen: list[Any]) -> Callable[[], Drafter]:
     facts = native_facts(part.path)  # None for a draft model
     widths = _WIDTHS if facts is None else _WIDTHS[: facts.get("heads")]
-    options = drafter_options({"method": part.role, "model": str(path), "tree": {"widths": widths}})
+    options = drafter_options(
+        {"method": part.role, "model": str(path), "tree": {"widths": widths}, "quantization": "none"}
+    )
     return lambda: _Listening(create_drafter(options, model), seen)
 
 
