@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def native_library() -> ctypes.CDLL:
-    """Returns the compiled kernels; the first call on a machine compiles for some 20 seconds.
+    """Returns the compiled kernels; the first call on a machine compiles for up to a minute.
 
     Without a writable cache the library is compiled into a private temporary directory, which is deleted after loading.
     Raises `UnsuitableError` if there is no compiler, or it fails.
@@ -63,7 +63,7 @@ def native_library() -> ctypes.CDLL:
     if kept is not None:
         return kept
     try:
-        _log.info("compiling the CPU kernels, once on this machine: takes some 20 seconds of a processor")
+        _log.info("compiling the CPU kernels, once on this machine: takes up to a minute of a processor")
         with _workplace(directory) as work:
             made = Path(work) / name
             _compile(compiler, made)

@@ -1,8 +1,8 @@
 // The forward pass of a decoder on the CPU, for few tokens at a time: one token, or a tree of tokens.
 //
-// Weights stay where the caller keeps them, not copied, each read once a pass: row-major, or in integers. A row of weights times a
-// token is one dot product. A weight in a register is multiplied with every token of the tree before the next weight is
-// loaded. A pass therefore costs the reading of the weights, until arithmetic takes longer than memory.
+// Weights stay where the caller keeps them, not copied, each read once a pass: row-major, or in integers. A row of
+// weights times a token is one dot product. A weight in a register is multiplied with every token of the tree before the
+// next weight is loaded. A pass therefore costs the reading of the weights, until arithmetic takes longer than memory.
 //
 // The order of every sum depends on the model alone, not on the number of tokens or sequences in the pass. A token's
 // logits have the same bits, whether it is decoded alone or in a tree beside others. (Scalar loops call std::fma for
@@ -117,7 +117,7 @@ Status foretoken_autoregressive_draft(const Model* model, const AutoregressiveHe
 }
 
 // y (M, rows) = x (M, cols) times the transposed matrix, plus its bias; x and y row-major. is_bfloat16: the dtype of the
-// matrix; of one in integers, to which inputs are rounded first. Returns a `Status`.
+// matrix; for one in integers, the dtype that inputs take before they are rounded to integers. Returns a `Status`.
 Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
   if (M < 1 || matrix->rows < 1) return Status::kDone;
   if (matrix->weight == nullptr || x == nullptr || y == nullptr) return Status::kMissing;

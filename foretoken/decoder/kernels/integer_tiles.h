@@ -1,7 +1,7 @@
 // Products of weights and inputs in integers on matrix units (AMX), see `rounded_inputs.h`; and which way a matrix takes.
 //
-// A tile of inputs has one digit of up to sixteen tokens, a tile of weights a panel; both have the same 64 inputs, or 32. Weights
-// of 4 bits are decoded into int8 first, for all tokens.
+// A tile of inputs holds one digit of up to sixteen tokens, a tile of weights one panel; both cover the same 64 inputs, or
+// 32. Weights of 4 bits are decoded into int8 first, for all tokens.
 //
 // Letters: M tokens, K inputs, D digits of an input, P panels whose sums are in registers.
 #pragma once

@@ -1,5 +1,5 @@
-// Products of weights in 4 or 8 bits with inputs that are rounded to integers of 8, 16 or 24 bits, for groups of inputs
-// that share a scale. Integers are added without rounding, in any order. So every instruction set, number of tokens and
+// Products of weights in 4 or 8 bits with inputs that are rounded to integers of 8, 12, 16 or 24 bits, in groups of
+// inputs that share a scale. Integers are added without rounding, in any order. So every instruction set, number of tokens and
 // number of threads gives the same sum of a unit, of inputs that share all scales; these sums are then added in float32,
 // in their order.
 //
