@@ -22,7 +22,7 @@ from foretoken.core.passes import Pass
 from foretoken.decoder.library import set_num_threads
 from foretoken.decoder.quantized import Quantization
 from foretoken.models.loading import load_model
-from foretoken.models.quantize import quantize_model
+from foretoken.models.quantization.rounding import quantize_model
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:

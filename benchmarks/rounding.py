@@ -22,7 +22,7 @@ from benchmarks.rivals.machine import describe_machine
 from foretoken.core.passes import Pass
 from foretoken.decoder.quantized import Quantization
 from foretoken.models.loading import load_model, load_tokenizer
-from foretoken.models.quantize import quantize_model
+from foretoken.models.quantization.rounding import quantize_model
 from foretoken.runner.runner import Runner
 
 _TEXTS, _TOKENS = 24, 512

@@ -125,10 +125,10 @@ def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, 
         return struct
     addresses = [
         None if each is None else each.data_ptr()
-        for each in (weight.numbers, weight.row_scales, weight.group_scales, weight.group_offsets)
+        for each in (weight.numbers, weight.row_scales, weight.group_scales, weight.group_offsets, weight.input_order)
     ]
-    struct.weight, struct.scales, struct.group_scales, struct.group_offsets = addresses
-    struct.bits, struct.group, struct.digits = weight.bits, weight.group, weight.digits
+    struct.weight, struct.scales, struct.group_scales, struct.group_offsets, struct.input_order = addresses
+    struct.bits, struct.group, struct.input_bits = weight.bits, weight.group, weight.input_bits
     struct.has_token_scales = weight.has_token_scales
     struct.groups_are_half = weight.group_scales is not None and weight.group_scales.dtype == torch.float16
     return struct

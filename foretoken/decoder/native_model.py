@@ -131,8 +131,8 @@ class NativeModel(Described):
             scale=spec.attention_scale,
             softcap=spec.softcap or 0.0,
         )
-        _check_alike(index, layer.query, layer.key, layer.value)
-        _check_alike(index, layer.gate, layer.up)
+        _share_inputs(index, layer.query, layer.key, layer.value)
+        _share_inputs(index, layer.gate, layer.up)
         return layer
 
     def _feed_forward(self, layers: FeedForward) -> dict[str, MatrixStruct]:
@@ -254,11 +254,17 @@ class NativeModel(Described):
             raise UnsuitableError(lost_memory(tensor))
 
 
-def _check_alike(index: int, *matrices: MatrixStruct) -> None:
-    """Raises `UnsuitableError` unless quantized matrices round their inputs alike: the kernels round them once."""
-    kinds = {(each.digits, each.digits == 2 and each.bits, each.has_token_scales) for each in matrices if each.bits}
-    if len(kinds) > 1:
+def _share_inputs(index: int, *matrices: MatrixStruct) -> None:
+    """Lets quantized matrices with the same inputs round them alike, as finely as the finest: the kernels round once.
+
+    Raises `UnsuitableError` if they differ in the inputs that share a scale, or in the order of inputs.
+    """
+    found = [each for each in matrices if each.bits]
+    if len({(each.has_token_scales, each.input_order) for each in found}) > 1:
         raise UnsuitableError(f"matrices of block {index} with the same inputs round them in different ways.")
+    bits = max((each.input_bits for each in found), default=0)
+    for each in found:
+        each.input_bits = 16 if bits == 12 and any(other.bits == 8 for other in found) else bits
 
 
 def _num_bytes(layers: described.Blocks, ends: LeanWeights | None, quantization: Quantization | None) -> int:

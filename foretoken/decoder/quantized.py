@@ -26,6 +26,7 @@ _GREATEST = 127  # of int8; -128 is left out, so that the range is symmetric
 _ZERO = 8  # a number of 4 bits stands for itself less this
 _PANEL = 16  # rows that are stored together, see `kernels/interface.h`
 _QUAD = 4  # numbers of a row side by side
+_SHORTEST_GROUP = 16  # weights that share a scale; see `rounded_inputs.h`
 _WHOLE = 64  # the inputs of a row are padded to multiples of this
 _GROUP = 64  # weights of int4 that share a scale; a choice: 4.25 bits a weight
 # Shares of the scale at which a group's greatest weight ends the range; the one with the least squared error is taken.
@@ -48,12 +49,14 @@ class QuantizedMatrix:
         num_outputs: N.
         num_inputs: K.
         dtype: Of the layer's inputs and outputs, float32 or bfloat16.
-        input_bits: 8, 24, or 16, and 12 in place of 16 for numbers of 4 bits.
+        input_bits: 8, 16, 24, or 12 for numbers of 4 bits. The kernels take more where matrices share inputs.
         has_token_scales: Whether all inputs of a token share a scale.
         row_scales: (N,) float32, or None for 1.
-        group: Weights side by side that share a scale, a power of 2 from 32 on; 0 without groups.
+        group: Weights side by side that share a scale, a power of 2 from 16 on; 0 without groups.
         group_scales: (P, G, 16) float16 or float32, or None for 1.
         group_offsets: As `group_scales`, or None for 0.
+        input_order: (K,) int32, a permutation: column k of the numbers belongs to input input_order[k], so that groups
+            may hold inputs that are far apart. None for the order as it is.
     """
 
     numbers: Tensor
@@ -66,6 +69,7 @@ class QuantizedMatrix:
     group: int = 0
     group_scales: Tensor | None = None
     group_offsets: Tensor | None = None
+    input_order: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, cols = self.shape
@@ -78,8 +82,11 @@ class QuantizedMatrix:
             "numbers have another shape",
         )
         require(self.dtype in (torch.float32, torch.bfloat16), "the dtype is not float32 or bfloat16")
-        require(self.input_bits in (8, 12 if is_packed else 16, 24), "inputs have other bits")
-        require(not self.group or (self.group >= 32 and self.group & (self.group - 1) == 0), "a group is too short")
+        require(self.input_bits in (8, 16, 24) or (is_packed and self.input_bits == 12), "inputs have other bits")
+        require(
+            not self.group or (self.group >= _SHORTEST_GROUP and self.group & (self.group - 1) == 0),
+            "a group is too short",
+        )
         require((self.group_scales is not None) == bool(self.group), "groups have scales, and only groups")
         require(bool(self.group) or not is_packed, "numbers of 4 bits come in groups")
         require(
@@ -90,6 +97,9 @@ class QuantizedMatrix:
         require(
             self.row_scales is None or (self.row_scales.shape == (rows,) and self.row_scales.dtype == torch.float32),
             "there is not one scale in float32 a row",
+        )
+        require(
+            self.input_order is None or _is_permutation(self.input_order, cols), "the order of inputs is no permutation"
         )
         require(len({each.device for each in self.tensors()}) == 1, "tensors are on several devices")
         require(all(each.is_contiguous() for each in self.tensors()), "a tensor is not contiguous")
@@ -149,7 +159,7 @@ class QuantizedMatrix:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields every tensor."""
-        for each in (self.numbers, self.row_scales, self.group_scales, self.group_offsets):
+        for each in (self.numbers, self.row_scales, self.group_scales, self.group_offsets, self.input_order):
             if each is not None:
                 yield each
 
@@ -181,7 +191,9 @@ class QuantizedMatrix:
             weights *= self._spread(self.group_scales)
         if self.group_offsets is not None:
             weights += self._spread(self.group_offsets)
-        return weights if self.row_scales is None else weights.mul_(self.row_scales.unsqueeze(1))
+        if self.row_scales is not None:
+            weights *= self.row_scales.unsqueeze(1)
+        return weights if self.input_order is None else weights[:, self.input_order.long().argsort()]
 
     def _spread(self, each: Tensor) -> Tensor:
         own = _in_rows(each)[: self.num_outputs].float()
@@ -191,6 +203,11 @@ class QuantizedMatrix:
 def _input_bits(bits: int, dtype: torch.dtype) -> int:
     """Returns bits whose errors are mostly below those of rounding to a dtype, see `docs/runners.md`."""
     return 24 if dtype == torch.float32 else 12 if bits == 4 else 16
+
+
+def _is_permutation(order: Tensor, count: int) -> bool:
+    own = order.cpu()
+    return own.dtype == torch.int32 and torch.equal(own.sort().values, torch.arange(count, dtype=torch.int32))
 
 
 def _padded(cols: int) -> int:

@@ -22,7 +22,7 @@ from foretoken.models.loading import (
     load_tokenizer,
     wrap_model,
 )
-from foretoken.models.quantize import check_quantization_name, quantize_model
+from foretoken.models.quantization.rounding import check_quantization_name, quantize_model
 from foretoken.text.prompts import check_vocabulary
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # names of vLLM and torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -88,6 +89,7 @@ def test_weights_that_are_not_finite_are_refused(value: float, quantization: Qua
             refused(weight, quantization)
 
 
+ORDER = ", inputs in another order"
 # Bits, weights in a group (0: a scale a row), dtype of scales, whether there are offsets, bits of inputs, and whether a
 # token has one scale.
 FORMATS = {
@@ -98,9 +100,19 @@ FORMATS = {
     "4 bits, groups of 32 with offsets, inputs of 8 bits, a scale a token": (4, 32, torch.float16, True, 8, True),
     "8 bits, groups of 32 with offsets": (8, 32, torch.float16, True, 24, False),
     "8 bits, groups of 256": (8, 256, torch.float16, False, 16, False),
+    "8 bits, groups of 16": (8, 16, torch.float32, False, 16, False),
+    "8 bits, groups of 16 with offsets": (8, 16, torch.float32, True, 24, False),
+    f"4 bits, groups of 128 with offsets{ORDER}": (4, 128, torch.float16, True, 12, False),
+    f"8 bits, rows{ORDER}": (8, 0, torch.float32, False, 24, False),
+    "4 bits, groups of 32 with offsets, inputs of 16 bits": (4, 32, torch.float32, True, 16, False),
     "8 bits, rows": (8, 0, torch.float32, False, 16, False),
     "8 bits, rows, inputs of 8 bits, a scale a token": (8, 0, torch.float32, False, 8, True),
 }
+
+
+@cache
+def another_order(cols: int) -> Tensor:
+    return torch.randperm(cols, generator=torch.Generator().manual_seed(cols)).int()
 
 
 def some_matrix(name: str, rows: int, cols: int, dtype: torch.dtype) -> QuantizedMatrix:
@@ -118,6 +130,7 @@ def some_matrix(name: str, rows: int, cols: int, dtype: torch.dtype) -> Quantize
         group=group,
         group_scales=scales.to(kind) if group else None,
         group_offsets=torch.randn(shape, generator=generator).to(kind) if has_offsets else None,
+        input_order=another_order(cols) if name.endswith(ORDER) else None,
     )
 
 
@@ -137,6 +150,7 @@ def product(matrix: QuantizedMatrix, bias: Tensor, x: Tensor) -> Tensor:
     digits, base, (rows, cols) = matrix.digits, 16 if matrix.input_bits == 12 else 256, matrix.shape
     own, padded = integers(matrix).double(), -(-cols // 64) * 64
     group = padded if matrix.has_token_scales else 128
+    x = x if matrix.input_order is None else x[:, matrix.input_order.long()]
     x, scale = rounded_inputs(x, {8: 127, 12: 2039, 16: 32639, 24: 8355711}[matrix.input_bits], group)
     unit = min(group, matrix.group or group, 256)
     total = torch.zeros(len(x), rows)
@@ -278,20 +292,26 @@ def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str, quantizatio
     assert torch.equal(torch.cat(one), found[:9])
 
 
+# Formats of gate, up and down: offsets in one of two matrices with the same inputs; these in 4 and in 8 bits.
+MIXED = {
+    "mixed offsets": ("4 bits, groups of 32", "4 bits, groups of 64 with offsets", "8 bits, rows"),
+    "mixed bits": ("4 bits, groups of 64 with offsets", "8 bits, groups of 16", "8 bits, groups of 256"),
+}
+
+
 @pytest.mark.parametrize("inner", [200, 1000])
-@pytest.mark.parametrize("name", [*FORMATS, "mixed"])
+@pytest.mark.parametrize("name", [*FORMATS, *MIXED])
 def test_layers_are_exact_in_every_format(name: str, inner: int) -> None:
     """Many tokens on two threads, and each alone on one: the same bits."""
     dense = numbers(inner, E, seed=76).bfloat16()
     shapes = {"gate": (inner, E), "up": (inner, E), "down": (E, inner)}
     formats = dict.fromkeys(shapes, name)
-    if name == "mixed":  # offsets in one of two matrices with the same inputs, and a dense one
-        names = ("4 bits, groups of 32", "4 bits, groups of 64 with offsets", "8 bits, rows")
-        formats = dict(zip(shapes, names, strict=True))
+    if name in MIXED:
+        formats = dict(zip(shapes, MIXED[name], strict=True))
     made = {part: Matrix(weight=some_matrix(formats[part], *shape, torch.bfloat16), bias=torch.ones(shape[0]) / 8)
             for part, shape in shapes.items()}  # fmt: skip
     layers = in_dtype(two(OPTIONS["as llama"]), torch.bfloat16)
-    kinds = [made, made | {"up": Matrix(weight=dense)}]
+    kinds = [made, made | {"up": Matrix(weight=dense)}]  # in the second block, with a dense one
     blocks = [replace(each, mlp=FeedForward(**own)) for each, own in zip(layers.blocks, kinds, strict=True)]
     text, threads = numbers(40, E, seed=74, scale=1.0), torch.get_num_threads()
     alone, company = (
@@ -319,6 +339,9 @@ def test_matrices_of_other_shapes_are_refused() -> None:
         QuantizedMatrix.of(numbers_of + 8, group_scales=torch.ones(32, 4), **fields)
     with pytest.raises(ValueError, match="not one scale in float32"):
         QuantizedMatrix.of(numbers_of, bits=8, dtype=torch.float32, row_scales=torch.ones(32).half())
+    for order in (torch.arange(199), torch.arange(200), torch.arange(200).int() // 2, -torch.arange(200).int()):
+        with pytest.raises(ValueError, match="the order of inputs is no permutation"):
+            QuantizedMatrix.of(numbers_of, bits=8, dtype=torch.float32, input_order=order)
 
 
 def test_blocks_that_cannot_be_quantised() -> None:

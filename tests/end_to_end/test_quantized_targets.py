@@ -19,7 +19,7 @@ from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.models.loading import load_model, wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.models.quantize import quantize_model
+from foretoken.models.quantization.rounding import quantize_model
 
 PROMPTS = [[5, 6, 7, 8, 5, 6], list(range(3, 40)), [9, 9, 4]]
 PARAMS = [

@@ -177,14 +177,14 @@ template <int D, bool kIsNarrow, int P>
       const int32_t* own = unit_sums + p * kSums * kTile;
 #pragma GCC unroll 4
       for (int64_t t = 0; t < count; ++t, total += kPanelRows, own += kPanelRows) {
-        const Lanes value = joined<kSums, false>([&](int d) { return *reinterpret_cast<const IntLanes*>(own + d * kTile); });
+        const Lanes value = joined<kSums>(256.0f, [&](int d) { return *reinterpret_cast<const IntLanes*>(own + d * kTile); });
         store_lanes(total, multiply_add(value, scale * input_scales[t], begin == 0 ? Lanes{} : load_lanes(total)));
       }
       if (matrix.group_offsets == nullptr) continue;
       const Lanes offset = scales.offsets(*panels.matrices[p], panels.numbers[p], 0);
       total = totals + p * kTile;
       for (int64_t t = 0; t < count; ++t, total += kPanelRows) {
-        const Lanes sum = joined<D, kIsNarrow>([&](int d) { return IntLanes{} + x.sum(d, m + t, begin, std::min(begin + unit, x.stride)); });
+        const Lanes sum = joined<D>(kIsNarrow ? 16.0f : 256.0f, [&](int d) { return IntLanes{} + x.sum(d, m + t, begin, std::min(begin + unit, x.stride)); });
         store_lanes(total, multiply_add(sum, offset * input_scales[t], load_lanes(total)));
       }
     }
@@ -260,13 +260,13 @@ void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInput
 
 // Whether two matrices in integers are of one kind and size.
 inline bool are_alike(const Matrix& a, const Matrix& b) {
-  return a.bits == b.bits && a.digits == b.digits && a.has_token_scales == b.has_token_scales && a.group == b.group && a.groups_are_half == b.groups_are_half &&
+  return a.bits == b.bits && a.input_bits == b.input_bits && a.has_token_scales == b.has_token_scales && a.group == b.group && a.groups_are_half == b.groups_are_half &&
          (a.group_offsets == nullptr) == (b.group_offsets == nullptr) && a.rows == b.rows && a.cols == b.cols;
 }
 
 // Whether `multiply_rounded_gated` multiplies these matrices.
 inline bool is_gated_fast(const Matrix& gate, const Matrix& up, int64_t M) {
-  return gate.bits != 0 && M >= kFewestOfTiles && gate.digits < 3 && are_alike(gate, up);
+  return gate.bits != 0 && M >= kFewestOfTiles && digits_of(gate) < 3 && are_alike(gate, up);
 }
 
 // See `multiply_gated`; two matrices in integers of one kind, whose inputs are rounded.
@@ -294,7 +294,7 @@ void multiply_rounded_gated(const Matrix& gate, const Matrix& up, void* rounded,
     put_pairs(values, kTileTokens, inner, m, n);
   };
   const Matrix* const matrices[] = {&gate, &up};
-  if (gate.digits == 1) return multiply_panels<1, false>(matrices, x, M, share.begin, share.end, take);
+  if (digits_of(gate) == 1) return multiply_panels<1, false>(matrices, x, M, share.begin, share.end, take);
   is_narrow(gate) ? multiply_panels<2, true>(matrices, x, M, share.begin, share.end, take) : multiply_panels<2, false>(matrices, x, M, share.begin, share.end, take);
 }
 
@@ -320,7 +320,7 @@ void multiply_rounded(const Matrix& matrix, void* rounded, int64_t M, int64_t be
 #endif
     multiply_strips<D>(matrix, x, M, begin, end, emit);
   };
-  switch (matrix.digits) {
+  switch (digits_of(matrix)) {
     case 1: return run(std::integral_constant<int, 1>());
     case 2: return run(std::integral_constant<int, 2>());
     default: return run(std::integral_constant<int, 3>());

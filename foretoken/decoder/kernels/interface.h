@@ -20,10 +20,11 @@ struct Matrix {
   int64_t pass_bytes;   // of all matrices that a pass reads once, this one included; 0 if the matrix is soon read again
   int64_t bits;         // 8 or 4; 0: in the model's dtype
   const void *group_scales, *group_offsets;  // null: 1, and 0
-  int64_t group;             // weights side by side that share them: a power of 2 from 32 on
+  int64_t group;             // weights side by side that share them: a power of 2 from 16 on
   int64_t groups_are_half;   // whether they are in half precision, otherwise float32
-  int64_t digits;            // bytes of a rounded input, 1 to 3; see `rounded_inputs.h`
+  int64_t input_bits;        // of a rounded input: 8, 16, 24, or 12 beside weights of 4 bits; see `rounded_inputs.h`
   int64_t has_token_scales;  // whether all inputs of a token share a scale, otherwise groups of 128 do
+  const int32_t* input_order;  // (cols,): column k of the numbers is for input input_order[k]; null: for input k
 };
 
 // A norm over a row of known size; a null weight means no norm.

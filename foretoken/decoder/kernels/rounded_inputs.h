@@ -4,8 +4,8 @@
 // in their order.
 //
 // An input is a number of digits, each from -128 to 127, to base 256. A digit of many inputs is a vector of int8, which
-// processors multiply with int8 weights. Two digits that are multiplied with weights of 4 bits are to base 16: sixteen
-// times such a weight still is an int8, and matrix units add the products of both digits in one register.
+// processors multiply with int8 weights. The two digits of 12 bits, for weights of 4 bits, are to base 16: sixteen times
+// such a weight still is an int8, and matrix units add the products of both digits in one register.
 //
 // Letters: M tokens, K inputs, D digits of an input; a panel is 16 rows of weights.
 #pragma once
@@ -26,7 +26,7 @@ constexpr int kQuad = 4;                        // inputs whose weights in one r
 constexpr int kWholeStep = 64;                  // the inputs of a row are padded to multiples of this
 constexpr int kInputGroup = 128;                // inputs that share a scale, unless all of a token do
 constexpr int64_t kLongestUnit = 256;           // inputs whose products are added as integers, see `unit_of`
-constexpr int kSummed = 32;                     // inputs of one entry of `RoundedInputs::sums`; the shortest group
+constexpr int kSummed = 16;                     // inputs of one entry of `RoundedInputs::sums`; the shortest group
 constexpr int kStrips = kPanelRows / kLanes;    // registers for the rows of a panel
 constexpr int kMostDigits = 3;
 constexpr float kLeast = 1e-30f;                // smaller inputs become 0: the factor that rounds them may overflow
@@ -39,7 +39,9 @@ constexpr int64_t kFewestOfTiles = INT64_MAX;
 
 inline int64_t padded_inputs(int64_t K) { return (K + kWholeStep - 1) / kWholeStep * kWholeStep; }
 inline int64_t panel_bytes(const Matrix& matrix) { return kPanelRows * padded_inputs(matrix.cols) * matrix.bits / 8; }
-inline bool is_narrow(const Matrix& matrix) { return matrix.bits == 4 && matrix.digits == 2; }  // base 16
+inline int digits_of(const Matrix& matrix) { return int(matrix.input_bits + 7) / 8; }
+inline bool is_narrow(const Matrix& matrix) { return matrix.input_bits == 12; }
+inline float base_of(const Matrix& matrix) { return is_narrow(matrix) ? 16.0f : 256.0f; }
 inline int64_t input_group(const Matrix& matrix) { return matrix.has_token_scales ? padded_inputs(matrix.cols) : kInputGroup; }
 // Inputs whose products are added as integers: they share the scales of inputs and of weights.
 inline int64_t unit_of(const Matrix& matrix) {
@@ -62,7 +64,7 @@ struct RoundedInputs {
   int32_t* sums;              // (D, num_tokens, stride / kSummed), of digits
 
   RoundedInputs(const Matrix& matrix, void* memory, int64_t M)
-      : width(std::min<int64_t>(M, kTileTokens)), num_tokens(M <= kTileTokens ? M : most_inputs(M)), count(int(matrix.digits)),
+      : width(std::min<int64_t>(M, kTileTokens)), num_tokens(M <= kTileTokens ? M : most_inputs(M)), count(digits_of(matrix)),
         shift(is_narrow(matrix) ? 4 : 8), most(count == 1 ? 127 : is_narrow(matrix) ? 2039 : count == 2 ? 32639 : 8355711), stride(padded_inputs(matrix.cols)),
         group(input_group(matrix)), groups((stride + group - 1) / group), digits(static_cast<int8_t*>(memory)) {
     sums = reinterpret_cast<int32_t*>(digits + count * num_tokens * stride);
@@ -80,15 +82,17 @@ struct RoundedInputs {
     return total;
   }
 
-  // Rounds the elements of token m of other inputs in one group.
+  // Rounds the elements of token m of other inputs in one group, in a matrix's order.
   template <class X>
-  void round(const X& x, int64_t m, int64_t K, int64_t g) const {
+  void round(const X& x, int64_t m, const Matrix& matrix, int64_t g) const {
+    const int64_t K = matrix.cols;
+    const int32_t* const order = matrix.input_order;
     const int64_t first = g * group, last = std::min(first + group, stride);
     Lanes near[kInputGroup / kLanes];  // the first elements
     const auto load = [&](int64_t k) {
-      if (k + kLanes <= K) return x.load(m, k);
+      if (order == nullptr && k + kLanes <= K) return x.load(m, k);
       Lanes values{};
-      for (int i = 0; i < kLanes && k + i < K; ++i) values[i] = to_float(*x.at(m, k + i));
+      for (int i = 0; i < kLanes && k + i < K; ++i) values[i] = to_float(*x.at(m, order == nullptr ? k + i : order[k + i]));
       return values;
     };
     Lanes sizes{}, odd{};  // odd: 0, or NaN if an input is infinite or NaN
@@ -202,7 +206,7 @@ template <class X>
 void round_inputs(const X& x, int64_t M, const Matrix& matrix, bool has_offsets) {
   const RoundedInputs out(matrix, x.rounded, M);
   const bool needs_sums = has_offsets || M < kFewestOfTiles;
-  const bool is_tiled = std::is_same_v<X, TileInputs> && M >= kFewestOfTiles;
+  const bool is_tiled = std::is_same_v<X, TileInputs> && M >= kFewestOfTiles && matrix.input_order == nullptr;
   const int64_t block = is_tiled ? out.width : 1;
   const Share share((M + block - 1) / block * out.groups, 1);
   for (int64_t i = share.begin; i < share.end; ++i) {
@@ -213,7 +217,7 @@ void round_inputs(const X& x, int64_t M, const Matrix& matrix, bool has_offsets)
     }
 #endif
     for (int64_t m = first; m < std::min(first + block, M); ++m) {
-      if (!is_tiled) out.round(x, m, matrix.cols, g);
+      if (!is_tiled) out.round(x, m, matrix, g);
       if (needs_sums) out.add_up(m, g);
     }
   }
