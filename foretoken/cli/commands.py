@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foretoken.cli import batch, bench, chat, data, generate, heads, plan, serve, sweep, train, twin
+from foretoken.cli import batch, bench, chat, data, generate, heads, plan, quantize, serve, sweep, train, twin
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ForetokenError
 
@@ -222,6 +222,10 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
         "foretoken twin models/tinycode runs/twin --heads models/tinycode-hydra \\",
         "    --draft-model keep",
         found="the twin does not compute the model's function",
+    )),
+    ("quantize", quantize.quantize, ending(
+        "foretoken quantize models/tinycode runs/w8a8 --scheme W8A8",
+        "foretoken quantize models/tinycode runs/w4a16 --group-size 64 --text edit",
     )),
     ("inspect", heads.inspect, ending(
         "foretoken inspect models/tinycode",

@@ -24,6 +24,17 @@ def inspect(
         typer.Option(help="Directory of a head's target: completes the head's facts, and is compared with it."),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read all tensors, and report faults.")] = False,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Model that the target in 4 or 8 bits was rounded from: measures perplexity, KL divergence and greedy "
+            "tokens beside it.",
+        ),
+    ] = None,
+    text: Annotated[
+        str, typer.Option(help="Held-out text for --original: a bundled set's name, .jsonl or text.")
+    ] = "heldout",
     as_json: options.AsJson = False,
 ) -> None:
     """Print what a directory holds: a target's architecture, sizes, dtype, tokenizer; or a head's format and sizes.
@@ -33,13 +44,19 @@ def inspect(
     with its architecture, and their numbers are read.
     """
     directory = _local(place)
-    facts = None if target is not None or verify else _quick_facts(directory)
+    is_quick = target is None and original is None and not verify
+    facts = _quick_facts(directory) if is_quick else None
     if facts is None:
         facts = _head_facts(directory, target, verify=verify)
     if facts is None:
         from foretoken.models.describe import describe_directory
 
         facts = describe_directory(directory)
+        if original is not None:
+            from foretoken.cli.quantize import measured_quality
+
+            quality = measured_quality(directory, original, text)
+            facts |= {} if quality is None else {"rounding_quality": quality.model_dump()}
         if verify:
             from foretoken.models.loading import weight_findings
 

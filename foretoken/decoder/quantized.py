@@ -17,7 +17,7 @@ from foretoken.core.errors import ModelError
 from foretoken.decoder.base import UnsuitableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # "w8a8" and "w4a8": weights as "int8" and "int4", and inputs rounded to 8 bits.
 Quantization = Literal["int4", "int8", "w4a8", "w8a8"]
@@ -32,6 +32,7 @@ _GROUP = 64  # weights of int4 that share a scale; a choice: 4.25 bits a weight
 # Shares of the scale at which a group's greatest weight ends the range; the one with the least squared error is taken.
 # A choice: smaller ones cut the greatest weights, and all others are rounded more finely.
 _SHARES = (1.0, 0.93, 0.86, 0.79)
+_INPUT_GROUP = 128  # inputs that share a scale, see `kInputGroup` of `rounded_inputs.h`
 _AT_ONCE = 1 << 20  # weights in float32 during rounding, 4 MiB; a choice: they stay in the processor's caches
 _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a choice: some 200 MiB with temporaries
 
@@ -274,8 +275,10 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
     """
     weight, dtype = weight.detach(), dtype or torch.bfloat16
     is_small, cols = is_int4(quantization), weight.shape[1]
-    round_part = _rounded_to_int4 if is_small else _rounded_to_int8
-    made = [round_part(part) for part in weight.split(max(1, _AT_ONCE // cols // _PANEL) * _PANEL)]
+    made = []
+    for part in weight.split(max(1, _AT_ONCE // cols // _PANEL) * _PANEL):
+        numbers, scale = round_groups(part, _GROUP, _as_stored) if is_small else round_rows(part)
+        made.append((_packed(numbers, 4 if is_small else 8), scale))
     scales = torch.cat([each for _, each in made])
     if not scales.isfinite().all():
         raise UnsuitableError(
@@ -288,33 +291,41 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
         stored = scales.half() if _fits_half(scales) else scales
         fields |= {"group": _GROUP, "group_scales": _in_panels(stored, _num_groups(cols, _GROUP))}
     else:
-        fields["row_scales"] = scales
+        fields["row_scales"] = scales.flatten()
     return QuantizedMatrix(
         numbers=torch.cat([numbers for numbers, _ in made]), num_outputs=len(weight), num_inputs=cols, dtype=dtype,
         **fields,
     )  # fmt: skip
 
 
-def _rounded_to_int8(part: Tensor) -> tuple[Tensor, Tensor]:
-    wide = part.float()
-    scale = wide.abs().amax(1).div_(_GREATEST)
-    divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
-    return _packed((wide / divisor).round_().clamp_(-_GREATEST, _GREATEST).to(torch.int8), 8), scale
+def round_rows(weight: Tensor, as_stored: Callable[[Tensor], Tensor] = lambda scale: scale) -> tuple[Tensor, Tensor]:
+    """Rounds (N, K) to numbers (N, K) int8 from -127 to 127 and scales (N, 1) float32.
+
+    as_stored: Rounds scales to what will be stored; numbers are those of the rounded ones.
+    """
+    wide = weight.float()
+    scale = as_stored(wide.abs().amax(1, keepdim=True).div_(_GREATEST))
+    divisor = torch.where(scale > 0, scale, 1.0)
+    return (wide / divisor).round_().clamp_(-_GREATEST, _GREATEST).to(torch.int8), scale
 
 
-def _rounded_to_int4(part: Tensor) -> tuple[Tensor, Tensor]:
-    cols = part.shape[1]
-    groups = functional.pad(part.float(), (0, _padded(cols) - cols)).unflatten(1, (-1, _GROUP))
+def round_groups(weight: Tensor, group: int, as_stored: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Rounds (N, K) to numbers (N, K) int8 from -8 to 7, and scales (N, ceil(K / group)) float32 of least error.
+
+    as_stored: As of `round_rows`.
+    """
+    cols = weight.shape[1]
+    groups = functional.pad(weight.float(), (0, -cols % group)).unflatten(1, (-1, group))
     low, high = groups.aminmax(dim=2)
     # The greatest weight is at the end of the range with one number more, whatever its sign.
     greatest = torch.where(high > -low, high, low).div_(-_ZERO)
     best, error = greatest, groups.new_full(greatest.shape, torch.inf)
     for share in _SHARES:
-        scale = _as_stored(greatest * share)
+        scale = as_stored(greatest * share)
         rest = _numbers(groups, scale).mul_(scale.unsqueeze(2)).sub_(groups)
         own = rest.square_().sum(2)
         best, error = torch.where(own < error, scale, best), torch.minimum(own, error)
-    return _packed(_numbers(groups, best).flatten(1)[:, :cols].to(torch.int8), 4), best
+    return _numbers(groups, best).flatten(1)[:, :cols].to(torch.int8), best
 
 
 def _numbers(groups: Tensor, scale: Tensor) -> Tensor:
@@ -332,10 +343,23 @@ def _fits_half(scale: Tensor) -> bool:
     return bool(((sizes == 0) | ((sizes >= 2.0**-14) & (sizes <= torch.finfo(torch.float16).max))).all())
 
 
+def _rounded_inputs(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Rounds inputs (..., K) of 8 bits as the kernels do; in the order of the numbers, 128 share a scale."""
+    cols = x.shape[-1]
+    group = cols if matrix.has_token_scales else _INPUT_GROUP
+    ordered = x.float() if matrix.input_order is None else x.float()[..., matrix.input_order.long()]
+    groups = functional.pad(ordered, (0, -cols % group)).unflatten(-1, (-1, group))
+    scale = groups.abs().amax(-1, keepdim=True) / _GREATEST
+    rounded = (groups / torch.where(scale > 0, scale, 1.0)).round().mul(scale).flatten(-2)[..., :cols]
+    sorted_back: Tensor = rounded if matrix.input_order is None else rounded[..., matrix.input_order.long().argsort()]
+    return sorted_back.to(x.dtype)
+
+
 class QuantizedLinear(nn.Module):
     """A linear layer that keeps its weight in 4 or 8 bits; torch multiplies by dequantized rows that it then frees.
 
-    The native kernels read `matrix` in place, and round inputs; torch does not.
+    The native kernels read `matrix` in place, and round inputs; torch rounds those of 8 bits alone, as others differ by
+    less than a dtype's rounding.
     """
 
     def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None = None) -> None:
@@ -354,6 +378,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turns (..., K) into (..., N) of the same dtype."""
+        x = _rounded_inputs(x, self.matrix) if self.matrix.input_bits == 8 else x
         step = max(1, _DENSE_AT_ONCE // self.in_features // _PANEL) * _PANEL
         starts = range(0, self.out_features, step)
         rows = (self.matrix.rows(start, min(start + step, self.out_features)) for start in starts)

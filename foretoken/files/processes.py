@@ -46,6 +46,11 @@ def file_lock(path: Path, *, refusal: str) -> Iterator[None]:
 _LOCK = "run.lock"
 
 
+def is_lock(path: Path) -> bool:
+    """Whether a file is the lock of `run_lock`, left by a killed process."""
+    return path.name == _LOCK
+
+
 @contextmanager
 def run_lock(directory: Path, *, option: str) -> Iterator[None]:
     """Holds a directory, made if needed, for this run alone; raises `ConfigError` if another run holds it."""

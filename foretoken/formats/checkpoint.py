@@ -57,7 +57,7 @@ class TargetFingerprint(BaseModel):
             hidden_size=lm_head.shape[1],
             vocab_size=model.vocab_size,
             num_layers=model.num_layers,
-            weights=lm_head_hash(lm_head),
+            weights=None if lm_head.is_meta else lm_head_hash(lm_head),  # stored in integers
         )
 
     def differences(self, other: TargetFingerprint) -> list[str]:

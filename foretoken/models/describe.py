@@ -68,12 +68,15 @@ def describe_directory(directory: Path) -> dict[str, Any]:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from foretoken.models.loading import check_architecture, load_config
+    from foretoken.models.quantization.checkpoints import format_label
+    from foretoken.models.weight_files import meta_model
 
     check_model_files(str(directory), may_be_hub_id=False)
-    config = load_config(str(directory))
+    config, label = load_config(str(directory)), None
     text = config.get_text_config()
     try:
         check_architecture(config, str(directory))
+        label = format_label(config, str(directory))
         is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         target = _YES if is_causal else "no: it is no causal LM of transformers"
     except ModelError as err:
@@ -85,7 +88,13 @@ def describe_directory(directory: Path) -> dict[str, Any]:
         "context": getattr(text, "max_position_embeddings", None),
     }
     architecture = ", ".join(config.architectures or [type(config).__name__])
-    return _facts(directory, sorted(directory.glob("*.safetensors")), architecture, sizes, target)
+    facts = _facts(directory, sorted(directory.glob("*.safetensors")), architecture, sizes, target)
+    quality = getattr(config, "rounding_quality", None)
+    module = None if label is None else meta_model(config)
+    if module is not None:  # words hold several weights
+        facts["parameters"] = sum(each.numel() for each in module.parameters())
+    facts |= {} if label is None else {"quantization": label}
+    return facts | ({} if quality is None else {"rounding_quality": quality})
 
 
 def _facts(

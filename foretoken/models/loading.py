@@ -31,6 +31,9 @@ from foretoken.models.config_checks import (
 )
 from foretoken.models.placement import gather_weights, resolve_device, resolve_dtype, shared_copy
 from foretoken.models.plugin import ATTENTION_NAME, adapt_attention
+from foretoken.models.quantization.checkpoints import is_stored, open_checkpoint
+from foretoken.models.quantization.gguf import gguf_tokenizer, open_gguf
+from foretoken.models.quantization.stored import StoredModel, build
 from foretoken.models.weight_files import (
     check_counts,
     check_dtypes,
@@ -62,8 +65,9 @@ class LoadedModel:
         dtype: Dtype of weights and cache.
         eos_ids: End-of-sequence tokens of its generation configuration.
         is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
-        quantization: How the matrices were rounded after they were loaded, or None.
-        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were rounded; None if they were not.
+        quantization: How the matrices were rounded after they were loaded, or the format in which they are stored in
+            integers; or None.
+        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were rounded here; None if they were not.
     """
 
     module: nn.Module
@@ -102,8 +106,10 @@ def load_model(
 ) -> LoadedModel:
     """Loads a causal LM into memory; its files may then be changed or removed.
 
+    On CPUs, matrices that are stored in integers stay so, see `StoredModel`; elsewhere transformers loads them.
+
     Args:
-        name: A directory in Hugging Face layout, or a hub id.
+        name: A directory in Hugging Face layout, a hub id, or a GGUF file.
         dtype: "auto" (float32 on CPU, else the checkpoint's), or a key of `placement.DTYPES`.
         device: "auto" (an accelerator if there is one), or a torch device.
 
@@ -112,13 +118,17 @@ def load_model(
             rolled back.
     """
     name = os.fspath(name)
-    check_model_files(name)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
+    if _is_gguf(name):
+        return _stored_model(open_gguf(Path(name)), name, torch_dtype, torch_device)
+    check_model_files(name)
     config, headers = load_config(name, revision), read_headers(Path(name))
     check_architecture(config, name)
     check_quantization(config, name)
     check_counts(headers, config.get_text_config(), name)
+    if torch_device.type == "cpu" and is_stored(config):
+        return _stored_model(open_checkpoint(name, config, revision), name, torch_dtype, torch_device)
     is_quantised = getattr(config, "quantization_config", None) is not None
     if not is_quantised:
         check_total(name, config, headers)
@@ -141,16 +151,33 @@ def load_model(
             output_loading_info=True,
         )
     module, info = loaded
-    check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
-    check_unused(info["unexpected_keys"], config.get_text_config(), name)
+    _check_loaded(info, config, name)
     if not is_quantised:
         check_dtypes(headers, module, name)
-    if info["unexpected_keys"]:
-        # A warning only: published checkpoints carry heads and buffers that a plain causal LM does not use.
-        logging.getLogger(__name__).warning("%s: unused weights: %s", name, listed(info["unexpected_keys"]))
     module.to(torch_device)
     gather_weights(module)
     return _ready(module, name)
+
+
+def _stored_model(stored: StoredModel, name: str, dtype: torch.dtype | str, device: torch.device) -> LoadedModel:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(
+            f"'{name}' is stored as {stored.label} and was asked for in {dtype} on '{device}'. Only CPUs have kernels "
+            "for it, and inputs are float32 or bfloat16. Pass device='cpu' and dtype='bfloat16'."
+        )
+    check_architecture(stored.config, name)
+    module, info = build(stored, name, dtype)
+    _check_loaded(info, stored.config, name)
+    gather_weights(module)
+    return replace(_ready(module, name), quantization=stored.label)
+
+
+def _check_loaded(info: Any, config: Any, name: str) -> None:
+    check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
+    check_unused(info["unexpected_keys"], config.get_text_config(), name)
+    if info["unexpected_keys"]:
+        # A warning only: published checkpoints carry heads and buffers that a plain causal LM does not use.
+        logging.getLogger(__name__).warning("%s: unused weights: %s", name, listed(info["unexpected_keys"]))
 
 
 def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device: torch.device) -> LoadedModel:
@@ -257,6 +284,8 @@ def _plug_in(module: Any, name: str) -> None:
 def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
     """Returns the tokenizer of a model, None if its directory has none; raises `ModelError` if it is damaged."""
     directory = Path(name)
+    if _is_gguf(name):
+        return gguf_tokenizer(directory)
     if directory.exists() and not directory.is_dir():
         raise ModelError(f"'{name}' is no directory. Expected one with tokenizer files, or a hub id.")
     if directory.is_dir():
@@ -265,6 +294,10 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
         return None
     with foreign_errors_as(ModelError, partial(_refusal, f"the tokenizer of '{name}'")):
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+
+
+def _is_gguf(name: str) -> bool:
+    return Path(name).suffix == ".gguf"
 
 
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:

@@ -27,6 +27,7 @@ NEEDED = {
     "sweep": (MODEL, "--out", "{out}"),
     "plan": (MODEL,),
     "twin": (MODEL, "{out}"),
+    "quantize": (MODEL, "{out}"),
     "inspect": (MODEL,),
     "convert": (HEAD, "{out}", "--to", "tensorrt_llm", "--target", MODEL),
     "data": (MODEL, "--text", "README.md", "--out", "{out}"),

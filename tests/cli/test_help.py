@@ -20,7 +20,7 @@ from foretoken.cli.commands import app
 from foretoken.entrypoints.config import parse_setup
 
 COMMANDS = [
-    "generate", "verify", "chat", "bench", "bench serve", "batch", "serve", "sweep", "plan", "twin", "inspect",
+    "generate", "verify", "chat", "bench", "bench serve", "batch", "serve", "sweep", "plan", "twin", "quantize", "inspect",
     "convert",
     "data", "data vocab", "data index", "train", "tune tree", "tune acceptance", "tune stop", "doctor", "report",
 ]  # fmt: skip

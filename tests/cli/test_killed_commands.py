@@ -47,9 +47,9 @@ os.fsync = counted
 """
 
 
-def run_killed(arguments: list[str], number: int) -> tuple[int, str]:
+def run_killed(arguments: list[str], number: int, *, setup: str = "") -> tuple[int, str]:
     """Exit code, negative for a signal, and standard error; number: the how manieth file on its way to disk, from 1."""
-    with ForkedCommand(*arguments, setup=KILL.format(number=number)) as process:
+    with ForkedCommand(*arguments, setup=KILL.format(number=number) + setup) as process:
         _, errors = process.communicate()
         return process.wait(), errors
 

@@ -1,0 +1,117 @@
+"""What rounding a model's weights changes, on held-out text: perplexity, KL divergence, and greedy tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from torch.nn import functional
+
+from foretoken.core.checks import validated
+from foretoken.core.errors import ModelError
+from foretoken.core.passes import Pass
+from foretoken.runner.runner import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from foretoken.models.loading import LoadedModel
+
+QUALITY_KEY = "rounding_quality"  # of config.json
+
+
+class Quality(BaseModel):
+    """A rounded model beside its original.
+
+    Attributes:
+        original: Name of the original.
+        num_tokens: Tokens of held-out text that both read.
+        perplexity: Of the rounded model.
+        original_perplexity: Of the original.
+        kl_divergence: Of the next token's distribution from the original's, in nats, mean over tokens.
+        greedy_changes: Share of tokens after which the most probable token is another one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    original: str
+    num_tokens: int
+    perplexity: float
+    original_perplexity: float
+    kl_divergence: float
+    greedy_changes: float
+
+    def __str__(self) -> str:
+        change = self.perplexity / self.original_perplexity - 1
+        return (
+            f"perplexity {self.perplexity:.3f} ({change:+.2%} of {self.original_perplexity:.3f}), KL divergence "
+            f"{self.kl_divergence:.5f}, {self.greedy_changes:.2%} of greedy tokens changed ({self.num_tokens} tokens "
+            f"of held-out text, beside '{self.original}')"
+        )
+
+
+def read_quality(values: Mapping[str, Any], name: str) -> Quality | None:
+    """Returns the record in a configuration, or None; raises `ModelError` if it is invalid."""
+    if values.get(QUALITY_KEY) is None:
+        return None
+    what = f"'{QUALITY_KEY}' in the config.json of '{name}'"
+    return validated(Quality, values[QUALITY_KEY], what, error=ModelError, advice="Make it again.")
+
+
+def compare_weights(
+    rounded: LoadedModel,
+    original: LoadedModel,
+    texts: Sequence[Sequence[int]],
+    on_progress: Callable[[int, int], None],
+) -> Quality:
+    """Lets both models read texts.
+
+    Args:
+        rounded: A model of the same vocabulary.
+        original: The model that was rounded.
+        texts: Token ids of held-out text, at least two each; longer ones than a context are cut.
+        on_progress: Gets the number of texts that were read and of all.
+
+    Raises:
+        ModelError: If vocabularies differ.
+    """
+    if rounded.vocab_size != original.vocab_size:
+        raise ModelError(
+            f"'{rounded.name}' has {rounded.vocab_size} tokens and '{original.name}' {original.vocab_size}. Expected "
+            "the model that it was rounded from."
+        )
+    longest = min(rounded.context_len, original.context_len, max(map(len, texts)))
+    readers = [_Reader(model, longest) for model in (rounded, original)]
+    sums, count = torch.zeros(4, dtype=torch.float64), 0
+    for done, text in enumerate(texts):
+        tokens = list(text)[:longest]
+        ids = torch.tensor(tokens[1:])
+        own, reference = (reader.log_probabilities(tokens[:-1]) for reader in readers)
+        sums += torch.tensor([
+            functional.nll_loss(own, ids, reduction="sum"),
+            functional.nll_loss(reference, ids, reduction="sum"),
+            (reference.exp() * (reference - own)).sum(),
+            (own.argmax(1) != reference.argmax(1)).sum(),
+        ])  # fmt: skip
+        count += len(ids)
+        on_progress(done + 1, len(texts))
+    loss, plain, divergence, changed = (sums / count).tolist()
+    return Quality(
+        original=original.name, num_tokens=count, perplexity=math.exp(loss), original_perplexity=math.exp(plain),
+        kl_divergence=divergence, greedy_changes=changed,
+    )  # fmt: skip
+
+
+class _Reader:
+    def __init__(self, model: LoadedModel, longest: int) -> None:
+        self._runner = Runner(model, num_slots=1, context_len=longest, max_nodes=1, prefill_chunk=longest)
+
+    def log_probabilities(self, tokens: Sequence[int]) -> Tensor:
+        """Returns (T, V) float32 after each token of a text."""
+        work = Pass.of_chains([tokens], slots=[0], prefix_lens=[0]).with_all_logits()
+        logits = self._runner.run(work).logits
+        assert logits is not None, "all were asked for"
+        return logits.float().log_softmax(1)

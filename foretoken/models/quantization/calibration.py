@@ -1,0 +1,165 @@
+"""Rounds linear layers block by block so that their outputs on some text change least: GPTQ.
+
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022,
+section 3. Scales are chosen before, for groups of inputs side by side; inputs are then rounded in the order of their
+squares, the largest first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from foretoken.core.errors import ModelError, foreign_errors_as, one_line
+from foretoken.models.generic import find_blocks
+from foretoken.models.quantization.writing import Rounded, round_linear
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.models.quantization.writing import Scheme, Source
+
+_DAMPING = 0.01  # of the mean square of inputs, added to each; the paper's
+_COLUMNS = 128  # inputs whose errors are spread before all others get them; the paper's
+_TOKENS_AT_ONCE = 1 << 13  # of products of inputs; a choice: 8,192 x 8,192 floats are 256 MiB
+
+
+class Calibration:
+    """Rounds the layers of a model, in the order of its blocks; layers after rounded ones see their outputs."""
+
+    def __init__(self, source: Source, scheme: Scheme, texts: Sequence[Sequence[int]]) -> None:
+        """Loads the model in the dtype of its file, and computes the inputs of its first block.
+
+        Args:
+            source: The original.
+            scheme: How weights are rounded.
+            texts: Token ids; each is read alone.
+
+        Raises:
+            ModelError: If transformers cannot load the model, or its blocks are not found.
+        """
+        name = str(source.directory)
+        with foreign_errors_as(ModelError, lambda err: f"model '{name}' cannot be loaded: {one_line(err)}."):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, dtype="auto", attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True
+            )
+        self._module: Any = loaded.eval()
+        self._scheme = scheme
+        self._blocks = list(find_blocks(self._module, source.config.get_text_config().num_hidden_layers))
+        paths = {part: path for path, part in self._module.named_modules()}
+        self._paths = [paths[block] for block in self._blocks]
+        self._calls = self._first_calls(texts)
+        self._next, self._made = 0, {}  # type: tuple[int, dict[str, Rounded]]
+
+    def rounded(self, name: str, weight: Tensor) -> Rounded:
+        """Rounds the weight of a linear layer, after those of all blocks before; other layers to nearest."""
+        place = next((i for i, path in enumerate(self._paths) if name.startswith(f"{path}.")), None)
+        if place is None:
+            return round_linear(name, weight, self._scheme)
+        while self._next <= place:
+            self._made = self._round_block(self._next)
+            self._next += 1
+        return self._made.pop(name)
+
+    @torch.no_grad()
+    def _first_calls(self, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Returns the input (1, T, E) of the first block and its other arguments, for each text."""
+        calls: list[tuple[Tensor, dict[str, Any]]] = []
+
+        def stop(_: nn.Module, inputs: tuple[Tensor, ...], others: dict[str, Any]) -> None:
+            hidden = inputs[0] if inputs else others.pop("hidden_states")
+            calls.append((hidden, others))
+            raise _StoppedError
+
+        hook = self._blocks[0].register_forward_pre_hook(stop, with_kwargs=True)
+        for text in texts:
+            try:
+                self._module(torch.tensor([list(text)]), use_cache=False)
+            except _StoppedError:
+                continue
+        hook.remove()
+        return calls
+
+    @torch.no_grad()
+    def _round_block(self, index: int) -> dict[str, Rounded]:
+        block, path = self._blocks[index], self._paths[index]
+        linears = {name: part for name, part in block.named_modules() if type(part) is nn.Linear}
+        squares = {name: torch.zeros(part.in_features, part.in_features) for name, part in linears.items()}
+        hooks = [part.register_forward_pre_hook(_summing(squares[name])) for name, part in linears.items()]
+        for hidden, others in self._calls:
+            block(hidden, **others)
+        for hook in hooks:
+            hook.remove()
+        made = {}
+        for name, part in linears.items():
+            key = f"{path}.{name}.weight"
+            made[key] = gptq(key, part.weight.detach(), squares.pop(name), self._scheme)
+            part.weight.copy_(made[key].dequantized())
+        outputs = []
+        for hidden, others in self._calls:
+            result = block(hidden, **others)
+            outputs.append((result[0] if isinstance(result, tuple) else result, others))
+        self._calls = outputs
+        return made
+
+
+class _StoppedError(Exception):
+    """The inputs of the first block are known."""
+
+
+def _summing(total: Tensor) -> Any:
+    def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        for part in inputs[0].flatten(0, -2).split(_TOKENS_AT_ONCE):
+            wide = part.float()
+            total.addmm_(wide.T, wide)
+
+    return add
+
+
+def gptq(name: str, weight: Tensor, squares: Tensor, scheme: Scheme) -> Rounded:
+    """Rounds a weight so that its outputs change least.
+
+    Args:
+        name: Of the weight.
+        weight: (N, K).
+        squares: (K, K) float32, the sum of x x^T over inputs x.
+        scheme: How weights are rounded.
+
+    Raises:
+        ModelError: For weights that are not finite, or inputs of which no inverse can be computed.
+    """
+    nearest = round_linear(name, weight, scheme)
+    least, most = (-8, 7) if scheme.bits == 4 else (-127, 127)
+    cols = weight.shape[1]
+    order = squares.diagonal().argsort(descending=True)
+    w, scales = weight.float()[:, order], nearest.scales.float()
+    scales = scales[:, order // scheme.group] if scheme.group else scales.expand(-1, cols)
+    inverse = _inverse_root(name, squares[order][:, order])
+    numbers = torch.empty_like(w, dtype=torch.int8)
+    for start in range(0, cols, _COLUMNS):
+        end = min(start + _COLUMNS, cols)
+        own, errors = w[:, start:end].clone(), torch.empty(len(w), end - start)
+        for i in range(end - start):
+            k = start + i
+            scale = torch.where(scales[:, k] == 0, 1.0, scales[:, k])
+            number = (own[:, i] / scale).round_().clamp_(least, most)
+            numbers[:, k] = number.to(torch.int8)
+            errors[:, i] = (own[:, i] - number * scales[:, k]) / inverse[k, k]
+            own[:, i:].addr_(errors[:, i], inverse[k, k:end], alpha=-1)
+        w[:, end:].addmm_(errors, inverse[start:end, end:], alpha=-1)
+    return Rounded(numbers[:, order.argsort()].contiguous(), nearest.scales)
+
+
+def _inverse_root(name: str, squares: Tensor) -> Tensor:
+    """Returns the upper Cholesky factor of the damped inverse."""
+    squares = squares.clone()
+    squares.diagonal().add_(_DAMPING * squares.diagonal().mean() + 1e-8)
+    lower, failed = torch.linalg.cholesky_ex(squares)
+    inverse: Tensor
+    inverse, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if failed.any() or failed_too.any() or not inverse.isfinite().all():
+        raise ModelError(f"the inputs of {name} on the text have no inverse. Expected finite ones, of more texts.")
+    return inverse

@@ -1,0 +1,359 @@
+"""Opens GGUF files of llama.cpp as models whose matrices stay in integers.
+
+All architectures here are dense decoders, and each tensor of a file is one weight of transformers. A setting or a
+tensor that is not known is refused, because it may change the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.models.config_checks import check_sizes, is_size
+from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
+from foretoken.models.quantization.stored import StoredModel
+from foretoken.models.weight_files import meta_model, untied_shapes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from foretoken.decoder.quantized import QuantizedMatrix
+
+_log = logging.getLogger(__name__)
+
+
+class _Architecture(NamedTuple):
+    """What transformers calls an architecture, its blocks' tensors, and switches that a tensor's presence tells."""
+
+    model_type: str
+    parts: dict[str, str] = {}  # noqa: RUF012 - never changed
+    switches: dict[str, str] = {}  # noqa: RUF012
+
+
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_ARCHITECTURES = {
+    "llama": _Architecture("llama", switches=_BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3", switches=_BIAS),
+    "phi3": _Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "starcoder2": _Architecture(
+        "starcoder2", {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, {"use_bias": "blk.0.attn_q.bias"}
+    ),
+    "gemma2": _Architecture("gemma2", _GEMMA),
+    "gemma3": _Architecture("gemma3_text", _GEMMA),
+}
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # llama.cpp recognises these models by their layers too
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)")
+_ROPE_FACTORS = "rope_freqs.weight"  # one for each pair of a head, in place of a formula's parameters
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_OTHERS = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "norm_epsilon",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_DERIVED = {
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window_pattern"),
+    *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.finetuned", "expert_count", "expert_used_count"),
+    *("vocab_size", "tensor_data_layout"),
+}
+_END_TOKENS = ("eos", "eot", "eom")
+
+
+class _Values:
+    """The values of a file's architecture, by their names without it."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path = file.path
+        self.architecture = str(file.values.get("general.architecture"))
+        if self.architecture not in _ARCHITECTURES:
+            raise ModelError(
+                f"'{self.path}' holds a model of the architecture {shown(self.architecture)}. Expected one of "
+                f"{', '.join(_ARCHITECTURES)}. Use safetensors of the model."
+            )
+        prefix = f"{self.architecture}."
+        self.own = {key.removeprefix(prefix): each for key, each in file.values.items() if key.startswith(prefix)}
+        if self.own.get("expert_count"):
+            raise self.refusal("is a mixture of experts", "a dense model")
+        unknown = self.own.keys() - {*_SIZES, *_OTHERS, *_DERIVED}
+        if unknown:
+            raise self.refusal(f"has {prefix}{listed(unknown)}, which may change the model", "known settings")
+
+    def refusal(self, what: str, expected: str) -> ModelError:
+        return ModelError(f"'{self.path}' {what}. Expected {expected}. Use another file, or safetensors of the model.")
+
+    def number(self, key: str, default: Any = None) -> Any:
+        value = self.own.get(key, default)
+        if value is None:
+            raise self.refusal(f"lacks {self.architecture}.{key}", "every setting of its architecture")
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.refusal(f"has {shown(value)} as {self.architecture}.{key}", "a positive number")
+        return value
+
+    def size(self, key: str, default: Any = None) -> int:
+        value = self.number(key, default)
+        if not is_size(value):
+            raise self.refusal(f"has {shown(value)} as {self.architecture}.{key}", "a positive whole number")
+        return int(value)
+
+
+def _read_config(file: GgufFile) -> Any:
+    """Returns the configuration that a file states; what it does not state is as llama.cpp takes it."""
+    values = _Values(file)
+    architecture = _ARCHITECTURES[values.architecture]
+    fields: dict[str, Any] = {field: values.size(key) for key, field in _SIZES.items()}
+    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    found = len({match[1] for match in map(_BLOCK.match, file.tensors) if match})
+    if layers != found:
+        raise values.refusal(f"has {found} layers, and speaks of {layers}", "all layers")
+    # 0 switches a window or a cap off.
+    fields |= {
+        field: values.number(key) if values.own[key] else None for key, field in _OTHERS.items() if key in values.own
+    }
+    plain_dim = max(1, fields["hidden_size"] // heads)
+    head_dim = values.size("attention.key_length", plain_dim)
+    if values.size("attention.value_length", head_dim) != head_dim:
+        raise values.refusal("has values of another length than keys", "one length")
+    fields |= {
+        "num_key_value_heads": values.size("attention.head_count_kv", heads),
+        "rope_parameters": _rope(values, file, head_dim),
+        "bos_token_id": file.values.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_tokens(file),
+        "pad_token_id": file.values.get("tokenizer.ggml.padding_token_id"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    if "token_embd.weight" in file.tensors:
+        fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    if values.architecture in ("gemma2", "gemma3"):
+        fields["query_pre_attn_scalar"] = plain_dim if layers == _LAYERS_OF_27B[values.architecture] else head_dim
+        fields |= _layer_types(values, layers)
+    if architecture.model_type in ("llama", "qwen3", "gemma2", "gemma3_text") or head_dim != plain_dim:
+        fields["head_dim"] = head_dim
+    fields |= {field: tensor in file.tensors for field, tensor in architecture.switches.items()}
+    with foreign_errors_as(ModelError, lambda err: _refusal("configuration", file.path, err)):
+        config: Any = AutoConfig.for_model(architecture.model_type, **fields)
+    foreign = [key for key, field in _OTHERS.items() if key in values.own and not hasattr(type(config), field)]
+    if foreign:
+        raise values.refusal(f"has {values.architecture}.{foreign[0]}, which may change the model", "known settings")
+    check_sizes(config, str(file.path))
+    return config
+
+
+def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
+    scaling = values.own.get("rope.scaling.type", "none")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.number("rope.freq_base", 10000.0))}
+    rotated = values.size("rope.dimension_count", head_dim)
+    if values.architecture == "phi3":
+        rope["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        raise values.refusal(f"rotates {rotated} of {head_dim} numbers of a head", "all")
+    if scaling not in ("none", "linear", "yarn"):
+        raise values.refusal(f"scales positions by {shown(scaling)}", "none, linear or yarn")
+    if scaling != "none":
+        rope |= {"rope_type": scaling, "factor": float(values.number("rope.scaling.factor"))}
+    if scaling == "yarn":
+        rope["original_max_position_embeddings"] = values.size("rope.scaling.original_context_length")
+    if _ROPE_FACTORS in file.tensors:
+        if scaling != "none":
+            raise values.refusal("scales positions in two ways", "one")
+        rope |= _llama3_rope(values, file, rope["rope_theta"], rotated)
+    if values.architecture != "gemma3":
+        if values.own.get("rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]:
+            raise values.refusal("rotates by another base in layers with a window", "one base")
+        return rope
+    local = {"rope_type": "default", "rope_theta": float(values.number("rope.freq_base_swa", 10000.0))}
+    return {"full_attention": rope, "sliding_attention": local}
+
+
+def _llama3_rope(values: _Values, file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
+    """Returns the parameters of Llama 3 that give the file's factors; raises `ModelError` if there are none."""
+    if file.tensors[_ROPE_FACTORS][:2] == ("F32", (rotated // 2,)):
+        factors = file.dense(_ROPE_FACTORS).double()
+        largest, low, high, context = round(float(factors.max()), 4), 1.0, 4.0, 8192
+        turns = context / (2 * math.pi) * theta ** (-torch.arange(0, rotated, 2).double() / rotated)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        if torch.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": largest,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": context,
+            }
+    raise values.refusal(f"has factors of positions in {_ROPE_FACTORS} that no formula gives", "those of Llama 3")
+
+
+def _layer_types(values: _Values, layers: int) -> dict[str, Any]:
+    pattern = values.own.get("attention.sliding_window_pattern", 2 if values.architecture == "gemma2" else 6)
+    if is_size(pattern):
+        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    if not values.own.get("attention.sliding_window") or not isinstance(pattern, list) or len(pattern) != layers:
+        raise values.refusal("does not say which layers have a sliding window", "a window and its pattern")
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in pattern]}
+
+
+def _end_tokens(file: GgufFile) -> Any:
+    """Returns all tokens that end a text or a turn: one, a list of them, or None."""
+    found = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS]
+    tokens = [each for index, each in enumerate(found) if each is not None and each not in found[:index]]
+    return tokens if len(tokens) > 1 else tokens[0] if tokens else None
+
+
+def _refusal(what: str, path: Path, error: Exception) -> str:
+    return f"the {what} of '{path}' cannot be read: {one_line(error)}. Copy or download the file again."
+
+
+def open_gguf(path: Path) -> StoredModel:
+    """Opens a GGUF file; its tensors are read later, one at a time.
+
+    Matrices in Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K keep their integers and scales; F32, F16 and BF16 are
+    read as they are. A quantized embedding is dequantized to float32; if there is no LM head, the LM head keeps the
+    embedding's integers.
+
+    Raises:
+        ModelError: If the file is damaged, incomplete or a part of several files, or the architecture or the type of a
+            tensor is not known.
+    """
+    file = read_gguf(path)
+    if file.values.get("split.count") or re.search(r"-\d+-of-\d+\.gguf$", path.name):
+        raise ModelError(f"'{path}' is a part of a split model. Expected one file. Join it: llama-gguf-split --merge.")
+    config = _read_config(file)
+    names = _tensor_names(file)
+    embedding = file.tensors.get("token_embd.weight")
+    if config.tie_word_embeddings and embedding is not None and embedding.is_quantized:
+        config.tie_word_embeddings = False
+        names["lm_head.weight"] = "token_embd.weight"
+    module, stored = _checked_module(file, config, names), {key: file.tensors[name] for key, name in names.items()}
+    linears = {
+        linear
+        for linear, part in module.named_modules()
+        if type(part) is nn.Linear and f"{linear}.weight" in stored and stored[f"{linear}.weight"].is_quantized
+    }
+    types = {stored[f"{linear}.weight"].type_name for linear in linears} or {"not quantized"}
+
+    def matrix(linear: str, dtype: torch.dtype) -> QuantizedMatrix:
+        name = names[f"{linear}.weight"]
+        return file.matrix(name, dtype, _row_order(file, config, name))
+
+    def dense() -> dict[str, Tensor]:
+        kept = {f"{linear}.weight" for linear in linears}
+        tensors = {
+            key: file.dense(name, _row_order(file, config, name)) for key, name in names.items() if key not in kept
+        }
+        if config.model_type.startswith("gemma"):  # transformers adds 1 to the weights of norms, llama.cpp does not
+            tensors |= {key: each.float() - 1 for key, each in tensors.items() if key.endswith("norm.weight")}
+        return tensors
+
+    label = f"GGUF, {' and '.join(sorted(types))}"
+    return StoredModel(config=config, label=label, linears=frozenset(linears), matrix=matrix, dense=dense)
+
+
+def _row_order(file: GgufFile, config: Any, name: str) -> Tensor | None:
+    """Returns the order of rows that transformers expects, None for the file's own.
+
+    llama.cpp rotates pairs of rows 0 and 1, 2 and 3, and so on; transformers pairs each row of a head's first half with
+    one of its second half.
+    """
+    match = _BLOCK.match(name)
+    part = match[2] if match and config.model_type == "llama" else ""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
+    return heads and torch.arange(file.tensors[name].shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _tensor_names(file: GgufFile) -> dict[str, str]:
+    """Returns the file's name of every weight of transformers."""
+    parts = _PARTS | _ARCHITECTURES[file.values["general.architecture"]].parts
+    names, unknown = {}, []
+    for name in file.tensors:
+        stem, _, kind = name.rpartition(".")
+        match = _BLOCK.fullmatch(stem)
+        part = parts.get(match[2]) if match else _OUTER.get(stem)
+        if name == _ROPE_FACTORS:
+            continue
+        if part is None or kind not in ("weight", "bias"):
+            unknown.append(name)
+        else:
+            names[f"model.layers.{int(match[1])}.{part}.{kind}" if match else f"{part}.{kind}"] = name
+    if unknown:
+        raise ModelError(
+            f"'{file.path}' has tensors that its architecture lacks: {listed(unknown)}. Expected only known tensors. "
+            "Use another file, or safetensors of the model."
+        )
+    return names
+
+
+def _checked_module(file: GgufFile, config: Any, names: dict[str, str]) -> nn.Module:
+    """Builds the architecture without memory, and compares it with all tensors."""
+    module = meta_model(config)
+    shapes = {} if module is None else untied_shapes(module)
+    wrong = [f"{key} is missing" for key in shapes if key not in names]
+    wrong += [f"{name} is not used" for key, name in names.items() if key not in shapes]
+    wrong += [
+        f"{names[key]} is {list(file.tensors[names[key]].shape)} instead of {list(shape)}"
+        for key, shape in shapes.items()
+        if key in names and file.tensors[names[key]].shape != shape
+    ]
+    if module is None or wrong:
+        raise ModelError(
+            f"the tensors of '{file.path}' do not fit its settings: {listed(wrong) or 'they describe no model'}. "
+            "Copy or download the file again."
+        )
+    return module
+
+
+def gguf_tokenizer(path: Path) -> Any | None:
+    """Returns the tokenizer of a GGUF file, None if the file has none; raises `ModelError` if it is damaged.
+
+    A warning is logged if transformers splits text otherwise than the file says.
+    """
+    file = read_gguf(path)
+    if "tokenizer.ggml.tokens" not in file.values:
+        return None
+    try:  # in a module that transformers may move
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+    except ImportError as err:
+        raise ModelError(f"the tokenizer of '{path}' needs a newer transformers: {one_line(err)}.") from err
+    split = str(file.values.get("tokenizer.ggml.pre"))
+    if file.values.get("tokenizer.ggml.model") == "gpt2" and split not in {"gpt-2", *mapping.GGUF_PRE_TOKENIZER_SPLITS}:
+        _log.warning("%s: transformers does not know how '%s' splits text, and splits it as GPT-2.", path, split)
+    with foreign_errors_as(ModelError, lambda err: _refusal("tokenizer", path, err)):
+        architecture, tokens, settings = mapping.get_gguf_tokenizer(str(path))
+        backend, _ = mapping.convert_gguf_tokenizer(architecture, tokens)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)

@@ -1,0 +1,344 @@
+"""Reads what a GGUF file of llama.cpp holds: the values and tensors of its header, and the tensors themselves.
+
+The header is read with bounds on every count, so that a damaged file cannot ask for time or memory. Tensors are read
+one at a time; integers stay integers. This module knows no architecture.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, one_line
+from foretoken.decoder.quantized import QuantizedMatrix
+from foretoken.files.bounded_reads import check_regular
+from foretoken.models.config_checks import is_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_MOST_ENTRIES = 1 << 16  # metadata keys, or tensors; a choice: the largest public files have some 2,000
+_MOST_ITEMS = 1 << 22  # of an array; a choice: vocabularies and their merges have some 500,000
+_MOST_NAME_BYTES = 1 << 12  # of a key, a tensor's name or a token
+_MOST_TEXT_BYTES = 1 << 24  # of a value; chat templates have some 10,000
+_KEPT_ITEMS = 1 << 12  # longer arrays are skipped: they belong to the tokenizer
+_WEIGHTS_AT_ONCE = 1 << 22  # unpacked at once; a choice: some 50 MiB with temporaries
+_TEXT, _ARRAY = 8, 9
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_TYPES = (
+    *("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K"),
+    *("Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16"),
+    *("I32", "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4"),
+    *("IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4"),
+)  # by their numbers in files
+_DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# Numbers (blocks, block) int8, scales (blocks, block / group), and offsets as scales or None.
+_Unpacked = tuple[Tensor, Tensor, Tensor | None]
+
+
+class _Format(NamedTuple):
+    """How integers are stored: in blocks of `block` weights and `num_bytes` bytes; `group` weights share a scale."""
+
+    block: int
+    num_bytes: int
+    bits: int
+    group: int
+    unpack: Callable[[Tensor], _Unpacked]
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _shifted(packed: Tensor, shifts: range, mask: int) -> Tensor:
+    """Takes (..., bytes) apart into (..., shifts, bytes)."""
+    return packed.unsqueeze(-2) >> torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1) & mask
+
+
+def _centred(numbers: Tensor, zero: int) -> Tensor:
+    return numbers.flatten(1).view(torch.int8) - zero
+
+
+def _short_block(blocks: Tensor, *, bits: int, has_offset: bool) -> _Unpacked:
+    """Unpacks Q4_0, Q4_1, Q5_0 and Q5_1: a scale, an offset, the fifth bits, and 32 nibbles."""
+    zero, at = 1 << bits - 1, 4 if has_offset else 2
+    scales, numbers = _half(blocks, 0), _nibbles(blocks[:, at + (bits - 4) * 4 :])
+    if bits == 5:
+        numbers = numbers | _shifted(blocks[:, at : at + 4], range(8), 1).transpose(1, 2).flatten(1) << 4
+    if not has_offset:
+        return _centred(numbers, zero), scales, None
+    return _centred(numbers, zero), scales.float(), _half(blocks, 2).float() + zero * scales.float()
+
+
+def _q8_0(blocks: Tensor) -> _Unpacked:
+    return blocks[:, 2:].view(torch.int8), _half(blocks, 0), None
+
+
+def _long_block(blocks: Tensor, *, bits: int) -> _Unpacked:
+    """Unpacks Q4_K and Q5_K: a scale of scales and one of offsets, 8 of each in 6 bits, the fifth bits, and nibbles."""
+    low, high, rest = blocks[:, 4:16].split(4, 1)
+    scales = torch.cat([low & 63, rest & 15 | low >> 2 & 48], 1) * _half(blocks, 0).float()
+    offsets = torch.cat([high & 63, rest >> 4 | high >> 2 & 48], 1) * _half(blocks, 2).float()
+    numbers = _nibbles(blocks[:, 16 if bits == 4 else 48 :].unflatten(1, (4, 32))).flatten(1)
+    if bits == 5:
+        numbers = numbers | _shifted(blocks[:, 16:48], range(8), 1).flatten(1) << 4
+    zero = 1 << bits - 1
+    return _centred(numbers, zero), scales, zero * scales - offsets
+
+
+def _q6_k(blocks: Tensor) -> _Unpacked:
+    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))
+    high = _shifted(blocks[:, 128:192].unflatten(1, (2, 32)), range(0, 8, 2), 3).flatten(2)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8) * _half(blocks, 208).float()
+    return _centred(low | high << 4, 32), scales, None
+
+
+_FORMATS = {
+    "Q4_0": _Format(32, 18, 4, 32, partial(_short_block, bits=4, has_offset=False)),
+    "Q4_1": _Format(32, 20, 4, 32, partial(_short_block, bits=4, has_offset=True)),
+    "Q5_0": _Format(32, 22, 8, 32, partial(_short_block, bits=5, has_offset=False)),
+    "Q5_1": _Format(32, 24, 8, 32, partial(_short_block, bits=5, has_offset=True)),
+    "Q8_0": _Format(32, 34, 8, 32, _q8_0),
+    "Q4_K": _Format(256, 144, 4, 32, partial(_long_block, bits=4)),
+    "Q5_K": _Format(256, 176, 8, 32, partial(_long_block, bits=5)),
+    "Q6_K": _Format(256, 210, 8, 16, _q6_k),
+}
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a file; its type as llama.cpp names it, and its shape from the rows on."""
+
+    type_name: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is stored in integers."""
+        return self.type_name in _FORMATS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufFile:
+    """An open file.
+
+    Attributes:
+        path: Of the file.
+        data: Its bytes, mapped into memory.
+        values: The header's values by their keys; None for arrays of texts, and for long arrays.
+        tensors: All tensors by their names; they lie inside the file.
+    """
+
+    path: Path
+    data: mmap.mmap
+    values: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+    def matrix(self, name: str, dtype: torch.dtype, order: Tensor | None = None) -> QuantizedMatrix:
+        """Returns a matrix that is stored in integers.
+
+        Args:
+            name: Of the tensor.
+            dtype: Of inputs and outputs, see `QuantizedMatrix`.
+            order: (rows,) int64, the rows in another order; None for their own.
+
+        Raises:
+            ModelError: For scales that are not finite.
+        """
+        form = _FORMATS[self.tensors[name].type_name]
+        numbers, scales, offsets = zip(*self._pieces(name, order), strict=True)
+        return QuantizedMatrix.of(
+            torch.cat(numbers),
+            bits=form.bits,
+            group=form.group,
+            group_scales=torch.cat(scales),
+            group_offsets=None if offsets[0] is None else torch.cat(offsets),
+            dtype=dtype,
+        )
+
+    def dense(self, name: str, order: Tensor | None = None) -> Tensor:
+        """Returns a tensor as it is stored, or in float32 if it is stored in integers; arguments as for `matrix`.
+
+        Raises:
+            ModelError: For numbers that are not finite.
+        """
+        stored = self.tensors[name]
+        if not stored.is_quantized:
+            tensor = self._rows(name, order).view(_DENSE[stored.type_name]).view(stored.shape)
+            self._check_finite(name, tensor)
+            return tensor
+        tensor, start = torch.empty(stored.shape), 0
+        for numbers, scales, offsets in self._pieces(name, order):
+            part = tensor[start : start + len(numbers)].view(*scales.shape, -1)
+            torch.mul(numbers.view(part.shape), scales.float().unsqueeze(2), out=part)
+            if offsets is not None:
+                part += offsets.unsqueeze(2)
+            start += len(numbers)
+        return tensor
+
+    def _rows(self, name: str, order: Tensor | None) -> Tensor:
+        """Returns a copy of a tensor's bytes, (rows, bytes of a row) uint8."""
+        stored = self.tensors[name]
+        raw = torch.from_numpy(np.frombuffer(self.data, np.uint8, stored.num_bytes, stored.start).copy())
+        rows = raw.view(stored.shape[0], -1)
+        return rows if order is None else rows[order]
+
+    def _pieces(self, name: str, order: Tensor | None) -> Iterator[_Unpacked]:
+        """Unpacks a matrix in pieces: numbers (rows, K) int8, scales and offsets (rows, K / group)."""
+        stored = self.tensors[name]
+        form, cols = _FORMATS[stored.type_name], stored.shape[1]
+        for part in self._rows(name, order).split(max(1, _WEIGHTS_AT_ONCE // cols)):
+            numbers, scales, offsets = form.unpack(part.view(-1, form.num_bytes))
+            self._check_finite(name, scales)
+            if offsets is not None:
+                self._check_finite(name, offsets)
+                offsets = offsets.view(len(part), -1)
+            yield numbers.reshape(len(part), cols), scales.view(len(part), -1), offsets
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if not tensor.isfinite().all():
+            raise ModelError(f"{name} of '{self.path}' holds NaN or infinite values. Copy or download the file again.")
+
+
+class _Cursor:
+    """Reads a header from its start, never past the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at = path, data, 0
+
+    def damaged(self, why: str) -> ModelError:
+        return ModelError(f"'{self.path}' is damaged: {why}. Copy or download it again.")
+
+    def skip(self, count: int) -> int:
+        """Returns the place of the next `count` bytes."""
+        if count > len(self.data) - self.at:
+            raise self.damaged("the file ends inside its header")
+        self.at += count
+        return self.at - count
+
+    def number(self, form: str) -> Any:
+        return struct.unpack_from(f"<{form}", self.data, self.skip(struct.calcsize(f"<{form}")))[0]
+
+    def count(self, most: int, what: str) -> int:
+        count = int(self.number("Q"))
+        if count > most:
+            raise self.damaged(f"its header speaks of {count} {what}, more than {most}")
+        return count
+
+    def text(self, most: int = _MOST_NAME_BYTES) -> str:
+        start = self.skip(self.count(most, "bytes of a text"))
+        return self.data[start : self.at].decode("utf-8", "replace")
+
+    def name(self, known: dict[str, Any]) -> str:
+        """Reads the name of a key or a tensor that is not known yet."""
+        name = self.text()
+        if not name.isprintable() or not name or name in known:
+            raise self.damaged(f"the name {shown(name)} is there twice or cannot be printed")
+        return name
+
+    def value(self) -> Any:
+        kind = self.number("I")
+        if kind == _TEXT:
+            return self.text(_MOST_TEXT_BYTES)
+        if kind != _ARRAY:
+            return self.scalar(kind)
+        item, count = self.number("I"), self.count(_MOST_ITEMS, "items of an array")
+        if item == _TEXT:
+            for _ in range(count):
+                self.skip(self.count(_MOST_NAME_BYTES, "bytes of a text"))
+        elif item in _SCALARS and count > _KEPT_ITEMS:
+            self.skip(count * struct.calcsize(f"<{_SCALARS[item]}"))
+        else:
+            return [self.scalar(item) for _ in range(count)]
+        return None
+
+    def scalar(self, kind: int) -> Any:
+        if kind not in _SCALARS:
+            raise self.damaged(f"a value of its header has the unknown type {kind}")
+        number = self.number(_SCALARS[kind])
+        # The shortest decimal fraction that rounds to the float32: 1e-06 instead of 9.999999974752427e-07.
+        return float(str(np.float32(number))) if kind == 6 else number
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int]:
+        """Reads a tensor's type, shape and place in the data, after its name."""
+        dimensions = self.number("I")
+        if not 0 < dimensions <= 4:
+            raise self.damaged(f"a tensor has {dimensions} dimensions")
+        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        kind, offset = self.number("I"), self.number("Q")
+        return _TYPES[kind] if kind < len(_TYPES) else f"type {kind}", shape, offset
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Returns an open file; raises `ModelError` if the file is damaged or a tensor has a type that is not read."""
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start[:4] != b"GGUF":
+                raise ModelError(f"'{path}' is no GGUF file. Expected one that begins with 'GGUF'.")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as err:
+        raise ModelError(f"'{path}' cannot be read: {one_line(err)}. Expected a GGUF file.") from err
+    cursor = _Cursor(path, data)
+    cursor.skip(4)
+    version = cursor.number("I")
+    if version not in (2, 3):
+        raise ModelError(
+            f"'{path}' has version {version} of GGUF. Expected version 2 or 3, little endian. Convert the model again "
+            "with a recent llama.cpp."
+        )
+    num_tensors, num_values = cursor.count(_MOST_ENTRIES, "tensors"), cursor.count(_MOST_ENTRIES, "values")
+    values: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = cursor.name(values)
+        values[key] = cursor.value()
+    found: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for _ in range(num_tensors):
+        name = cursor.name(found)
+        found[name] = cursor.tensor()
+    alignment = values.get("general.alignment", 32)
+    if not is_size(alignment) or alignment & (alignment - 1):
+        raise cursor.damaged(f"general.alignment is {shown(alignment)}, not a power of 2")
+    first = -(-cursor.at // alignment) * alignment
+    tensors = {}
+    for name, (kind, shape, offset) in found.items():
+        num_bytes = _num_bytes(path, name, kind, shape)
+        if first + offset + num_bytes > len(data):
+            raise cursor.damaged(f"the file ends before the data of {name}")
+        tensors[name] = StoredTensor(kind, shape, first + offset, num_bytes)
+    return GgufFile(path=path, data=data, values=values, tensors=tensors)
+
+
+def _num_bytes(path: Path, name: str, kind: str, shape: tuple[int, ...]) -> int:
+    if kind in _DENSE:
+        block, num_bytes = 1, _DENSE[kind].itemsize
+    elif kind in _FORMATS:
+        block, num_bytes = _FORMATS[kind][:2]
+    else:
+        raise ModelError(
+            f"{name} of '{path}' is stored as {kind}. Expected {', '.join([*_FORMATS, *_DENSE])}. Choose a file such "
+            "as Q4_K_M or Q8_0."
+        )
+    if min(shape) == 0 or shape[-1] % block or (kind in _FORMATS and len(shape) != 2):
+        expected = f"a matrix with rows of a multiple of {block} weights" if block > 1 else "at least one number"
+        raise ModelError(
+            f"{name} of '{path}' is {list(shape)} in {kind}. Expected {expected}. Copy or download the file again."
+        )
+    return prod(shape) // block * num_bytes

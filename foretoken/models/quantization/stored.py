@@ -1,0 +1,260 @@
+"""Loads a checkpoint whose matrices are in integers, as they are stored; drafts are then verified against it.
+
+A format is a module that opens a checkpoint as `StoredModel`. The module of transformers is built without its matrices,
+which are read one at a time, so that the model is never in memory in its dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from foretoken.core.errors import ModelError, foreign_errors_as, one_line
+from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+_METHOD = "foretoken"
+_AT_ONCE = 1 << 22  # numbers that are packed at once; a choice: 32 MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """A checkpoint with matrices in integers.
+
+    Attributes:
+        config: Of transformers, without `quantization_config`; says that weights are not tied if the LM head is one of
+            `linears`.
+        label: The format and its bits, for people: "GPTQ, 4 bits".
+        linears: Names of linear layers in integers, as "model.layers.0.mlp.up_proj".
+        matrix: Reads one of them, for inputs of a dtype, float32 or bfloat16. Raises `ModelError` if it is damaged.
+        dense: Reads all other weights, by their names in the architecture, of any real dtype.
+    """
+
+    config: Any
+    label: str
+    linears: frozenset[str]
+    matrix: Callable[[str, torch.dtype], QuantizedMatrix]
+    dense: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a format stores a linear layer in safetensors.
+
+    Attributes:
+        label: As in `StoredModel`.
+        marker: The last part of the name of a tensor that only such layers have.
+        parts: The last parts of the names of all tensors that a layer has, without its bias.
+        optional: Those that it may have.
+        matrix: As in `StoredModel`, from a layer's name and its tensors by these last parts.
+    """
+
+    label: str
+    marker: str
+    parts: tuple[str, ...]
+    matrix: Callable[[str, dict[str, Tensor], torch.dtype], QuantizedMatrix]
+    optional: tuple[str, ...] = ()
+
+
+def unpacked_words(name: str, words: Tensor, bits: int, rows: int, count: int) -> Tensor:
+    """Returns (rows, count) int16 numbers without sign from words (rows, W) int32, the lowest bits first.
+
+    Raises:
+        ModelError: If there are not `rows` times as many words as `count` numbers of `bits` bits need.
+    """
+    each = 32 // bits
+    if words.shape != (rows, -(-count // each)) or words.dtype != torch.int32:
+        raise ModelError(
+            f"{name} holds {list(words.shape)} words of {words.dtype}. Expected {[rows, -(-count // each)]} of int32. "
+            "Copy or download the model again."
+        )
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = (words.unsqueeze(2) >> shifts) & (1 << bits) - 1
+    return numbers.to(torch.int16).flatten(1)[:, :count]
+
+
+def packed_words(numbers: Tensor, bits: int) -> Tensor:
+    """Returns words (N, W) int32 of numbers (N, K) int8 from -2^(bits - 1) on, the lowest bits first."""
+    each = 32 // bits
+    shifts = torch.arange(0, 32, bits)
+    parts = []
+    for part in numbers.split(max(1, _AT_ONCE // numbers.shape[1])):
+        unsigned = nn.functional.pad(part.long() + (1 << bits - 1), (0, -part.shape[1] % each))
+        words = (unsigned.unflatten(1, (-1, each)) << shifts).sum(2)
+        parts.append(torch.where(words < 1 << 31, words, words - (1 << 32)).int())
+    return torch.cat(parts)
+
+
+def order_of_groups(name: str, groups: Tensor, group: int, cols: int) -> Tensor | None:
+    """Returns the inputs sorted by their group, (K,) int32; None if they are in that order.
+
+    Args:
+        name: Of the layer.
+        groups: (K,), the group of each input.
+        group: Inputs of a group.
+        cols: K.
+
+    Raises:
+        ModelError: If a group has another number of inputs.
+    """
+    sorted_groups, order = groups.flatten().long().sort(stable=True)
+    if group <= 0 or not torch.equal(sorted_groups, torch.arange(cols) // group):
+        raise ModelError(
+            f"g_idx of {name} does not name {group} inputs for each group. Copy or download the model again."
+        )
+    return None if torch.equal(order, torch.arange(cols)) else order.int()
+
+
+def matrix_of(
+    name: str,
+    numbers: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    *,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    order: Tensor | None = None,
+    **fields: Any,
+) -> QuantizedMatrix:
+    """Stores a matrix whose weight is scale * (number - zero).
+
+    Args:
+        name: Of the layer.
+        numbers: (N, K) int8, of 4 bits from -8 to 7, in the order of inputs.
+        scales: (N, G) of any real dtype.
+        zeros: (N, G) integers, or None for 0.
+        bits: 4 or 8.
+        group: Weights that share a scale; 0 if a row does.
+        dtype: Of inputs.
+        order: See `order_of_groups`.
+        fields: Others of `QuantizedMatrix`.
+
+    Raises:
+        ModelError: If shapes do not fit, or a scale is NaN or infinite.
+    """
+    rows, cols = numbers.shape
+    if group and (group < 16 or group & (group - 1)):
+        raise ModelError(f"{name} has groups of {group} weights. Expected a power of 2 from 16 on.")
+    shape = [rows, -(-cols // group) if group else 1]
+    if list(scales.shape) != shape or (zeros is not None and list(zeros.shape) != shape):
+        found = list(scales.shape) if list(scales.shape) != shape or zeros is None else list(zeros.shape)
+        raise ModelError(
+            f"{name} has scales or zero points {found} for a matrix {[rows, cols]}. Expected {shape}. Copy or download "
+            "the model again."
+        )
+    wide = scales.float()
+    offsets = None if zeros is None else -zeros.float() * wide
+    if not wide.isfinite().all():
+        raise ModelError(f"{name} has scales that are NaN or infinite. Copy or download the model again.")
+    ordered = numbers if order is None else numbers[:, order.long()]
+    fields |= {"bits": bits, "dtype": dtype, "input_order": order}
+    if not group and bits == 8 and offsets is None:
+        return QuantizedMatrix.of(ordered, row_scales=wide.flatten().contiguous(), **fields)
+    # A row may be one group. Groups are powers of 2.
+    whole = group or max(64, 1 << (cols - 1).bit_length())
+    is_half = all(each is None or torch.equal(each.half().float(), each) for each in (wide, offsets))
+    kind = torch.float16 if is_half else torch.float32
+    return QuantizedMatrix.of(
+        ordered, group=whole, group_scales=wide.to(kind), group_offsets=None if offsets is None else offsets.to(kind),
+        **fields,
+    )  # fmt: skip
+
+
+class _Settings(QuantizationConfigMixin):
+    """Tells transformers which linear layers to leave out; `linears` as in `StoredModel`."""
+
+    def __init__(self, linears: frozenset[str] = frozenset()) -> None:
+        self.quant_method: Any = _METHOD
+        self.linears = linears
+
+
+class _Place(nn.Module):
+    """Stands where a `QuantizedLinear` will, with its bias."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+
+
+class _Quantizer(HfQuantizer):
+    is_trainable = False
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        settings: Any = self.quantization_config
+        for name in sorted(settings.linears):
+            part = _submodule(model, name)
+            if type(part) is not nn.Linear:
+                raise ModelError(f"{name} is in integers, but the architecture has no plain linear layer there")
+            _put(model, name, _Place(part))
+
+
+register_quantization_config(_METHOD)(_Settings)
+register_quantizer(_METHOD)(_Quantizer)
+
+
+def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
+    """Returns a transformers model on the CPU, and what transformers tells about keys that did not fit.
+
+    Raises:
+        ModelError: If a tensor is damaged or has another shape than the architecture's, or the architecture has no
+            such layer.
+    """
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
+    with foreign_errors_as(ModelError, partial(_refusal, name)):
+        module, info = kind.from_pretrained(
+            None,
+            config=stored.config,
+            state_dict=dict(stored.dense()),
+            dtype=dtype,
+            attn_implementation="eager",
+            quantization_config=_Settings(stored.linears),
+            output_loading_info=True,
+        )
+    module.hf_quantizer.remove_quantization_config(module)
+    orders: dict[bytes, Tensor] = {}
+    for linear in sorted(stored.linears):
+        place: Any = module.get_submodule(linear)
+        matrix = stored.matrix(linear, dtype)
+        if matrix.input_order is not None:  # one tensor, as the kernels compare addresses
+            order = matrix.input_order
+            matrix = replace(matrix, input_order=orders.setdefault(order.numpy().tobytes(), order))
+        if matrix.shape != (place.out_features, place.in_features):
+            raise ModelError(
+                f"{linear} of '{name}' is {list(matrix.shape)}. Expected {[place.out_features, place.in_features]}, as "
+                "its configuration says. Copy or download the model again."
+            )
+        _put(module, linear, QuantizedLinear(matrix, place.bias))
+    return module, info
+
+
+def _refusal(name: str, error: Exception) -> str:
+    return f"model '{name}' cannot be loaded: {one_line(error)}. Check that it is complete."
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _put(model: nn.Module, name: str, part: nn.Module) -> None:
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, part)

@@ -1,0 +1,287 @@
+"""Writes a checkpoint in 4 or 8 bits in the format of compressed-tensors, file by file; a killed run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from foretoken.core.errors import ConfigError, ModelError, listed
+from foretoken.decoder.quantized import round_groups, round_rows
+from foretoken.files.atomic_files import is_begun, new_file, write_file
+from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
+from foretoken.files.processes import is_lock, run_lock
+from foretoken.models.config_checks import check_model_files
+from foretoken.models.loading import check_architecture, load_config
+from foretoken.models.quantization.stored import packed_words
+from foretoken.models.weight_files import check_counts, meta_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+_RECORD = "quantize.json"  # what a directory is written from, and how
+_INDEX = "model.safetensors.index.json"
+_WHOLE = (_RECORD, _INDEX, "config.json")
+_SHARD_BYTES = 256 << 20  # of the source's tensors, for each file; a choice: so much is in memory, and lost by a kill
+_AT_ONCE = 1 << 24  # weights that are in float32 at once, 64 MiB; a choice
+_BESIDE = {".json", ".txt", ".model", ".jinja"}  # files of tokenizers and chat templates
+
+
+class Scheme(NamedTuple):
+    """Bits of weights, how many of them share a scale (0: a row), and whether inputs are rounded to 8 bits."""
+
+    bits: int
+    group: int
+    rounds_inputs: bool = False
+
+
+SCHEMES = {"W4A16": Scheme(4, 128), "W8A16": Scheme(8, 0), "W8A8": Scheme(8, 0, rounds_inputs=True)}
+
+
+class Rounded(NamedTuple):
+    """A linear layer: numbers (N, K) int8, and scales (N, G) in the dtype of the checkpoint."""
+
+    numbers: Tensor
+    scales: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Returns the weights, (N, K) float32."""
+        each = -(-self.numbers.shape[1] // self.scales.shape[1])
+        return self.numbers * self.scales.float().repeat_interleave(each, 1)[:, : self.numbers.shape[1]]
+
+
+class Source:
+    """A checkpoint to be rounded, and its linear layers except for the LM head.
+
+    Attributes:
+        config: Of transformers.
+        headers: All tensors by name, block by block.
+        linears: Names of the weights that are rounded.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Reads configuration and headers; raises `ModelError` for what cannot be rounded."""
+        check_model_files(str(directory), may_be_hub_id=False)
+        self.directory, self.config = directory, load_config(str(directory))
+        check_architecture(self.config, str(directory))
+        if getattr(self.config, "quantization_config", None) is not None:
+            raise ModelError(f"the weights of '{directory}' are quantised already. Expected the original model.")
+        self.headers: dict[str, TensorHeader] = {}
+        self._paths: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            for key, header in tensor_headers(path).items():
+                self.headers[key], self._paths[key] = header, path
+        self.headers = dict(sorted(self.headers.items(), key=lambda item: _natural(item[0])))
+        check_counts(self.headers, self.config.get_text_config(), str(directory))
+        module: Any = meta_model(self.config)
+        head = None if module is None else module.get_output_embeddings()
+        parts = {} if module is None else dict(module.named_modules())
+        names = {f"{name}.weight" for name, part in parts.items() if type(part) is nn.Linear and part is not head}
+        self.linears = names & self.headers.keys()
+        reason = None
+        if module is not None and any(each.dim() > 2 for each in module.parameters()):
+            reason = "is a mixture of experts"
+        elif not names:
+            reason = "has no linear layers of torch"
+        elif self.linears < names:
+            reason = f"lacks {listed(names - self.linears)}"
+        if reason is not None:
+            raise ModelError(
+                f"'{directory}' {reason}. Expected a dense model whose weights have the names of its architecture."
+            )
+
+    def check_groups(self, scheme: Scheme) -> None:
+        """Raises `ConfigError` if groups do not divide the inputs of a layer."""
+        inputs = {key: self.headers[key].shape[-1] for key in sorted(self.linears)}
+        odd = next((key for key, cols in inputs.items() if scheme.group and cols % scheme.group), None)
+        if odd is None:
+            return
+        fitting = next((each for each in (128, 64, 32) if all(cols % each == 0 for cols in inputs.values())), None)
+        advice = "Round to 8 bits." if fitting is None else f"Pass --group-size {fitting}."
+        raise ConfigError(
+            f"groups have {scheme.group} weights, but {odd} has {inputs[odd]} inputs. Expected a multiple of it. "
+            f"{advice}"
+        )
+
+    def read(self, key: str) -> Tensor:
+        """Reads a tensor; its file is closed again, so that no pages of it stay in memory."""
+        with safe_open(self._paths[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor.clone()
+
+    def digest(self, settings: Mapping[str, Any]) -> str:
+        """Returns a hash of the settings and of what tells that the files are the same."""
+        files = [
+            (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(set(self._paths.values()))
+        ]
+        return hashlib.sha256(json.dumps([files, dict(settings)], sort_keys=True).encode()).hexdigest()
+
+
+def round_linear(name: str, weight: Tensor, scheme: Scheme) -> Rounded:
+    """Rounds a weight (N, K) to nearest, some rows at a time; scales get its dtype, or bfloat16 for float32.
+
+    Raises:
+        ModelError: For NaN and infinity.
+    """
+    kind = scale_dtype(weight)
+
+    def as_stored(scale: Tensor) -> Tensor:
+        return scale.to(kind).float()
+
+    run = partial(round_rows if scheme.group == 0 else partial(round_groups, group=scheme.group), as_stored=as_stored)
+    parts = [run(part) for part in weight.split(max(1, _AT_ONCE // weight.shape[1]))]
+    numbers, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    if not scales.isfinite().all():
+        raise ModelError(f"{name} holds NaN or infinite values, or ones too large for {kind}. Expected finite weights.")
+    return Rounded(numbers, scales.to(kind))
+
+
+def scale_dtype(weight: Tensor) -> torch.dtype:
+    """Returns the dtype of a weight's scales; readers convert scales to the dtype that the model runs in."""
+    return weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def write_quantized(
+    source: Source,
+    out: Path,
+    scheme: Scheme,
+    settings: Mapping[str, Any],
+    rounded: Callable[[str, Tensor], Rounded],
+    on_progress: Callable[[int, int], None],
+) -> Path:
+    """Writes a model directory in the format of compressed-tensors.
+
+    A file is written whole or not at all, and `config.json` last, so that an unfinished directory is no model. A run
+    that finds files of the same source and settings goes on after them.
+
+    Args:
+        source: The original.
+        out: Directory; a new or empty one, or one of the same run.
+        scheme: How weights are rounded.
+        settings: All that decides the numbers, for the record in the directory.
+        rounded: Rounds a weight, by name; called block by block.
+        on_progress: Gets the number of files that are done and of all.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ConfigError: If `out` holds something else.
+        ModelError: If a weight is not finite.
+        OSError: If a file cannot be written.
+    """
+    digest = source.digest(settings)
+    _check_place(out, digest)
+    with run_lock(out, option="OUT"):
+        write_file(out / _RECORD, json.dumps({**settings, "digest": digest}, indent=2))
+        shards = _shards(source.headers)
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        weight_map: dict[str, str] = {}
+        for path in [*out.iterdir()]:
+            if any(is_begun(path, name) for name in (*names, *_WHOLE)):
+                path.unlink()
+        on_progress(0, len(shards))
+        for done, (name, keys) in enumerate(zip(names, shards, strict=True)):
+            stored = _stored_keys(out / name, digest)
+            if stored is None:
+                tensors: dict[str, Tensor] = {}
+                for key in keys:
+                    tensors |= _tensors(source, key, scheme, rounded)
+                with new_file(out / name) as new:
+                    save_file(tensors, new, metadata={"format": "pt", "digest": digest})
+                stored = list(tensors)
+            weight_map |= dict.fromkeys(stored, name)
+            on_progress(done + 1, len(shards))
+        size = sum((out / name).stat().st_size for name in names)
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        write_file(out / _INDEX, json.dumps(index, indent=2))
+        for path in sorted(source.directory.iterdir()):
+            if path.suffix in _BESIDE and path.name not in _WHOLE:
+                shutil.copyfile(path, out / path.name)
+        values = read_json_object(source.directory / "config.json")
+        write_file(out / "config.json", json.dumps({**values, "quantization_config": _quantization(scheme)}, indent=2))
+    return out
+
+
+def _tensors(source: Source, key: str, scheme: Scheme, rounded: Callable[[str, Tensor], Rounded]) -> dict[str, Tensor]:
+    tensor = source.read(key)
+    if key not in source.linears:
+        return {key: tensor}
+    made, name = rounded(key, tensor), key.removesuffix(".weight")
+    if scheme.rounds_inputs:
+        return {key: made.numbers, f"{name}.weight_scale": made.scales}
+    return {
+        f"{name}.weight_packed": packed_words(made.numbers, scheme.bits),
+        f"{name}.weight_scale": made.scales,
+        f"{name}.weight_shape": torch.tensor(tensor.shape),
+    }
+
+
+def _quantization(scheme: Scheme) -> dict[str, Any]:
+    weights = {
+        "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False,
+        "strategy": "group" if scheme.group else "channel", "group_size": scheme.group or None,
+    }  # fmt: skip
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    group = {
+        "targets": ["Linear"], "weights": weights, "input_activations": inputs if scheme.rounds_inputs else None,
+        "output_activations": None,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"],
+        "format": "int-quantized" if scheme.rounds_inputs else "pack-quantized", "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def _shards(headers: Mapping[str, TensorHeader]) -> list[list[str]]:
+    shards: list[list[str]] = []
+    room = 0
+    for key, header in headers.items():
+        size = prod(header.shape) * 2
+        if not shards or size > room:
+            shards.append([])
+            room = _SHARD_BYTES
+        shards[-1].append(key)
+        room -= size
+    return shards
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", key)]
+
+
+def _check_place(out: Path, digest: str) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"'{out}' is no directory. Expected a new one.")
+    content = [] if not out.is_dir() else [
+        path for path in out.iterdir() if not is_lock(path) and not is_begun(path, _RECORD)
+    ]  # fmt: skip
+    if not content:
+        return
+    record = out / _RECORD
+    if not record.is_file():
+        raise ConfigError(f"'{out}' holds other files. Expected a new or empty directory.")
+    if read_json_object(record).get("digest") != digest:
+        raise ConfigError(
+            f"'{out}' was begun from other files or with other settings, see {_RECORD} there. Expected the same, to go "
+            "on. Choose another directory, or remove it."
+        )
+
+
+def _stored_keys(path: Path, digest: str) -> list[str] | None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys()) if (file.metadata() or {}).get("digest") == digest else None
+    except (OSError, SafetensorError):
+        return None

@@ -1,0 +1,211 @@
+"""`foretoken quantize`: what it writes, that foretoken, compressed-tensors and killed runs read it, and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cli.test_killed_commands import contents, run_killed
+from command_line import MODEL, ROOT, run
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+from foretoken import LLM, SamplingParams
+from foretoken.decoder.quantized import QuantizedLinear, round_groups, round_rows
+from foretoken.models.loading import load_model
+from foretoken.models.quantization import writing
+from foretoken.models.quantization.calibration import gptq
+from foretoken.models.quantization.writing import SCHEMES, Scheme
+
+SMALL = ("--group-size", "32")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A tiny target in bfloat16 with the bundled tokenizer."""
+    model = tmp_path / "small"
+    sizes = {"vocab_size": 6144, "max_position_embeddings": 1024, "intermediate_size": 64}
+    module = tiny_model("llama", **sizes)
+    module.bfloat16().save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ROOT / MODEL / name, model / name)
+    return model
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_is_rounded_written_and_read(scheme: str, small: Path, tmp_path: Path) -> None:
+    out, more = tmp_path / "out", SMALL if scheme == "W4A16" else ()
+    done = run("quantize", str(small), str(out), "--scheme", scheme, *more, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["bytes"] == sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    made, original = load_model(out, device="cpu"), load_model(small, device="cpu")
+    linears = {name: part for name, part in made.module.named_modules() if isinstance(part, QuantizedLinear)}
+    assert len(linears) == 21
+    for name, part in linears.items():
+        weight = original.module.get_submodule(name).weight.detach()
+        as_stored = lambda scale: scale.bfloat16().float()  # noqa: E731
+        if scheme == "W4A16":
+            numbers, scales = round_groups(weight, 32, as_stored)
+        else:
+            numbers, scales = round_rows(weight, as_stored)
+        expected = numbers * scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+        assert torch.equal(part.weight, expected)
+    for name, parameter in made.module.named_parameters():
+        assert torch.equal(parameter, dict(original.module.named_parameters())[name])
+
+    quality, card = facts["quality"], (out / "README.md").read_text()
+    assert quality["num_tokens"] > 10000
+    assert 0 < quality["kl_divergence"] < 0.5
+    assert f"{quality['kl_divergence']:.5f}" in card
+    described = json.loads(run("inspect", str(out), "--json").stdout)
+    assert described["rounding_quality"] == quality
+    assert described["quantization"] == f"compressed-tensors {scheme}"
+    assert described["parameters"] == sum(each.numel() for each in original.module.parameters())
+    again = json.loads(run("inspect", str(out), "--original", str(small), "--json").stdout)
+    assert again["rounding_quality"] == quality
+
+
+def test_compressed_tensors_reads_the_same_weights(small: Path, tmp_path: Path) -> None:
+    """The reference of the format unpacks and scales the numbers."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.quantization import QuantizationConfig
+
+    out = tmp_path / "out"
+    assert run("quantize", str(small), str(out), *SMALL, "--no-compare").returncode == 0
+    config = QuantizationConfig.model_validate(json.loads((out / "config.json").read_text())["quantization_config"])
+    assert config.config_groups["group_0"].weights.group_size == 32
+    tensors: dict[str, Any] = {}
+    for path in out.glob("*.safetensors"):
+        tensors |= load_file(path)
+    made = load_model(out, device="cpu")
+    for name, part in made.module.named_modules():
+        if isinstance(part, QuantizedLinear):
+            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
+            numbers = unpack_from_int32(tensors[f"{name}.weight_packed"], 4, shape)
+            scales = tensors[f"{name}.weight_scale"].float().repeat_interleave(32, 1)
+            assert torch.equal(part.weight, numbers * scales)
+
+
+def test_a_killed_run_goes_on(small: Path, tmp_path: Path) -> None:
+    arguments = ["quantize", str(small), "{out}", *SMALL, "--no-compare"]
+    whole = tmp_path / "whole"
+    setup = "import foretoken.models.quantization.writing as w; w._SHARD_BYTES = 8000\n"
+    assert run_killed([each.format(out=whole) for each in arguments], 0, setup=setup)[0] == 0
+    expected: Any = contents(whole)
+    shards = [name for name in expected if name.endswith(".safetensors")]
+    assert len(shards) > 7
+    for number in (1, 2, 4, 7, 2 * len(shards) + 3):  # a file and its name go to disk one after another
+        out = tmp_path / str(number) / "whole"
+        code, _ = run_killed([each.format(out=out) for each in arguments], number, setup=setup)
+        assert code == -signal.SIGKILL
+        assert not (out / "config.json").exists()
+        assert run("inspect", str(out)).returncode == 2  # no model
+        kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+        assert len(kept) >= min((number - 3) // 2, len(shards))
+        code, errors = run_killed([each.format(out=out) for each in arguments], 0, setup=setup)
+        assert code == 0, errors
+        found: Any = contents(out)
+        assert found.keys() == expected.keys()
+        for name in found:  # the order of metadata in safetensors is random
+            assert name in shards or found[name] == expected[name]
+        for name in shards:
+            tensors, others = load_file(out / name), load_file(whole / name)
+            assert tensors.keys() == others.keys()
+            assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+        assert all((out / name).stat().st_mtime_ns == made for name, made in kept.items())
+
+
+def test_calibration_brings_outputs_closer(small: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((ROOT / "foretoken/core/checks.py").read_text())
+    qualities = []
+    for name, more in (("nearest", ()), ("gptq", ("--calibrate", str(text)))):
+        done = run("quantize", str(small), str(tmp_path / name), *SMALL, *more, "--json")
+        assert done.returncode == 0, done.stderr
+        qualities.append(json.loads(done.stdout)["quality"]["kl_divergence"])
+    assert qualities[1] < 0.95 * qualities[0]
+    assert "rounded by GPTQ on" in (tmp_path / "gptq" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, 128), Scheme(8, 0)], ids=str)
+def test_gptq_lowers_the_error_of_outputs(scheme: Scheme) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 256, generator=generator)
+    inputs = torch.randn(600, 256, generator=generator) @ torch.randn(256, 256, generator=generator) * 0.1
+    made = gptq("w", weight, inputs.T @ inputs, scheme)
+    nearest = writing.round_linear("w", weight, scheme)
+    errors = [((inputs @ (each.dequantized() - weight).T).square().sum()) for each in (made, nearest)]
+    assert errors[0] < 0.7 * errors[1]
+    assert torch.equal(made.scales, nearest.scales)
+    least, most = (-8, 7) if scheme.bits == 4 else (-127, 127)
+    assert made.numbers.min() >= least
+    assert made.numbers.max() <= most
+    squares = torch.eye(256)  # independent inputs: each weight for itself
+    assert torch.equal(gptq("w", weight, squares, scheme).numbers, nearest.numbers)
+
+
+def test_speculative_text_of_a_written_model_is_plain_text(tmp_path: Path) -> None:
+    out = tmp_path / "tinycode"
+    assert run("quantize", MODEL, str(out), "--no-compare").returncode == 0
+    prompts = ["def read_lines(path):", "import os\n\nclass File:", "for name in names:\n    print("]
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    texts = []
+    for drafter in (None, {"model": str(ROOT / "models/tinycode-hass")}):
+        llm = LLM(str(out), dtype="bfloat16", speculative_config=drafter)
+        assert llm.target.name == "lean-native"
+        texts.append([each.outputs[0].text for each in llm.generate(prompts, params)])
+    assert texts[0] == texts[1]
+
+
+def refused(*arguments: str) -> str:
+    done = run("quantize", *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_refusals(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "--scheme is 'W2A16'" in refused(str(small), str(out), "--scheme", "W2A16")
+    assert "Expected 32, 64 or 128, with W4A16" in refused(str(small), str(out), "--group-size", "48")
+    assert "Expected 32, 64 or 128, with W4A16" in refused(str(small), str(out), "--scheme", "W8A8", *SMALL)
+    assert "has 64 inputs. Expected a multiple of it. Pass --group-size 32" in refused(str(small), str(out))
+    assert "there is no prompt file" in refused(str(small), str(out), *SMALL, "--calibrate", "nowhere.txt")
+    assert not out.exists()
+    assert run("quantize", str(small), str(out), *SMALL, "--no-compare").returncode == 0
+    before = contents(out)
+    assert run("quantize", str(small), str(out), *SMALL, "--no-compare").returncode == 0  # nothing is left to do
+    assert contents(out) == before
+    assert "with other settings" in refused(str(small), str(out), "--scheme", "W8A8")
+    assert "are quantised already" in refused(str(out), str(tmp_path / "twice"))
+    assert "holds other files" in refused(str(small), str(small), *SMALL)
+    assert contents(out) == before
+    weights = load_file(small / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(weights, small / "model.safetensors", metadata={"format": "pt"})
+    assert "up_proj.weight holds NaN" in refused(str(small), str(tmp_path / "nan"), *SMALL)
+    assert not (tmp_path / "nan" / "config.json").exists()
+
+
+def test_models_whose_layers_are_not_found_are_refused(tmp_path: Path) -> None:
+    tiny_model("mixtral").save_pretrained(tmp_path / "experts")
+    assert "a mixture of experts" in refused(str(tmp_path / "experts"), str(tmp_path / "out"), "--scheme", "W8A8")
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    assert "no linear layers" in refused(str(tmp_path / "gpt2"), str(tmp_path / "out"), "--scheme", "W8A8")
+
+
+def test_a_source_that_changes_is_noticed(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with mock.patch.object(writing, "_SHARD_BYTES", 8000):
+        assert run("quantize", str(small), str(out), *SMALL, "--no-compare").returncode == 0
+        (out / "config.json").unlink()
+        shutil.copyfile(small / "model.safetensors", small / "other.safetensors")
+        (small / "other.safetensors").replace(small / "model.safetensors")
+        assert "was begun from other files" in refused(str(small), str(out), *SMALL)

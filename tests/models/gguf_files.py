@@ -1,0 +1,149 @@
+"""Writes GGUF files with llama.cpp's own package, as its conversion script writes them, from tiny models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+
+TINYCODE = Path(__file__).parents[2] / "models" / "tinycode"
+_SIZES = {
+    "vocab_size": gguf.GGUFWriter.add_vocab_size,
+    "max_position_embeddings": gguf.GGUFWriter.add_context_length,
+    "num_hidden_layers": gguf.GGUFWriter.add_block_count,
+    "hidden_size": gguf.GGUFWriter.add_embedding_length,
+    "intermediate_size": gguf.GGUFWriter.add_feed_forward_length,
+    "num_attention_heads": gguf.GGUFWriter.add_head_count,
+    "num_key_value_heads": gguf.GGUFWriter.add_head_count_kv,
+    "rms_norm_eps": gguf.GGUFWriter.add_layer_norm_rms_eps,
+    "norm_epsilon": gguf.GGUFWriter.add_layer_norm_eps,
+}
+
+
+def blocks(weights: np.ndarray, type_: Type, seed: int = 0) -> np.ndarray:
+    """The bytes of a matrix: rounded where the package can round, else random numbers below sane scales."""
+    try:
+        return gguf.quantize(np.ascontiguousarray(weights), type_)
+    except NotImplementedError:
+        return random_blocks(*weights.shape, type_, seed)
+
+
+def random_blocks(rows: int, cols: int, type_: Type, seed: int = 0) -> np.ndarray:
+    """Random bytes with halves near 1 / 1000 where a format has its scales."""
+    block, size = gguf.GGML_QUANT_SIZES[type_]
+    rng = np.random.default_rng(seed)
+    made = rng.integers(0, 256, (rows, cols // block, size), dtype=np.uint8)
+    for at in {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}.get(type_, (0,)):
+        halves = (rng.uniform(0.5, 1.5, (rows, cols // block, 1)) / 1000).astype(np.float16)
+        made[..., at : at + 2] = halves.view(np.uint8)
+    return made.reshape(rows, -1)
+
+
+def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of a query or key matrix of Llama as the conversion script orders them."""
+    pairs = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weights.shape)
+
+
+def restored(weights: np.ndarray, heads: int) -> np.ndarray:
+    """The opposite of `permuted`, one row after another."""
+    size = weights.shape[0] // heads
+    order = [head * size + 2 * (row % (size // 2)) + row // (size // 2) for head in range(heads) for row in range(size)]
+    return weights[order]
+
+
+def write(
+    path: Path,
+    model: Any,
+    *,
+    matrices: Type | Callable[[str], Type],
+    architecture: str = "llama",
+    tied: bool = False,
+    tokenizer: bool = False,
+    values: Iterable[Callable[[gguf.GGUFWriter], None]] = (),
+    leave_out: Iterable[str] = (),
+    tensors: dict[str, np.ndarray] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Writes a model; gives the weights that the file stands for, by their names in transformers.
+
+    Args:
+        matrices: The type of all matrices, or of each by its name in transformers.
+        tied: Leaves the LM head out.
+        values: Add more to the header.
+        leave_out: Tensors of the file that are not written.
+        tensors: More of them, in float32.
+    """
+    writer, config = gguf.GGUFWriter(path, architecture), model.config
+    for field, add in _SIZES.items():
+        if (value := getattr(config, field, None)) is not None:
+            add(writer, value)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if tokenizer:
+        add_tokenizer(writer)
+    for add in values:
+        add(writer)
+    stands_for = {}
+    for number, ((key, weight), name) in enumerate(
+        zip(model.state_dict().items(), _names(model, architecture), strict=True)
+    ):
+        if key == "lm_head.weight" and tied:
+            continue
+        type_ = Type.F32 if weight.ndim == 1 else matrices(key) if callable(matrices) else matrices
+        heads = _permuted_heads(key, config) if architecture == "llama" else 0
+        offset = int(architecture.startswith("gemma") and key.endswith("norm.weight"))
+        weights = permuted(weight.numpy(), heads) if heads else weight.numpy() + offset
+        stored = blocks(weights, type_, number) if type_ != Type.F32 else np.ascontiguousarray(weights)
+        read = gguf.dequantize(stored, type_)
+        stands_for[key] = torch.from_numpy(restored(read, heads) if heads else read - offset)
+        if name not in leave_out:
+            writer.add_tensor(name, stored, raw_dtype=type_)
+    if tied:
+        stands_for["lm_head.weight"] = stands_for["model.embed_tokens.weight"]
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stands_for
+
+
+def _names(model: Any, architecture: str) -> list[str]:
+    """The names of all weights as llama.cpp's package has them."""
+    (number,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+    found = {key: names.get_name(key, try_suffixes=(".weight", ".bias")) for key in model.state_dict()}
+    assert all(name or key == "lm_head.weight" for key, name in found.items())  # Gemma 2 never has an LM head
+    return [name or "output.weight" for name in found.values()]
+
+
+def _permuted_heads(key: str, config: Any) -> int:
+    return config.num_attention_heads * (".q_proj." in key) + config.num_key_value_heads * (".k_proj." in key)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, split: str = "default") -> None:
+    """Adds the tokenizer of tinycode, as the conversion script does for byte-level BPE."""
+    whole = json.loads((TINYCODE / "tokenizer.json").read_text())
+    vocab = whole["model"]["vocab"]
+    special = {token["content"] for token in whole["added_tokens"] if token["special"]}
+    tokens = sorted(vocab, key=vocab.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in whole["model"]["merges"]]
+    )
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(0)

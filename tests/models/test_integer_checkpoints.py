@@ -1,0 +1,214 @@
+"""Checkpoints of compressed-tensors, GPTQ and AWQ: their weights, logits and text, and files that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.integer_checkpoints import Scheme, settings_of, small_config, write
+from safetensors.torch import load_file, save_file
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ModelError
+from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.models.loading import load_model
+
+CT = "compressed-tensors"
+SCHEMES = {
+    "W4A16, groups": Scheme(CT),
+    "W4A16, groups with zero points": Scheme(CT, group=32, zeros=True),
+    "W4A16, groups, bfloat16 scales, in the order of activations": Scheme(
+        CT, act_order=True, settings={"bfloat16_scales": True}
+    ),
+    "W4A16, rows": Scheme(CT, group=0),
+    "W8A16, groups": Scheme(CT, bits=8),
+    "W8A16, rows": Scheme(CT, bits=8, group=0),
+    "W8A8": Scheme(CT, bits=8, group=0, settings={"format": "int-quantized", "inputs": True}),
+    "W4A8": Scheme(CT, settings={"inputs": True}),
+    "GPTQ": Scheme("gptq"),
+    "GPTQ, zero points, desc_act": Scheme("gptq", zeros=True, act_order=True),
+    "GPTQ, 8 bits, rows": Scheme("gptq", bits=8, group=0, zeros=True),
+    "AWQ": Scheme("awq", zeros=True),
+}  # fmt: skip
+TOKENS = [5, 17, 3, 88, 42, 9, 61, 30, 2, 77]
+
+
+def linears(module: Any) -> dict[str, QuantizedLinear]:
+    return {name: part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])  # without and with biases
+def test_weights_and_logits_are_those_of_the_format(name: str, kind: str, tmp_path: Path) -> None:
+    expected = write(tmp_path, small_config(kind), SCHEMES[name])
+    model = load_model(tmp_path)
+    found = linears(model.module)
+    assert len(found) == 14
+    for linear, part in found.items():
+        wanted = expected.get_submodule(linear)
+        assert (part.weight - wanted.weight).abs().max() <= 1e-6 * wanted.weight.abs().max()
+    with torch.no_grad():
+        logits = expected(torch.tensor([TOKENS])).logits[0, -1]
+    for runner in ("lean-native", "generic"):
+        bound = 5e-3 if SCHEMES[name].settings.get("inputs") else 1e-5  # an input may be rounded the other way
+        llm = LLM(load_model(tmp_path), max_num_seqs=2, runner=runner)
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+        listed = llm.generate([TOKENS], params)[0].outputs[0].logprobs[0]
+        right = logits.log_softmax(-1)
+        assert max(abs(each.logprob - right[token]) for token, each in listed.items()) <= bound * logits.abs().max()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_speculative_text_is_plain_text(name: str, tmp_path: Path) -> None:
+    write(tmp_path, small_config(), SCHEMES[name])
+    model = load_model(tmp_path, dtype="bfloat16")
+    prompts = [[t + i for t in TOKENS[: 4 + i]] for i in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    texts = []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}):
+        llm = LLM(model, speculative_config=config, max_num_seqs=2)
+        texts.append([each.outputs[0].token_ids for each in llm.generate(prompts, params)])
+    assert texts[0] == texts[1]
+
+
+def test_layers_of_another_order_run_on_the_generic_runner(tmp_path: Path) -> None:
+    """Query and key sort their inputs in different ways, which the kernels refuse."""
+    expected = write(tmp_path, small_config(), SCHEMES["GPTQ, zero points, desc_act"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj"
+    order = tensors[f"{name}.g_idx"]
+    tensors[f"{name}.g_idx"] = order.flip(0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(tmp_path)
+    assert not torch.equal(linears(model.module)[name].weight, expected.get_submodule(name).weight)
+    llm = LLM(model, max_num_seqs=2)
+    assert llm.target.name == "generic"
+
+
+def changed(directory: Path, name: str, **changes: Any) -> None:
+    write(directory, small_config(), SCHEMES[name])
+    values = json.loads((directory / "config.json").read_text())
+    for path, value in changes.items():
+        place = values["quantization_config"]
+        *owners, last = path.split("__")
+        for owner in owners:
+            place = place[owner]
+        place[last] = value
+    (directory / "config.json").write_text(json.dumps(values))
+
+
+GROUP = "config_groups__group_0__"
+SETTINGS = [
+    ("W4A16, groups", {"format": "nvfp4-pack-quantized"}, "numbers of the format 'nvfp4-pack-quantized'"),
+    ("W4A16, groups", {f"{GROUP}weights__type": "float"}, "weights of 4 bits of the type 'float'"),
+    ("W4A16, groups", {f"{GROUP}weights__num_bits": 2}, "weights of 2 bits"),
+    ("W4A16, groups", {f"{GROUP}weights__num_bits": "many"}, r"config_groups\.group_0\.weights\.num_bits"),
+    ("W4A16, groups", {f"{GROUP}weights__strategy": "block"}, "strategy"),
+    ("W8A8", {f"{GROUP}input_activations__dynamic": False}, "static inputs of 8 bits"),
+    ("W4A16, groups", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ("W4A16, groups", {"transform_config": {"config_groups": {}}}, "transform_config"),
+    ("W4A16, groups", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+    ("W4A16, groups", {"config_groups": {}}, "config_groups"),
+    ("W4A16, groups", {f"{GROUP}targets": ["re:(["]}, r"has the pattern '\(\[', which is wrong"),
+    ("W4A16, groups", {f"{GROUP}targets": ["Conv1d"]}, "no group of quantization_config says how"),
+    ("W4A16, groups", {f"{GROUP}weights__group_size": 48}, "groups of 48 weights. Expected a power of 2"),
+    ("W4A16, groups", {f"{GROUP}weights__group_size": 64}, r"scales or zero points \[\d+, \d\] for a matrix"),
+    ("GPTQ", {"bits": 3}, "GPTQ with numbers of 3 bits"),
+    ("GPTQ", {"bits": 8}, "holds .* words of torch.int32. Expected"),
+    ("GPTQ", {"checkpoint_format": "marlin"}, "numbers of the format 'marlin'"),
+    ("GPTQ", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "other numbers in some layers"),
+    ("GPTQ", {"group_size": 64}, "scales or zero points|g_idx of"),
+    ("AWQ", {"version": "gemv"}, "AWQ with 4 bits, version 'gemv'"),
+    ("AWQ", {"quant_method": "gptq"}, "holds .* words|holds .* Expected"),
+    ("AWQ", {"quant_method": "compressed-tensors"}, "format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), SETTINGS)
+def test_settings_that_cannot_be_read_are_named(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    changed(tmp_path, name, **changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+PART = "model.layers.1.mlp.up_proj."
+
+
+def damage(tensors: dict[str, Any], part: str, change: Any) -> None:
+    made = change(tensors.pop(PART + part))
+    if made is not None:
+        tensors[PART + part] = made.contiguous()
+
+
+DAMAGES = [
+    ("W4A16, groups", "weight_packed", lambda _: None, "neither weight_packed nor a weight of int8"),
+    ("W4A16, groups", "weight_shape", lambda _: None, "no weight_shape of two numbers"),
+    ("W4A16, groups", "weight_shape", lambda _: torch.tensor([160, 9 << 40]), "weight_packed holds"),
+    ("W4A16, groups", "weight_shape", lambda _: torch.tensor([-160, 96]), "weight_packed holds"),
+    ("W4A16, groups", "weight_packed", lambda each: each[:7], "weight_packed holds"),
+    ("W4A16, groups", "weight_packed", lambda each: each.float(), "weight_packed holds .* of torch.float32"),
+    ("W4A16, groups", "weight_scale", lambda each: each * torch.nan, "scales that are NaN or infinite"),
+    ("W4A16, groups", "weight_scale", lambda each: each[:, :1], "scales or zero points"),
+    ("W4A16, groups with zero points", "weight_zero_point", lambda each: each[:1], "weight_zero_point holds"),
+    ("W8A8", "weight", lambda each: each.float(), "neither weight_packed nor a weight of int8"),
+    ("W8A8", "weight", lambda each: each[:7], "scales or zero points|is .* Expected"),
+    ("GPTQ", "qzeros", lambda _: None, "lacks model.layers.1.mlp.up_proj.qzeros"),
+    ("GPTQ", "qweight", lambda each: each.flatten(), r"has words \[\d+\] torch.int32"),
+    ("GPTQ", "scales", lambda each: each[0], "scales|dimension|Expected"),
+    ("GPTQ, zero points, desc_act", "g_idx", lambda each: each * 0, "does not name 32 inputs for each group"),
+    ("GPTQ, zero points, desc_act", "g_idx", lambda each: each[:5], "does not name 32 inputs for each group"),
+    ("AWQ", "qweight", lambda each: each[:, :3], "holds .* words"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "part", "change", "message"), DAMAGES)
+def test_damaged_tensors_are_named(name: str, part: str, change: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path, small_config(), SCHEMES[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors, part, change)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_tensors_of_a_matrix_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, small_config(), SCHEMES["W8A8"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {f"{PART}input_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"tensors beside its matrices .* that mean something else: .*input_scale"):
+        load_model(tmp_path)
+
+
+def test_layers_that_the_architecture_has_not_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, small_config(), SCHEMES["GPTQ"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {key.replace("up_proj", "out_proj"): each.clone() for key, each in tensors.items() if PART in key}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"mlp\.out_proj is in integers, but the architecture has no plain linear layer"
+    ):
+        load_model(tmp_path)
+
+
+def test_a_checkpoint_without_such_layers(tmp_path: Path) -> None:
+    write(tmp_path, small_config(), replace(SCHEMES["GPTQ"]))
+    values = json.loads((tmp_path / "config.json").read_text())
+    small_config().save_pretrained(tmp_path / "other")
+    values["quantization_config"] = settings_of(SCHEMES["W8A8"])
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=r"no tensor is called '\*\.weight_scale'"):
+        load_model(tmp_path)
+
+
+def test_training_and_rounding_such_a_model_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, small_config(), SCHEMES["AWQ"])
+    with pytest.raises(ModelError, match="is in memory as AWQ, 4 bits"):
+        LLM(str(tmp_path), quantization="int4")
