@@ -29,7 +29,7 @@ $(VENV)/.base: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) --editable '.[test,train,datasets,gguf,tensorboard,kernels,report,serve,bench,ray]'
+	$(PIP) --editable '.[test,train,datasets,tensorboard,kernels,report,serve,bench,ray]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.base

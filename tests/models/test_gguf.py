@@ -86,7 +86,7 @@ def test_matrices_and_the_embedding_are_what_the_file_says(tmp_path: Path, type_
         # One rounding of float32 more than llama.cpp's formula has, for offsets.
         assert (matrix.dequantized() - expected).abs().max() <= 1e-6 * expected.abs().max(), linear
         assert stored.matrix(linear, torch.bfloat16).dtype == torch.bfloat16
-    dense = stored.dense()
+    dense = stored.dense(torch.float32)
     assert dense.keys() == weights.keys() - {f"{linear}.weight" for linear in stored.linears}
     for key, tensor in dense.items():
         assert (tensor - weights[key]).abs().max() <= 1e-6 * weights[key].abs().max(), key
@@ -98,10 +98,8 @@ def test_matrices_that_are_no_integers_stay_as_they_are(tmp_path: Path, type_: T
     weights = write(path, tiny_model("llama", **SMALL), matrices=type_)
     stored = open_gguf(path)
     assert (stored.label, stored.linears) == ("GGUF, not quantized", frozenset())
-    dense = stored.dense()
-    assert dense["lm_head.weight"].dtype == {Type.F32: torch.float32, Type.F16: torch.float16}.get(
-        type_, torch.bfloat16
-    )
+    dense = stored.dense(torch.float32)
+    assert all(each.dtype == torch.float32 for each in dense.values())
     assert dense.keys() == weights.keys()
     assert all(torch.equal(dense[key].float(), weights[key]) for key in weights)
 
@@ -428,7 +426,10 @@ def test_scales_that_are_not_finite(tmp_path: Path, name: str) -> None:
     path.write_bytes(data)
     stored = open_gguf(path)
     message = refusal(
-        path, lambda _: stored.matrix("model.layers.0.mlp.up_proj", torch.float32) if "up" in name else stored.dense()
+        path,
+        lambda _: (
+            stored.matrix("model.layers.0.mlp.up_proj", torch.float32) if "up" in name else stored.dense(torch.float32)
+        ),
     )
     assert message == f"{name} of '{path}' holds NaN or infinite values. Copy or download the file again."
 
@@ -448,7 +449,7 @@ def opened_whole(path: Path) -> bool:
     """Reads all of a file: whether it worked, or was refused in one line."""
     try:
         stored = open_gguf(path)
-        tensors = stored.dense()
+        tensors = stored.dense(torch.float32)
         for linear in stored.linears:
             stored.matrix(linear, torch.float32)
         gguf_tokenizer(path)

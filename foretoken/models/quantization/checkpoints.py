@@ -89,7 +89,7 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
         tensors = {part: files.read(key) for part, key in found.items() if key in files.paths}
         return layout.matrix(linear, tensors, dtype)
 
-    def dense() -> dict[str, Tensor]:
+    def dense(_: torch.dtype) -> dict[str, Tensor]:
         return {key: files.read(key) for key in files.paths if key not in parts}
 
     return StoredModel(config=config, label=layout.label, linears=linears, matrix=matrix, dense=dense)

@@ -272,13 +272,15 @@ def open_gguf(path: Path) -> StoredModel:
         name = names[f"{linear}.weight"]
         return file.matrix(name, dtype, _row_order(file, config, name))
 
-    def dense() -> dict[str, Tensor]:
+    def dense(dtype: torch.dtype) -> dict[str, Tensor]:
         kept = {f"{linear}.weight" for linear in linears}
         tensors = {
-            key: file.dense(name, _row_order(file, config, name)) for key, name in names.items() if key not in kept
+            key: file.dense(name, _row_order(file, config, name)).to(dtype)
+            for key, name in names.items()
+            if key not in kept
         }
         if config.model_type.startswith("gemma"):  # transformers adds 1 to the weights of norms, llama.cpp does not
-            tensors |= {key: each.float() - 1 for key, each in tensors.items() if key.endswith("norm.weight")}
+            tensors |= {key: file.dense(names[key]).float() - 1 for key in tensors if key.endswith("norm.weight")}
         return tensors
 
     label = f"GGUF, {' and '.join(sorted(types))}"

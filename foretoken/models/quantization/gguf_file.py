@@ -32,7 +32,7 @@ _MOST_ITEMS = 1 << 22  # of an array; a choice: vocabularies and their merges ha
 _MOST_NAME_BYTES = 1 << 12  # of a key, a tensor's name or a token
 _MOST_TEXT_BYTES = 1 << 24  # of a value; chat templates have some 10,000
 _KEPT_ITEMS = 1 << 12  # longer arrays are skipped: they belong to the tokenizer
-_WEIGHTS_AT_ONCE = 1 << 22  # unpacked at once; a choice: some 50 MiB with temporaries
+_WEIGHTS_AT_ONCE = 1 << 20  # unpacked at once; a choice: some 12 MiB with temporaries
 _TEXT, _ARRAY = 8, 9
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _TYPES = (

@@ -6,6 +6,7 @@ which are read one at a time, so that the model is never in memory in its dtype.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _METHOD = "foretoken"
-_AT_ONCE = 1 << 22  # numbers that are packed at once; a choice: 32 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +40,14 @@ class StoredModel:
         label: The format and its bits, for people: "GPTQ, 4 bits".
         linears: Names of linear layers in integers, as "model.layers.0.mlp.up_proj".
         matrix: Reads one of them, for inputs of a dtype, float32 or bfloat16. Raises `ModelError` if it is damaged.
-        dense: Reads all other weights, by their names in the architecture, of any real dtype.
+        dense: Reads all other weights, by their names in the architecture; may convert them to a dtype.
     """
 
     config: Any
     label: str
     linears: frozenset[str]
     matrix: Callable[[str, torch.dtype], QuantizedMatrix]
-    dense: Callable[[], Mapping[str, Tensor]]
+    dense: Callable[[torch.dtype], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,26 +76,22 @@ def unpacked_words(name: str, words: Tensor, bits: int, rows: int, count: int) -
         ModelError: If there are not `rows` times as many words as `count` numbers of `bits` bits need.
     """
     each = 32 // bits
-    if words.shape != (rows, -(-count // each)) or words.dtype != torch.int32:
+    if words.shape != (rows, -(-count // each)) or words.dtype != torch.int32 or count < 1:
         raise ModelError(
             f"{name} holds {list(words.shape)} words of {words.dtype}. Expected {[rows, -(-count // each)]} of int32. "
             "Copy or download the model again."
         )
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    numbers = (words.unsqueeze(2) >> shifts) & (1 << bits) - 1
-    return numbers.to(torch.int16).flatten(1)[:, :count]
+    parts = words.contiguous().view(torch.uint8)  # words are little-endian on all processors with kernels
+    numbers = torch.stack([parts & 15, parts >> 4], 2).flatten(1) if bits == 4 else parts
+    return numbers[:, :count].to(torch.int16)
 
 
 def packed_words(numbers: Tensor, bits: int) -> Tensor:
     """Returns words (N, W) int32 of numbers (N, K) int8 from -2^(bits - 1) on, the lowest bits first."""
-    each = 32 // bits
-    shifts = torch.arange(0, 32, bits)
-    parts = []
-    for part in numbers.split(max(1, _AT_ONCE // numbers.shape[1])):
-        unsigned = nn.functional.pad(part.long() + (1 << bits - 1), (0, -part.shape[1] % each))
-        words = (unsigned.unflatten(1, (-1, each)) << shifts).sum(2)
-        parts.append(torch.where(words < 1 << 31, words, words - (1 << 32)).int())
-    return torch.cat(parts)
+    unsigned = (numbers + (-128 if bits == 8 else 8)).view(torch.uint8)
+    unsigned = nn.functional.pad(unsigned, (0, -numbers.shape[1] % (32 // bits)))
+    parts = unsigned[:, ::2] | unsigned[:, 1::2] << 4 if bits == 4 else unsigned
+    return parts.contiguous().view(torch.int32)
 
 
 def order_of_groups(name: str, groups: Tensor, group: int, cols: int) -> Tensor | None:
@@ -201,7 +198,10 @@ class _Quantizer(HfQuantizer):
         for name in sorted(settings.linears):
             part = _submodule(model, name)
             if type(part) is not nn.Linear:
-                raise ModelError(f"{name} is in integers, but the architecture has no plain linear layer there")
+                raise ModelError(
+                    f"{name} is in integers, but the architecture has no plain linear layer there. Copy or download "
+                    "the model again."
+                )
             _put(model, name, _Place(part))
 
 
@@ -217,11 +217,13 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
             such layer.
     """
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
-    with foreign_errors_as(ModelError, partial(_refusal, name)):
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
         module, info = kind.from_pretrained(
             None,
             config=stored.config,
-            state_dict=dict(stored.dense()),
+            state_dict=dict(stored.dense(dtype)),
             dtype=dtype,
             attn_implementation="eager",
             quantization_config=_Settings(stored.linears),
