@@ -76,12 +76,15 @@ def _compare(arguments: list[str]) -> int:
     parser = _compare_parser()
     options = parser.parse_args(arguments)
     only = [name for part in options.only for name in part.split(",") if name]
-    contestants = choose_contestants(only, has_draft=options.draft_model is not None, model=Path(options.model))
+    contestants = choose_contestants(
+        only, has_draft=options.draft_model is not None, model=Path(options.model), bits=options.bits
+    )
     prompts = read_prompts(options.prompts, options.model, limit=options.num_prompts)
     settings = Settings(
         model=options.model,
         draft_model=options.draft_model,
         dtype=options.dtype,
+        bits=options.bits,
         threads=options.threads,
         prompts=prompts,
         max_tokens=options.max_tokens,
@@ -131,8 +134,9 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
     lengths = sorted(len(prompt) for prompt in settings.prompts)
     how = "greedy" if settings.temperature == 0 else f"sampled at T {settings.temperature:g}"
     first_token_len = len(settings.first_prompts[0]) if settings.first_prompts else None
+    precision = settings.dtype if settings.bits is None else f"weights in {settings.bits} bits, else {settings.dtype}"
     conditions = [
-        f"Model {name} ({config.get('model_type')}, {shape if twin is None else twin}), {settings.dtype}, {how},",
+        f"Model {name} ({config.get('model_type')}, {shape if twin is None else twin}), {precision}, {how},",
         f"one request at a time, {settings.threads} threads, {len(settings.prompts)} prompts of {lengths[0]} to",
         f"{lengths[-1]} tokens, {settings.max_tokens} output tokens, {settings.rounds} interleaved rounds",
         "after a warm-up,",
@@ -154,6 +158,7 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
         "model": {"name": name, "cost_twin": None if twin is None else twin.label, "config": config},
         "settings": {
             "dtype": settings.dtype,
+            "bits": settings.bits,
             "threads": settings.threads,
             "prompt_lengths": [len(prompt) for prompt in settings.prompts],
             "max_tokens": settings.max_tokens,
@@ -168,7 +173,7 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
         **as_json(comparison),
     }
     out.with_name(out.name + ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    title = f"{shown}, {settings.dtype}, {how}, {settings.threads} threads"
+    title = f"{shown}, {precision}, {how}, {settings.threads} threads"
     if not write_plot(request_rows(comparison), pass_rows(comparison), out, title):
         print(
             "No plot: it needs matplotlib (pip install matplotlib) and HF generate or foretoken plain.", file=sys.stderr
@@ -184,6 +189,12 @@ def _compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="directory of the target")
     parser.add_argument("--draft-model", help="directory of the draft model, for engines that take one")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(4, 8),
+        help="round weights to so many, with each engine's own tools and formats",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--prompts", default="heldout", help=".jsonl with `prompt` or `prompt_ids`; bundled ones if left out"

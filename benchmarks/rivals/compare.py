@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.rivals.contestants import REFERENCES
+from benchmarks.rivals.contestants import references
 from benchmarks.rivals.environments import install_command, python_of, run_settings
 from benchmarks.rivals.machine import Disturbance, DisturbanceWatch, available_bytes
 from benchmarks.rivals.messages import Generation, Loaded, LoadRequest
+from benchmarks.rivals.prepared import PreparationError, checkpoints
 from benchmarks.rivals.worker_process import WorkerError, WorkerProcess
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Settings:
         model: Directory of the target.
         draft_model: Directory of the draft model, or None.
         dtype: "bfloat16" or "float32".
+        bits: Of rounded weights, for the report; the contestants hold each engine's format. None for `dtype`.
         threads: Compute threads of every contestant.
         prompts: Token ids.
         max_tokens: Output tokens of every request.
@@ -54,6 +56,7 @@ class Settings:
     model: str
     draft_model: str | None = None
     dtype: str
+    bits: int | None = None
     threads: int
     prompts: Sequence[Sequence[int]]
     max_tokens: int
@@ -154,7 +157,8 @@ def compare(settings: Settings, contestants: Sequence[Contestant], say: Callable
     contest = _Contest(settings, say)
     try:
         # References come first, so that they do not find the memory full.
-        for contestant in sorted(contestants, key=lambda contestant: contestant not in REFERENCES):
+        first = references(contestants)
+        for contestant in sorted(contestants, key=lambda contestant: contestant not in first):
             contest.admit(contestant, request_len)
         contest.result.contestants.sort(key=contestants.index)
         watch = DisturbanceWatch()
@@ -179,28 +183,25 @@ class _Contest:
     def admit(self, contestant: Contestant, max_len: int) -> None:
         """Starts, loads and warms up a contestant, or notes why not."""
         settings, name = self.settings, contestant.name
-        python = python_of(contestant.rival, settings.env_dir)
-        if python is None:
-            self.result.skipped.append(
-                f"{name} is skipped: {contestant.rival} is not installed. "
-                f"Run: {install_command(contestant.rival, settings.env_dir)}"
-            )
-            self.say(self.result.skipped[-1])
-            return
-        free, needed = available_bytes(), _needed_bytes(settings)
-        if free is not None and free < needed:
-            self.result.skipped.append(
-                f"{name} is skipped: {free / 2**30:.1f} GiB of memory are free and it may need {needed / 2**30:.1f}. "
-                "Compare fewer at a time with --only."
-            )
+        if why_not := self._why_not(contestant):
+            self.result.skipped.append(f"{name} is skipped: {why_not}")
             self.say(self.result.skipped[-1])
             return
         self.say(f"{name}: loading")
+        cache_dir = str(settings.env_dir / "converted")
+        model = str(Path(settings.model).resolve())
+        draft_model = str(Path(settings.draft_model).resolve()) if settings.draft_model else None
+        try:
+            model, draft_model = checkpoints(contestant, model, draft_model, cache_dir)
+        except PreparationError as err:
+            self.result.failures.append(f"{name} is left out: {err}")
+            self.say(self.result.failures[-1])
+            return
         logs = settings.env_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         worker = WorkerProcess(
             name,
-            [str(python), "-m", f"benchmarks.rivals.workers.{contestant.rival}"],
+            [str(python_of(contestant.rival, settings.env_dir)), "-m", f"benchmarks.rivals.workers.{contestant.rival}"],
             threads=settings.threads,
             log=logs / f"{name}.log",
             timeout_s=settings.timeout_s,
@@ -209,14 +210,15 @@ class _Contest:
         self.workers[name] = worker
         request = LoadRequest(
             mode=contestant.mode,
-            model=str(Path(settings.model).resolve()),
-            draft_model=str(Path(settings.draft_model).resolve()) if settings.draft_model else None,
+            model=model,
+            draft_model=draft_model,
             dtype=settings.dtype,
+            weights=contestant.weights,
             threads=settings.threads,
             max_len=max_len,
             max_width=max(settings.widths, default=1),
-            cache_dir=str(settings.env_dir / "converted"),
-            options={**settings.options.get(contestant.rival, {}), **settings.options.get(name, {})},
+            cache_dir=cache_dir,
+            options={k: v for key in contestant.selectors for k, v in settings.options.get(key, {}).items()},
         )
         try:
             self.result.loaded[name] = worker.load(request)
@@ -229,6 +231,19 @@ class _Contest:
             self._drop(name, err)
             return
         self.result.contestants.append(contestant)
+
+    def _why_not(self, contestant: Contestant) -> str | None:
+        """Why a contestant cannot take part on this machine; None where it can."""
+        if python_of(contestant.rival, self.settings.env_dir) is None:
+            command = install_command(contestant.rival, self.settings.env_dir)
+            return f"{contestant.rival} is not installed. Run: {command}"
+        free, needed = available_bytes(), _needed_bytes(self.settings)
+        if free is not None and free < needed:
+            return (
+                f"{free / 2**30:.1f} GiB of memory are free and it may need {needed / 2**30:.1f}. "
+                "Compare fewer at a time with --only."
+            )
+        return None
 
     def decode(self, number: int, watch: DisturbanceWatch) -> None:
         """One round of requests."""

@@ -7,6 +7,7 @@ out: a range would fetch gigabytes of CUDA packages on a CPU machine.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ class Environment:
         bare: A requirement whose own pins ask for what is not wanted (torchvision and its like): its dependencies are
             installed without those, and it itself without dependencies.
         build_settings: Environment variables for packages that are compiled.
+        prefers_clang: Whether they are compiled with clang where there is one.
         preload: Libraries that the rival's documentation asks to preload, as patterns below the environment or
             absolute; those that are not there are left out.
     """
@@ -48,6 +50,7 @@ class Environment:
     remove: tuple[str, ...] = ()
     bare: str | None = None
     build_settings: tuple[tuple[str, str], ...] = ()
+    prefers_clang: bool = False
     preload: tuple[str, ...] = ()
 
 
@@ -56,6 +59,8 @@ ENVIRONMENTS = {
         package="llama_cpp",
         packages=("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"),
         build_settings=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"),),
+        # GCC 12.2 drops the tile configuration (GCC bug 114098): AMX kernels of rounded weights end with SIGILL.
+        prefers_clang=True,
     ),
     "openvino": Environment(
         package="openvino_genai",
@@ -65,6 +70,8 @@ ENVIRONMENTS = {
             "openvino-tokenizers==2026.4.1.0",
             "optimum-intel==2.2.0",
             "nncf==3.4.0",
+            "diffusers==0.39.0",  # this and einops: its exporter of EAGLE-3 heads wants to find them
+            "einops==0.8.2",
         ),
         needs_torch=True,
         remove=("torchvision", "torchaudio"),
@@ -118,7 +125,10 @@ def install(rival: str, env_dir: Path) -> None:
         constraints = Path(scratch) / "constraints.txt"
         constraints.write_text(f"{_TORCH}\n", encoding="utf-8")
         pip = [str(folder / "bin" / "python"), "-m", "pip"]
-        env = {**os.environ, **dict(environment.build_settings), "PIP_CONSTRAINT": str(constraints)}
+        compilers = _clang() if environment.prefers_clang else {}
+        env = {**os.environ, **dict(environment.build_settings), **compilers, "PIP_CONSTRAINT": str(constraints)}
+        # pip's cache does not know what a package was compiled with.
+        fresh = ["--no-cache-dir"] if environment.build_settings else []
 
         def run(*arguments: str) -> None:
             subprocess.run([*pip, *arguments], check=True, env=env)
@@ -126,7 +136,7 @@ def install(rival: str, env_dir: Path) -> None:
         if environment.needs_torch:
             run("install", _TORCH)
         if environment.packages:
-            run("install", *environment.packages)
+            run("install", *fresh, *environment.packages)
         if environment.bare is not None:
             run("download", "--no-deps", "--dest", scratch, environment.bare)
             wheel = next(Path(scratch).glob("*.whl"))
@@ -134,6 +144,14 @@ def install(rival: str, env_dir: Path) -> None:
             run("install", "--no-deps", str(wheel))
         if environment.remove:
             run("uninstall", "--yes", *environment.remove)
+
+
+def _clang() -> dict[str, str]:
+    """Environment variables that choose the newest clang on the path; none without one."""
+    for suffix in ("", *(f"-{number}" for number in range(30, 15, -1))):
+        if shutil.which(f"clang{suffix}") and shutil.which(f"clang++{suffix}"):
+            return {"CC": f"clang{suffix}", "CXX": f"clang++{suffix}"}
+    return {}
 
 
 def requirements_without_torch(wheel: Path) -> Sequence[str]:

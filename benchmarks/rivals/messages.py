@@ -21,8 +21,9 @@ class LoadRequest:
     Attributes:
         mode: Which of the rival's ways to decode.
         model: Directory of the target, Hugging Face layout.
-        draft_model: Directory of the draft model, or None.
+        draft_model: Directory of the draft model, in mode "eagle3" of an EAGLE-3 head, or None.
         dtype: "bfloat16" or "float32", of weights, activations and KV cache.
+        weights: The rival's name of the format in 4 or 8 bits that it rounds weights to, or None for `dtype`.
         threads: Compute threads, exactly.
         max_len: Most tokens a sequence reaches, prompt included.
         max_width: Widest forward pass that will be asked for.
@@ -34,6 +35,7 @@ class LoadRequest:
     model: str
     draft_model: str | None = None
     dtype: str
+    weights: str | None = None
     threads: int
     max_len: int
     max_width: int = 1
@@ -48,11 +50,15 @@ class Loaded:
     Attributes:
         versions: Package name to version.
         can_forward: Whether it can time a forward pass of chosen width.
+        model_bytes: Of the target's weights as prepared: in their file, or in memory if they are rounded there.
+        draft_bytes: The same of a draft model or head; None without one, and where it is not known.
         notes: Sentences on what it does that others do not.
     """
 
     versions: dict[str, str]
     can_forward: bool = False
+    model_bytes: int | None = None
+    draft_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.rivals.contestants import FORETOKEN_PLAIN, HF_GENERATE
+from benchmarks.rivals.contestants import HF_GENERATE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,8 @@ def write_plot(rows: Sequence[Row], passes: Sequence[PassRow], out: Path, title:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    reference = next((c for c in (HF_GENERATE, FORETOKEN_PLAIN) if any(row.name == c.name for row in rows)), None)
+    compared = [row for row in rows if row.name in row.decode_ratio]
+    reference = next((row for row in compared if row.name == HF_GENERATE.name), compared[0] if compared else None)
     if reference is None:
         return False
     with mpl.rc_context({"svg.hashsalt": "rivals", "font.size": 9}):

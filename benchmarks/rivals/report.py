@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.rivals.contestants import FORETOKEN_PLAIN, HF_GENERATE, REFERENCES
+from benchmarks.rivals.contestants import FORETOKEN_PLAIN, HF_GENERATE, plain_of, references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from benchmarks.rivals.compare import Comparison, Run
+    from benchmarks.rivals.contestants import Contestant
     from benchmarks.rivals.messages import Generation
 
 _NONE = "-"
@@ -51,7 +52,13 @@ class Row:
         tau: Mean tokens per target pass, the target's own token included; None where unknown.
         num_identical: Texts equal to HF `generate`'s; None without HF `generate`, and for sampled texts, for
             which every engine has its own random numbers.
+        num_as_plain: Texts equal to those of plain decoding by the same engine with the same weights; None for plain
+            decoding, without it, and for sampled texts.
+        num_leading: Mean number of tokens before a text first differs from plain foretoken's; None without plain
+            foretoken, and for sampled texts.
         num_texts: Texts.
+        model_bytes: Of the target's weights as the engine prepared them; None where unknown.
+        draft_bytes: The same of a draft model.
     """
 
     name: str
@@ -63,7 +70,11 @@ class Row:
     request_ratio: dict[str, Spread | None]
     tau: float | None
     num_identical: int | None
+    num_as_plain: int | None
+    num_leading: float | None
     num_texts: int
+    model_bytes: int | None = None
+    draft_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +129,14 @@ def request_rate(generation: Generation) -> float:
 def request_rows(comparison: Comparison) -> list[Row]:
     """The table of requests."""
     runs = {c.name: [run for run in comparison.runs if run.contestant == c.name] for c in comparison.contestants}
+    compared = {reference.name: runs[reference.name] for reference in references(comparison.contestants)}
+    ours, hf = _reference(comparison, FORETOKEN_PLAIN), _reference(comparison, HF_GENERATE)
     rows = []
     for contestant in comparison.contestants:
         own = runs[contestant.name]
         generations = [run.generation for run in own]
         passes = sum(g.decode_passes or 0 for g in generations)
-        references = {ref.name: runs.get(ref.name, []) for ref in REFERENCES}
-        comparable = references[HF_GENERATE.name] if comparison.is_greedy else []
-        texts = {run.prompt: run.generation.token_ids for run in comparable}
+        plain, loaded = plain_of(contestant, comparison.contestants), comparison.loaded[contestant.name]
         rows.append(
             Row(
                 name=contestant.name,
@@ -133,20 +144,51 @@ def request_rows(comparison: Comparison) -> list[Row]:
                 decode_tokens_per_s=Spread.of(decode_rate(g) for g in generations),
                 request_tokens_per_s=Spread.of(request_rate(g) for g in generations),
                 first_seconds=Spread.of(g.first_seconds for g in generations),
-                decode_ratio={name: _ratios(own, theirs, decode_rate) for name, theirs in references.items()},
-                request_ratio={name: _ratios(own, theirs, request_rate) for name, theirs in references.items()},
+                decode_ratio={name: _ratios(own, theirs, decode_rate) for name, theirs in compared.items()},
+                request_ratio={name: _ratios(own, theirs, request_rate) for name, theirs in compared.items()},
                 tau=sum(g.decode_tokens or 0 for g in generations) / passes if passes else None,
-                num_identical=sum(r.generation.token_ids == texts[r.prompt] for r in own) if texts else None,
+                num_identical=_num_same(own, _greedy_texts(comparison, hf)),
+                num_as_plain=_num_same(own, _greedy_texts(comparison, plain)),
+                num_leading=_leading(own, _greedy_texts(comparison, ours)),
                 num_texts=len(own),
+                model_bytes=loaded.model_bytes,
+                draft_bytes=loaded.draft_bytes,
             )
         )
     return rows
+
+
+def _reference(comparison: Comparison, kind: Contestant) -> Contestant | None:
+    """The contestant that speed and texts are compared with; None where it does not take part."""
+    wanted = kind.rival, kind.mode
+    return next((c for c in references(comparison.contestants) if (c.rival, c.mode) == wanted), None)
+
+
+def _greedy_texts(comparison: Comparison, contestant: Contestant | None) -> dict[int, list[int]]:
+    """A contestant's texts by prompt; none for sampled texts."""
+    if contestant is None or not comparison.is_greedy:
+        return {}
+    return {run.prompt: run.generation.token_ids for run in comparison.runs if run.contestant == contestant.name}
+
+
+def _num_same(own: Sequence[Run], texts: dict[int, list[int]]) -> int | None:
+    """How many texts are equal to others, token for token; None without others."""
+    return sum(run.generation.token_ids == texts[run.prompt] for run in own) if texts else None
+
+
+def _leading(own: Sequence[Run], texts: dict[int, list[int]]) -> float | None:
+    """Mean number of tokens before texts first differ from others; None without others."""
+    pairs = [list(zip(run.generation.token_ids, texts[run.prompt], strict=False)) for run in own if texts]
+    lengths = [next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs]
+    return mean(lengths) if lengths else None
 
 
 def pass_rows(comparison: Comparison) -> list[PassRow]:
     """The table of single passes, empty where none were timed."""
     seconds = {(run.contestant, run.width, run.round): run.seconds for run in comparison.forwards}
     widths = sorted({run.width for run in comparison.forwards})
+    ours = _reference(comparison, FORETOKEN_PLAIN)
+    plain = "" if ours is None else ours.name
     rows = []
     for contestant in comparison.contestants:
         name = contestant.name
@@ -154,7 +196,6 @@ def pass_rows(comparison: Comparison) -> list[PassRow]:
         spreads = {w: spread for w in widths if (spread := Spread.of(own[w].values())) is not None}
         if not spreads:
             continue
-        plain = FORETOKEN_PLAIN.name
         rows.append(
             PassRow(
                 name=name,
@@ -175,13 +216,15 @@ def pass_rows(comparison: Comparison) -> list[PassRow]:
 def first_token_rows(comparison: Comparison) -> list[FirstTokenRow]:
     """The table of first tokens, empty where none were timed."""
     seconds = {(run.contestant, run.round, run.prompt): run.seconds for run in comparison.first_tokens}
+    reference = _reference(comparison, FORETOKEN_PLAIN)
+    plain = "" if reference is None else reference.name
     rows = []
     for contestant in comparison.contestants:
         own = {(number, prompt): s for (name, number, prompt), s in seconds.items() if name == contestant.name}
         spread = Spread.of(own.values())
         if spread is None:
             continue
-        ours = {place: seconds.get((FORETOKEN_PLAIN.name, *place)) for place in own}
+        ours = {place: seconds.get((plain, *place)) for place in own}
         rows.append(
             FirstTokenRow(
                 name=contestant.name,
@@ -204,7 +247,7 @@ def as_markdown(comparison: Comparison, conditions: Sequence[str]) -> str:
     rows, passes, firsts = request_rows(comparison), pass_rows(comparison), first_token_rows(comparison)
     if rows:
         legend = _REQUEST_LEGEND if comparison.is_greedy else f"{_REQUEST_LEGEND} {_SAMPLED}"
-        parts += ["## Requests", _request_table(rows), legend]
+        parts += ["## Requests", _request_table(rows, references(comparison.contestants)), legend]
     if firsts:
         parts += ["## First token", _first_token_table(firsts), _FIRST_TOKEN_LEGEND]
     if passes:
@@ -240,7 +283,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 _REQUEST_LEGEND = (
     "Medians over prompts and rounds, extremes in brackets. *Decode*: tokens after the first chunk over the time since "
     "it. *x*: that rate over the reference's for the same prompt in the same round. tau: mean tokens per target pass, "
-    "the target's own token included. *Same text*: texts equal to HF generate's, token for token."
+    "the target's own token included. *MB*: the prepared weights, in their file, or in memory for HF and foretoken; "
+    "after the plus those of a draft model or head, where known. *As plain*: texts equal to those of plain "
+    "decoding by the same engine with the same weights. *Leading*: mean number of tokens before a text first differs "
+    "from plain foretoken's; engines that round differently write different texts. *Same text*: texts equal to HF "
+    "generate's, token for token."
 )
 _SAMPLED = "Texts were sampled, with each engine's own random numbers: they differ, and tau goes with the text."
 _FIRST_TOKEN_LEGEND = (
@@ -260,10 +307,10 @@ def _ratios(own: Sequence[Run], reference: Sequence[Run], rate: Callable[[Genera
     return Spread.of(mine / other for mine, other in pairs if mine and other)
 
 
-def _request_table(rows: Sequence[Row]) -> str:
+def _request_table(rows: Sequence[Row], compared: Sequence[Contestant]) -> str:
     """Requests as Markdown."""
-    headings = ["", "decode tok/s", *(f"x {ref.title}" for ref in REFERENCES), "tau", "request tok/s"]
-    headings += ["first chunk, ms", "same text"]
+    headings = ["", "decode tok/s", *(f"x {reference.title}" for reference in compared), "tau", "request tok/s"]
+    headings += ["first chunk, ms", "MB", "as plain", "leading", "same text"]
     lines = []
     for row in rows:
         first = row.first_seconds
@@ -275,6 +322,9 @@ def _request_table(rows: Sequence[Row]) -> str:
                 f"{row.tau:.2f}" if row.tau is not None else _NONE,
                 row.request_tokens_per_s.show(1) if row.request_tokens_per_s else _NONE,
                 f"{first.median * 1000:.1f}" if first else _NONE,
+                " + ".join(f"{size / 1e6:.0f}" for size in (row.model_bytes, row.draft_bytes) if size) or _NONE,
+                f"{row.num_as_plain}/{row.num_texts}" if row.num_as_plain is not None else _NONE,
+                f"{row.num_leading:.1f}" if row.num_leading is not None else _NONE,
                 f"{row.num_identical}/{row.num_texts}" if row.num_identical is not None else _NONE,
             ]
         )

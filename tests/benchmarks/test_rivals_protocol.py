@@ -15,11 +15,21 @@ from benchmarks.rivals import compare as comparing
 from benchmarks.rivals.__main__ import _write as write_report
 from benchmarks.rivals.__main__ import parse_options
 from benchmarks.rivals.compare import Comparison, FirstTokenRun, ForwardRun, Run, Settings, compare
-from benchmarks.rivals.contestants import CONTESTANTS, FORETOKEN_PLAIN, HF_GENERATE, Contestant, choose_contestants
+from benchmarks.rivals.contestants import (
+    CONTESTANTS,
+    FORETOKEN_PLAIN,
+    HF_GENERATE,
+    Contestant,
+    choose_contestants,
+    plain_of,
+    references,
+)
 from benchmarks.rivals.messages import Generation, Loaded
+from benchmarks.rivals.prepared import PreparationError, checkpoints
 from benchmarks.rivals.prompts import of_length
 from benchmarks.rivals.report import as_json, as_markdown, first_token_rows, pass_rows, request_rows
 from benchmarks.rivals.worker_process import WorkerProcess
+from benchmarks.rivals.workers.converted import converted_path, stored_bytes
 
 PROMPTS = [[3, 4, 5, 6, 3, 4, 5], [7, 8, 9]]
 CRASHING = Contestant("crashing", "plain", "crashing")
@@ -284,6 +294,8 @@ def test_heads_beside_the_model_take_part(tmp_path: Path) -> None:
     chosen = choose_contestants(["foretoken"], has_draft=False, model=tmp_path / "small")
     assert [c.name for c in chosen] == ["foretoken.plain", "foretoken.ngram", "foretoken.eagle3", "foretoken.hass"]
     assert [c.title for c in chosen][2:] == ["foretoken, EAGLE-3", "foretoken, HASS"]
+    others = choose_contestants(["openvino", "vllm"], has_draft=False, model=tmp_path / "small")
+    assert [c.name for c in others if c.mode == "eagle3"] == ["openvino.eagle3", "vllm.eagle3"]
     names = [c.name for c in choose_contestants(["foretoken.hass"], has_draft=False, model=tmp_path / "small")]
     assert names == ["foretoken.hass"]
     with pytest.raises(ValueError, match=r"there is no contestant 'foretoken\.hass'"):
@@ -303,3 +315,114 @@ def test_options_are_json_or_text() -> None:
     }
     with pytest.raises(ValueError, match="NAME:KEY=VALUE"):
         parse_options(["vllm"])
+
+
+def test_rounded_contestants_are_chosen_by_rival_format_or_mode() -> None:
+    def names(*only: str, bits: int = 4, has_draft: bool = False) -> list[str]:
+        return [c.name for c in choose_contestants(only, has_draft=has_draft, bits=bits)]
+
+    assert names("foretoken.plain", "llama_cpp.Q4_0") == [
+        "llama_cpp.Q4_0.plain",
+        "llama_cpp.Q4_0.no_flash",
+        "llama_cpp.Q4_0.prompt_lookup",
+        "foretoken.int4.plain",
+        "foretoken.w4a8.plain",
+    ]
+    assert names("vllm.draft_model", "foretoken.w8a8.ngram", bits=8, has_draft=True) == [
+        "vllm.W8A8.draft_model",
+        "foretoken.w8a8.ngram",
+    ]
+    assert {name.partition(".")[0] for name in names()} == {"llama_cpp", "openvino", "vllm", "foretoken"}
+    with pytest.raises(ValueError, match=r"no contestant 'hf\.generate' in 4 bits"):
+        names("hf.generate")
+    with pytest.raises(ValueError, match=r"foretoken\.int4\.draft_model needs a draft model"):
+        names("foretoken.draft_model")
+
+
+def test_rounded_contestants_are_compared_with_their_own_plain_decoding() -> None:
+    chosen = choose_contestants(["foretoken", "openvino", "llama_cpp"], has_draft=False, bits=4)
+    by_name = {c.name: c for c in chosen}
+    assert [c.name for c in references(chosen)] == ["foretoken.int4.plain"]
+    assert plain_of(by_name["foretoken.w4a8.ngram"], chosen) == by_name["foretoken.w4a8.plain"]
+    assert plain_of(by_name["openvino.int4_asym.prompt_lookup"], chosen) == by_name["openvino.int4_asym.plain"]
+    assert plain_of(by_name["llama_cpp.Q4_0.prompt_lookup"], chosen) == by_name["llama_cpp.Q4_0.no_flash"]
+    assert plain_of(by_name["foretoken.int4.plain"], chosen) is None
+
+
+def test_agreement_and_sizes_of_rounded_contestants_are_shown() -> None:
+    names = ("openvino.int4_asym.plain", "openvino.int4_asym.draft_model", "foretoken.int4.plain")
+    everybody = choose_contestants([], has_draft=True, bits=4)
+    theirs, drafting, ours = (next(c for c in everybody if c.name == name) for name in names)
+    texts = {
+        theirs.name: [[1, 2, 4, 4], [5, 6]],
+        drafting.name: [[1, 2, 4, 4], [6, 6]],
+        ours.name: [[1, 2, 3, 4], [5, 6]],
+    }
+    runs = [
+        Run(contestant=name, round=0, prompt=prompt, generation=Generation(token_ids=text, seconds=1.0))
+        for name, both in texts.items()
+        for prompt, text in enumerate(both)
+    ]
+    loaded = {name: Loaded(versions={}, model_bytes=200_000_000) for name in names}
+    loaded[drafting.name] = Loaded(versions={}, model_bytes=200_000_000, draft_bytes=30_000_000)
+    comparison = Comparison(contestants=[theirs, drafting, ours], loaded=loaded, runs=runs)
+    rows = request_rows(comparison)
+    assert [row.num_as_plain for row in rows] == [None, 1, None]
+    assert [row.num_leading for row in rows] == [2.0, 1.0, 3.0]
+    assert [row.num_identical for row in rows] == [None] * 3
+    assert list(rows[0].decode_ratio) == [ours.name]
+    lines = as_markdown(comparison, []).splitlines()
+    line = next(line for line in lines if line.startswith("| OpenVINO GenAI, draft model, int4_asym |"))
+    assert line.endswith("| 200 + 30 | 1/2 | 1.0 | - |")
+    sampled = request_rows(replace_greedy(comparison))
+    assert [(row.num_as_plain, row.num_leading) for row in sampled] == [(None, None)] * 3
+
+
+def replace_greedy(comparison: Comparison) -> Comparison:
+    """The same runs, called sampled."""
+    return Comparison(
+        is_greedy=False, contestants=comparison.contestants, loaded=comparison.loaded, runs=comparison.runs
+    )
+
+
+def test_foretoken_rounds_as_it_is_asked(model_dir: Path, settings: Settings) -> None:
+    chosen = choose_contestants(["foretoken.plain", "foretoken.ngram"], has_draft=False, bits=4)
+    result = compare(replace(settings, dtype="bfloat16", bits=4, widths=(), first_prompts=()), chosen, lambda _: None)
+    assert result.failures == []
+    assert [c.name for c in result.contestants] == [c.name for c in chosen]
+    sizes = [result.loaded[c.name].model_bytes for c in chosen]
+    assert all(size is not None and 0 < size < stored_bytes(model_dir) for size in sizes)
+    assert all(row.num_as_plain in (None, row.num_texts) for row in request_rows(result))
+
+
+def test_conversions_go_by_weights_and_recipe(model_dir: Path, tmp_path: Path) -> None:
+    def path(form: str, recipe: str = "") -> Path:
+        return converted_path(str(tmp_path), str(model_dir), form, ".gguf", recipe)
+
+    assert path("Q4_0", "one") == path("Q4_0", "one")
+    assert len({path("bfloat16"), path("Q4_0", "one"), path("Q4_0", "other")}) == 3
+
+
+def test_vllm_gets_a_checkpoint_that_foretoken_wrote(model_dir: Path, tmp_path: Path) -> None:
+    (vllm,) = choose_contestants(["vllm.plain"], has_draft=False, bits=8)
+    target, draft = checkpoints(vllm, str(model_dir), None, str(tmp_path))
+    config = json.loads((Path(target) / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert (stored_bytes(target) < stored_bytes(model_dir), draft) == (True, None)
+    assert checkpoints(vllm, str(model_dir), None, str(tmp_path)) == (target, None)  # made once
+    (plain,) = choose_contestants(["vllm.plain"], has_draft=False)
+    assert checkpoints(plain, str(model_dir), "draft", str(tmp_path)) == (str(model_dir), "draft")
+    (narrow,) = choose_contestants(["vllm.plain"], has_draft=False, bits=4)
+    with pytest.raises(PreparationError, match=r"`foretoken quantize tiny` failed: .*groups"):  # it is 48 wide, not 128
+        checkpoints(narrow, str(model_dir), None, str(tmp_path))
+
+
+def test_other_engines_get_eagle3_heads_in_their_layout(tmp_path: Path) -> None:
+    model = tmp_path / "small"
+    tiny_model("llama").save_pretrained(model)
+    Path(f"{model}-eagle3").symlink_to(directory("eagle3"))
+    chosen = choose_contestants(["openvino.eagle3", "vllm.eagle3"], has_draft=False, model=model)
+    heads = [Path(checkpoints(c, str(model), None, str(tmp_path / "cache"))[1] or "") for c in chosen]
+    names = [json.loads((head / "config.json").read_text())["architectures"] for head in heads]
+    assert names == [["LlamaForCausalLMEagle3"], ["Eagle3Speculator"]]
+    assert all((head / "model.safetensors").exists() for head in heads)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
 
 
+# A draft model is rounded to as many bits as the target.
+_DRAFT_QUANTIZATIONS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4"}
+
+
 class WideDrafter:
     """Asks for a target that verifies wide trees, and never drafts: for timing passes alone."""
 
@@ -64,9 +68,12 @@ class Foretoken:
             speculative["method"] = request.mode
         if request.mode == "draft_model":
             speculative.setdefault("model", request.draft_model)
+            if request.weights is not None:
+                speculative.setdefault("quantization", _DRAFT_QUANTIZATIONS[request.weights])
         self._request = request
         self._arguments: dict[str, Any] = {
             "dtype": request.dtype,
+            "quantization": request.weights,
             "device": "cpu",
             "max_num_seqs": 1,
             "max_model_len": request.max_len,
@@ -81,6 +88,7 @@ class Foretoken:
         return Loaded(
             versions={name: version(name) for name in ("foretoken", "torch", "transformers")},
             can_forward=request.mode == "plain",
+            model_bytes=_memory_bytes(self._llm.target.model.module),
             notes=[f"foretoken's runner is {self._llm.target.name}"],
         )
 
@@ -115,6 +123,12 @@ class Foretoken:
     def _note_step(self, record: StepRecord) -> None:
         """Counts an iteration's tokens."""
         self._clock.add(sum(step.num_emitted for step in record.sequences))
+
+
+def _memory_bytes(module: torch.nn.Module) -> int:
+    """Bytes of a module's tensors; shared ones count once."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 if __name__ == "__main__":

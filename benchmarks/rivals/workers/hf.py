@@ -49,7 +49,9 @@ class HuggingFace:
             self._arguments["assistant_model"] = _load(request.draft_model, request.dtype)
         self._arguments |= request.options
         return Loaded(
-            versions={name: version(name) for name in ("transformers", "torch")}, can_forward=request.mode == "generate"
+            versions={name: version(name) for name in ("transformers", "torch")},
+            can_forward=request.mode == "generate",
+            model_bytes=self._model.get_memory_footprint(),
         )
 
     def generate(self, prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Generation:

