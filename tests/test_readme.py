@@ -257,6 +257,7 @@ def test_commands_run(tmp_path: Path) -> None:
         "plan": ["-s", "ngram", "--max-tokens", "8", "--num-prompts", "1", "--batch-size", "1"],
         "inspect": [],
         "report": [],
+        "quantize": ["--text", "edit"],
         "twin": ["--layers", "13", "--hidden-size", "256", "--heads", "models/tinycode-medusa", "--draft-model=none"],
     }
     found = commands(section.replace("runs/", f"{tmp_path}/"))

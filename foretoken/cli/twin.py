@@ -38,7 +38,7 @@ def twin(
     ] = "pad",
     fill: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Added weights: zeros, or random if a zero multiplies their output."),
+        typer.Option(metavar="NAME", help="Added weights: zeros, or random where that changes no text."),
     ] = "zeros",
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="float16, bfloat16 or float32; the model's when left out.")

@@ -206,7 +206,7 @@ class MatrixStruct(Structure):
     _fields_ = (
         ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
         ("pass_bytes", c_int64), ("bits", c_int64), ("group_scales", c_void_p), ("group_offsets", c_void_p),
-        ("group", c_int64), ("groups_are_half", c_int64), ("input_bits", c_int64), ("has_token_scales", c_int64),
+        ("group", c_int64), ("groups_are_half", c_int64), ("input_bits", c_int64), ("input_group", c_int64),
         ("input_order", c_void_p),
     )  # fmt: skip
 

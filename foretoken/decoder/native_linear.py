@@ -129,7 +129,7 @@ def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, 
     ]
     struct.weight, struct.scales, struct.group_scales, struct.group_offsets, struct.input_order = addresses
     struct.bits, struct.group, struct.input_bits = weight.bits, weight.group, weight.input_bits
-    struct.has_token_scales = weight.has_token_scales
+    struct.input_group = weight.input_group
     struct.groups_are_half = weight.group_scales is not None and weight.group_scales.dtype == torch.float16
     return struct
 

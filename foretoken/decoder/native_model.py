@@ -260,10 +260,12 @@ def _share_inputs(index: int, *matrices: MatrixStruct) -> None:
     Raises `UnsuitableError` if they differ in the inputs that share a scale, or in the order of inputs.
     """
     found = [each for each in matrices if each.bits]
-    if len({(each.has_token_scales, each.input_order) for each in found}) > 1:
+    if len({(each.input_group == 0, each.input_order) for each in found}) > 1:
         raise UnsuitableError(f"matrices of block {index} with the same inputs round them in different ways.")
     bits = max((each.input_bits for each in found), default=0)
+    group = min((each.input_group for each in found), default=0)
     for each in found:
+        each.input_group = group
         each.input_bits = 16 if bits == 12 and any(other.bits == 8 for other in found) else bits
 
 

@@ -28,11 +28,12 @@ _PANEL = 16  # rows that are stored together, see `kernels/interface.h`
 _QUAD = 4  # numbers of a row side by side
 _SHORTEST_GROUP = 16  # weights that share a scale; see `rounded_inputs.h`
 _WHOLE = 64  # the inputs of a row are padded to multiples of this
-_GROUP = 64  # weights of int4 that share a scale; a choice: 4.25 bits a weight
+_GROUP = 128  # weights of int4 that share a scale; a choice: 4.13 bits a weight
 # Shares of the scale at which a group's greatest weight ends the range; the one with the least squared error is taken.
 # A choice: smaller ones cut the greatest weights, and all others are rounded more finely.
 _SHARES = (1.0, 0.93, 0.86, 0.79)
-_INPUT_GROUP = 128  # inputs that share a scale, see `kInputGroup` of `rounded_inputs.h`
+_INPUT_GROUP = 128  # inputs that share a scale
+_WIDE_INPUT_GROUP = 512  # the same of 16 bits; a choice: sums become float32 a quarter as often
 _AT_ONCE = 1 << 20  # weights in float32 during rounding, 4 MiB; a choice: they stay in the processor's caches
 _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a choice: some 200 MiB with temporaries
 
@@ -41,7 +42,7 @@ _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a 
 class QuantizedMatrix:
     """A matrix (N, K): row n is `row_scales[n] * (numbers[n] * group_scales[n, g] + group_offsets[n, g])`.
 
-    The kernels round inputs to integers of `input_bits`, with a scale for 128 of them, or for a token. Products of
+    The kernels round inputs to integers of `input_bits`, with a scale for `input_group` of them. Products of
     bytes are exact, and so are their sums over as many inputs as share all scales; these sums are added in float32.
     Tensors are stored in the kernels' order, see `kernels/interface.h`; `of` takes them row by row. P = ceil(N / 16).
 
@@ -137,6 +138,17 @@ class QuantizedMatrix:
     def digits(self) -> int:
         """Bytes of a rounded input."""
         return -(-self.input_bits // 8)
+
+    @property
+    def input_group(self) -> int:
+        """Inputs that share a scale, 0 for all of a token; the kernels take less where matrices share inputs."""
+        if self.has_token_scales:
+            return 0
+        return (
+            _WIDE_INPUT_GROUP
+            if self.input_bits == 16 and (self.group or _WIDE_INPUT_GROUP) >= _WIDE_INPUT_GROUP
+            else _INPUT_GROUP
+        )
 
     @property
     def bits(self) -> int:
@@ -344,9 +356,9 @@ def _fits_half(scale: Tensor) -> bool:
 
 
 def _rounded_inputs(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """Rounds inputs (..., K) of 8 bits as the kernels do; in the order of the numbers, 128 share a scale."""
+    """Rounds inputs (..., K) of 8 bits as the kernels do, in the order of the numbers."""
     cols = x.shape[-1]
-    group = cols if matrix.has_token_scales else _INPUT_GROUP
+    group = matrix.input_group or cols
     ordered = x.float() if matrix.input_order is None else x.float()[..., matrix.input_order.long()]
     groups = functional.pad(ordered, (0, -cols % group)).unflatten(-1, (-1, group))
     scale = groups.abs().amax(-1, keepdim=True) / _GREATEST

@@ -89,12 +89,13 @@ def _check(tested: _Tested) -> None:
     # Measured on tiny random models: float32 reaches 4e-6, bfloat16 5e-2. A lost mask gives at least 1e-3 in float32
     # (weights of scale 0.02), and 0.2 on the trained models here.
     # In narrow dtypes rounding may also send a token to another expert (errors up to 0.7), but hardly with three sets
-    # of tokens. Inputs of 8 bits differ by a step where they differ by rounding before.
+    # of tokens. Inputs of 8 bits differ by a step where they differ by rounding before: 0.1 on a random model of a
+    # billion weights in bfloat16.
     rounds_inputs = any(
         isinstance(part, QuantizedLinear) and part.matrix.digits == 1 for part in model.module.modules()
     )
     is_wide = model.dtype in (torch.float32, torch.float64) and not rounds_inputs
-    tolerance, attempts = (2e-4, 1) if is_wide else (5e-2, 3)
+    tolerance, attempts = (2e-4, 1) if is_wide else (0.15 if rounds_inputs else 5e-2, 3)
     least = [math.inf] * len(tested.slots)
     for attempt in range(attempts):
         errors = _errors(tested, first_token=3 + 11 * attempt)

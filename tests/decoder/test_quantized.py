@@ -65,11 +65,12 @@ def test_groups_of_int4_take_the_best_of_several_scales(size: float, cols: int) 
     made = quantized(weight, "int4", dtype=torch.float32)
     assert made.group_scales.dtype == (torch.float16 if size == 1.0 else torch.float32)
     assert (made.bits, made.shape, made.numbers.numel()) == (4, (6, cols), 16 * 32 * -(-cols // 64))
+    assert made.group == 128
     found = made.dequantized()
     assert not found[2].any()
     for row, own in zip(weight, found, strict=True):
-        for start in range(0, cols, 64):
-            part, rounded = row[start : start + 64].double(), own[start : start + 64].double()
+        for start in range(0, cols, 128):
+            part, rounded = row[start : start + 128].double(), own[start : start + 128].double()
             greatest = part[part.abs().argmax()]
             errors = []
             for share in (1.0, 0.93, 0.86, 0.79):
@@ -149,10 +150,10 @@ def product(matrix: QuantizedMatrix, bias: Tensor, x: Tensor) -> Tensor:
     """The kernels' product, operation by operation: exact sums, and one rounding to float32 for each fused addition."""
     digits, base, (rows, cols) = matrix.digits, 16 if matrix.input_bits == 12 else 256, matrix.shape
     own, padded = integers(matrix).double(), -(-cols // 64) * 64
-    group = padded if matrix.has_token_scales else 128
+    group = matrix.input_group or padded
     x = x if matrix.input_order is None else x[:, matrix.input_order.long()]
     x, scale = rounded_inputs(x, {8: 127, 12: 2039, 16: 32639, 24: 8355711}[matrix.input_bits], group)
-    unit = min(group, matrix.group or group, 256)
+    unit = min(group, matrix.group or group, 1024)
     total = torch.zeros(len(x), rows)
 
     def joined(parts: list[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
 """Pads models of the Llama family, the target of a cost twin and its draft model, and writes their directories.
 
 Attention heads keep their size; their number grows, for queries and keys alike. Further layers come last. They are
-copies of the model's last layer and add nothing: their output is multiplied by zero.
+copies of the model's last layer and add nothing: their output is multiplied by zero, or by numbers so small that
+rounding loses them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Fill = Literal["zeros", "random"]
 _DEVIATION = 0.02  # of random weights, as transformers initialises models
+_FAINT = 2.0**-100  # of weights in place of zeros: what they add is lost in rounding; 0 in float16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,8 @@ class Padding:
 
     Attributes:
         factor: A power of four.
-        fill: Added weights: "zeros", or "random" if their output is later multiplied by zero.
+        fill: Added weights: "zeros", or "random" if their output is later multiplied by zero, and faint numbers in
+            place of zero matrices.
         generator: For the random weights; padded tensors lie on its device.
     """
 
@@ -324,7 +327,11 @@ def _shards(model: SmallModel, origins: Mapping[str, str], factor: int) -> list[
 def _padded(model: SmallModel, key: str, origin: str, padding: Padding, dtype: torch.dtype | None) -> Tensor:
     rule = model.rule(origin)
     padded = padding(exactly(model.weights.fetch([origin])[origin], dtype, f"'{model.path}'"), rule)
-    return padded.zero_() if rule.is_written and key != origin else padded
+    if not rule.is_written or key == origin:
+        return padded
+    # No two matrices are equal: engines that store equal constants once would read fewer bytes than for a real model.
+    is_faint = padding.fill == "random" and padded.is_floating_point()
+    return padded.normal_(0, _FAINT, generator=padding.generator) if is_faint else padded.zero_()
 
 
 def _config(

@@ -124,13 +124,12 @@ FORETOKEN_INLINE void store_tiles(int32_t* out) {
 // Decodes the 4-bit numbers of a panel for some inputs into int8; of narrow digits, with sixteen times the numbers of a step
 // before them.
 template <bool kIsNarrow>
-void decode_panel(const char* numbers, int64_t count, int64_t ahead, char* out) {
+void decode_panel(const char* numbers, int64_t count, char* out) {
   const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(int8_t(0xf0)), zero = _mm512_set1_epi8(8), sixteen_zeros = _mm512_set1_epi8(int8_t(0x80));
   constexpr int64_t kTile = kPanelRows * kWholeStep;
   for (int64_t k = 0; k < count; k += kWholeStep, out += kIsNarrow ? 2 * kTile : kTile) {
     char* own = kIsNarrow ? out + kTile : out;
     for (int64_t i = 0; i < kTile; i += 128, numbers += 64) {
-      __builtin_prefetch(numbers + ahead, 0, 2);  // a prefetch past the end is harmless
       const __m512i both = _mm512_loadu_si512(numbers);
       if (kIsNarrow) {
         _mm512_store_si512(out + i, _mm512_xor_si512(_mm512_and_si512(_mm512_slli_epi16(both, 4), high), sixteen_zeros));
@@ -156,14 +155,15 @@ struct Panels {
 };
 
 // Adds the dot products of the inputs first..last of `count` tokens from m on to totals (panels, tokens, kPanelRows), or
-// writes them for the first inputs. ahead: bytes to the next panels, which are prefetched; or 0.
+// writes them for the first inputs. next: bytes of each panel that are prefetched meanwhile, `fetched` of them.
 template <int D, bool kIsNarrow, int P>
-[[gnu::noinline]] void dot_tiles(const Panels<P>& panels, const RoundedInputs& x, int64_t m, int64_t count, int64_t first, int64_t last, int64_t ahead, float* totals) {
+[[gnu::noinline]] void dot_tiles(const Panels<P>& panels, const RoundedInputs& x, int64_t m, int64_t count, int64_t first, int64_t last, const char* (&next)[P], int64_t fetched, float* totals) {
   constexpr int kSums = RoundedRegisters<D, kIsNarrow>::kSums, kTile = kPanelRows * kTileTokens;
   const Matrix& matrix = *panels.matrices[0];
   const int64_t unit = unit_of(matrix), step = std::min<int64_t>(unit, kWholeStep), digit = x.width * kWholeStep;
   const int64_t bytes = (kIsNarrow ? 2 : 1) * kPanelRows;  // of a panel for an input
   const int8_t* const inputs = x.at(0, m, 0);
+  const int64_t each = (fetched * step / (last - first) + 63) / 64 * 64;  // prefetched in a step
   // Two units' sums: those of one are added to the totals while the products of the next one are on their way.
   alignas(64) int32_t sums[2][P * kSums * kTile];
   UnitScales scales(matrix);
@@ -199,10 +199,8 @@ template <int D, bool kIsNarrow, int P>
     for (int64_t k = begin; k < end; k += step) {
       // Of narrow digits, a whole step's weights stand behind sixteen times these.
       const int64_t at = (k - first) / kWholeStep * kWholeStep * bytes + (k - first) % kWholeStep * kPanelRows;
-      if (ahead > 0) {
-        for (int p = 0; p < P; ++p) {
-          for (int64_t i = 0; i < step * kPanelRows; i += 64) __builtin_prefetch(panels.decoded[p] + at + i + ahead, 0, 2);
-        }
+      for (int p = 0; p < P; next[p] += each, ++p) {
+        for (int64_t i = 0; i < each; i += 64) __builtin_prefetch(next[p] + i, 0, 2);  // past the end it is harmless
       }
       add_tiles<D, kIsNarrow>(inputs + k / kWholeStep * x.step_size() + k % kWholeStep, digit, panels.decoded, at);
     }
@@ -220,15 +218,15 @@ template <int D, bool kIsNarrow, int kCount, class Take>
 void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInputs& x, int64_t M, int64_t begin, int64_t end, Take&& take) {
   constexpr int P = RoundedRegisters<D, kIsNarrow>::kPanels, kEach = P / kCount, kTile = kPanelRows * kTileTokens;
   constexpr int64_t kRow = (kIsNarrow ? 2 : 1) * kPanelRows;                // bytes of a panel in int8 for an input
-  constexpr int64_t kPart = std::max(kNearPanels / (P * kRow), kLongestUnit);  // inputs that are multiplied with all tokens before the next ones
   const Matrix& matrix = *matrices[0];
+  const int64_t part = std::max(kNearPanels / (P * kRow), unit_of(matrix));  // inputs that are multiplied with all tokens before the next ones
   const RoundedRegisters<D, kIsNarrow> registers(std::min<int64_t>(M, kTileTokens), std::min<int64_t>(unit_of(matrix), kWholeStep));
-  const int64_t last = (matrix.rows - 1) / kPanelRows, ahead = kEach * panel_bytes(matrix);
+  const int64_t last = (matrix.rows - 1) / kPanelRows;
   // Inputs that all panels of a thread read before the next inputs; they stay in the second cache.
   const int64_t most = std::max<int64_t>(kPanelBytes / (D * x.stride) / kTileTokens * kTileTokens, kTileTokens);
   const int64_t blocks = (std::min(M, most) + kTileTokens - 1) / kTileTokens;
-  char* const memory = thread_memory(size_t(P * kPart * kRow) + size_t(blocks * P * kTile) * sizeof(float));
-  float* const totals = reinterpret_cast<float*>(memory + P * kPart * kRow);
+  char* const memory = thread_memory(size_t(P * part * kRow) + size_t(blocks * P * kTile) * sizeof(float));
+  float* const totals = reinterpret_cast<float*>(memory + P * part * kRow);
   for (int64_t first = 0; first < M; first += most) {
     const int64_t past = std::min(M, first + most);
     for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; panel += kEach) {
@@ -237,17 +235,21 @@ void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInput
         panels.matrices[p] = matrices[p / kEach];
         panels.numbers[p] = std::min(panel + p % kEach, last);
       }
-      for (int64_t k = 0; k < x.stride; k += kPart) {
-        const int64_t stop = std::min(k + kPart, x.stride);
+      for (int64_t k = 0; k < x.stride; k += part) {
+        const int64_t stop = std::min(k + part, x.stride);
+        const char* next[P];
         for (int p = 0; p < P; ++p) {
-          char* own = memory + p * kPart * kRow;
-          if (matrix.bits == 4) decode_panel<kIsNarrow>(panels.at(p, k), stop - k, ahead, own);
+          char* own = memory + p * part * kRow;
+          if (matrix.bits == 4) decode_panel<kIsNarrow>(panels.at(p, k), stop - k, own);
+          next[p] = panels.at(p, k) + kEach * panel_bytes(matrix);
           panels.decoded[p] = matrix.bits == 4 ? own : panels.at(p, k);
         }
         fence();
+        // Each tile of tokens prefetches a part: few cache lines can be on their way at once.
+        const int64_t fetched = first > 0 ? 0 : (stop - k) * kPanelRows * matrix.bits / 8 / ((past - first + kTileTokens - 1) / kTileTokens);
         float* total = totals;
         for (int64_t m = first; m < past; m += kTileTokens, total += P * kTile) {
-          dot_tiles<D, kIsNarrow>(panels, x, m, std::min<int64_t>(kTileTokens, past - m), k, stop, m == first && matrix.bits == 8 ? ahead : 0, total);
+          dot_tiles<D, kIsNarrow>(panels, x, m, std::min<int64_t>(kTileTokens, past - m), k, stop, next, fetched, total);
         }
       }
       float* total = totals;
@@ -260,7 +262,7 @@ void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInput
 
 // Whether two matrices in integers are of one kind and size.
 inline bool are_alike(const Matrix& a, const Matrix& b) {
-  return a.bits == b.bits && a.input_bits == b.input_bits && a.has_token_scales == b.has_token_scales && a.group == b.group && a.groups_are_half == b.groups_are_half &&
+  return a.bits == b.bits && a.input_bits == b.input_bits && a.input_group == b.input_group && a.group == b.group && a.groups_are_half == b.groups_are_half &&
          (a.group_offsets == nullptr) == (b.group_offsets == nullptr) && a.rows == b.rows && a.cols == b.cols;
 }
 

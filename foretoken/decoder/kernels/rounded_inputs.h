@@ -24,8 +24,10 @@ namespace {
 
 constexpr int kQuad = 4;                        // inputs whose weights in one row stand side by side
 constexpr int kWholeStep = 64;                  // the inputs of a row are padded to multiples of this
-constexpr int kInputGroup = 128;                // inputs that share a scale, unless all of a token do
-constexpr int64_t kLongestUnit = 256;           // inputs whose products are added as integers, see `unit_of`
+constexpr int kKept = 512;                      // inputs that stay in registers and on the stack while they are rounded
+// Inputs whose products are added as integers, at most; see `unit_of`. A choice: stores of tiles that are further apart
+// take longer, see `benchmarks/NOTES.md`.
+constexpr int64_t kLongestUnit = 1024;
 constexpr int kSummed = 16;                     // inputs of one entry of `RoundedInputs::sums`; the shortest group
 constexpr int kStrips = kPanelRows / kLanes;    // registers for the rows of a panel
 constexpr int kMostDigits = 3;
@@ -42,7 +44,7 @@ inline int64_t panel_bytes(const Matrix& matrix) { return kPanelRows * padded_in
 inline int digits_of(const Matrix& matrix) { return int(matrix.input_bits + 7) / 8; }
 inline bool is_narrow(const Matrix& matrix) { return matrix.input_bits == 12; }
 inline float base_of(const Matrix& matrix) { return is_narrow(matrix) ? 16.0f : 256.0f; }
-inline int64_t input_group(const Matrix& matrix) { return matrix.has_token_scales ? padded_inputs(matrix.cols) : kInputGroup; }
+inline int64_t input_group(const Matrix& matrix) { return matrix.input_group == 0 ? padded_inputs(matrix.cols) : matrix.input_group; }
 // Inputs whose products are added as integers: they share the scales of inputs and of weights.
 inline int64_t unit_of(const Matrix& matrix) {
   const int64_t most = std::min(input_group(matrix), kLongestUnit);
@@ -88,7 +90,7 @@ struct RoundedInputs {
     const int64_t K = matrix.cols;
     const int32_t* const order = matrix.input_order;
     const int64_t first = g * group, last = std::min(first + group, stride);
-    Lanes near[kInputGroup / kLanes];  // the first elements
+    Lanes near[kKept / kLanes];  // the first elements
     const auto load = [&](int64_t k) {
       if (order == nullptr && k + kLanes <= K) return x.load(m, k);
       Lanes values{};
@@ -98,7 +100,7 @@ struct RoundedInputs {
     Lanes sizes{}, odd{};  // odd: 0, or NaN if an input is infinite or NaN
     for (int64_t k = first; k < last; k += kLanes) {
       const Lanes values = load(k);
-      if (k < first + kInputGroup) near[(k - first) / kLanes] = values;
+      if (k < first + kKept) near[(k - first) / kLanes] = values;
       sizes = greater(sizes, greater(values, -values));
       odd += values - values;
     }
@@ -107,7 +109,7 @@ struct RoundedInputs {
     const float factor = is_zero || rest != rest ? 0.0f : float(most) / size;
     scales[g * num_tokens + m] = rest != rest ? NAN : is_zero ? 0.0f : size / float(most);
     for (int64_t k = first; k < last; k += kLanes) {
-      const Lanes values = k < first + kInputGroup ? near[(k - first) / kLanes] : load(k);
+      const Lanes values = k < first + kKept ? near[(k - first) / kLanes] : load(k);
       put(m, k, values * factor);
     }
   }
