@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foretoken.core.checks import validated
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.passes import Pass
 from foretoken.runner.runner import Runner
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
 QUALITY_KEY = "rounding_quality"  # of config.json
+_PIECE_TOKENS = 512  # a choice: logits of both models in float32 are in memory, 0.6 GB for 150,000 tokens of vocabulary
 
 
 class Quality(BaseModel):
@@ -72,22 +73,26 @@ def compare_weights(
     Args:
         rounded: A model of the same vocabulary.
         original: The model that was rounded.
-        texts: Token ids of held-out text, at least two each; longer ones than a context are cut.
-        on_progress: Gets the number of texts that were read and of all.
+        texts: Token ids of held-out text; read in pieces of up to 512.
+        on_progress: Gets the number of pieces that were read and of all.
 
     Raises:
         ModelError: If vocabularies differ.
+        RequestError: If no piece has two tokens, or a token is not in the vocabulary.
     """
     if rounded.vocab_size != original.vocab_size:
         raise ModelError(
             f"'{rounded.name}' has {rounded.vocab_size} tokens and '{original.name}' {original.vocab_size}. Expected "
             "the model that it was rounded from."
         )
-    longest = min(rounded.context_len, original.context_len, max(map(len, texts)))
+    longest = min(rounded.context_len, original.context_len, _PIECE_TOKENS)
+    pieces = [text[i : i + longest] for text in texts for i in range(0, len(text), longest)]
+    pieces = [each for each in pieces if len(each) > 1]
+    if not pieces or any(token >= original.vocab_size for each in pieces for token in each):
+        raise RequestError("the held-out text has no two tokens of the model. Expected more text, or its tokenizer.")
     readers = [_Reader(model, longest) for model in (rounded, original)]
     sums, count = torch.zeros(4, dtype=torch.float64), 0
-    for done, text in enumerate(texts):
-        tokens = list(text)[:longest]
+    for done, tokens in enumerate(pieces):
         ids = torch.tensor(tokens[1:])
         own, reference = (reader.log_probabilities(tokens[:-1]) for reader in readers)
         sums += torch.tensor([
@@ -97,7 +102,7 @@ def compare_weights(
             (own.argmax(1) != reference.argmax(1)).sum(),
         ])  # fmt: skip
         count += len(ids)
-        on_progress(done + 1, len(texts))
+        on_progress(done + 1, len(pieces))
     loss, plain, divergence, changed = (sums / count).tolist()
     return Quality(
         original=original.name, num_tokens=count, perplexity=math.exp(loss), original_perplexity=math.exp(plain),

@@ -48,7 +48,10 @@ def inspect(
     facts = _quick_facts(directory) if is_quick else None
     if facts is None:
         facts = _head_facts(directory, target, verify=verify)
+    if facts is not None and original is not None:
+        raise ConfigError(f"'{directory}' is a head, which has no --original. Expected a target in 4 or 8 bits.")
     if facts is None:
+        from foretoken.bench.quality import QUALITY_KEY, read_quality
         from foretoken.models.describe import describe_directory
 
         facts = describe_directory(directory)
@@ -56,7 +59,8 @@ def inspect(
             from foretoken.cli.quantize import measured_quality
 
             quality = measured_quality(directory, original, text)
-            facts |= {} if quality is None else {"rounding_quality": quality.model_dump()}
+            facts |= {} if quality is None else {QUALITY_KEY: quality.model_dump()}
+        read_quality(facts, str(directory))
         if verify:
             from foretoken.models.loading import weight_findings
 
@@ -130,6 +134,10 @@ def _shown_fact(key: str, value: Any) -> str:
     if key == "acceptance":
         firsts = [row[0] if isinstance(row, list) and row else row for row in value]
         return "first candidates " + " ".join(map(str, firsts))
+    if key == "rounding_quality":
+        from foretoken.bench.quality import Quality
+
+        return str(Quality(**value))
     if isinstance(value, dict):
         scalars = {name: part for name, part in value.items() if not isinstance(part, dict | list)}
         return ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in scalars.items())

@@ -34,7 +34,7 @@ Quantized = Annotated[
         "--quantization",
         "-q",
         metavar="NAME",
-        help="Round the target's matrices when they are loaded: int8 (a scale a row) or int4 (a scale for 64 weights); "
+        help="Round the target's matrices at load: int8 (a scale a row) or int4 (a scale for 128 weights); "
         "w8a8 and w4a8 also round their inputs to 8 bits. CPUs alone. Texts are then those of the rounded model.",
     ),
 ]

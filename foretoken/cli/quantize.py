@@ -38,7 +38,7 @@ def quantize(
         str, typer.Option(metavar="NAME", help="W4A16 (4-bit weights), W8A16, or W8A8 (inputs in 8 bits too).")
     ] = "W4A16",
     group_size: Annotated[
-        int | None, typer.Option(min=16, help="Weights that share a scale: 32, 64 or 128; W4A16 alone. [default: 128]")
+        int | None, typer.Option(min=32, help="Weights that share a scale: 32, 64 or 128; W4A16 alone. [default: 128]")
     ] = None,
     calibrate: Annotated[
         Path | None,
@@ -67,7 +67,7 @@ def quantize(
     goes on after its last file if it is started again with the same arguments.
     """
     from foretoken.decoder.library import set_num_threads
-    from foretoken.models.quantization.writing import SCHEMES, Source, round_linear, write_quantized
+    from foretoken.models.quantization.writing import SCHEMES, Original, round_linear, write_quantized
 
     if scheme not in SCHEMES:
         raise ConfigError(f"--scheme is '{scheme}'. {nearest_name_hint(scheme, SCHEMES)}")
@@ -78,11 +78,13 @@ def quantize(
         chosen = chosen._replace(group=group_size)
     if threads is not None:
         set_num_threads(threads)
-    source = Source(model)
+    source = Original(model)
     source.check_groups(chosen)
-    texts = None if calibrate is None else _pieces(str(calibrate), model)
+    if compare:
+        _check_text(text)
+    texts = None if calibrate is None else _pieces(str(calibrate), source)
     digest = None if texts is None else hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    settings = {"source": str(model), "scheme": scheme, "group_size": chosen.group, "calibration": digest}
+    settings = {"source": str(model.resolve()), "scheme": scheme, "group_size": chosen.group, "calibration": digest}
     begin = time.perf_counter()
 
     def rounded(name: str, weight: Any) -> Any:
@@ -109,17 +111,26 @@ def quantize(
         terminal.print_line(str(quality))
 
 
-def _pieces(source: str, model: Path) -> list[list[int]]:
+def _check_text(text: str) -> None:
+    from foretoken.bench.workload import load_prompts
+
+    load_prompts(text, limit=1)  # before anything is written
+
+
+def _pieces(file: str, source: Any) -> list[list[int]]:
     from foretoken.bench.workload import load_prompts
     from foretoken.models.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(str(model))
+    tokenizer, config = load_tokenizer(str(source.directory)), source.config.get_text_config()
     if tokenizer is None:
-        raise RequestError(f"'{model}' has no tokenizer. Expected tokenizer files, to calibrate on text.")
+        raise RequestError(f"'{source.directory}' has no tokenizer. Expected tokenizer files, to calibrate on text.")
+    length = min(_PIECE_TOKENS, getattr(config, "max_position_embeddings", None) or _PIECE_TOKENS)
     pieces: list[list[int]] = []
-    for prompt in load_prompts(source):
+    for prompt in load_prompts(file):
         tokens = list(tokenizer.encode(prompt, verbose=False))
-        pieces += [tokens[i : i + _PIECE_TOKENS] for i in range(0, len(tokens), _PIECE_TOKENS)]
+        if any(token >= config.vocab_size for token in tokens):
+            raise RequestError(f"the tokenizer of '{source.directory}' has tokens that the model has not.")
+        pieces += [tokens[i : i + length] for i in range(0, len(tokens), length)]
         if len(pieces) >= _MOST_PIECES:
             break
     return pieces[:_MOST_PIECES]
@@ -129,8 +140,10 @@ def measured_quality(rounded: Path, original: str, text: str) -> Quality | None:
     """Compares a model with its original on a bundled or named text; without a tokenizer, says so and returns None."""
     from foretoken.bench.quality import compare_weights
     from foretoken.bench.workload import load_prompts
+    from foretoken.models.config_checks import check_model_files
     from foretoken.models.loading import load_model, load_tokenizer
 
+    check_model_files(original)
     tokenizer = load_tokenizer(original)
     if tokenizer is None:
         terminal.print_note(f"note: '{original}' has no tokenizer, so nothing was compared.")
@@ -138,7 +151,7 @@ def measured_quality(rounded: Path, original: str, text: str) -> Quality | None:
     texts = [list(tokenizer.encode(each, verbose=False)) for each in load_prompts(text, limit=_MOST_TEXTS)]
     made, exact = (load_model(each, dtype="bfloat16", device="cpu") for each in (rounded, original))
     with progress("texts compared") as on_progress:
-        return compare_weights(made, exact, [each for each in texts if len(each) > 1], on_progress)
+        return compare_weights(made, exact, texts, on_progress)
 
 
 def _finish(model: Path, out: Path, scheme: str, how: str, quality: Quality | None) -> None:

@@ -86,7 +86,7 @@ class QuantizedMatrix:
         require(self.dtype in (torch.float32, torch.bfloat16), "the dtype is not float32 or bfloat16")
         require(self.input_bits in (8, 16, 24) or (is_packed and self.input_bits == 12), "inputs have other bits")
         require(
-            not self.group or (self.group >= _SHORTEST_GROUP and self.group & (self.group - 1) == 0),
+            not self.group or (_SHORTEST_GROUP <= self.group < 1 << 30 and self.group & (self.group - 1) == 0),
             "a group is too short",
         )
         require((self.group_scales is not None) == bool(self.group), "groups have scales, and only groups")
@@ -277,7 +277,7 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
 
     Args:
         quantization: "int8" and "w8a8" round every row to multiples of 1 / 127 of its largest absolute value, ties to
-            even. "int4" and "w4a8" round groups of 64 weights to 16 multiples of a scale, of several scales the one
+            even. "int4" and "w4a8" round groups of 128 weights to 16 multiples of a scale, of several scales the one
             with the least squared error. The kernels round inputs to 8 bits for "w8a8", with a scale a token, and for
             "w4a8", with a scale for 128 inputs; otherwise as `QuantizedMatrix.of` says.
         dtype: See `QuantizedMatrix`; None for bfloat16.

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from foretoken.core.errors import ModelError, listed
 from foretoken.files.bounded_reads import TensorHeader, tensor_headers
+from foretoken.models.config_checks import indexed_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,6 +32,30 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     for path in sorted(directory.glob("*.safetensors")):
         headers |= tensor_headers(path)
     return headers
+
+
+def model_files(directory: Path) -> list[Path]:
+    """Returns the safetensors that transformers reads: one file, those of an index, or else all."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    return indexed_files(index) if index.is_file() else sorted(directory.glob("*.safetensors"))
+
+
+def check_fit(headers: dict[str, TensorHeader], shapes: dict[str, tuple[int, ...]], name: str) -> None:
+    """Raises `ModelError` unless the files have all these weights, in these shapes, as floating-point numbers."""
+    misshaped = [
+        f"{key} {list(headers[key].shape)} instead of {list(shape)}"
+        for key, shape in shapes.items()
+        if key in headers and headers[key].shape != shape
+    ]
+    check_keys(name, missing=shapes.keys() - headers.keys(), misshaped=misshaped)
+    odd = next((key for key in shapes if headers[key].dtype not in _WIDE_DTYPES), None)
+    if odd is not None:
+        raise ModelError(
+            f"{odd} of '{name}' is stored as {headers[odd].dtype}. Expected one of {', '.join(sorted(_WIDE_DTYPES))}. "
+            "Copy or download the model again."
+        )
 
 
 def check_counts(headers: dict[str, TensorHeader], config: Any, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -19,8 +20,8 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.decoder.quantized import QuantizedLinear, round_groups, round_rows
 from foretoken.models.loading import load_model
-from foretoken.models.quantization import writing
-from foretoken.models.quantization.calibration import gptq
+from foretoken.models.quantization import calibration, writing
+from foretoken.models.quantization.calibration import Calibration, gptq
 from foretoken.models.quantization.writing import SCHEMES, Scheme
 
 SMALL = ("--group-size", "32")
@@ -122,6 +123,22 @@ def test_a_killed_run_goes_on(small: Path, tmp_path: Path) -> None:
         assert all((out / name).stat().st_mtime_ns == made for name, made in kept.items())
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen3"])
+def test_blocks_get_their_own_arguments(architecture: str, tmp_path: Path) -> None:
+    """Masks and rotations of layers with a window are others: unrounded blocks give what transformers computes."""
+    module = tiny_model(architecture).eval()
+    module.save_pretrained(tmp_path)
+    text = [5, 9, 3, 7, 11, 2, 40, 30, 20, 10, 4, 8]
+    made = Calibration(writing.Original(tmp_path), Scheme(8, 0), [text])
+    expected = module(torch.tensor([text]), output_hidden_states=True).hidden_states
+    with mock.patch.object(
+        calibration, "gptq", lambda name, weight, *_: writing.Rounded(weight, torch.ones(len(weight), 1))
+    ):
+        for index in range(3):
+            assert (made._hidden[0] - expected[index]).abs().max() <= 1e-5 * expected[index].abs().max()
+            made._round_block(index)
+
+
 def test_calibration_brings_outputs_closer(small: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "foretoken/core/checks.py").read_text())
@@ -177,7 +194,8 @@ def test_refusals(small: Path, tmp_path: Path) -> None:
     assert "Expected 32, 64 or 128, with W4A16" in refused(str(small), str(out), "--group-size", "48")
     assert "Expected 32, 64 or 128, with W4A16" in refused(str(small), str(out), "--scheme", "W8A8", *SMALL)
     assert "has 64 inputs. Expected a multiple of it. Pass --group-size 32" in refused(str(small), str(out))
-    assert "there is no prompt file" in refused(str(small), str(out), *SMALL, "--calibrate", "nowhere.txt")
+    for option in ("--calibrate", "--text"):
+        assert "there is no prompt file" in refused(str(small), str(out), *SMALL, option, "nowhere.txt")
     assert not out.exists()
     assert run("quantize", str(small), str(out), *SMALL, "--no-compare").returncode == 0
     before = contents(out)
@@ -199,6 +217,24 @@ def test_models_whose_layers_are_not_found_are_refused(tmp_path: Path) -> None:
     assert "a mixture of experts" in refused(str(tmp_path / "experts"), str(tmp_path / "out"), "--scheme", "W8A8")
     tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
     assert "no linear layers" in refused(str(tmp_path / "gpt2"), str(tmp_path / "out"), "--scheme", "W8A8")
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(small: Path, tmp_path: Path) -> None:
+    class Changing(writing.Original):
+        def read(self, key: str) -> torch.Tensor:
+            os.utime(small / "model.safetensors")
+            return super().read(key)
+
+    with mock.patch.object(writing, "Original", Changing):
+        assert "was changed meanwhile" in refused(str(small), str(tmp_path / "out"), *SMALL)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_files_that_transformers_does_not_read_are_left_out(small: Path, tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.full((32,), 9.0)}, small / "consolidated.safetensors")
+    assert run("quantize", str(small), str(tmp_path / "out"), *SMALL, "--no-compare").returncode == 0
+    [path] = (tmp_path / "out").glob("*.safetensors")
+    assert load_file(path)["model.norm.weight"].max() < 9
 
 
 def test_a_source_that_changes_is_noticed(small: Path, tmp_path: Path) -> None:

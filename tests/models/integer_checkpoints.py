@@ -35,6 +35,12 @@ def words(numbers: Tensor, bits: int) -> Tensor:
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
 
 
+def _less_one(packed: Tensor, bits: int) -> Tensor:
+    """Zero points less one, as GPTQ stores them: whole words are subtracted, and 0 borrows from the next."""
+    less = packed.long() - int("1" * 8 if bits == 4 else "01" * 4, 16)
+    return (less << 32 >> 32).int()
+
+
 def stored(scheme: Scheme, rows: int, cols: int, seed: int, inputs_seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """Tensors of a matrix, and its weights (rows, cols) in float32."""
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +48,7 @@ def stored(scheme: Scheme, rows: int, cols: int, seed: int, inputs_seed: int) ->
     groups = -(-cols // group)
     numbers = torch.randint(0, 1 << bits, (rows, cols), generator=generator)
     scales = ((torch.rand(rows, groups, generator=generator) + 0.5) * 0.1 / half).half()
-    zeros = torch.randint(1, 1 << bits, (rows, groups), generator=generator) if scheme.zeros else None
+    zeros = torch.randint(0, 1 << bits, (rows, groups), generator=generator) if scheme.zeros else None
     g_idx = torch.arange(cols) // group
     if scheme.act_order:  # layers with the same inputs sort them alike, as GPTQ does
         g_idx = g_idx[torch.randperm(cols, generator=torch.Generator().manual_seed(inputs_seed))]
@@ -59,7 +65,7 @@ def stored(scheme: Scheme, rows: int, cols: int, seed: int, inputs_seed: int) ->
         }, weight  # fmt: skip
     if scheme.method == "gptq":
         return {
-            "qweight": words(numbers, bits).T.contiguous(), "qzeros": words(own_zeros.T - 1, bits),
+            "qweight": words(numbers, bits).T.contiguous(), "qzeros": _less_one(words(own_zeros.T, bits), bits),
             "scales": scales.T.contiguous(), "g_idx": g_idx.int(),
         }, weight  # fmt: skip
     tensors = {"weight_scale": scales.bfloat16() if scheme.settings.get("bfloat16_scales") else scales}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.integer_checkpoints import Scheme, settings_of, small_config, write
+from models.integer_checkpoints import Scheme, settings_of, small_config, words, write
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams
@@ -115,6 +115,10 @@ SETTINGS = [
     ("W4A16, groups", {"config_groups": {}}, "config_groups"),
     ("W4A16, groups", {f"{GROUP}targets": ["re:(["]}, r"has the pattern '\(\[', which is wrong"),
     ("W4A16, groups", {f"{GROUP}targets": ["Conv1d"]}, "no group of quantization_config says how"),
+    ("GPTQ", {"group_size": 1 << 64}, "group_size"),
+    ("AWQ", {"group_size": 1 << 64}, "group_size"),
+    ("W4A16, groups", {f"{GROUP}weights__group_size": 1 << 64}, "group_size"),
+    ("AWQ", {"quant_method": ["awq"]}, "quantised by the method"),
     ("W4A16, groups", {f"{GROUP}weights__group_size": 48}, "groups of 48 weights. Expected a power of 2"),
     ("W4A16, groups", {f"{GROUP}weights__group_size": 64}, r"scales or zero points \[\d+, \d\] for a matrix"),
     ("GPTQ", {"bits": 3}, "GPTQ with numbers of 3 bits"),
@@ -161,7 +165,12 @@ DAMAGES = [
     ("W8A8", "weight", lambda each: each[:7], "scales or zero points|is .* Expected"),
     ("GPTQ", "qzeros", lambda _: None, "lacks model.layers.1.mlp.up_proj.qzeros"),
     ("GPTQ", "qweight", lambda each: each.flatten(), r"has words \[\d+\] torch.int32"),
-    ("GPTQ", "scales", lambda each: each[0], "scales|dimension|Expected"),
+    ("GPTQ", "scales", lambda each: each[0], r"has scales \[160\]. Expected two dimensions"),
+    ("AWQ", "scales", lambda each: each[0, 0], r"has scales \[\]. Expected two dimensions"),
+    ("AWQ", "scales", lambda each: torch.full(each.shape, 3e38), "scales that are NaN or infinite"),
+    ("W4A16, groups", "weight_shape", lambda _: torch.tensor([torch.nan, 96.0]), "no weight_shape of two numbers"),
+    ("W4A16, groups with zero points", "weight_zero_point", lambda _: None, "no zero points of integers"),
+    ("W4A16, groups with zero points", "weight_zero_point", lambda each: each.float(), "no zero points of integers"),
     ("GPTQ, zero points, desc_act", "g_idx", lambda each: each * 0, "does not name 32 inputs for each group"),
     ("GPTQ, zero points, desc_act", "g_idx", lambda each: each[:5], "does not name 32 inputs for each group"),
     ("AWQ", "qweight", lambda each: each[:, :3], "holds .* words"),
@@ -179,11 +188,44 @@ def test_damaged_tensors_are_named(name: str, part: str, change: Any, message: s
     assert "\n" not in str(caught.value)
 
 
-def test_other_tensors_of_a_matrix_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [f"{PART}input_scale", f"{PART}bias", "model.layers.0.mlp.act_fn.scales"])
+def test_tensors_that_would_change_the_model_are_refused_unless_they_are_zero(key: str, tmp_path: Path) -> None:
     write(tmp_path, small_config(), SCHEMES["W8A8"])
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {f"{PART}input_scale": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"tensors beside its matrices .* that mean something else: .*input_scale"):
+    save_file(tensors | {key: torch.zeros(160)}, tmp_path / "model.safetensors")
+    load_model(tmp_path)
+    save_file(tensors | {key: torch.ones(160)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"{key} of .* would change the model"):
+        load_model(tmp_path)
+
+
+def test_an_lm_head_in_integers_is_not_tied(tmp_path: Path) -> None:
+    expected: Any = write(tmp_path, small_config(tie_word_embeddings=True), SCHEMES["W8A16, rows"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight = expected.lm_head.weight.detach()
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    tensors |= {"lm_head.weight_packed": words((weight / scale).round().int() + 128, 8), "lm_head.weight_scale": scale}
+    tensors["lm_head.weight_shape"] = torch.tensor(weight.shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    module: Any = load_model(tmp_path).module
+    assert (module.lm_head.weight - weight).abs().max() <= 0.51 * scale.max()
+    assert torch.equal(module.get_input_embeddings().weight, expected.get_input_embeddings().weight)
+
+
+def test_weights_that_do_not_fit_are_named_before_memory_is_taken(tmp_path: Path) -> None:
+    write(tmp_path, small_config(), SCHEMES["AWQ"])
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"vocab_size": 1 << 28}))
+    with pytest.raises(ModelError, match=r"wrong shape: .*embed_tokens.weight \[96, 96\] instead of \[268435456, 96\]"):
+        load_model(tmp_path)
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
+    write(tmp_path, small_config(), SCHEMES["GPTQ"])
+    save_file({f"{PART}scales": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    load_model(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    with pytest.raises(ModelError, match=r"in two files, consolidated\.safetensors and other\.safetensors"):
         load_model(tmp_path)
 
 

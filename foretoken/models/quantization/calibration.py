@@ -20,7 +20,7 @@ from foretoken.models.quantization.writing import Rounded, round_linear
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.models.quantization.writing import Scheme, Source
+    from foretoken.models.quantization.writing import Original, Scheme
 
 _DAMPING = 0.01  # of the mean square of inputs, added to each; the paper's
 _COLUMNS = 128  # inputs whose errors are spread before all others get them; the paper's
@@ -30,8 +30,8 @@ _TOKENS_AT_ONCE = 1 << 13  # of products of inputs; a choice: 8,192 x 8,192 floa
 class Calibration:
     """Rounds the layers of a model, in the order of its blocks; layers after rounded ones see their outputs."""
 
-    def __init__(self, source: Source, scheme: Scheme, texts: Sequence[Sequence[int]]) -> None:
-        """Loads the model in the dtype of its file, and computes the inputs of its first block.
+    def __init__(self, source: Original, scheme: Scheme, texts: Sequence[Sequence[int]]) -> None:
+        """Loads the model in the dtype of its file, and reads the texts once for the arguments of all blocks.
 
         Args:
             source: The original.
@@ -44,14 +44,15 @@ class Calibration:
         name = str(source.directory)
         with foreign_errors_as(ModelError, lambda err: f"model '{name}' cannot be loaded: {one_line(err)}."):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype="auto", attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True
+                name, dtype="auto", attn_implementation="eager", trust_remote_code=False, use_safetensors=True
             )
         self._module: Any = loaded.eval()
         self._scheme = scheme
         self._blocks = list(find_blocks(self._module, source.config.get_text_config().num_hidden_layers))
         paths = {part: path for path, part in self._module.named_modules()}
         self._paths = [paths[block] for block in self._blocks]
-        self._calls = self._first_calls(texts)
+        self._calls = [self._calls_of(text) for text in texts]
+        self._hidden = [calls[0][0] for calls in self._calls]
         self._next, self._made = 0, {}  # type: tuple[int, dict[str, Rounded]]
 
     def rounded(self, name: str, weight: Tensor) -> Rounded:
@@ -65,22 +66,19 @@ class Calibration:
         return self._made.pop(name)
 
     @torch.no_grad()
-    def _first_calls(self, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Returns the input (1, T, E) of the first block and its other arguments, for each text."""
-        calls: list[tuple[Tensor, dict[str, Any]]] = []
+    def _calls_of(self, text: Sequence[int]) -> list[tuple[Tensor | None, dict[str, Any]]]:
+        """Returns each block's other arguments, as masks and rotations; and the input (1, T, E), of the first alone."""
+        calls: list[tuple[Tensor | None, dict[str, Any]]] = []
 
-        def stop(_: nn.Module, inputs: tuple[Tensor, ...], others: dict[str, Any]) -> None:
-            hidden = inputs[0] if inputs else others.pop("hidden_states")
-            calls.append((hidden, others))
-            raise _StoppedError
+        def note(_: nn.Module, inputs: tuple[Tensor, ...], others: dict[str, Any]) -> None:
+            hidden = inputs[0] if inputs else others["hidden_states"]
+            more = {key: each for key, each in others.items() if key != "hidden_states"}
+            calls.append((None if calls else hidden, more))
 
-        hook = self._blocks[0].register_forward_pre_hook(stop, with_kwargs=True)
-        for text in texts:
-            try:
-                self._module(torch.tensor([list(text)]), use_cache=False)
-            except _StoppedError:
-                continue
-        hook.remove()
+        hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in self._blocks]
+        self._module(torch.tensor([list(text)]), use_cache=False)
+        for hook in hooks:
+            hook.remove()
         return calls
 
     @torch.no_grad()
@@ -89,8 +87,8 @@ class Calibration:
         linears = {name: part for name, part in block.named_modules() if type(part) is nn.Linear}
         squares = {name: torch.zeros(part.in_features, part.in_features) for name, part in linears.items()}
         hooks = [part.register_forward_pre_hook(_summing(squares[name])) for name, part in linears.items()]
-        for hidden, others in self._calls:
-            block(hidden, **others)
+        for hidden, calls in zip(self._hidden, self._calls, strict=True):
+            block(hidden, **calls[index][1])
         for hook in hooks:
             hook.remove()
         made = {}
@@ -98,16 +96,10 @@ class Calibration:
             key = f"{path}.{name}.weight"
             made[key] = gptq(key, part.weight.detach(), squares.pop(name), self._scheme)
             part.weight.copy_(made[key].dequantized())
-        outputs = []
-        for hidden, others in self._calls:
-            result = block(hidden, **others)
-            outputs.append((result[0] if isinstance(result, tuple) else result, others))
-        self._calls = outputs
+        for text, (hidden, calls) in enumerate(zip(self._hidden, self._calls, strict=True)):
+            result = block(hidden, **calls[index][1])
+            self._hidden[text] = result[0] if isinstance(result, tuple) else result
         return made
-
-
-class _StoppedError(Exception):
-    """The inputs of the first block are known."""
 
 
 def _summing(total: Tensor) -> Any:
@@ -129,7 +121,7 @@ def gptq(name: str, weight: Tensor, squares: Tensor, scheme: Scheme) -> Rounded:
         scheme: How weights are rounded.
 
     Raises:
-        ModelError: For weights that are not finite, or inputs of which no inverse can be computed.
+        ModelError: For weights that are not finite, or inputs whose squares have no inverse.
     """
     nearest = round_linear(name, weight, scheme)
     least, most = (-8, 7) if scheme.bits == 4 else (-127, 127)

@@ -9,10 +9,11 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ModelError, listed
-from foretoken.files.bounded_reads import tensor_headers
+from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.files.bounded_reads import TensorHeader, tensor_headers
 from foretoken.models.quantization import compressed_tensors, gptq
 from foretoken.models.quantization.stored import StoredModel
+from foretoken.models.weight_files import check_fit, meta_model, model_files, untied_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from foretoken.decoder.quantized import QuantizedMatrix
     from foretoken.models.quantization.stored import Layout
 
 _LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
@@ -27,6 +29,10 @@ _LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "gptq": gptq.gptq_layout,
     "awq": gptq.awq_layout,
 }
+
+# Tensors that are no weights of an architecture and change a model unless they are 0: biases that GPTQ adds to every
+# layer, scales of activations and inputs.
+_CHANGES = (".bias", "scales", "scale", "zero_point", "smooth")
 
 
 def format_label(config: Any, name: str) -> str | None:
@@ -37,7 +43,8 @@ def format_label(config: Any, name: str) -> str | None:
 
 def is_stored(config: Any) -> bool:
     """Decides whether a configuration names a format that `open_checkpoint` reads."""
-    return _settings(config).get("quant_method") in _LAYOUTS
+    method = _settings(config).get("quant_method")
+    return isinstance(method, str) and method in _LAYOUTS
 
 
 def _settings(config: Any) -> Mapping[str, Any]:
@@ -54,15 +61,17 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
         revision: Of the hub id.
 
     Raises:
-        ModelError: If the settings name what cannot be read, or no layer is stored that way.
+        ModelError: If the settings name what cannot be read, no layer is stored that way, or other weights are missing
+            or of another shape.
     """
     settings = dict(_settings(config))
     layout = _LAYOUTS[settings["quant_method"]](settings, name)
     del config.quantization_config
-    patterns = ["*.safetensors", "*.json"]
-    directory = (
-        Path(name) if Path(name).is_dir() else Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    )
+    directory = Path(name)
+    if not directory.is_dir():
+        with foreign_errors_as(ModelError, lambda err: f"'{name}' cannot be downloaded: {one_line(err)}."):
+            patterns = ["*.safetensors", "*.json"]
+            directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     files = _Files(directory, name)
     linears = frozenset(files.owners(layout.marker))
     if not linears:
@@ -70,52 +79,64 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
             f"the config.json of '{name}' says that its weights are in {layout.label}, but no tensor is called "
             f"'*.{layout.marker}'. Copy or download the model again."
         )
-    parts = {f"{linear}.{part}" for linear in linears for part in (*layout.parts, *layout.optional)}
-    odd = sorted(
-        key for key in files.paths
-        if key not in parts and key.rpartition(".")[0] in linears and not key.endswith(".bias")
-    )  # fmt: skip
-    if odd:
-        raise ModelError(
-            f"'{name}' has tensors beside its matrices in {layout.label} that mean something else: {listed(odd)}. "
-            f"Expected {', '.join((*layout.parts, *layout.optional))}. Such checkpoints cannot be read."
-        )
+    if "lm_head" in linears:
+        config.tie_word_embeddings = False
+    names = (*layout.parts, *layout.optional)
+    parts = {f"{linear}.{part}" for linear in linears for part in names}
+    unused = _check_others(files, config, linears, parts, name)
 
-    def matrix(linear: str, dtype: torch.dtype) -> Any:
-        found = {part: f"{linear}.{part}" for part in (*layout.parts, *layout.optional)}
-        missing = [key for part, key in found.items() if part in layout.parts and key not in files.paths]
+    def matrix(linear: str, dtype: torch.dtype) -> QuantizedMatrix:
+        found = {part: f"{linear}.{part}" for part in names}
+        missing = [key for part, key in found.items() if part in layout.parts and key not in files.headers]
         if missing:
             raise ModelError(f"'{name}' lacks {listed(missing)}. Copy or download the model again.")
-        tensors = {part: files.read(key) for part, key in found.items() if key in files.paths}
+        tensors = {part: files.read(key) for part, key in found.items() if key in files.headers}
         return layout.matrix(linear, tensors, dtype)
 
     def dense(_: torch.dtype) -> dict[str, Tensor]:
-        return {key: files.read(key) for key in files.paths if key not in parts}
+        for key in unused:
+            if key.endswith(_CHANGES) and files.read(key).any():
+                raise ModelError(
+                    f"{key} of '{name}' would change the model, but its architecture has no such weight. Such "
+                    "checkpoints cannot be read."
+                )
+        return {key: files.read(key) for key in files.headers if key not in parts}
 
     return StoredModel(config=config, label=layout.label, linears=linears, matrix=matrix, dense=dense)
 
 
+def _check_others(files: _Files, config: Any, linears: frozenset[str], parts: set[str], name: str) -> list[str]:
+    """Checks all tensors but those of matrices in integers; returns those that the architecture does not use."""
+    module = meta_model(config)
+    if module is None:
+        raise ModelError(f"the architecture of '{name}' cannot be built. Expected a causal LM of transformers.")
+    own = {f"{linear}.weight" for linear in linears}
+    check_fit(files.headers, {key: shape for key, shape in untied_shapes(module).items() if key not in own}, name)
+    return sorted(files.headers.keys() - parts - set(module.state_dict()))
+
+
 class _Files:
-    """The tensors of a directory's safetensors, which stay open."""
+    """The tensors of a model's safetensors, which stay open."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._open: dict[Path, Any] = {}
-        self.paths: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            for key in tensor_headers(path):
-                if key in self.paths:
+        self._paths: dict[str, Path] = {}
+        self.headers: dict[str, TensorHeader] = {}
+        for path in model_files(directory):
+            for key, header in tensor_headers(path).items():
+                if key in self.headers:
                     raise ModelError(
-                        f"'{name}' has {shown(key)} in two files, {self.paths[key].name} and {path.name}. Expected it "
-                        "once. Remove the file that the index does not name."
+                        f"'{name}' has {shown(key)} in two files, {self._paths[key].name} and {path.name}. Expected it "
+                        "once. Copy or download the model again."
                     )
-                self.paths[key] = path
+                self.headers[key], self._paths[key] = header, path
 
     def owners(self, part: str) -> list[str]:
         """Returns the modules that have a tensor of a name."""
-        return [owner for owner, _, own in (key.rpartition(".") for key in self.paths) if own == part and owner]
+        return [owner for owner, _, own in (key.rpartition(".") for key in self.headers) if own == part and owner]
 
     def read(self, key: str) -> Tensor:
-        path = self.paths[key]
+        path = self._paths[key]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
         tensor: Tensor = self._open[path].get_tensor(key)

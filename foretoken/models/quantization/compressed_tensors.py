@@ -31,7 +31,7 @@ class _Numbers(BaseModel):
     type: str = "int"
     symmetric: bool = True
     strategy: Literal["tensor", "channel", "group", "token"] | None = None
-    group_size: int | None = None
+    group_size: int | None = Field(default=None, ge=-1, le=1 << 24)
     dynamic: bool = False
 
 
@@ -143,9 +143,10 @@ def _matches(pattern: str, linear: str, name: str) -> bool:
 def _matrix(linear: str, parts: dict[str, Tensor], dtype: torch.dtype, scheme: _Scheme) -> QuantizedMatrix:
     bits, scales = scheme.weights.num_bits, parts["weight_scale"]
     if "weight_packed" in parts:
-        if "weight_shape" not in parts or parts["weight_shape"].numel() != 2:
+        shape = parts.get("weight_shape")
+        if shape is None or shape.numel() != 2 or shape.is_floating_point():
             raise ModelError(f"{linear} has no weight_shape of two numbers. Copy or download the model again.")
-        rows, cols = map(int, parts["weight_shape"].flatten().tolist())
+        rows, cols = map(int, shape.flatten().tolist())
         numbers = unpacked_words(f"{linear}.weight_packed", parts["weight_packed"], bits, rows, cols) - (1 << bits - 1)
     elif "weight" in parts and parts["weight"].dtype == torch.int8 and parts["weight"].dim() == 2:
         numbers = parts["weight"]
@@ -153,14 +154,14 @@ def _matrix(linear: str, parts: dict[str, Tensor], dtype: torch.dtype, scheme: _
         raise ModelError(f"{linear} has neither weight_packed nor a weight of int8. Copy or download the model again.")
     rows, cols = numbers.shape
     scales = scales.reshape(1, 1).expand(rows, 1) if scales.numel() == 1 else scales
-    zeros = parts.get("weight_zero_point")
-    if zeros is not None and not scheme.weights.symmetric:
+    zeros = None if scheme.weights.symmetric else parts.get("weight_zero_point")
+    if not scheme.weights.symmetric and (zeros is None or zeros.is_floating_point()):
+        raise ModelError(f"{linear} has no zero points of integers. Copy or download the model again.")
+    if zeros is not None:
         if zeros.dtype == torch.int32:
             zeros = unpacked_words(f"{linear}.weight_zero_point", zeros.T, bits, scales.shape[-1], rows).T
             zeros = zeros - (1 << bits - 1)
         zeros = zeros.reshape(1, 1).expand(rows, 1) if zeros.numel() == 1 else zeros
-    else:
-        zeros = None
     group = scheme.weights.group_size or 0 if scheme.weights.strategy in ("group", None) else 0
     order = None
     if "weight_g_idx" in parts and (parts["weight_g_idx"] >= 0).all():

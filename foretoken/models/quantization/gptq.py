@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken.core.checks import validated
 from foretoken.core.errors import ModelError
@@ -25,7 +25,7 @@ class _Gptq(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     bits: int
-    group_size: int = -1
+    group_size: int = Field(default=-1, ge=-1, le=1 << 24)
     checkpoint_format: str = "gptq"
     dynamic: dict[str, Any] | None = None
 
@@ -34,7 +34,7 @@ class _Awq(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     bits: int
-    group_size: int
+    group_size: int = Field(ge=-1, le=1 << 24)
     version: str = "gemm"
 
 
@@ -46,18 +46,20 @@ def gptq_layout(settings: Mapping[str, Any], name: str) -> Layout:
         reason = f"numbers of {found.bits} bits"
     elif found.checkpoint_format not in ("gptq", "gptq_v2"):
         reason = f"numbers of the format '{found.checkpoint_format}'"
-    elif found.dynamic:
+    elif any(not key.startswith("-:") for key in found.dynamic or ()):  # those are layers that stay as they are
         reason = "other numbers in some layers ('dynamic')"
     if reason is not None:
         raise ModelError(f"'{name}' is a checkpoint of GPTQ with {reason}. Expected 4 or 8 bits in every layer.")
-    less = 1 if found.checkpoint_format == "gptq" else 0  # zero points are stored less one
+    # Zero points are stored less one, and whole words at once: 0 borrows from the next.
+    less = 0 if found.checkpoint_format == "gptq_v2" else 0x11111111 if found.bits == 4 else 0x01010101
 
     def matrix(linear: str, parts: dict[str, Tensor], dtype: torch.dtype) -> QuantizedMatrix:
         words, scales, bits = _checked_words(linear, parts["qweight"]), parts["scales"], found.bits
         cols, rows = words.shape[0] * 32 // bits, words.shape[1]
         numbers = unpacked_words(f"{linear}.qweight", words.T, bits, rows, cols)
-        groups = scales.shape[0]
-        zeros = unpacked_words(f"{linear}.qzeros", _checked_words(linear, parts["qzeros"]), bits, groups, rows).T + less
+        zero_words = _checked_words(linear, parts["qzeros"]).long() + less
+        zero_words = (zero_words << 32 >> 32).int()
+        zeros = unpacked_words(f"{linear}.qzeros", zero_words, bits, len(_checked_scales(linear, scales)), rows).T
         group = 0 if found.group_size == -1 else found.group_size
         order = order_of_groups(linear, parts["g_idx"], group, cols) if "g_idx" in parts and group > 0 else None
         return _unsigned(linear, numbers, scales, zeros, bits=bits, group=group, dtype=dtype, order=order)
@@ -81,8 +83,8 @@ def awq_layout(settings: Mapping[str, Any], name: str) -> Layout:
         words, scales = _checked_words(linear, parts["qweight"]), parts["scales"]
         cols, rows = words.shape[0], words.shape[1] * 8
         numbers = _reordered(unpacked_words(f"{linear}.qweight", words, 4, cols, rows)).T
-        zero_words = _checked_words(linear, parts["qzeros"])
-        zeros = _reordered(unpacked_words(f"{linear}.qzeros", zero_words, 4, scales.shape[0], rows)).T
+        zero_words, groups = _checked_words(linear, parts["qzeros"]), len(_checked_scales(linear, scales))
+        zeros = _reordered(unpacked_words(f"{linear}.qzeros", zero_words, 4, groups, rows)).T
         return _unsigned(linear, numbers, scales, zeros, bits=4, group=max(found.group_size, 0), dtype=dtype)
 
     return Layout(label="AWQ, 4 bits", marker="qweight", parts=("qweight", "qzeros", "scales"), matrix=matrix)
@@ -102,6 +104,12 @@ def _checked_words(linear: str, words: Tensor) -> Tensor:
     if words.dim() != 2 or words.dtype != torch.int32:
         raise ModelError(f"{linear} has words {list(words.shape)} {words.dtype}. Expected int32 in two dimensions.")
     return words
+
+
+def _checked_scales(linear: str, scales: Tensor) -> Tensor:
+    if scales.dim() != 2:
+        raise ModelError(f"{linear} has scales {list(scales.shape)}. Expected two dimensions.")
+    return scales
 
 
 def _reordered(numbers: Tensor) -> Tensor:

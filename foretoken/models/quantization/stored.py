@@ -143,6 +143,7 @@ def matrix_of(
         ModelError: If shapes do not fit, or a scale is NaN or infinite.
     """
     rows, cols = numbers.shape
+    group = 0 if group >= cols else group
     if group and (group < 16 or group & (group - 1)):
         raise ModelError(f"{name} has groups of {group} weights. Expected a power of 2 from 16 on.")
     shape = [rows, -(-cols // group) if group else 1]
@@ -154,7 +155,7 @@ def matrix_of(
         )
     wide = scales.float()
     offsets = None if zeros is None else -zeros.float() * wide
-    if not wide.isfinite().all():
+    if not wide.isfinite().all() or (offsets is not None and not offsets.isfinite().all()):
         raise ModelError(f"{name} has scales that are NaN or infinite. Copy or download the model again.")
     ordered = numbers if order is None else numbers[:, order.long()]
     fields |= {"bits": bits, "dtype": dtype, "input_order": order}
@@ -233,7 +234,8 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
     orders: dict[bytes, Tensor] = {}
     for linear in sorted(stored.linears):
         place: Any = module.get_submodule(linear)
-        matrix = stored.matrix(linear, dtype)
+        with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
+            matrix = stored.matrix(linear, dtype)
         if matrix.input_order is not None:  # one tensor, as the kernels compare addresses
             order = matrix.input_order
             matrix = replace(matrix, input_order=orders.setdefault(order.numpy().tobytes(), order))

@@ -23,7 +23,7 @@ from foretoken.files.processes import is_lock, run_lock
 from foretoken.models.config_checks import check_model_files
 from foretoken.models.loading import check_architecture, load_config
 from foretoken.models.quantization.stored import packed_words
-from foretoken.models.weight_files import check_counts, meta_model
+from foretoken.models.weight_files import check_counts, check_fit, meta_model, model_files, untied_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ class Rounded(NamedTuple):
         return self.numbers * self.scales.float().repeat_interleave(each, 1)[:, : self.numbers.shape[1]]
 
 
-class Source:
+class Original:
     """A checkpoint to be rounded, and its linear layers except for the LM head.
 
     Attributes:
@@ -78,7 +78,7 @@ class Source:
             raise ModelError(f"the weights of '{directory}' are quantised already. Expected the original model.")
         self.headers: dict[str, TensorHeader] = {}
         self._paths: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
+        for path in model_files(directory):
             for key, header in tensor_headers(path).items():
                 self.headers[key], self._paths[key] = header, path
         self.headers = dict(sorted(self.headers.items(), key=lambda item: _natural(item[0])))
@@ -99,6 +99,7 @@ class Source:
             raise ModelError(
                 f"'{directory}' {reason}. Expected a dense model whose weights have the names of its architecture."
             )
+        check_fit(self.headers, untied_shapes(module), str(directory))
 
     def check_groups(self, scheme: Scheme) -> None:
         """Raises `ConfigError` if groups do not divide the inputs of a layer."""
@@ -152,7 +153,7 @@ def scale_dtype(weight: Tensor) -> torch.dtype:
 
 
 def write_quantized(
-    source: Source,
+    source: Original,
     out: Path,
     scheme: Scheme,
     settings: Mapping[str, Any],
@@ -208,12 +209,18 @@ def write_quantized(
         for path in sorted(source.directory.iterdir()):
             if path.suffix in _BESIDE and path.name not in _WHOLE:
                 shutil.copyfile(path, out / path.name)
+        if source.digest(settings) != digest:
+            raise ConfigError(
+                f"'{source.directory}' was changed meanwhile. Remove '{out}' and start again when nothing writes there."
+            )
         values = read_json_object(source.directory / "config.json")
         write_file(out / "config.json", json.dumps({**values, "quantization_config": _quantization(scheme)}, indent=2))
     return out
 
 
-def _tensors(source: Source, key: str, scheme: Scheme, rounded: Callable[[str, Tensor], Rounded]) -> dict[str, Tensor]:
+def _tensors(
+    source: Original, key: str, scheme: Scheme, rounded: Callable[[str, Tensor], Rounded]
+) -> dict[str, Tensor]:
     tensor = source.read(key)
     if key not in source.linears:
         return {key: tensor}
@@ -272,7 +279,7 @@ def _check_place(out: Path, digest: str) -> None:
     record = out / _RECORD
     if not record.is_file():
         raise ConfigError(f"'{out}' holds other files. Expected a new or empty directory.")
-    if read_json_object(record).get("digest") != digest:
+    if read_json_object(record, error=ConfigError, advice=f"Remove '{out}'.").get("digest") != digest:
         raise ConfigError(
             f"'{out}' was begun from other files or with other settings, see {_RECORD} there. Expected the same, to go "
             "on. Choose another directory, or remove it."
