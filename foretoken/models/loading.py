@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.logging import disable_progress_bar
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.config_checks import (
@@ -127,7 +128,7 @@ def load_model(
     check_architecture(config, name)
     check_quantization(config, name)
     check_counts(headers, config.get_text_config(), name)
-    if torch_device.type == "cpu" and is_stored(config):
+    if runs_cpu_kernels(torch_device) and is_stored(config):
         return _stored_model(open_checkpoint(name, config, revision), name, torch_dtype, torch_device)
     is_quantised = getattr(config, "quantization_config", None) is not None
     if not is_quantised:
@@ -160,7 +161,7 @@ def load_model(
 
 
 def _stored_model(stored: StoredModel, name: str, dtype: torch.dtype | str, device: torch.device) -> LoadedModel:
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+    if not runs_cpu_kernels(device) or dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(
             f"'{name}' is stored as {stored.label} and was asked for in {dtype} on '{device}'. Only CPUs have kernels "
             "for it, and inputs are float32 or bfloat16. Pass device='cpu' and dtype='bfloat16'."
