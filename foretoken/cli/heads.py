@@ -32,9 +32,7 @@ def inspect(
             "tokens beside it.",
         ),
     ] = None,
-    text: Annotated[
-        str, typer.Option(help="Held-out text for --original: a bundled set's name, .jsonl or text.")
-    ] = "heldout",
+    text: options.HeldOut = "heldout",
     as_json: options.AsJson = False,
 ) -> None:
     """Print what a directory holds: a target's architecture, sizes, dtype, tokenizer; or a head's format and sizes.

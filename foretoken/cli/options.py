@@ -114,6 +114,7 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens a prompt.")]
 Temperatures = Annotated[list[float] | None, typer.Option(help="Temperature; may be repeated. Default: 0 and 0.8.")]
 Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the i-th gets seed + i.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+HeldOut = Annotated[str, typer.Option(help="Held-out text for the comparison: a bundled set's name, .jsonl or text.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice when left out.")]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns.")]
 

@@ -55,9 +55,7 @@ def quantize(
             "card. Needs memory for both.",
         ),
     ] = True,
-    text: Annotated[
-        str, typer.Option(help="Held-out text for --compare: a bundled set's name, .jsonl or text.")
-    ] = "heldout",
+    text: options.HeldOut = "heldout",
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:

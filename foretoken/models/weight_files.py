@@ -44,12 +44,7 @@ def model_files(directory: Path) -> list[Path]:
 
 def check_fit(headers: dict[str, TensorHeader], shapes: dict[str, tuple[int, ...]], name: str) -> None:
     """Raises `ModelError` unless the files have all these weights, in these shapes, as floating-point numbers."""
-    misshaped = [
-        f"{key} {list(headers[key].shape)} instead of {list(shape)}"
-        for key, shape in shapes.items()
-        if key in headers and headers[key].shape != shape
-    ]
-    check_keys(name, missing=shapes.keys() - headers.keys(), misshaped=misshaped)
+    check_keys(name, missing=shapes.keys() - headers.keys(), misshaped=_misshaped(headers, shapes))
     odd = next((key for key in shapes if headers[key].dtype not in _WIDE_DTYPES), None)
     if odd is not None:
         raise ModelError(
@@ -122,13 +117,17 @@ def check_shapes(name: str, config: Any, headers: dict[str, TensorHeader]) -> No
     It also renames some weights while loading: names that only the files have say nothing.
     """
     wanted = _wanted_shapes(config)
-    misshaped = [
-        f"{key} {list(headers[key].shape)} instead of {list(shape)}"
-        for key, shape in wanted.items()
-        if key in headers and headers[key].shape != shape
-    ]
+    misshaped = _misshaped(headers, wanted)
     if misshaped:
         check_keys(name, missing=wanted.keys() - headers.keys(), misshaped=misshaped)
+
+
+def _misshaped(headers: dict[str, TensorHeader], shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    return [
+        f"{key} {list(headers[key].shape)} instead of {list(shape)}"
+        for key, shape in shapes.items()
+        if key in headers and headers[key].shape != shape
+    ]
 
 
 def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> None:

@@ -42,7 +42,9 @@ class Calibration:
             ModelError: If transformers cannot load the model, or its blocks are not found.
         """
         name = str(source.directory)
-        with foreign_errors_as(ModelError, lambda err: f"model '{name}' cannot be loaded: {one_line(err)}."):
+        with foreign_errors_as(
+            ModelError, lambda err: f"model '{name}' cannot be loaded: {one_line(err)}. Check its files."
+        ):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name, dtype="auto", attn_implementation="eager", trust_remote_code=False, use_safetensors=True
             )
@@ -53,7 +55,8 @@ class Calibration:
         self._paths = [paths[block] for block in self._blocks]
         self._calls = [self._calls_of(text) for text in texts]
         self._hidden = [calls[0][0] for calls in self._calls]
-        self._next, self._made = 0, {}  # type: tuple[int, dict[str, Rounded]]
+        self._next = 0
+        self._made: dict[str, Rounded] = {}
 
     def rounded(self, name: str, weight: Tensor) -> Rounded:
         """Rounds the weight of a linear layer, after those of all blocks before; other layers to nearest."""

@@ -128,7 +128,9 @@ def _scheme_of(linear: str, schemes: list[_Scheme], name: str) -> _Scheme:
     for scheme in schemes:
         if "Linear" in scheme.targets:
             return scheme
-    raise ModelError(f"{linear} of '{name}' is in integers, but no group of quantization_config says how.")
+    raise ModelError(
+        f"{linear} of '{name}' is in integers, but no group of quantization_config says how. Correct config.json."
+    )
 
 
 def _matches(pattern: str, linear: str, name: str) -> bool:
@@ -136,7 +138,7 @@ def _matches(pattern: str, linear: str, name: str) -> bool:
         return re.match(pattern, linear) is not None
     except re.error as err:
         raise ModelError(
-            f"quantization_config of '{name}' has the pattern '{pattern}', which is wrong: {err}."
+            f"quantization_config of '{name}' has the pattern '{pattern}', which is wrong: {err}. Correct config.json."
         ) from err
 
 
