@@ -51,10 +51,7 @@ def has_triton() -> bool:
 
 
 def integers_on(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Returns nested lists of integers as an int64 tensor on a device.
-
-    The function does not wait for a GPU: it copies from pinned memory.
-    """
+    """Returns nested lists of integers as an int64 tensor on a device; does not wait for a GPU."""
     host = torch.from_numpy(np.array(values, dtype=np.int64))  # takes half the time of `torch.tensor`
     return host if device.type == "cpu" else _copied(host, device)
 
@@ -65,8 +62,13 @@ def floats_on(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     return host if device.type == "cpu" else _copied(host, device)
 
 
+_LARGEST_STAGED = 1 << 16  # bytes; CUDA's driver copies as many out of pageable memory before the call returns
+
+
 def _copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return host.pin_memory().to(device, non_blocking=True) if has_cuda_runtime(device) else host.to(device)
+    if has_cuda_runtime(device) and host.nbytes > _LARGEST_STAGED:
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 _CPU = torch.device("cpu")

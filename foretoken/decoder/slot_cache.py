@@ -300,12 +300,13 @@ class SlotCache:
             from foretoken.decoder.triton_kernels import commit_rows
 
             depth = max(len(path) for *_, path in moved)
-            padded = integers_on([[*path, *[-1] * (depth - len(path))] for *_, path in moved], device)
+            padded = [node for *_, path in moved for node in (*path, *[-1] * (depth - len(path)))]
             at = self.places([slot for slot, *_ in moved])
             roots, lengths = [root for _, root, _ in moved], [len(path) for *_, path in moved]
-            tables = integers_on([at, roots, lengths], device)
+            count = len(moved)
+            tables = integers_on([*at, *roots, *lengths, *padded], device).split([count, count, count, len(padded)])
             for store in self._stores.values():
-                commit_rows(store, tables[0], tables[1], padded, tables[2])
+                commit_rows(store, tables[0], tables[1], tables[3].view(count, depth), tables[2])
             return
         for slot, root, path in moved:
             self.move_rows(slot, [root + node for node in path], root + 1)

@@ -59,7 +59,11 @@ def commit_rows(store: Tensor, slots: Tensor, prefix: Tensor, path: Tensor, num_
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["max_depth", "heads"])
+# The four tables may begin anywhere in one tensor; without the exception each alignment would compile a kernel.
+@triton.jit(
+    do_not_specialize=["max_depth", "heads"],
+    do_not_specialize_on_alignment=["slots", "prefix", "path", "num_accepted"],
+)
 def _commit_kernel(
     store: tl.tensor,
     slots: tl.tensor,
