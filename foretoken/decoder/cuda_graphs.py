@@ -46,17 +46,12 @@ class GraphCapture(Protocol):
         """Returns the output tensors that each run fills, and a function that replays the run."""
         ...
 
-    def cut(self) -> None:
-        """Ends one part of the replay and begins the next; the device runs a part while the host launches the next."""
-
 
 class CudaGraphCapture:
     """CUDA graphs, all in one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
-        self._parts: list[torch.cuda.CUDAGraph] = []
-        self._context: torch.cuda.graph | None = None  # of the capture in progress
 
     def capture(self, run: Callable[[], Output]) -> tuple[Output, Callable[[], None]]:
         """See `GraphCapture`."""
@@ -66,28 +61,10 @@ class CudaGraphCapture:
             for _ in range(2):  # compiles kernels and lets libraries choose theirs; neither can be captured
                 run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._parts = parts = [torch.cuda.CUDAGraph()]
-        self._context = torch.cuda.graph(parts[0], pool=self._pool)
-        try:
-            with self._context:
-                output = run()
-        finally:
-            self._context = None
-        replays = [part.replay for part in parts]
-
-        def replay() -> None:
-            for one in replays:
-                one()
-
-        return output, replay
-
-    def cut(self) -> None:
-        """See `GraphCapture`; does nothing in a run that is not captured."""
-        if self._context is not None:
-            self._parts[-1].capture_end()
-            self._parts.append(torch.cuda.CUDAGraph())
-            self._context.cuda_graph = self._parts[-1]
-            self._parts[-1].capture_begin(pool=self._pool)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+        return output, graph.replay
 
 
 class _Graph(NamedTuple, Generic[Output]):
@@ -301,7 +278,7 @@ class GraphDecoder:
         widest = max(part.shape[-1] for part in (*cache.keys, *cache.values))
         if not has_kernel(weights.dtype, widest):
             raise UnsuitableError("passes are captured as CUDA graphs only where the attention kernel runs.")
-        self._stock, self._cut = StockDecoder(weights, cache, taps, ops=ops), capture.cut
+        self._stock = StockDecoder(weights, cache, taps, ops=ops)
         self._vocab_size = weights.vocab_size
         self._every_row = torch.arange(_MOST_TOKENS, device=weights.device)
         self._weights = HeldMemory(weights.tensors())
@@ -337,4 +314,4 @@ class GraphDecoder:
 
     def _run_captured(self, shape: PassShape, *inputs: Tensor) -> PassOutput:
         work = captured_pass(shape, inputs)
-        return self._stock.run(replace(work, logit_rows=self._every_row[: shape.num_tokens]), after_first=self._cut)
+        return self._stock.run(replace(work, logit_rows=self._every_row[: shape.num_tokens]))

@@ -129,9 +129,6 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1), first.storage_offset())
 
 
-# The device computes the first of so many parts of the blocks while the host launches the others, see "Launching a pass
-# in two parts" in benchmarks/NOTES.md.
-NUM_PARTS = 8
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm")
 
 
@@ -149,13 +146,7 @@ class TorchBlocks:
         self._final_norm = prepared_norm(blocks.final_norm, blocks.dtype)
 
     def run(
-        self,
-        x: Tensor,
-        work: Pass,
-        layout: AttentionLayout,
-        taps: Sequence[int],
-        side: Tensor | None = None,
-        after_first: Callable[[], None] | None = None,
+        self, x: Tensor, work: Pass, layout: AttentionLayout, taps: Sequence[int], side: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Computes every token of a pass; writes its keys and values to the cache.
 
@@ -163,7 +154,6 @@ class TorchBlocks:
             x: (M, E), the inputs of the first block.
             taps: F boundary indices: i is the input of block i, L the output of the last block, L + 1 the final norm.
             side: (M, E), contiguous, the second input of the first block, or None.
-            after_first: Called once, after the first of `NUM_PARTS` equal parts of the blocks.
 
         Returns:
             (M, E) after the final norm, and the (M, F, E) features of the taps; no features without taps or if only
@@ -178,11 +168,8 @@ class TorchBlocks:
         ops, turns = self._ops, Turns(work.token_positions, x.dtype)
         delta: Tensor | None = None
         boundaries = []
-        num_first = -(-len(layers) // NUM_PARTS)
         for layer in layers:
             block = layer.block
-            if layer.index == num_first and after_first is not None:
-                after_first()
             x, normed = ops.add_and_norm(x, delta, block.attention_norm)
             boundaries.append(x)
             normed = self._with_side(block, normed, side)
@@ -308,8 +295,8 @@ class StockDecoder:
         self._head = _head(weights)
         self._tensors = list(weights.tensors())
 
-    def run(self, work: Pass, *, after_first: Callable[[], None] | None = None) -> PassOutput:
-        """See `Decoder`; for `after_first` see `TorchBlocks`."""
+    def run(self, work: Pass) -> PassOutput:
+        """See `Decoder`."""
         work = work.to(self._weights.device)
         check_memory(self._tensors)
         with torch.inference_mode():
@@ -317,7 +304,7 @@ class StockDecoder:
             if self._weights.embedding_scale != 1.0:
                 x = x * self._weights.embedding_scale
             layout = AttentionLayout(work)
-            final, features = self._blocks.run(x, work, layout, self._taps, after_first=after_first)
+            final, features = self._blocks.run(x, work, layout, self._taps)
             logits, cap = None, self._weights.logit_softcap
             if work.logit_rows is not None:
                 logits = self._head(final if work.has_all_logits else final[work.logit_rows]).float()

@@ -40,9 +40,6 @@ class Rerun:
     def __init__(self) -> None:
         self.num_captured = self.num_runs = 0
 
-    def cut(self):
-        pass
-
     def capture(self, run: Any) -> Any:
         self.num_captured += 1
         first = run()

@@ -28,10 +28,7 @@ class Rerun:
     """Runs the function itself again, into the tensors of the first run: what a graph does, without one."""
 
     def __init__(self):
-        self.num_captured = self.num_runs = self.num_cuts = 0
-
-    def cut(self):
-        self.num_cuts += 1
+        self.num_captured = self.num_runs = 0
 
     def capture(self, run):
         self.num_captured += 1
@@ -125,16 +122,6 @@ def test_passes_of_one_shape(architecture, capture) -> None:
         assert torch.equal(features, features_as_given)
     if DEVICE == "cpu":
         assert capture.num_captured <= before + 2, "two sequences or three, 9 to 16 nodes, up to 8 of them in a tree"
-
-
-def test_a_pass_is_launched_in_two_parts(capture) -> None:
-    plain, captured = prefilled({0: 3}, model("llama", num_hidden_layers=9))
-    for seed in range(3):
-        assert_same(captured.verification([0], [3], random_tree([4], seed)), plain, captured)
-    if DEVICE == "cpu":
-        assert capture.num_cuts == capture.num_captured + capture.num_runs > 0, "once a run"
-    else:
-        assert len(capture._parts) == 2
 
 
 @pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma3", "olmo2", "smollm3", "starcoder2"])
