@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,7 +24,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.library import kernel_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _address, _num_bytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
 
@@ -153,6 +155,46 @@ def zeros_in_huge_pages(size: Sequence[int], *, dtype: torch.dtype, device: torc
     if advise is not None and begin < end:
         advise(begin, end - begin, _HUGEPAGE)  # before the first write, so that nothing moves
     return zeros.zero_()
+
+
+class SharedPages:
+    """Blocks of huge pages for tensors that are too small to fill one; a block is freed with its last tensor.
+
+    Matrices in 4 bits are rarely as large as a huge page. In pages of 4 KiB each, reading them takes up to twice as
+    long: see "Huge pages" in `benchmarks/NOTES.md`.
+    """
+
+    def __init__(self, block_bytes: int = 1 << 24) -> None:
+        """Prepares; a block is of `block_bytes`, a choice: large ones waste more at their end."""
+        self._block_bytes, self._lock = block_bytes, threading.Lock()
+        self._block: Callable[[], torch.UntypedStorage | None] = lambda: None
+        self._next = 0  # bytes from the beginning of the block, which may lie before the first page
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Returns a copy beside those of earlier calls; the tensor itself where the system has no huge pages."""
+        if not runs_cpu_kernels(tensor.device) or not tensor.nbytes or _madvise() is None:
+            return tensor
+        size = -(-tensor.nbytes // _LINE) * _LINE
+        with self._lock:
+            block = self._block()
+            if block is None or self._next + size > block.nbytes():
+                block = self._new_block(size)
+            place, self._next = self._next, self._next + size
+        owner = torch.empty(0, dtype=torch.uint8).set_(block)
+        return owner[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _new_block(self, size: int) -> torch.UntypedStorage:
+        size = -(-max(size, self._block_bytes) // _PAGE) * _PAGE
+        block = torch.empty(size + _PAGE, dtype=torch.uint8).untyped_storage()
+        self._next, advise = -block.data_ptr() % _PAGE, _madvise()
+        if advise is not None:
+            advise(block.data_ptr() + self._next, size, _HUGEPAGE)  # before the first write
+        self._block = weakref.ref(block)
+        return block
+
+
+SHARED_PAGES = SharedPages()
+_LINE = 64  # bytes of a cache line
 
 
 def _madvise() -> Any | None:

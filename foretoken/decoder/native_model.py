@@ -266,7 +266,7 @@ def _share_inputs(index: int, *matrices: MatrixStruct) -> None:
     group = min((each.input_group for each in found), default=0)
     for each in found:
         each.input_group = group
-        each.input_bits = 16 if bits == 12 and any(other.bits == 8 for other in found) else bits
+        each.input_bits = bits
 
 
 def _num_bytes(layers: described.Blocks, ends: LeanWeights | None, quantization: Quantization | None) -> int:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from foretoken.core.checks import require
 from foretoken.core.errors import ModelError
 from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.memory import SHARED_PAGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ class QuantizedMatrix:
         num_outputs: N.
         num_inputs: K.
         dtype: Of the layer's inputs and outputs, float32 or bfloat16.
-        input_bits: 8, 16, 24, or 12 for numbers of 4 bits. The kernels take more where matrices share inputs.
+        input_bits: 8, 16 or 24. The kernels take more where matrices share inputs.
         has_token_scales: Whether all inputs of a token share a scale.
         row_scales: (N,) float32, or None for 1.
         group: Weights side by side that share a scale, a power of 2 from 16 on; 0 without groups.
@@ -84,7 +85,7 @@ class QuantizedMatrix:
             "numbers have another shape",
         )
         require(self.dtype in (torch.float32, torch.bfloat16), "the dtype is not float32 or bfloat16")
-        require(self.input_bits in (8, 16, 24) or (is_packed and self.input_bits == 12), "inputs have other bits")
+        require(self.input_bits in (8, 16, 24), "inputs have other bits")
         require(
             not self.group or (_SHORTEST_GROUP <= self.group < 1 << 30 and self.group & (self.group - 1) == 0),
             "a group is too short",
@@ -118,7 +119,7 @@ class QuantizedMatrix:
             bits: 4 or 8.
             group_scales: (N, ceil(K / group)) float16 or float32, or None.
             group_offsets: As `group_scales`.
-            fields: All others. Without `input_bits`, float32 inputs have 24 and bfloat16 ones 16 or 12.
+            fields: All others. Without `input_bits`, float32 inputs have 24 and bfloat16 ones 16.
         """
         rows, cols = numbers.shape
         is_small = bits == 4 and bool(((numbers >= -_ZERO) & (numbers < _ZERO)).all())
@@ -126,10 +127,10 @@ class QuantizedMatrix:
         for each in (group_scales, group_offsets):
             expected = rows, -(-cols // max(1, fields.get("group", 0)))
             require(each is None or each.shape == expected, "scales and offsets of groups have another shape")
-        fields = {"input_bits": _input_bits(bits, fields["dtype"])} | fields
+        fields = {"input_bits": _input_bits(fields["dtype"])} | fields
         groups = _num_groups(cols, fields.get("group", 0))
         return cls(
-            numbers=_packed(numbers, bits), num_outputs=rows, num_inputs=cols,
+            numbers=SHARED_PAGES.copy(_packed(numbers, bits)), num_outputs=rows, num_inputs=cols,
             group_scales=None if group_scales is None else _in_panels(group_scales, groups),
             group_offsets=None if group_offsets is None else _in_panels(group_offsets, groups), **fields,
         )  # fmt: skip
@@ -213,9 +214,9 @@ class QuantizedMatrix:
         return own.repeat_interleave(min(self.group, _padded(self.num_inputs)), 1)[:, : self.num_inputs]
 
 
-def _input_bits(bits: int, dtype: torch.dtype) -> int:
+def _input_bits(dtype: torch.dtype) -> int:
     """Returns bits whose errors are mostly below those of rounding to a dtype, see `docs/runners.md`."""
-    return 24 if dtype == torch.float32 else 12 if bits == 4 else 16
+    return 24 if dtype == torch.float32 else 16
 
 
 def _is_permutation(order: Tensor, count: int) -> bool:
@@ -255,7 +256,7 @@ def _in_panels(scales: Tensor, groups: int) -> Tensor:
     """Turns (N, G) into the kernels' order, with zeros for the groups and rows that are missing."""
     rows, own = scales.shape
     whole = functional.pad(scales, (0, groups - own, 0, -rows % _PANEL))
-    return whole.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
+    return SHARED_PAGES.copy(whole.view(-1, _PANEL, groups).transpose(1, 2).contiguous())
 
 
 def _in_rows(scales: Tensor) -> Tensor:
@@ -296,7 +297,7 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
         raise UnsuitableError(
             f"a weight {tuple(weight.shape)} {weight.dtype} holds NaN or infinite values, which {quantization} has not."
         )
-    fields: dict[str, Any] = {"input_bits": _input_bits(4 if is_small else 8, dtype)}
+    fields: dict[str, Any] = {"input_bits": _input_bits(dtype)}
     if quantization in ("w4a8", "w8a8"):
         fields = {"input_bits": 8, "has_token_scales": quantization == "w8a8"}
     if is_small:
@@ -305,7 +306,7 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
     else:
         fields["row_scales"] = scales.flatten()
     return QuantizedMatrix(
-        numbers=torch.cat([numbers for numbers, _ in made]), num_outputs=len(weight), num_inputs=cols, dtype=dtype,
+        numbers=SHARED_PAGES.copy(torch.cat([numbers for numbers, _ in made])), num_outputs=len(weight), num_inputs=cols, dtype=dtype,
         **fields,
     )  # fmt: skip
 

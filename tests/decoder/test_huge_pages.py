@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from foretoken.decoder import memory
-from foretoken.decoder.memory import use_huge_pages, zeros_in_huge_pages
+from foretoken.decoder.memory import SharedPages, use_huge_pages, zeros_in_huge_pages
 
 _MAPS = Path("/proc/self/smaps")
 
@@ -54,6 +56,35 @@ def test_zeros_lie_in_huge_pages_from_the_start() -> None:
     assert zeros_in_huge_pages((0, 4), dtype=torch.float32, device=torch.device("cpu")).numel() == 0
     if not huge_bytes([zeros]):
         pytest.skip("this system keeps no huge pages")
+
+
+def test_small_tensors_share_huge_pages() -> None:
+    pages, tensors = SharedPages(1 << 23), [torch.randn(300, 1000).to(torch.bfloat16) for _ in range(20)]
+    copies = [pages.copy(each) for each in tensors]
+    assert all(map(torch.equal, tensors, copies))
+    assert all(one.dtype == other.dtype and one.is_contiguous() for one, other in zip(tensors, copies, strict=True))
+    if copies[0] is tensors[0]:
+        pytest.skip("this system keeps no huge pages")
+    assert all(each.data_ptr() % 64 == 0 for each in copies)
+    assert len({each.untyped_storage().data_ptr() for each in copies}) == 2, "13 of 600 KB fit into a block of 8 MiB"
+    assert all(torch.equal(pages.copy(each), each) for each in (torch.ones(5_000_000), torch.ones(()), torch.ones(0)))
+    if not huge_bytes(copies):
+        pytest.skip("this system keeps no huge pages")
+    assert huge_bytes(copies) >= 12_000_000 // 2**21 * 2**21
+
+
+def test_a_block_is_freed_with_its_last_tensor() -> None:
+    pages = SharedPages()
+    first, second = pages.copy(torch.ones(1000)), pages.copy(torch.zeros(1000))
+    block = weakref.ref(first.untyped_storage())
+    del first
+    gc.collect()
+    third = pages.copy(torch.ones(1000))
+    assert torch.equal(second, torch.zeros(1000))
+    assert third.untyped_storage() is second.untyped_storage() or third.untyped_storage().nbytes() == third.nbytes
+    del second, third
+    gc.collect()
+    assert block() is None
 
 
 @pytest.mark.parametrize("setting", ["always madvise [never]\n", None])

@@ -25,7 +25,7 @@ namespace {
 
 #if defined(FORETOKEN_TILES) && defined(__AMX_INT8__)
 
-constexpr int64_t kNearPanels = 16 << 10;  // bytes of panels in int8 that are multiplied with all tokens; a choice: 8 to 128 KiB take the same time within 5 %
+constexpr int64_t kNearPanels = 8 << 10;  // bytes of panels in int8 that are multiplied with all tokens; 16 KiB leave the first cache, see `benchmarks/NOTES.md`
 
 // This thread's memory, valid until the next call.
 inline char* thread_memory(size_t bytes) {
@@ -40,16 +40,15 @@ inline char* thread_memory(size_t bytes) {
   return memory.get();
 }
 
-// Registers of a product of inputs with D digits: sums of kPanels panels, for each digit or, of narrow ones, for both
-// together; then the digits of the tokens, then weights.
-template <int D, bool kIsNarrow>
+// Registers of a product of inputs with D digits: sums of kPanels panels for each digit; then the digits of the tokens,
+// then weights.
+template <int D>
 class RoundedRegisters : TileRegisters {
  public:
-  static constexpr int kSums = kIsNarrow ? 1 : D;      // of a panel
-  static constexpr int kPanels = kSums == 1 ? 4 : kSums == 2 ? 2 : 1;
+  static constexpr int kPanels = D == 1 ? 4 : D == 2 ? 2 : 1;
 
   RoundedRegisters(int64_t tokens, int64_t step) {
-    constexpr int kDigits = kSums * kPanels, kWeights = kDigits + D;
+    constexpr int kDigits = D * kPanels, kWeights = kDigits + D;
     for (int i = 0; i < kDigits; ++i) shape(i, tokens, 4 * kPanelRows);
     for (int i = kDigits; i < kWeights; ++i) shape(i, tokens, step);
     for (int i = kWeights; i < 8; ++i) shape(i, step / kQuad, kQuad * kPanelRows);
@@ -57,31 +56,11 @@ class RoundedRegisters : TileRegisters {
   }
 };
 
-// Adds the products of a step of inputs, from byte `at` of each panel on. Of narrow digits, sixteen times the weights of a
-// step come right before them.
-template <int D, bool kIsNarrow, int P>
+// Adds the products of a step of inputs, from byte `at` of each panel on.
+template <int D, int P>
 FORETOKEN_INLINE void add_tiles(const int8_t* x, int64_t digit, const char* const (&panels)[P], int64_t at) {
-  constexpr int64_t kRow = kQuad * kPanelRows, kToken = kWholeStep, kTile = kPanelRows * kWholeStep;
-  if constexpr (kIsNarrow) {
-    _tile_loadd(4, x, kToken);
-    _tile_loadd(5, x + digit, kToken);
-    _tile_loadd(6, panels[0] + at, kRow);
-    _tile_dpbssd(0, 4, 6);
-    _tile_loadd(7, panels[1] + at, kRow);
-    _tile_dpbssd(1, 4, 7);
-    _tile_loadd(6, panels[2] + at, kRow);
-    _tile_dpbssd(2, 4, 6);
-    _tile_loadd(7, panels[3] + at, kRow);
-    _tile_dpbssd(3, 4, 7);
-    _tile_loadd(6, panels[0] + at + kTile, kRow);
-    _tile_dpbssd(0, 5, 6);
-    _tile_loadd(7, panels[1] + at + kTile, kRow);
-    _tile_dpbssd(1, 5, 7);
-    _tile_loadd(6, panels[2] + at + kTile, kRow);
-    _tile_dpbssd(2, 5, 6);
-    _tile_loadd(7, panels[3] + at + kTile, kRow);
-    _tile_dpbssd(3, 5, 7);
-  } else if constexpr (D == 1) {
+  constexpr int64_t kRow = kQuad * kPanelRows, kToken = kWholeStep;
+  if constexpr (D == 1) {
     _tile_loadd(4, x, kToken);
     _tile_loadd(5, panels[0] + at, kRow);
     _tile_dpbssd(0, 4, 5);
@@ -121,23 +100,13 @@ FORETOKEN_INLINE void store_tiles(int32_t* out) {
   if constexpr (kCount == 4) _tile_stored(3, out + 3 * kTile, kRow);
 }
 
-// Decodes the 4-bit numbers of a panel for some inputs into int8; of narrow digits, with sixteen times the numbers of a step
-// before them.
-template <bool kIsNarrow>
-void decode_panel(const char* numbers, int64_t count, char* out) {
-  const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(int8_t(0xf0)), zero = _mm512_set1_epi8(8), sixteen_zeros = _mm512_set1_epi8(int8_t(0x80));
-  constexpr int64_t kTile = kPanelRows * kWholeStep;
-  for (int64_t k = 0; k < count; k += kWholeStep, out += kIsNarrow ? 2 * kTile : kTile) {
-    char* own = kIsNarrow ? out + kTile : out;
-    for (int64_t i = 0; i < kTile; i += 128, numbers += 64) {
-      const __m512i both = _mm512_loadu_si512(numbers);
-      if (kIsNarrow) {
-        _mm512_store_si512(out + i, _mm512_xor_si512(_mm512_and_si512(_mm512_slli_epi16(both, 4), high), sixteen_zeros));
-        _mm512_store_si512(out + i + 64, _mm512_xor_si512(_mm512_and_si512(both, high), sixteen_zeros));
-      }
-      _mm512_store_si512(own + i, _mm512_sub_epi8(_mm512_and_si512(both, low), zero));
-      _mm512_store_si512(own + i + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), zero));
-    }
+// Decodes the 4-bit numbers of a panel for some inputs into int8.
+inline void decode_panel(const char* numbers, int64_t count, char* out) {
+  const __m512i low = _mm512_set1_epi8(15), zero = _mm512_set1_epi8(8);
+  for (int64_t i = 0; i < count * kPanelRows; i += 128, numbers += 64) {
+    const __m512i both = _mm512_loadu_si512(numbers);
+    _mm512_store_si512(out + i, _mm512_sub_epi8(_mm512_and_si512(both, low), zero));
+    _mm512_store_si512(out + i + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), zero));
   }
 }
 
@@ -146,7 +115,7 @@ template <int P>
 struct Panels {
   const Matrix* matrices[P];
   int64_t numbers[P];
-  const char* decoded[P];  // their numbers in int8 from an input on; of narrow digits, see `decode_panel`
+  const char* decoded[P];  // their numbers in int8 from an input on
 
   const char* at(int p, int64_t k) const {
     const Matrix& matrix = *matrices[p];
@@ -156,16 +125,15 @@ struct Panels {
 
 // Adds the dot products of the inputs first..last of `count` tokens from m on to totals (panels, tokens, kPanelRows), or
 // writes them for the first inputs. next: bytes of each panel that are prefetched meanwhile, `fetched` of them.
-template <int D, bool kIsNarrow, int P>
+template <int D, int P>
 [[gnu::noinline]] void dot_tiles(const Panels<P>& panels, const RoundedInputs& x, int64_t m, int64_t count, int64_t first, int64_t last, const char* (&next)[P], int64_t fetched, float* totals) {
-  constexpr int kSums = RoundedRegisters<D, kIsNarrow>::kSums, kTile = kPanelRows * kTileTokens;
+  constexpr int kTile = kPanelRows * kTileTokens;
   const Matrix& matrix = *panels.matrices[0];
   const int64_t unit = unit_of(matrix), step = std::min<int64_t>(unit, kWholeStep), digit = x.width * kWholeStep;
-  const int64_t bytes = (kIsNarrow ? 2 : 1) * kPanelRows;  // of a panel for an input
   const int8_t* const inputs = x.at(0, m, 0);
   const int64_t each = (fetched * step / (last - first) + 63) / 64 * 64;  // prefetched in a step
   // Two units' sums: those of one are added to the totals while the products of the next one are on their way.
-  alignas(64) int32_t sums[2][P * kSums * kTile];
+  alignas(64) int32_t sums[2][P * D * kTile];
   UnitScales scales(matrix);
   const auto add_unit = [&](int64_t begin, const int32_t* unit_sums) {
     scales.begin(x, m, begin);
@@ -174,17 +142,17 @@ template <int D, bool kIsNarrow, int P>
     for (int p = 0; p < P; ++p) {
       const Lanes scale = scales.scales(*panels.matrices[p], panels.numbers[p], 0);
       float* total = totals + p * kTile;
-      const int32_t* own = unit_sums + p * kSums * kTile;
+      const int32_t* own = unit_sums + p * D * kTile;
 #pragma GCC unroll 4
       for (int64_t t = 0; t < count; ++t, total += kPanelRows, own += kPanelRows) {
-        const Lanes value = joined<kSums>(256.0f, [&](int d) { return *reinterpret_cast<const IntLanes*>(own + d * kTile); });
+        const Lanes value = joined<D>([&](int d) { return *reinterpret_cast<const IntLanes*>(own + d * kTile); });
         store_lanes(total, multiply_add(value, scale * input_scales[t], begin == 0 ? Lanes{} : load_lanes(total)));
       }
       if (matrix.group_offsets == nullptr) continue;
       const Lanes offset = scales.offsets(*panels.matrices[p], panels.numbers[p], 0);
       total = totals + p * kTile;
       for (int64_t t = 0; t < count; ++t, total += kPanelRows) {
-        const Lanes sum = joined<D>(kIsNarrow ? 16.0f : 256.0f, [&](int d) { return IntLanes{} + x.sum(d, m + t, begin, std::min(begin + unit, x.stride)); });
+        const Lanes sum = joined<D>([&](int d) { return IntLanes{} + x.sum(d, m + t, begin, std::min(begin + unit, x.stride)); });
         store_lanes(total, multiply_add(sum, offset * input_scales[t], load_lanes(total)));
       }
     }
@@ -195,17 +163,15 @@ template <int D, bool kIsNarrow, int P>
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
-    if constexpr (P * kSums == 4) _tile_zero(3);
+    if constexpr (P * D == 4) _tile_zero(3);
     for (int64_t k = begin; k < end; k += step) {
-      // Of narrow digits, a whole step's weights stand behind sixteen times these.
-      const int64_t at = (k - first) / kWholeStep * kWholeStep * bytes + (k - first) % kWholeStep * kPanelRows;
       for (int p = 0; p < P; next[p] += each, ++p) {
         for (int64_t i = 0; i < each; i += 64) __builtin_prefetch(next[p] + i, 0, 2);  // past the end it is harmless
       }
-      add_tiles<D, kIsNarrow>(inputs + k / kWholeStep * x.step_size() + k % kWholeStep, digit, panels.decoded, at);
+      add_tiles<D>(inputs + k / kWholeStep * x.step_size() + k % kWholeStep, digit, panels.decoded, (k - first) * kPanelRows);
     }
     if (begin > first) add_unit(begin - unit, waiting);
-    store_tiles<P * kSums>(own);
+    store_tiles<P * D>(own);
     fence();
   }
   add_unit(first + (last - first - 1) / unit * unit, waiting);
@@ -214,19 +180,18 @@ template <int D, bool kIsNarrow, int P>
 // Multiplies the panels of the rows begin..end of some matrices of one kind on matrix units; take(m, count, panel, totals,
 // distance) gets the dot products of tokens with the rows of a panel of each, (count, kPanelRows), `distance` numbers from
 // one matrix to the next.
-template <int D, bool kIsNarrow, int kCount, class Take>
+template <int D, int kCount, class Take>
 void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInputs& x, int64_t M, int64_t begin, int64_t end, Take&& take) {
-  constexpr int P = RoundedRegisters<D, kIsNarrow>::kPanels, kEach = P / kCount, kTile = kPanelRows * kTileTokens;
-  constexpr int64_t kRow = (kIsNarrow ? 2 : 1) * kPanelRows;                // bytes of a panel in int8 for an input
+  constexpr int P = RoundedRegisters<D>::kPanels, kEach = P / kCount, kTile = kPanelRows * kTileTokens;
   const Matrix& matrix = *matrices[0];
-  const int64_t part = std::max(kNearPanels / (P * kRow), unit_of(matrix));  // inputs that are multiplied with all tokens before the next ones
-  const RoundedRegisters<D, kIsNarrow> registers(std::min<int64_t>(M, kTileTokens), std::min<int64_t>(unit_of(matrix), kWholeStep));
+  const int64_t part = std::max(kNearPanels / (P * kPanelRows), unit_of(matrix));  // inputs that are multiplied with all tokens before the next ones
+  const RoundedRegisters<D> registers(std::min<int64_t>(M, kTileTokens), std::min<int64_t>(unit_of(matrix), kWholeStep));
   const int64_t last = (matrix.rows - 1) / kPanelRows;
   // Inputs that all panels of a thread read before the next inputs; they stay in the second cache.
   const int64_t most = std::max<int64_t>(kPanelBytes / (D * x.stride) / kTileTokens * kTileTokens, kTileTokens);
   const int64_t blocks = (std::min(M, most) + kTileTokens - 1) / kTileTokens;
-  char* const memory = thread_memory(size_t(P * part * kRow) + size_t(blocks * P * kTile) * sizeof(float));
-  float* const totals = reinterpret_cast<float*>(memory + P * part * kRow);
+  char* const memory = thread_memory(size_t(P * part * kPanelRows) + size_t(blocks * P * kTile) * sizeof(float));
+  float* const totals = reinterpret_cast<float*>(memory + P * part * kPanelRows);
   for (int64_t first = 0; first < M; first += most) {
     const int64_t past = std::min(M, first + most);
     for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; panel += kEach) {
@@ -239,8 +204,8 @@ void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInput
         const int64_t stop = std::min(k + part, x.stride);
         const char* next[P];
         for (int p = 0; p < P; ++p) {
-          char* own = memory + p * part * kRow;
-          if (matrix.bits == 4) decode_panel<kIsNarrow>(panels.at(p, k), stop - k, own);
+          char* own = memory + p * part * kPanelRows;
+          if (matrix.bits == 4) decode_panel(panels.at(p, k), stop - k, own);
           next[p] = panels.at(p, k) + kEach * panel_bytes(matrix);
           panels.decoded[p] = matrix.bits == 4 ? own : panels.at(p, k);
         }
@@ -249,7 +214,7 @@ void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInput
         const int64_t fetched = first > 0 ? 0 : (stop - k) * kPanelRows * matrix.bits / 8 / ((past - first + kTileTokens - 1) / kTileTokens);
         float* total = totals;
         for (int64_t m = first; m < past; m += kTileTokens, total += P * kTile) {
-          dot_tiles<D, kIsNarrow>(panels, x, m, std::min<int64_t>(kTileTokens, past - m), k, stop, next, fetched, total);
+          dot_tiles<D>(panels, x, m, std::min<int64_t>(kTileTokens, past - m), k, stop, next, fetched, total);
         }
       }
       float* total = totals;
@@ -296,8 +261,7 @@ void multiply_rounded_gated(const Matrix& gate, const Matrix& up, void* rounded,
     put_pairs(values, kTileTokens, inner, m, n);
   };
   const Matrix* const matrices[] = {&gate, &up};
-  if (digits_of(gate) == 1) return multiply_panels<1, false>(matrices, x, M, share.begin, share.end, take);
-  is_narrow(gate) ? multiply_panels<2, true>(matrices, x, M, share.begin, share.end, take) : multiply_panels<2, false>(matrices, x, M, share.begin, share.end, take);
+  digits_of(gate) == 1 ? multiply_panels<1>(matrices, x, M, share.begin, share.end, take) : multiply_panels<2>(matrices, x, M, share.begin, share.end, take);
 }
 
 #endif
@@ -314,10 +278,7 @@ void multiply_rounded(const Matrix& matrix, void* rounded, int64_t M, int64_t be
       const auto take = [&](int64_t m, int64_t count, int64_t panel, float* totals, int64_t) {
         for (int64_t t = 0; t < count; ++t) emit_panel(matrix, panel, begin, end, m + t, totals + t * kPanelRows, emit);
       };
-      if constexpr (D == 2) {
-        if (is_narrow(matrix)) return multiply_panels<2, true>(matrices, x, M, begin, end, take);
-      }
-      return multiply_panels<D, false>(matrices, x, M, begin, end, take);
+      return multiply_panels<D>(matrices, x, M, begin, end, take);
     }
 #endif
     multiply_strips<D>(matrix, x, M, begin, end, emit);

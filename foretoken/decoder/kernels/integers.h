@@ -38,12 +38,12 @@ struct UnitScales {
   }
 };
 
-// Numbers from sums of their digits, the highest one first. Exact to base 16: these sums are below 2^24.
+// Numbers from sums of their digits, the highest one first.
 template <int D, class Digit>
-FORETOKEN_INLINE Lanes joined(float base, Digit&& digit) {
+FORETOKEN_INLINE Lanes joined(Digit&& digit) {
   Lanes value = __builtin_convertvector(digit(0), Lanes);
 #pragma GCC unroll 3
-  for (int d = 1; d < D; ++d) value = multiply_add(value, in_all_lanes(base), __builtin_convertvector(digit(d), Lanes));
+  for (int d = 1; d < D; ++d) value = multiply_add(value, in_all_lanes(256.0f), __builtin_convertvector(digit(d), Lanes));
   return value;
 }
 
@@ -104,7 +104,6 @@ template <int D, int T, int P, bool kIsNibbles>
 [[gnu::noinline]] void dot_strips(const Matrix& matrix, const RoundedInputs& x, int64_t m, int64_t panel, int64_t last_panel, bool fetches, Lanes* totals) {
   constexpr int kZero = kIsNibbles ? 8 : 128;  // weights are unsigned here: numbers plus this
   const int64_t unit = unit_of(matrix), bytes = panel_bytes(matrix), ahead = P / kStrips * bytes;
-  const float base = base_of(matrix);
   const char* rows[P];
   int64_t panels[P];
   for (int p = 0; p < P; ++p) {
@@ -166,10 +165,10 @@ template <int D, int T, int P, bool kIsNibbles>
       for (int t = 0; t < T; ++t) {
         const float input_scale = unit_scales.inputs[t];
         Lanes& total = totals[t * P + p];
-        const Lanes value = joined<D>(base, [&](int d) { return sums[(d * T + t) * P + p]; });
+        const Lanes value = joined<D>([&](int d) { return sums[(d * T + t) * P + p]; });
         total = multiply_add(value, scale * input_scale, total);
         if (matrix.group_offsets == nullptr) continue;
-        const Lanes inputs = joined<D>(base, [&](int d) { return IntLanes{} + input_sums[t][d]; });
+        const Lanes inputs = joined<D>([&](int d) { return IntLanes{} + input_sums[t][d]; });
         total = multiply_add(inputs, unit_scales.offsets(matrix, panels[p], p % kStrips) * input_scale, total);
       }
     }
@@ -202,10 +201,12 @@ void multiply_strips(const Matrix& matrix, const RoundedInputs& x, int64_t M, in
     int64_t m = 0;
     if (M > 1) {
       for (; m + kMost <= M; m += kMost) run(integral_constant<int, kMost>(), integral_constant<int, kOfMany>(), m, panel);
+      const int64_t rest = M - m;  // all at once: each call reads the weights
+      if (rest == 1) run(integral_constant<int, 1>(), integral_constant<int, kOfMany>(), m, panel);
       if constexpr (kMost > 2) {
-        for (; m + 2 <= M; m += 2) run(integral_constant<int, 2>(), integral_constant<int, kOfMany>(), m, panel);
+        if (rest == 2) run(integral_constant<int, 2>(), integral_constant<int, kOfMany>(), m, panel);
+        if (rest == 3) run(integral_constant<int, 3>(), integral_constant<int, kOfMany>(), m, panel);
       }
-      for (; m < M; ++m) run(integral_constant<int, 1>(), integral_constant<int, kOfMany>(), m, panel);
     } else {
       run(integral_constant<int, 1>(), integral_constant<int, kOfOne>(), 0, panel);
     }

@@ -22,7 +22,7 @@ struct Matrix {
   const void *group_scales, *group_offsets;  // null: 1, and 0
   int64_t group;             // weights side by side that share them: a power of 2 from 16 on
   int64_t groups_are_half;   // whether they are in half precision, otherwise float32
-  int64_t input_bits;        // of a rounded input: 8, 16, 24, or 12 beside weights of 4 bits; see `rounded_inputs.h`
+  int64_t input_bits;        // of a rounded input: 8, 16 or 24; see `rounded_inputs.h`
   int64_t input_group;       // inputs that share a scale, a power of 2 from 128 on; 0: all of a token
   const int32_t* input_order;  // (cols,): column k of the numbers is for input input_order[k]; null: for input k
 };

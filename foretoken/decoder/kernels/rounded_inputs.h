@@ -1,11 +1,10 @@
-// Products of weights in 4 or 8 bits with inputs that are rounded to integers of 8, 12, 16 or 24 bits, in groups of
-// inputs that share a scale. Integers are added without rounding, in any order. So every instruction set, number of tokens and
+// Products of weights in 4 or 8 bits with inputs that are rounded to integers of 8, 16 or 24 bits, in groups of inputs
+// that share a scale. Integers are added without rounding, in any order. So every instruction set, number of tokens and
 // number of threads gives the same sum of a unit, of inputs that share all scales; these sums are then added in float32,
 // in their order.
 //
 // An input is a number of digits, each from -128 to 127, to base 256. A digit of many inputs is a vector of int8, which
-// processors multiply with int8 weights. The two digits of 12 bits, for weights of 4 bits, are to base 16: sixteen times
-// such a weight still is an int8, and matrix units add the products of both digits in one register.
+// processors multiply with int8 weights.
 //
 // Letters: M tokens, K inputs, D digits of an input; a panel is 16 rows of weights.
 #pragma once
@@ -42,8 +41,6 @@ constexpr int64_t kFewestOfTiles = INT64_MAX;
 inline int64_t padded_inputs(int64_t K) { return (K + kWholeStep - 1) / kWholeStep * kWholeStep; }
 inline int64_t panel_bytes(const Matrix& matrix) { return kPanelRows * padded_inputs(matrix.cols) * matrix.bits / 8; }
 inline int digits_of(const Matrix& matrix) { return int(matrix.input_bits + 7) / 8; }
-inline bool is_narrow(const Matrix& matrix) { return matrix.input_bits == 12; }
-inline float base_of(const Matrix& matrix) { return is_narrow(matrix) ? 16.0f : 256.0f; }
 inline int64_t input_group(const Matrix& matrix) { return matrix.input_group == 0 ? padded_inputs(matrix.cols) : matrix.input_group; }
 // Inputs whose products are added as integers: they share the scales of inputs and of weights.
 inline int64_t unit_of(const Matrix& matrix) {
@@ -57,17 +54,17 @@ inline int64_t rounded_bytes(int64_t K) { return (kMostDigits + 1) * padded_inpu
 // The rounded inputs of M tokens. Input k of token m is the number of its digits times the scale of its group.
 struct RoundedInputs {
   int64_t width, num_tokens;  // tokens side by side; tokens with padding
-  int count, shift;           // D, and bits of a digit that is not the highest
+  int count;                  // D
   int32_t most;               // the largest number
   int64_t stride;             // K with padding
   int64_t group, groups;      // inputs that share a scale; groups of a token
   int8_t* digits;             // (num_tokens / width, stride / kWholeStep, D, width, kWholeStep), the highest digit first
   float* scales;              // (groups, num_tokens)
-  int32_t* sums;              // (D, num_tokens, stride / kSummed), of digits
+  int32_t* sums;              // (D, num_tokens, stride / kSummed), of a digit from the beginning of the group on
 
   RoundedInputs(const Matrix& matrix, void* memory, int64_t M)
       : width(std::min<int64_t>(M, kTileTokens)), num_tokens(M <= kTileTokens ? M : most_inputs(M)), count(digits_of(matrix)),
-        shift(is_narrow(matrix) ? 4 : 8), most(count == 1 ? 127 : is_narrow(matrix) ? 2039 : count == 2 ? 32639 : 8355711), stride(padded_inputs(matrix.cols)),
+        most(count == 1 ? 127 : count == 2 ? 32639 : 8355711), stride(padded_inputs(matrix.cols)),
         group(input_group(matrix)), groups((stride + group - 1) / group), digits(static_cast<int8_t*>(memory)) {
     sums = reinterpret_cast<int32_t*>(digits + count * num_tokens * stride);
     scales = reinterpret_cast<float*>(sums + count * num_tokens * (stride / kSummed));
@@ -76,12 +73,11 @@ struct RoundedInputs {
     return digits + m / width * width * count * stride + k / kWholeStep * step_size() + (digit * width + m % width) * kWholeStep + k % kWholeStep;
   }
   int64_t step_size() const { return count * width * kWholeStep; }  // digits of a step of `width` tokens
-  // Sum of a digit of the inputs begin..end.
+  // Sum of a digit of the inputs begin..end of one group.
   int32_t sum(int digit, int64_t m, int64_t begin, int64_t end) const {
     const int32_t* own = sums + (digit * num_tokens + m) * (stride / kSummed);
-    int32_t total = 0;
-    for (int64_t i = begin / kSummed; i < end / kSummed; ++i) total += own[i];
-    return total;
+    const bool is_first = groups == 1 ? begin == 0 : (begin & (group - 1)) == 0;
+    return own[end / kSummed - 1] - (is_first ? 0 : own[begin / kSummed - 1]);
   }
 
   // Rounds the elements of token m of other inputs in one group, in a matrix's order.
@@ -116,9 +112,9 @@ struct RoundedInputs {
   // Adds up the digits of token m in one group.
   void add_up(int64_t m, int64_t g) const {
     for (int d = 0; d < count; ++d) {
+      int32_t total = 0;
       for (int64_t k = g * group; k < std::min((g + 1) * group, stride); k += kSummed) {
         const int8_t* own = at(d, m, k);
-        int32_t total = 0;
         for (int i = 0; i < kSummed; ++i) total += own[i];
         sums[(d * num_tokens + m) * (stride / kSummed) + k / kSummed] = total;
       }
@@ -132,9 +128,9 @@ struct RoundedInputs {
     numbers = numbers > most ? IntLanes{} + most : numbers < -most ? IntLanes{} - most : numbers;
     int8_t* out = at(0, m, k);
     for (int d = count - 1; d >= 0; --d) {
-      const IntLanes digit = d == 0 ? numbers : (numbers << (32 - shift)) >> (32 - shift);
+      const IntLanes digit = d == 0 ? numbers : (numbers << 24) >> 24;
       *reinterpret_cast<Bytes*>(out + d * width * kWholeStep) = __builtin_convertvector(digit, Bytes);
-      numbers = (numbers - digit) >> shift;
+      numbers = (numbers - digit) >> 8;
     }
   }
   static IntLanes nearest(Lanes x) {  // ties to even; any number for NaN
@@ -170,7 +166,6 @@ inline void round_tile(const RoundedInputs& out, const TileInputs& x, int64_t m,
   const __m512 factor = _mm512_maskz_div_ps(is_large, most, size);
   _mm512_mask_storeu_ps(out.scales + g * out.num_tokens + m, tokens, _mm512_mask_mov_ps(_mm512_maskz_div_ps(is_large, size, most), is_odd, _mm512_set1_ps(NAN)));
   const __m512i limit = _mm512_set1_epi32(out.most), low = _mm512_set1_epi32(0xff);
-  const __m128i shift = _mm_cvtsi32_si128(out.shift), rest = _mm_cvtsi32_si128(32 - out.shift);
   for (int64_t start = first; start < last; start += kWholeStep) {
     __m512 words[kMostDigits][16];
     for (int q = 0; q < 16; ++q) {
@@ -185,9 +180,9 @@ inline void round_tile(const RoundedInputs& out, const TileInputs& x, int64_t m,
         __m512i word = _mm512_setzero_si512();
 #pragma GCC unroll 4
         for (int i = 0; i < kQuad; ++i) {
-          const __m512i digit = d == 0 ? numbers[i] : _mm512_sra_epi32(_mm512_sll_epi32(numbers[i], rest), rest);
+          const __m512i digit = d == 0 ? numbers[i] : _mm512_srai_epi32(_mm512_slli_epi32(numbers[i], 24), 24);
           word = _mm512_or_si512(word, _mm512_slli_epi32(_mm512_and_si512(digit, low), 8 * i));
-          numbers[i] = _mm512_sra_epi32(_mm512_sub_epi32(numbers[i], digit), shift);
+          numbers[i] = _mm512_srai_epi32(_mm512_sub_epi32(numbers[i], digit), 8);
         }
         words[d][q] = _mm512_castsi512_ps(word);
       }
