@@ -98,15 +98,17 @@ def plain_of(contestant: Contestant, contestants: Sequence[Contestant]) -> Conte
 def heads_beside(model: Path) -> list[Contestant]:
     """Drafting with each head that lies beside a model, as `MODEL-eagle3`; none where none does.
 
-    foretoken drafts with all of them, OpenVINO and vLLM with EAGLE-3.
+    foretoken drafts with all of them, and with each and n-grams in one tree, OpenVINO and vLLM with EAGLE-3.
     """
     from benchmarks.speedup.sizes import methods_of  # torch and transformers take seconds to import
 
     names = [name for name in methods_of(model) if name not in ("ngram", "draft_model")]
     others = _EAGLE3_RIVALS if "eagle3" in names else {}
+    titles = {name: look_of(name, names).title for name in in_order(names)}
     return [
         *(Contestant(rival, "eagle3", f"{engine}, EAGLE-3") for rival, engine in others.items()),
-        *(Contestant("foretoken", name, f"foretoken, {look_of(name, names).title}") for name in in_order(names)),
+        *(Contestant("foretoken", name, f"foretoken, {title}") for name, title in titles.items()),
+        *(Contestant("foretoken", f"ngram+{name}", f"foretoken, n-gram + {title}") for name, title in titles.items()),
     ]
 
 

@@ -292,7 +292,8 @@ def test_heads_beside_the_model_take_part(tmp_path: Path) -> None:
         (tmp_path / f"small-{name}").symlink_to(directory("eagle3" if name == "eagle3" else "eagle"))
     (tmp_path / "small-notes").mkdir()
     chosen = choose_contestants(["foretoken"], has_draft=False, model=tmp_path / "small")
-    assert [c.name for c in chosen] == ["foretoken.plain", "foretoken.ngram", "foretoken.eagle3", "foretoken.hass"]
+    modes = ["plain", "ngram", "eagle3", "hass", "ngram+eagle3", "ngram+hass"]
+    assert [c.name for c in chosen] == [f"foretoken.{mode}" for mode in modes]
     assert [c.title for c in chosen][2:] == ["foretoken, EAGLE-3", "foretoken, HASS"]
     others = choose_contestants(["openvino", "vllm"], has_draft=False, model=tmp_path / "small")
     assert [c.name for c in others if c.mode == "eagle3"] == ["openvino.eagle3", "vllm.eagle3"]

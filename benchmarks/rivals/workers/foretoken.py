@@ -63,8 +63,12 @@ class Foretoken:
         if unknown:
             raise ValueError(f"LLM takes no {', '.join(unknown)}. Expected options among {', '.join(known)}.")
         options = dict(request.options)
-        speculative = dict(options.pop("speculative_config", {}))
-        if request.mode != "plain":
+        speculative: Any = dict(options.pop("speculative_config", {}))
+        if "+" in request.mode:  # several drafters in one tree
+            if speculative:
+                raise ValueError(f"{request.mode} takes no speculative_config. Expected none beside several drafters.")
+            speculative = request.mode
+        elif request.mode != "plain":
             speculative["method"] = request.mode
         if request.mode == "draft_model":
             speculative.setdefault("model", request.draft_model)

@@ -7,12 +7,14 @@ squares, the largest first.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from foretoken.core.checks import require
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.models.generic import find_blocks
 from foretoken.models.quantization.writing import Rounded, round_linear
@@ -46,7 +48,7 @@ class Calibration:
             ModelError, lambda err: f"model '{name}' cannot be loaded: {one_line(err)}. Check its files."
         ):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype="auto", attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+                name, dtype="auto", trust_remote_code=False, use_safetensors=True
             )
         self._module: Any = loaded.eval()
         self._scheme = scheme
@@ -88,8 +90,8 @@ class Calibration:
     def _round_block(self, index: int) -> dict[str, Rounded]:
         block, path = self._blocks[index], self._paths[index]
         linears = {name: part for name, part in block.named_modules() if type(part) is nn.Linear}
-        squares = {name: torch.zeros(part.in_features, part.in_features) for name, part in linears.items()}
-        hooks = [part.register_forward_pre_hook(_summing(squares[name])) for name, part in linears.items()]
+        squares = _Squares()
+        hooks = [part.register_forward_pre_hook(partial(squares.add, name)) for name, part in linears.items()]
         for hidden, calls in zip(self._hidden, self._calls, strict=True):
             block(hidden, **calls[index][1])
         for hook in hooks:
@@ -97,7 +99,7 @@ class Calibration:
         made = {}
         for name, part in linears.items():
             key = f"{path}.{name}.weight"
-            made[key] = gptq(key, part.weight.detach(), squares.pop(name), self._scheme)
+            made[key] = gptq(key, part.weight.detach(), squares.of(name, part.in_features), self._scheme)
             part.weight.copy_(made[key].dequantized())
         for text, (hidden, calls) in enumerate(zip(self._hidden, self._calls, strict=True)):
             result = block(hidden, **calls[index][1])
@@ -105,13 +107,31 @@ class Calibration:
         return made
 
 
-def _summing(total: Tensor) -> Any:
-    def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        for part in inputs[0].flatten(0, -2).split(_TOKENS_AT_ONCE):
-            wide = part.float()
-            total.addmm_(wide.T, wide)
+class _Squares:
+    """Sums of x x^T over the inputs x of layers; layers that read one tensor, as query and key, share a sum."""
 
-    return add
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}
+        self._owners: dict[str, str] = {}  # the layer whose sum is a layer's own
+        self._last: tuple[str, Tensor] | None = None
+
+    def add(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Adds the inputs of a layer, before it computes."""
+        (x,) = inputs
+        owner = self._owners.setdefault(name, name if self._last is None or self._last[1] is not x else self._last[0])
+        if owner != name:
+            require(self._last is not None and self._last[1] is x, f"{name} and {owner} read one tensor in each text")
+            return
+        self._last = name, x
+        for part in x.flatten(0, -2).split(_TOKENS_AT_ONCE):
+            wide = part.float()
+            total = self._totals.get(name)
+            self._totals[name] = wide.T @ wide if total is None else total.addmm_(wide.T, wide)
+
+    def of(self, name: str, size: int) -> Tensor:
+        """Returns (size, size) float32; zeros for a layer that was not called."""
+        total = self._totals.get(self._owners.get(name, name))
+        return torch.zeros(size, size) if total is None else total
 
 
 def gptq(name: str, weight: Tensor, squares: Tensor, scheme: Scheme) -> Rounded:
