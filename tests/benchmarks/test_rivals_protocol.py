@@ -294,7 +294,7 @@ def test_heads_beside_the_model_take_part(tmp_path: Path) -> None:
     chosen = choose_contestants(["foretoken"], has_draft=False, model=tmp_path / "small")
     modes = ["plain", "ngram", "eagle3", "hass", "ngram+eagle3", "ngram+hass"]
     assert [c.name for c in chosen] == [f"foretoken.{mode}" for mode in modes]
-    assert [c.title for c in chosen][2:] == ["foretoken, EAGLE-3", "foretoken, HASS"]
+    assert [c.title for c in chosen][3:5] == ["foretoken, HASS", "foretoken, n-gram + EAGLE-3"]
     others = choose_contestants(["openvino", "vllm"], has_draft=False, model=tmp_path / "small")
     assert [c.name for c in others if c.mode == "eagle3"] == ["openvino.eagle3", "vllm.eagle3"]
     names = [c.name for c in choose_contestants(["foretoken.hass"], has_draft=False, model=tmp_path / "small")]
