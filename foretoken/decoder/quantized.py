@@ -306,8 +306,8 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
     else:
         fields["row_scales"] = scales.flatten()
     return QuantizedMatrix(
-        numbers=SHARED_PAGES.copy(torch.cat([numbers for numbers, _ in made])), num_outputs=len(weight), num_inputs=cols,
-        dtype=dtype, **fields,
+        numbers=SHARED_PAGES.copy(torch.cat([numbers for numbers, _ in made])), num_outputs=len(weight),
+        num_inputs=cols, dtype=dtype, **fields,
     )  # fmt: skip
 
 
