@@ -98,7 +98,7 @@ def plain_of(contestant: Contestant, contestants: Sequence[Contestant]) -> Conte
 def heads_beside(model: Path) -> list[Contestant]:
     """Drafting with each head that lies beside a model, as `MODEL-eagle3`; none where none does.
 
-    foretoken drafts with all of them, and with each and n-grams in one tree, OpenVINO and vLLM with EAGLE-3.
+    foretoken drafts with each of them, alone and merged with n-grams into one tree. OpenVINO and vLLM take EAGLE-3.
     """
     from benchmarks.speedup.sizes import methods_of  # torch and transformers take seconds to import
 

@@ -114,6 +114,7 @@ _PAGE = 1 << 21  # bytes of a huge page on x86-64 and arm64 with 4 KiB pages
 _PORTION = 1 << 26
 _GAP = 1 << 16  # largest gap of an allocator between two tensors of one model; a choice
 _HUGEPAGE, _COLLAPSE = 14, 25  # of madvise, see linux/mman.h
+_LINE = 64  # bytes of a cache line
 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> int:
@@ -150,11 +151,17 @@ def zeros_in_huge_pages(size: Sequence[int], *, dtype: torch.dtype, device: torc
     """Returns zeros, on CPUs in huge pages if the system has them: rows that passes read one after another."""
     zeros = torch.empty(*size, dtype=dtype, device=device)
     advise = _madvise() if runs_cpu_kernels(device) else None
-    first = zeros.data_ptr()
-    begin, end = -(-first // _PAGE) * _PAGE, (first + zeros.nbytes) // _PAGE * _PAGE
-    if advise is not None and begin < end:
-        advise(begin, end - begin, _HUGEPAGE)  # before the first write, so that nothing moves
+    if advise is not None:
+        _advise_untouched(advise, zeros.data_ptr(), zeros.nbytes)
     return zeros.zero_()
+
+
+def _advise_untouched(advise: Any, first: int, size: int) -> int:
+    """Asks for huge pages in memory that nothing wrote to, so that nothing moves; returns where the first one is."""
+    begin, end = -(-first // _PAGE) * _PAGE, (first + size) // _PAGE * _PAGE
+    if begin < end:
+        advise(begin, end - begin, _HUGEPAGE)
+    return begin
 
 
 class SharedPages:
@@ -172,29 +179,27 @@ class SharedPages:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy beside those of earlier calls; the tensor itself where the system has no huge pages."""
-        if not runs_cpu_kernels(tensor.device) or not tensor.nbytes or _madvise() is None:
+        advise = _madvise() if runs_cpu_kernels(tensor.device) and tensor.nbytes else None
+        if advise is None:
             return tensor
         size = -(-tensor.nbytes // _LINE) * _LINE
         with self._lock:
             block = self._block()
             if block is None or self._next + size > block.nbytes():
-                block = self._new_block(size)
+                block = self._new_block(advise, size)
             place, self._next = self._next, self._next + size
         owner = torch.empty(0, dtype=torch.uint8).set_(block)
         return owner[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def _new_block(self, size: int) -> torch.UntypedStorage:
+    def _new_block(self, advise: Any, size: int) -> torch.UntypedStorage:
         size = -(-max(size, self._block_bytes) // _PAGE) * _PAGE
         block = torch.empty(size + _PAGE, dtype=torch.uint8).untyped_storage()
-        self._next, advise = -block.data_ptr() % _PAGE, _madvise()
-        if advise is not None:
-            advise(block.data_ptr() + self._next, size, _HUGEPAGE)  # before the first write
+        self._next = _advise_untouched(advise, block.data_ptr(), block.nbytes()) - block.data_ptr()
         self._block = weakref.ref(block)
         return block
 
 
 SHARED_PAGES = SharedPages()
-_LINE = 64  # bytes of a cache line
 
 
 def _madvise() -> Any | None:
