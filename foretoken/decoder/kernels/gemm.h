@@ -290,13 +290,19 @@ struct Rows {
 // them, see `multiply`; for rows before `end`.
 template <int R, class Emit>
 FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, int64_t m, int64_t count, float* out, Emit&& emit) {
+  // Products by fma, or a compiler joins some of them with the additions of `emit`.
   const auto finish = [&](auto rows) {
     for (int64_t c = 0; c < count; ++c, out += R) {
-      if (matrix.scales != nullptr) {  // by fma, or a compiler joins some of these products with the additions of `emit`
-        for (int r = 0; r < rows; ++r) out[r] = std::fma(out[r], matrix.scales[n + r], 0.0f);
+      int r = 0;
+      for (; r + kLanes <= rows; r += kLanes) {
+        Lanes values = load_lanes(out + r);
+        if (matrix.scales != nullptr) values = multiply_add(values, load_lanes(matrix.scales + n + r), Lanes{});
+        if (matrix.bias != nullptr) values += load_lanes(matrix.bias + n + r);
+        store_lanes(out + r, values);
       }
-      if (matrix.bias != nullptr) {
-        for (int r = 0; r < rows; ++r) out[r] += matrix.bias[n + r];
+      for (; r < rows; ++r) {
+        if (matrix.scales != nullptr) out[r] = std::fma(out[r], matrix.scales[n + r], 0.0f);
+        if (matrix.bias != nullptr) out[r] += matrix.bias[n + r];
       }
       emit(m + c, n, rows, out);
     }
