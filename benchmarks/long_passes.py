@@ -2,10 +2,11 @@
 
 python -m benchmarks.long_passes --model runs/long-24x1024/twin --rows 200 4096 16384 --tokens 1 16 64 --batch 1 4
 python -m benchmarks.long_passes --model runs/long-24x1024/twin --rows 128 --tokens 1 16 64 --quantization int8 int4
+python -m benchmarks.long_passes --model runs/long-24x1024/twin --rows 4096 16000 --quantization kv w4a8 w4a8+kv
 
 The rate of memory is measured between the passes: two threads sum a buffer of 1 GiB. Rows hold noise, since a pass
 costs the same whatever they hold. Passes of quantized models take turns with those in bfloat16; their columns have
-milliseconds, and the median of ratios in brackets.
+milliseconds, and the median of ratios in brackets. "kv" stands for KV rows in int8.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -27,6 +29,8 @@ from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_KINDS = (*get_args(Quantization), "kv", *(f"{name}+kv" for name in get_args(Quantization)))
 
 
 def main() -> None:
@@ -67,13 +71,20 @@ def _runner(options: argparse.Namespace, name: Any) -> Runner:
     most = max(options.rows) + max(options.tokens)
     if most > model.context_len:
         raise SystemExit(f"Error: {most} positions, and '{options.model}' has {model.context_len}. Pass fewer --rows.")
-    if name != "bfloat16":
-        model = quantize_model(model, name)
+    weights = name.removesuffix("kv").removesuffix("+")
+    if weights not in ("bfloat16", ""):
+        model = quantize_model(model, weights)
+    if name.endswith("kv"):
+        model = replace(model, kv_cache_dtype="int8")
     runner = Runner(
         model, num_slots=max(options.batch), context_len=most, max_nodes=max(options.tokens), runner="lean-native"
     )
     for part in (*runner.cache.keys, *runner.cache.values):
-        part.normal_()
+        if runner.cache.is_rounded:
+            part.random_(-127, 128)
+            part[..., -4:] = torch.tensor([0.02]).view(torch.int8)  # the scale
+        else:
+            part.normal_()
     return runner
 
 
@@ -95,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, nargs="+", default=[200, 4096, 16_000])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--quantization", nargs="+", default=[], choices=get_args(Quantization))
+    parser.add_argument("--quantization", nargs="+", default=[], choices=_KINDS)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
     return parser

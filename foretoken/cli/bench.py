@@ -40,6 +40,7 @@ def bench(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantized = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     cost_curve: Annotated[
@@ -80,7 +81,7 @@ def bench(
         prompts=[case.text for case in cases], temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed,
         categories=[case.category for case in cases],
     )  # fmt: skip
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     if refresh_costs:
         measure_anew(loaded, runner, max(batch_sizes))
     options.check_max_tokens(max_tokens, loaded)
@@ -229,6 +230,7 @@ def verify(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantized = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     as_json: options.AsJson = False,
@@ -248,7 +250,7 @@ def verify(
         options.check_has_target_text("verify", setup)
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     options.check_max_tokens(max_tokens, loaded)
     with progress("tokens") as on_progress:
         checks = verify_setups(

@@ -45,6 +45,7 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantized = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     color: Annotated[bool, typer.Option("--color", help="Colour answers also in a pipe.")] = False,
@@ -67,7 +68,7 @@ def chat(
     from foretoken.entrypoints.llm import LLM
     from foretoken.text.codec import Codec
 
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     params = options.sampling(
         loaded, generation_config, override_generation_config, given, temperature=0.0, max_tokens=None
     )

@@ -56,6 +56,7 @@ def generate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantized = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     raw: Annotated[
@@ -109,7 +110,7 @@ def generate(
     from foretoken.entrypoints.llm import LLM
 
     clock.mark("libraries")
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     if max_tokens is not None:
         options.check_max_tokens(max_tokens, loaded)
     params = options.sampling(

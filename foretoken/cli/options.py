@@ -38,6 +38,14 @@ Quantized = Annotated[
         "w8a8 and w4a8 also round their inputs to 8 bits. CPUs alone. Texts are then those of the rounded model.",
     ),
 ]
+KVCacheDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="int8 rounds keys and values when they are written to the KV cache: about half the memory, and less to "
+        "read in long contexts. CPUs alone. Texts are then those of the rounded cache. Default: auto, the dtype.",
+    ),
+]
 RunnerName = Annotated[
     str,
     typer.Option(
@@ -178,7 +186,12 @@ def check_has_target_text(command: str, setup: Setup) -> None:
 
 
 def load_target(
-    model: str, dtype: str, device: str, threads: int | None, quantization: str | None = None
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    quantization: str | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> tuple[LoadedModel, Any]:
     """Loads the target and its tokenizer, once for all setups.
 
@@ -192,7 +205,9 @@ def load_target(
 
     if threads is not None:
         set_num_threads(threads)
-    return model_arguments.load_target(model, dtype=dtype, device=device, quantization=quantization)
+    return model_arguments.load_target(
+        model, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
 
 
 def sampling(
@@ -258,6 +273,7 @@ def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
         **({} if twin is None else {"cost_twin": twin.label}),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         **({} if loaded.quantization is None else {"quantization": loaded.quantization}),
+        **({} if loaded.kv_cache_dtype == "auto" else {"kv_cache_dtype": loaded.kv_cache_dtype}),
         "device": str(loaded.device),
         "threads": torch.get_num_threads(),
         "foretoken": __version__,

@@ -121,6 +121,7 @@ def serve(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantized = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
 ) -> None:
@@ -165,7 +166,7 @@ def serve(
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.entrypoints.llm import LLM
 
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     llm = LLM(
         loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
         max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,

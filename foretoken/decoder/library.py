@@ -251,8 +251,8 @@ class Model(Structure):
     _fields_ = (
         *((name, c_int64) for name in (
             "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab",
-            "num_positions", "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "intermediate",
-            "has_post_norms", "num_experts", "top_k", "expert_intermediate",
+            "num_positions", "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "rows_are_rounded",
+            "intermediate", "has_post_norms", "num_experts", "top_k", "expert_intermediate",
         )),
         ("embedding_scale", c_float),
         ("logit_softcap", c_float),

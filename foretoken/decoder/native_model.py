@@ -45,7 +45,7 @@ class NativeModel(Described):
         Args:
             layers: The blocks, on a CPU, in float32 or bfloat16.
             ends: The whole model, for its embedding and LM head; None for blocks alone.
-            cache: In the same dtype.
+            cache: In the same dtype, or rounded.
             quantization: For rounded copies of all matrices, also of the LM head but not of the
                 embedding, beside the originals. None to read the weights in place, as they are stored.
 
@@ -221,16 +221,18 @@ class NativeModel(Described):
 
     def _cache_rows(self) -> dict[str, int]:
         keys = self._cache.keys[0]
-        slot_rows, head_rows = (stride // self._head_dim for stride in keys.stride()[:2])
+        slot_rows, head_rows = (stride // keys.shape[3] for stride in keys.stride()[:2])
         return {
             "capacity": self._cache.capacity, "num_slots": len(keys), "slot_rows": slot_rows, "head_rows": head_rows,
-            "layer_rows": self._kv_heads * self._cache.num_rows,
+            "layer_rows": self._kv_heads * self._cache.num_rows, "rows_are_rounded": self._cache.is_rounded,
         }  # fmt: skip
 
     def _hold_rows(self, name: str, rows: Tensor) -> int:
         """Returns the address of a layer's keys or values; their strides must be those of every other layer."""
-        width, first = self._head_dim, self._cache.keys[0]
-        self._check_layout(name, rows[0, 0], (self._cache.capacity, width), self._dtype)
+        width, dtype, first = self._head_dim, self._dtype, self._cache.keys[0]
+        if self._cache.is_rounded:
+            width, dtype = width + torch.float32.itemsize, torch.int8
+        self._check_layout(name, rows[0, 0], (self._cache.capacity, width), dtype)
         if rows.shape != (len(first), self._kv_heads, self._cache.capacity, width) or rows.stride() != first.stride():
             raise UnsuitableError(f"{name} of the layers are not alike. Expected keys and values of one size.")
         self._kept_rows.append(rows)

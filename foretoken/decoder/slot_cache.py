@@ -154,16 +154,22 @@ class LayerShape(NamedTuple):
     value_width: int
 
 
+_SCALE = 4  # bytes behind a rounded row
+
+
 class SlotCache:
     """Keys and values of all layers, allocated once.
 
-    Layers of equal size share one tensor: a commit takes a copy or two for the whole model.
+    Layers of equal size share one tensor: a commit takes a copy or two for the whole model. The native kernels can keep
+    rows in int8, each with a scale in float32 right behind it; see `kernels/cache_rows.h`.
 
     Attributes:
         capacity: Most rows of a slot, with scratch rows.
         num_positions: Positions of the tokens in a slot are below it.
         is_shared: Whether slots share rows, and must reserve them.
-        keys: Of each layer, (places, heads, capacity, width). `places` gives the place of a slot.
+        is_rounded: Whether rows are in int8.
+        keys: Of each layer, (places, heads, capacity, width); 4 bytes wider if rounded. `places` gives the place of a
+            slot.
         values: As `keys`.
     """
 
@@ -177,21 +183,23 @@ class SlotCache:
         device: torch.device,
         num_rows: int | None = None,
         num_positions: int | None = None,
+        is_rounded: bool = False,
     ) -> None:
         """Allocates `capacity` rows a slot, scratch rows included; or shares `num_rows` among all slots.
 
         `num_rows` is a multiple of `GRANULE` and at least `capacity`. `num_positions` may exceed the capacity if slots
-        hold a part of their texts; None if row i holds position i.
+        hold a part of their texts; None if row i holds position i. `is_rounded`: rows in int8, whatever the `dtype`.
         """
         self.num_slots, self.capacity, self.num_positions = num_slots, capacity, num_positions or capacity
-        self._shapes = shapes
+        self._shapes, self._dtype, self.is_rounded = shapes, dtype, is_rounded
         self._pool: RowPool | None = None
         if num_rows and num_rows < num_slots * capacity:
             self._pool = RowPool(num_slots, num_rows, granule=GRANULE, most=capacity)
         self.is_shared = self._pool is not None
-        sizes = [(s.num_heads, width) for s in shapes for width in (s.key_width, s.value_width)]
+        more, stored = (_SCALE, torch.int8) if is_rounded else (0, dtype)
+        sizes = [(s.num_heads, width + more) for s in shapes for width in (s.key_width, s.value_width)]
         self._stores = {
-            size: self._allocated(count, *size, dtype=dtype, device=device) for size, count in Counter(sizes).items()
+            size: self._allocated(count, *size, dtype=stored, device=device) for size, count in Counter(sizes).items()
         }
         taken: Counter[tuple[int, int]] = Counter()
         views = []
@@ -218,10 +226,10 @@ class SlotCache:
 
     def with_capacity(self, capacity: int) -> SlotCache:
         """Returns an empty cache of the same model with so many rows a slot."""
-        first = self.keys[0]
         return SlotCache(
-            self._shapes, num_slots=self.num_slots, capacity=capacity, dtype=first.dtype, device=first.device
-        )
+            self._shapes, num_slots=self.num_slots, capacity=capacity, dtype=self._dtype, device=self.keys[0].device,
+            is_rounded=self.is_rounded,
+        )  # fmt: skip
 
     def affords(self, capacity: int) -> bool:
         """Decides whether the free memory holds a further cache with so many rows a slot."""
@@ -364,7 +372,7 @@ class SlotCache:
         """Overwrites the rows of a slot from `start` on with NaN; a correct program never notices."""
         (place,) = self.places([slot])
         for store in self._stores.values():
-            store[:, place, :, start : self.rows(slot)] = float("nan")
+            store[:, place, :, start : self.rows(slot)] = -1 if self.is_rounded else float("nan")  # a scale of NaN
 
     def _move_rows(self, source: int, target: int, count: int) -> None:
         """Copies shared rows; source and target may overlap."""
@@ -386,10 +394,16 @@ _SHARE = 0.5  # of the free memory after the weights are loaded; a choice: the r
 
 
 def affordable_rows(
-    shapes: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device, memory_bytes: int | None = None
+    shapes: Sequence[LayerShape],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory_bytes: int | None = None,
+    is_rounded: bool = False,
 ) -> int:
     """Returns the number of cache rows of all slots that fit into `memory_bytes`; None for half of the free memory."""
-    row_bytes = sum(s.num_heads * (s.key_width + s.value_width) for s in shapes) * dtype.itemsize
+    widths = [(s.num_heads, width) for s in shapes for width in (s.key_width, s.value_width)]
+    row_bytes = sum(heads * (width + _SCALE if is_rounded else width * dtype.itemsize) for heads, width in widths)
     return (share_of_free(device) if memory_bytes is None else memory_bytes) // row_bytes
 
 

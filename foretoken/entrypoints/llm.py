@@ -100,6 +100,7 @@ class LLM(BuiltPerProcess):
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
+        kv_cache_dtype: str | None = None,
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float | None = None,
         seed: int | None = None,
@@ -124,7 +125,7 @@ class LLM(BuiltPerProcess):
         )  # fmt: skip
         runner = "auto" if runner == "generate" else runner
         config = parse_speculative_config(speculative_config, target=directory_of(model))
-        loaded = target_model(model, dtype, device, revision, quantization)
+        loaded = target_model(model, dtype, device, revision, quantization, kv_cache_dtype)
         check_context_len(max_model_len, loaded)
         self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)
         self.sampling_defaults = sampling_defaults(loaded, generation_config, override_generation_config)

@@ -6,15 +6,18 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 
 from foretoken.core.checks import check_boolean, check_integer, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.decoder.quantized import Quantization
 from foretoken.entrypoints.drafter_files import check_is_no_head, exists
 from foretoken.models.loading import (
+    KVCacheDtype,
     LoadedModel,
     check_placement,
     load_generation_values,
@@ -73,14 +76,28 @@ def check_context_len(max_model_len: int | None, target: LoadedModel) -> None:
         )
 
 
-def target_model(model: Any, dtype: Any, device: Any, revision: Any = None, quantization: Any = None) -> LoadedModel:
+def target_model(
+    model: Any, dtype: Any, device: Any, revision: Any = None, quantization: Any = None, kv_cache_dtype: Any = None
+) -> LoadedModel:
     """Returns the target; loads it if needed. Arguments as in `LLM`.
 
     Raises `ConfigError` for arguments of another form, `ModelError` if the model cannot be loaded or rounded, or is in
     memory with another dtype, device or quantization.
     """
-    wanted = check_quantization_name(quantization)
-    loaded = _loaded_model(model, dtype, device, revision)
+    wanted, kv_wanted = check_quantization_name(quantization), _kv_cache_dtype(kv_cache_dtype)
+    loaded = _rounded_model(_loaded_model(model, dtype, device, revision), model, wanted)
+    return replace(loaded, kv_cache_dtype=kv_wanted) if kv_wanted != "auto" else loaded
+
+
+def _kv_cache_dtype(value: Any) -> KVCacheDtype:
+    if value is None or value in get_args(KVCacheDtype):
+        return "auto" if value is None else value
+    raise ConfigError(
+        f"kv_cache_dtype is {shown(value)}. Expected auto for the model's dtype, or int8. Leave it out for auto."
+    )
+
+
+def _rounded_model(loaded: LoadedModel, model: Any, wanted: Quantization | None) -> LoadedModel:
     if wanted is None or wanted == loaded.quantization:
         return loaded
     if loaded.quantization is not None:
@@ -107,7 +124,12 @@ def _loaded_model(model: Any, dtype: Any, device: Any, revision: Any) -> LoadedM
 
 
 def load_target(
-    model: str | os.PathLike[str], *, dtype: Any = "auto", device: Any = "auto", quantization: Any = None
+    model: str | os.PathLike[str],
+    *,
+    dtype: Any = "auto",
+    device: Any = "auto",
+    quantization: Any = None,
+    kv_cache_dtype: Any = None,
 ) -> tuple[LoadedModel, Any]:
     """Loads a target and its tokenizer from files; arguments as in `LLM`.
 
@@ -117,7 +139,7 @@ def load_target(
         RequestError: When the model has no tokenizer.
     """
     try:
-        target = target_model(model, dtype, device, quantization=quantization)
+        target = target_model(model, dtype, device, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     except ModelError:
         check_is_no_head(os.fspath(model))  # a better error for a draft head
         raise

@@ -87,9 +87,7 @@ OTHER_ARGUMENTS = {
         offload_num_in_group=_ONE, offload_prefetch_step=_ONE, offload_params=_one_of(set()),
         kv_offloading_size=_NOTHING, kv_transfer_config=_NOTHING, enable_sleep_mode=_OFF,
     ),
-    **_group(
-        "The KV cache has the model's dtype. Set 'dtype'.", kv_cache_dtype=_one_of("auto"), calculate_kv_scales=_OFF
-    ),
+    **_group("A KV cache in int8 has a scale for each row. Leave it out.", calculate_kv_scales=_OFF),
     **_group(
         "Prompts are always fed in chunks; max_num_batched_tokens bounds them. Leave it out.",
         enable_chunked_prefill=_EITHER, disable_chunked_mm_input=_EITHER, max_num_partial_prefills=_ONE,

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+KVCacheDtype = Literal["auto", "int8"]
 HASHED_ROWS = 64  # of the LM head; a choice: enough to tell models apart, read in milliseconds
 
 
@@ -69,6 +70,8 @@ class LoadedModel:
         quantization: How the matrices were rounded after they were loaded, or the format in which they are stored in
             integers; or None.
         first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were rounded here; None if they were not.
+        kv_cache_dtype: "int8" if keys and values are rounded when they are written to the KV cache, each row of a head
+            with a scale; "auto" if the cache has the model's dtype.
     """
 
     module: nn.Module
@@ -83,6 +86,7 @@ class LoadedModel:
     is_borrowed: bool = False
     quantization: str | None = None
     first_head_rows: torch.Tensor | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     @property
     def backbone(self) -> nn.Module:

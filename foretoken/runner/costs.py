@@ -216,10 +216,13 @@ def measure_costs(
     """
     shapes = probe_layer_shapes(model.module)
     num_slots = _STEP_WIDTHS[-1]
-    rows = affordable_rows(shapes, dtype=model.dtype, device=model.device) // num_slots
+    kinds: dict[str, Any] = {
+        "dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8",
+    }  # fmt: skip
+    rows = affordable_rows(shapes, **kinds) // num_slots
     needed = max(2 * prefix, prefix + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
     rows = max(NUM_ROWS, min(rows, needed))
-    cache = SlotCache(shapes, num_slots=num_slots, capacity=rows, dtype=model.dtype, device=model.device)
+    cache = SlotCache(shapes, num_slots=num_slots, capacity=rows, **kinds)
     made = proven_decoder(decoder, model, cache, (), context_len=min(rows, model.context_len))
     passes = _Passes(model, cache, made, prefix)
     return PassCosts(
@@ -278,6 +281,7 @@ def _key(model: LoadedModel, decoder: str) -> str:
         "architecture": type(model.module).__name__,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
+        "kv_cache_dtype": model.kv_cache_dtype,
         "sizes": sorted(sizes.items()),
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

@@ -89,14 +89,14 @@ def _check(tested: _Tested) -> None:
     # Measured on tiny random models: float32 reaches 4e-6, bfloat16 5e-2. A lost mask gives at least 1e-3 in float32
     # (weights of scale 0.02), and 0.2 on the trained models here.
     # In narrow dtypes rounding may also send a token to another expert (errors up to 0.7), but hardly with three sets
-    # of tokens. Inputs of 8 bits differ by a step where they differ by rounding before: 0.1 on a random model of a
-    # billion weights in bfloat16.
-    rounds_inputs = any(
+    # of tokens. Inputs or KV rows of 8 bits differ by a step where they differ by rounding before: inputs by 0.1 on a
+    # random model of a billion weights in bfloat16.
+    rounds = model.kv_cache_dtype == "int8" or any(
         isinstance(part, QuantizedLinear) and part.matrix.digits == 1 for part in model.module.modules()
     )
     is_wide = model.dtype in (torch.float32, torch.float64)
     tolerance, attempts = (2e-4, 1) if is_wide else (5e-2, 3)
-    if rounds_inputs:
+    if rounds:
         tolerance, attempts = (2e-2 if is_wide else 0.15, 3)
     least = [math.inf] * len(tested.slots)
     for attempt in range(attempts):
@@ -240,9 +240,11 @@ def proven_decoder(
     """Makes a decoder, one of `DECODERS`, and proves on the model that it computes trees correctly.
 
     No sequence is in the cache. The first rows of its first and last slot are written, see `check_tree_attention`.
-    Raises `ModelError` if the decoder does not know the model or cannot run here, a tap cannot be read, or the model
-    ignores the attention plug-in.
+    Raises `ModelError` if the decoder does not know the model or cannot run here, has no kernels for rounded KV rows, a
+    tap cannot be read, or the model ignores the attention plug-in.
     """
+    if cache.is_rounded and name != NativeDecoder.name:
+        raise UnsuitableError(f"it has no kernels for a KV cache in int8, only {NativeDecoder.name} has.")
     decoder = DECODERS[name](model, cache, taps)
     check_tree_attention(model, decoder, cache, context_len=context_len)
     return decoder

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ModelError, PassError, RequestError
 from foretoken.core.passes import Pass
@@ -92,9 +92,10 @@ class Runner:
         self.max_nodes = min(max_nodes, MAX_NODES)
         self.prefill_chunk = prefill_chunk
         shapes = probe_layer_shapes(model.module)
-        rows = affordable_rows(
-            shapes, dtype=model.dtype, device=model.device, memory_bytes=kv_cache_memory_bytes
-        )  # fmt: skip
+        kinds: dict[str, Any] = {
+            "dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8",
+        }  # fmt: skip
+        rows = affordable_rows(shapes, memory_bytes=kv_cache_memory_bytes, **kinds)
         wanted = min(context_len or model.context_len, model.context_len)
         shares_rows = shares_rows and rows < num_slots * (wanted + self.max_nodes)
         longest = rows // GRANULE * GRANULE if shares_rows else rows // num_slots
@@ -114,8 +115,7 @@ class Runner:
             shapes,
             num_slots=num_slots,
             capacity=max(self.context_len + self.max_nodes, NUM_ROWS),
-            dtype=model.dtype,
-            device=model.device,
+            **kinds,
             num_rows=longest if shares_rows else None,
             num_positions=model.context_len if has_partial_texts else None,
         )

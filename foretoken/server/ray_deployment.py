@@ -24,6 +24,7 @@ _ONGOING = 2
 _OF_THE_ENGINE = {  # fields that are arguments of `LLM`
     "dtype", "device", "max_num_seqs", "max_model_len", "runner", "max_num_batched_tokens", "enable_prefix_caching",
     "kv_cache_memory_bytes", "generation_config", "override_generation_config", "gpu_memory_utilization",
+    "quantization", "kv_cache_dtype",
 }  # fmt: skip
 
 
@@ -72,6 +73,8 @@ class RayArguments(BaseModel):
     per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
     runner: str = "auto"
     threads: int | None = Field(None, ge=1)
     num_replicas: int | Literal["auto"] | None = None

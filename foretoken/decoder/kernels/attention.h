@@ -8,6 +8,7 @@
 
 #include "attention_tiles.h"
 #include "attention_vectors.h"
+#include "cache_rows.h"
 #include "gemm.h"
 #include "vectors.h"
 #include "views.h"
@@ -73,9 +74,10 @@ struct AttentionSpace {
   T* packed;
   float* block;     // of `Softmax`
   float* totals;    // of `Softmax`, for every kQueries queries
+  T* loaded;        // of `HeadRows`
 };
 
-// Attention of up to kMostQueries queries that share keys and values: (rows, D) of one head of one sequence.
+// Attention of up to kMostQueries queries that share keys and values, of one head of one sequence.
 //
 // Every kBlock places have a softmax of their own, which are added in order (Rabe and Staats 2021, arXiv 2112.05682). A
 // query's result therefore depends neither on other queries nor on who computes a block.
@@ -86,8 +88,8 @@ class SharedAttention {
   static constexpr int kKeys = Engine::kKeys, kQueries = Engine::kQueries, kMostQueries = Engine::kMostQueries;
 
   // views: of the queries from `first` on. A softcap above 0 bounds the scores.
-  SharedAttention(const typename Engine::Queries& queries, int64_t first, const View* views, int count, const T* keys, const T* values, int64_t D, float scale, float softcap, const AttentionSpace<T>& space)
-      : engine_(queries, first, count, D, space.packed), first_(first), views_(views), count_(count), keys_(keys), values_(values), D_(D), scale_(scale), softcap_(softcap), space_(space) {
+  SharedAttention(const typename Engine::Queries& queries, int64_t first, const View* views, int count, const HeadRows<T>& rows, int64_t D, float scale, float softcap, const AttentionSpace<T>& space)
+      : engine_(queries, first, count, D, space.packed), first_(first), views_(views), count_(count), rows_(rows), D_(D), scale_(scale), softcap_(softcap), space_(space) {
     for (int c = 0; c < count; ++c) {
       begin_ = std::min(begin_, views[c].begin());
       end_ = std::max(end_, views[c].end());
@@ -109,7 +111,7 @@ class SharedAttention {
     for (int c = 0; c < count_; c += kQueries) total(c).clear();
     Softmax<T> block(space_.block);
     for (int64_t b = first_block(); b < last_block(); ++b) {
-      engine_.prepare(keys_, values_, b * kBlock, plain_);
+      prepare(b);
       for (int c = 0; c < count_; c += kQueries) {
         if (compute(b * kBlock, c, block)) total(c).add(block, Engine::width(D_));
       }
@@ -118,7 +120,7 @@ class SharedAttention {
 
   // `run` in two steps, for up to kQueries queries: the softmax of a block, then the sum of all; part(b) is that of block b.
   void run_block(int64_t b, Softmax<T> out) {
-    engine_.prepare(keys_, values_, b * kBlock, plain_);
+    prepare(b);
     if (!compute(b * kBlock, 0, out)) out.clear();
   }
   template <class Part>
@@ -152,6 +154,11 @@ class SharedAttention {
   }
 
  private:
+  void prepare(int64_t b) {
+    rows_.load(b * kBlock);
+    engine_.prepare(rows_, b * kBlock, plain_);
+  }
+
   Softmax<T> total(int c) const { return space_.totals + c / kQueries * Softmax<T>::size(D_); }
 
   // Computes the softmax of the places begin..begin + kBlock, of kQueries queries from query `first` on. Returns whether
@@ -191,7 +198,7 @@ class SharedAttention {
       sums[c] = soften(scores, size, space_.weights + c * kBlock, out.greatest[c], kept);
     }
     store_lanes(out.sums, sums_over_lanes<std::max(kQueries, 4)>(sums));
-    engine_.mix(views, count, values_, begin, space_.weights, out.mixtures);
+    engine_.mix(views, count, rows_.values(), begin, space_.weights, out.mixtures);
     return true;
   }
 
@@ -199,7 +206,7 @@ class SharedAttention {
   void score_plain(const View* views, int count, int64_t low, int64_t begin) const {
     int64_t end = begin;
     for (int c = 0; c < count; ++c) end = std::max(end, std::min(begin + kBlock, views[c].plain()));
-    engine_.score_rows(keys_, begin, low / kKeys * kKeys, end, space_.scores);
+    engine_.score_rows(rows_.keys(), begin, low / kKeys * kKeys, end, space_.scores);
   }
 
   // Scores of rows at other places.
@@ -215,7 +222,7 @@ class SharedAttention {
     }
     float out[kQueries * kKeys];
     for (int64_t row = low; row < high; row += kKeys) {
-      engine_.score(keys_ + (prefix + row) * D_, std::min<int64_t>(kKeys, high - row), out, kKeys);
+      engine_.score(rows_.keys() + (prefix + row) * D_, std::min<int64_t>(kKeys, high - row), out, kKeys);
       for (int c = 0; c < count; ++c) {
         float* scores = space_.scores + c * kBlock + views[c].at - begin;
         for (; next[c] < last[c] && views[c].scratch[next[c]] < row + kKeys; ++next[c]) {
@@ -270,7 +277,7 @@ class SharedAttention {
   const int64_t first_;
   const View* const views_;
   const int count_;
-  const T *keys_, *values_;
+  HeadRows<T> rows_;
   const int64_t D_;
   const float scale_, softcap_;
   const AttentionSpace<T> space_;

@@ -72,18 +72,19 @@ class TileAttention : WithoutDenormals, TileRegisters {
   void choose(int64_t first) { chosen_ = queries_.at(first, 0); }
 
   // Packs rows for many queries; of values, whole steps alone.
-  void prepare(const Bfloat16* keys, const Bfloat16* values, int64_t begin, int64_t last) {
+  void prepare(const HeadRows<Bfloat16>& cache, int64_t begin, int64_t last) {
+    const Bfloat16 *const keys = cache.keys(), *const values = cache.values();
     const int64_t W = width(D_), end = std::min(begin + kBlock, last);
-    last_key_ = keys + last * D_;
-    last_value_ = values + last * D_;
+    later_keys_ = cache.later_keys(last);
+    later_values_ = cache.later_values(last);
     const Bfloat16* rows[kTileStep];
     for (int64_t row = begin; row < end; row += kTileStep) {
       if (packs_keys_) {
         for (int64_t i = 0; i < kTileStep; ++i) rows[i] = row + i < end ? keys + (row + i) * D_ : nullptr;
         for (int64_t i = 0; i < kTileStep; i += kKeys) pack_keys(rows + i, D_, keys_ + (row - begin + i) * W);
       }
-      if (packs_keys_) fetch_ahead(keys + row * D_, kTileStep * D_, last_key_);
-      if (packs_values_) fetch_ahead(values + row * D_, kTileStep * D_, last_value_);
+      if (packs_keys_) later_keys_.fetch(keys + row * D_, kTileStep * D_);
+      if (packs_values_) later_values_.fetch(values + row * D_, kTileStep * D_);
       if (packs_values_ && row + kTileStep <= end) pack_values(values + row * D_, values_ + (row - begin) * W);
     }
     fence();
@@ -294,7 +295,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
   // Writes the scores of up to kKeys keys, a row for each key.
   FORETOKEN_INLINE void sum_in_place(const Bfloat16* keys, int64_t count, float* sums, int64_t stride) const {
     alignas(kBytes) Bfloat16 copied[kKeys * kTileStep];
-    fetch_ahead(keys, kKeys * D_, last_key_);
+    later_keys_.fetch(keys, kKeys * D_);
     _tile_zero(6);
     for (int64_t k = 0; k < D_; k += kTileStep) {
       if (D_ > kTileStep) _tile_loadd(7, keys_ + k * kTileStep / 2, kRow);
@@ -394,7 +395,7 @@ class TileAttention : WithoutDenormals, TileRegisters {
       for (int64_t place = from, end; place < to; place = end) {
         end = std::min(to, (place / kTileStep + 1) * kTileStep);
         Lanes even[kCount][2] = {}, odd[kCount][2] = {};
-        if (d == 0) fetch_ahead(values + place * D_, kTileStep * D_, last_value_);
+        if (d == 0) later_values_.fetch(values + place * D_, kTileStep * D_);
         if (end - place == kTileStep && end <= view.plain() && d + kTileStep <= D_) {
           const Bfloat16* row = values + place * D_ + d;
 #pragma GCC unroll 2
@@ -430,7 +431,8 @@ class TileAttention : WithoutDenormals, TileRegisters {
   }
 
   const TileQueries queries_;
-  const Bfloat16 *chosen_ = nullptr, *last_key_ = nullptr, *last_value_ = nullptr;
+  const Bfloat16* chosen_ = nullptr;
+  LaterRows<Bfloat16> later_keys_, later_values_;
   const int64_t D_;
   const bool packs_keys_, packs_values_;
   Bfloat16 *const keys_, *const values_, *const own_;  // packed: blocks, and keys of a view's own rows

@@ -5,18 +5,14 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cache_rows.h"
 #include "gemm.h"
 #include "vectors.h"
 #include "views.h"
 
 namespace {
 
-constexpr int64_t kBlock = 512;  // rows of a KV cache whose mixture is computed by itself; NOTES, "Long prefixes"
-
-inline int64_t blocks_of(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
-
 // The numerators of a softmax of two registers of scores: 2^(score * scale - top).
-constexpr int64_t kPair = 2 * kLanes;
 struct Numerators {
   Lanes first, second;
 
@@ -27,15 +23,6 @@ struct Numerators {
     return power_of_two(multiply_add(scores, in_all_lanes(scale), -in_all_lanes(top)));
   }
 };
-
-// Fetches data that comes some KiB after the next `count` elements, if it begins before `end`: arithmetic leaves no room
-// in the processor's queues to read far ahead. NOTES, "Long prefixes"; not measured on processors other than Intel's.
-template <class T>
-FORETOKEN_INLINE void fetch_ahead(const T* next, int64_t count, const T* end) {
-  constexpr int64_t kAhead = (8 << 10) / int64_t(sizeof(T)), kLine = 64 / int64_t(sizeof(T));
-  if (end - next <= kAhead || fetches_nearest_fast()) return;
-  for (int64_t i = kAhead; i < kAhead + count; i += kLine) fetch<Into::kSecond>(reinterpret_cast<const char*>(next + i));
-}
 
 // Blocks of rows with up to kQueries queries. The values of a block are summed by place, one row after another.
 template <class T>
@@ -58,15 +45,16 @@ class VectorAttention {
 
   // Prepares the rows of the block that begins at `begin` for several calls of `mix` and `score_rows`; there are no rows
   // from `end` on.
-  void prepare(const T* keys, const T* values, int64_t, int64_t end) {
-    last_key_ = keys + end * D_;
-    last_value_ = values + end * D_;
+  void prepare(const HeadRows<T>& rows, int64_t, int64_t end) {
+    if (rows.are_loaded()) return;  // they were fetched while they were loaded
+    later_keys_ = rows.later_keys(end);
+    later_values_ = rows.later_values(end);
   }
 
   // Scores of the rows first..end at their places in the block that begins at `begin`; first: a multiple of kKeys.
   void score_rows(const T* keys, int64_t begin, int64_t first, int64_t end, float* out) const {
     for (int64_t row = first; row < end; row += kKeys) {
-      fetch_ahead(keys + row * D_, kKeys * D_, last_key_);
+      later_keys_.fetch(keys + row * D_, kKeys * D_);
       score(keys + row * D_, std::min<int64_t>(kKeys, end - row), out + row - begin, kBlock);
     }
   }
@@ -144,7 +132,7 @@ class VectorAttention {
     Lanes sums[kCount][kRegisters] = {};
     for (int64_t row = first; row < last; ++row, ++weights) {
       const T* value = values + row * D_ + d;
-      fetch_ahead(value, kRegisters * kLanes, last_value_);
+      later_values_.fetch(value, kRegisters * kLanes);
 #pragma GCC unroll 4
       for (int i = 0; i < kRegisters; ++i) {
         const Lanes v = load_lanes(value + i * kLanes);
@@ -159,7 +147,7 @@ class VectorAttention {
 
   const Inputs<T> queries_;
   const typename Inputs<T>::Token* chosen_ = nullptr;
-  const T *last_key_ = nullptr, *last_value_ = nullptr;
+  LaterRows<T> later_keys_, later_values_;
   const int64_t D_;
 };
 

@@ -297,9 +297,13 @@ class Decoder {
       float *key = space_.key + (m * model_.kv_heads + h) * D, *value = space_.value + (m * model_.kv_heads + h) * D;
       rotate_head(layer, layer.key_norm, key, m);
       const int64_t at = cache_row(s, h, row);
-      copy_row(static_cast<T*>(layer.keys) + at, key, D);
-      copy_row(static_cast<T*>(layer.values) + at, value, D);
+      put_row(key, static_cast<char*>(layer.keys) + at);
+      put_row(value, static_cast<char*>(layer.values) + at);
     }
+  }
+
+  void put_row(const float* x, char* out) {
+    model_.rows_are_rounded ? round_row(x, model_.head_dim, out) : copy_row(reinterpret_cast<T*>(out), x, model_.head_dim);
   }
 
   // Norms one head if each head has a norm, and rotates it if the layer has positions.
@@ -324,9 +328,10 @@ class Decoder {
       views[c] = is_same ? views[c - 1] : view_of(pass_, space_.runs, space_.every, layer.window, s, num_earlier(s) + token, scratch);
     }
     const int64_t start = cache_row(s, kv_head, 0);
-    SharedAttention<T> attention(queries_of(s, kv_head), first, views, count, static_cast<const T*>(layer.keys) + start,
-                                 static_cast<const T*>(layer.values) + start, D, layer.scale, layer.softcap,
-                                 space_.attention_of(thread, D));
+    const AttentionSpace<T> space = space_.attention_of(model_, num_nodes_, thread);
+    const HeadRows<T> rows(model_, static_cast<const char*>(layer.keys) + start, static_cast<const char*>(layer.values) + start, pass_.prefix[s],
+                           pass_.node_starts[s + 1] - pass_.node_starts[s], space.loaded);
+    SharedAttention<T> attention(queries_of(s, kv_head), first, views, count, rows, D, layer.scale, layer.softcap, space);
     work(attention, first, count);
   }
 
@@ -394,8 +399,8 @@ class Decoder {
     return {space_.rotated + first * Queries::padded(D), count, D};
   }
 
-  int64_t cache_row(int64_t s, int64_t head, int64_t row) const {
-    return (pass_.slots[s] * model_.slot_rows + head * model_.head_rows + row) * model_.head_dim;
+  int64_t cache_row(int64_t s, int64_t head, int64_t row) const {  // in bytes
+    return (pass_.slots[s] * model_.slot_rows + head * model_.head_rows + row) * row_bytes<T>(model_);
   }
 
   int64_t position_of(int64_t m) const { return pass_.positions[pass_.node_starts[space_.sequence[m]] + node_of(m)]; }

@@ -53,7 +53,7 @@ struct Layer {
   Norm side_norm;             // (hidden,), of a second input that attention reads before the first; of the first layer alone
   Norm query_norm, key_norm;  // (head_dim,), or over all heads of a token
   const float *cos, *sin;     // (num_positions, pairs)
-  void *keys, *values;        // rows of head_dim: row r of a head of a slot is row slot * slot_rows + head * head_rows + r
+  void *keys, *values;        // row r of a head of a slot is row slot * slot_rows + head * head_rows + r; see `cache_rows.h`
   int64_t pairs;              // the first `pairs` elements of a head rotate with the next ones; 0: no rotation
   int64_t window;             // a token sees keys less than this many positions back; 0: all
   int64_t activation;         // an `Activation`
@@ -66,6 +66,7 @@ struct Model {
   int64_t num_layers, hidden, heads, kv_heads, head_dim, vocab, num_positions;
   int64_t capacity, num_slots;  // most rows of a slot; slots that share rows may begin within each other
   int64_t slot_rows, head_rows, layer_rows;  // rows from one slot, and from one head, to the next; all rows of a layer
+  int64_t rows_are_rounded;  // whether cache rows are in int8, otherwise in the model's dtype
   int64_t intermediate;      // widest of the dense layers
   int64_t has_post_norms;    // whether some layer has one
   int64_t num_experts, top_k, expert_intermediate;  // largest of any layer

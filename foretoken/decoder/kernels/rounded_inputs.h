@@ -133,17 +133,6 @@ struct RoundedInputs {
       numbers = (numbers - digit) >> 8;
     }
   }
-  static IntLanes nearest(Lanes x) {  // ties to even; any number for NaN
-#if defined(__AVX512F__)
-    return (IntLanes)_mm512_cvtps_epi32((__m512)x);
-#elif defined(__AVX2__)
-    return (IntLanes)_mm256_cvtps_epi32((__m256)x);
-#else
-    IntLanes result;
-    for (int i = 0; i < kLanes; ++i) result[i] = x[i] == x[i] ? int32_t(std::nearbyint(x[i])) : 0;
-    return result;
-#endif
-  }
 };
 
 #if defined(FORETOKEN_TILES)

@@ -100,6 +100,17 @@ inline Lanes load_halves(const uint16_t* p) {  // numbers in half precision
   return result;
 #endif
 }
+inline Lanes load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  Lanes result;
+  for (int i = 0; i < kLanes; ++i) result[i] = float(p[i]);
+  return result;
+#endif
+}
 inline void store_lanes(float* p, Lanes x) { *reinterpret_cast<Lanes*>(p) = x; }
 inline BitLanes rounded(Lanes x) {  // to bfloat16 in each lower half, as `assign`
   const BitLanes bits = reinterpret_cast<const BitLanes&>(x);
@@ -110,6 +121,20 @@ inline void store_lanes(Bfloat16* p, Lanes x) {
   *reinterpret_cast<Halves*>(p) = __builtin_convertvector(rounded(x), Halves);
 }
 inline Lanes greater(Lanes a, Lanes b) { return a > b ? a : b; }
+// The nearest integers, ties to even; any number for NaN.
+inline IntLanes nearest(Lanes x) {
+#if defined(__AVX512F__)
+  return (IntLanes)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (IntLanes)_mm256_cvtps_epi32((__m256)x);
+#else
+  IntLanes result;
+  for (int i = 0; i < kLanes; ++i) result[i] = x[i] == x[i] ? int32_t(std::nearbyint(x[i])) : 0;
+  return result;
+#endif
+}
+
+constexpr int64_t kPair = 2 * kLanes;
 
 // Two registers side by side; where the processor rounds to bfloat16, numbers below the normal ones become 0.
 inline void store_pair(float* p, Lanes first, Lanes second) {

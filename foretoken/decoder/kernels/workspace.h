@@ -100,6 +100,7 @@ struct Workspace {
     take(base, attention.packed, threads, Attention::Engine::packed(model.head_dim));
     take(base, attention.block, threads, softmax);
     take(base, attention.totals, threads, Attention::kMostQueries / Attention::kQueries * softmax);
+    take(base, attention.loaded, size < 0 ? -1 : threads, HeadRows<T>::size(model, size < 0 ? 0 : M));
     take(base, scratch, size < 0 ? -1 : threads * Attention::kMostQueries, M);
     take(base, parts, model.kv_heads, blocks_of(model.capacity) * softmax);
     num_kept = std::min<int64_t>(Attention::kMostQueries, std::min(weighed, M) * group_size(model));
@@ -117,11 +118,12 @@ struct Workspace {
     take(base, pair_inner, padded_pairs, MatrixInputs<T>::padded(model.expert_intermediate));
   }
 
-  AttentionSpace<T> attention_of(int64_t thread, int64_t head_dim) const {
+  AttentionSpace<T> attention_of(const Model& model, int64_t M, int64_t thread) const {
     using Attention = SharedAttention<T>;
-    const int64_t softmax = Softmax<T>::size(head_dim), block = Attention::kQueries * kBlock;
+    const int64_t head_dim = model.head_dim, softmax = Softmax<T>::size(head_dim), block = Attention::kQueries * kBlock;
     return {attention.scores + thread * block, attention.weights + thread * block, attention.packed + thread * Attention::Engine::packed(head_dim),
-            attention.block + thread * softmax, attention.totals + thread * Attention::kMostQueries / Attention::kQueries * softmax};
+            attention.block + thread * softmax, attention.totals + thread * Attention::kMostQueries / Attention::kQueries * softmax,
+            attention.loaded + thread * HeadRows<T>::size(model, M)};
   }
 
  private:
