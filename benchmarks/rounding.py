@@ -1,14 +1,16 @@
-"""What rounding a model's matrices changes: perplexity, KL divergence, and how often the greedy token changes.
+"""What rounding matrices or KV rows changes: perplexity, KL divergence, and how often the greedy token changes.
 
     python -m benchmarks.rounding models/tinycode models/tinycode16k
 
 Reads held-out texts of `benchmarks/prompts/long.jsonl`, with the model in float32 and the rounded models in bfloat16.
+"kv" stands for KV rows in int8.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,9 +31,12 @@ def main() -> None:
     for name in sys.argv[1:]:
         texts = _texts(name)
         print(f"\n{name}\n\n| weights | perplexity | KL divergence | greedy tokens changed |\n|---|---|---|---|")
-        for kind in ("bfloat16", *get_args(Quantization)):
+        for kind in ("bfloat16", "kv", *get_args(Quantization)):
             model = load_model(name, dtype="bfloat16", device="cpu")
-            model = model if kind == "bfloat16" else quantize_model(model, kind)
+            if kind == "kv":
+                model = replace(model, kv_cache_dtype="int8")
+            elif kind != "bfloat16":
+                model = quantize_model(model, kind)
             found = compare_weights(model, load_model(name, dtype="float32", device="cpu"), texts, no_progress)
             change = found.perplexity / found.original_perplexity - 1
             print(f"| {kind} | {change:+.2%} | {found.kl_divergence:.5f} | {found.greedy_changes:.2%} |", flush=True)

@@ -91,7 +91,7 @@ FIELDS_OF_VLLM = """
 WORKING_ARGUMENTS: dict[str, Any] = {
     "model": None, "speculative_config": {"method": "ngram"}, "dtype": "float32", "quantization": "int8",
     "max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 32, "enable_prefix_caching": False,
-    "kv_cache_memory_bytes": 1 << 24,
+    "kv_cache_memory_bytes": 1 << 24, "kv_cache_dtype": "int8",
     "gpu_memory_utilization": 0.4,
     "seed": 0, "tokenizer": None, "revision": None, "tokenizer_revision": None, "runner": "generate",
     "generation_config": "vllm", "override_generation_config": {"top_k": 5},

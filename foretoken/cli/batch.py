@@ -51,6 +51,8 @@ def batch(
     force: Annotated[bool, typer.Option("--force", help="Replace a complete OUT.")] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantized = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
 ) -> None:
@@ -79,7 +81,8 @@ def batch(
         try:
             make_engine = partial(
                 _engine, model, setup.config, max_waiting_requests=in_flight * MOST_CHOICES, dtype=dtype,
-                device=device, threads=threads, max_num_seqs=max_num_seqs, max_model_len=max_model_len, runner=runner,
+                device=device, threads=threads, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+                max_num_seqs=max_num_seqs, max_model_len=max_model_len, runner=runner,
                 gpu_memory_utilization=gpu_memory_utilization,
                 generation_config=generation_config, override_generation_config=override_generation_config,
             )  # fmt: skip
@@ -113,12 +116,12 @@ def batch(
 
 def _engine(
     model: str, config: Mapping[str, Any] | None, *, dtype: str, device: str, threads: int | None,
-    max_waiting_requests: int, **more: Any,
+    quantization: str | None, kv_cache_dtype: str | None, max_waiting_requests: int, **more: Any,
 ) -> AsyncLLM:  # fmt: skip
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.entrypoints.llm import LLM
 
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     llm = LLM(loaded, speculative_config=config, tokenizer=tokenizer, **more)
     options.note_sampling(llm.sampling_defaults)
     return AsyncLLM(llm, max_waiting_requests=max_waiting_requests)

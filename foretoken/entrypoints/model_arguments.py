@@ -7,14 +7,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from foretoken.core.checks import check_boolean, check_integer, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.decoder.quantized import Quantization
 from foretoken.entrypoints.drafter_files import check_is_no_head, exists
 from foretoken.models.loading import (
     KVCacheDtype,
@@ -27,6 +26,9 @@ from foretoken.models.loading import (
 )
 from foretoken.models.quantization.rounding import check_quantization_name, quantize_model
 from foretoken.text.prompts import check_vocabulary
+
+if TYPE_CHECKING:
+    from foretoken.decoder.quantized import Quantization
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # names of vLLM and torch
 

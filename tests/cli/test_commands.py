@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,14 @@ def test_commands_of_the_base_package_need_no_extra() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8"])
-def test_rounded_targets(quantization: str) -> None:
+@pytest.mark.parametrize("rounding", [{"quantization": "int4"}, {"quantization": "int8", "kv_cache_dtype": "int8"}])
+def test_rounded_targets(rounding: dict[str, str]) -> None:
     """Of the trained model: the text is the same with drafts, heads of the original draft well, verify agrees."""
-    options = ("-q", quantization, "--dtype", "bfloat16", "--runner", "lean-native")
+    named = [(f"--{name.replace('_', '-')}", value) for name, value in rounding.items()]
+    options = (*chain(*named), "--dtype", "bfloat16", "--runner", "lean-native")
     plain = generated(*options)
     drafted = generated(*options, "-s", "hass:chain:num_speculative_tokens=4")
-    assert plain["quantization"] == quantization
+    assert {name: plain.get(name) for name in rounding} == rounding
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["metrics"]["mean_acceptance_length"] > 1.8  # type: ignore[index]
     checked = output_of(

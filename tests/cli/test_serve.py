@@ -147,7 +147,7 @@ def test_what_does_not_fit(more: list[str], message: str, tmp_path: Path) -> Non
         (["--tensor-parallel-size", "2"], {"tensor_parallel_size": 2}),
         (["-tp", "2"], {"tensor_parallel_size": 2}),
         (["--pipeline_parallel_size=4"], {"pipeline_parallel_size": 4}),
-        (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
+        (["--calculate-kv-scales"], {"calculate_kv_scales": True}),
         (["--hf-overrides", '{"a": 1}'], {"hf_overrides": {"a": 1}}),
         (["--no-enforce-eager", "--enable-lora"], {"enforce_eager": False, "enable_lora": True}),
     ],

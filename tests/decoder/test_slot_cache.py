@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.decoder.slot_cache import GRANULE, LayerShape, SlotCache
+from foretoken.decoder.slot_cache import GRANULE, LayerShape, SlotCache, affordable_rows
 
 SLOTS, CAPACITY = 3, 10
 # Layers of two sizes whose keys and values differ, and a square one between them that shares the first one's key size.
@@ -229,3 +229,21 @@ def test_listed_rows_are_gathered(
                 assert torch.equal(ours[layer][1, head, 3:7], theirs[layer][place, head, listed])
         assert not ours[2].any()
         assert not any(part[0].any() or part[1, :, :3].any() or part[1, :, 7:].any() for part in ours)
+
+
+@pytest.mark.parametrize("num_rows", [None, 2 * GRANULE])
+def test_rounded_rows_take_a_byte_an_element_and_four(num_rows: int | None) -> None:
+    kinds: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "is_rounded": True}
+    cache = SlotCache(SHAPES, num_slots=2, capacity=2 * GRANULE, num_rows=num_rows, **kinds)
+    for cached in (cache, cache.with_capacity(7)):
+        for part, width in zip((*cached.keys, *cached.values), (3, 3, 4, 3, 5, 3, 2, 5), strict=True):
+            assert part.dtype == torch.int8
+            assert part.shape[3] == width + 4
+    row = sum(s.num_heads * (s.key_width + s.value_width + 8) for s in SHAPES)
+    assert affordable_rows(SHAPES, memory_bytes=10 * row + 1, **kinds) == 10
+    cache.reserve(1, 9)
+    cache.poison(1, 5)
+    (place,) = cache.places([1])
+    for part in (*cache.keys, *cache.values):
+        assert part[place, :, 5:9, -4:].contiguous().view(torch.float32).isnan().all()
+        assert not part[place, :, :5].any()

@@ -38,7 +38,7 @@ _EVERY_KEY = sorted({*_KEYS, *chain(*_OWN_KEYS.values())})
 _TREES = ("chain", "tree", "mc_sim_7b_63", {"widths": [2, 2]}, {"widths": [10**9]}, {"widths": []}, [[0], [1], [0, 0]],
           [[0, 0]], [[-1]], [[]], [[0] * 70], [[10**9]], {"widths": [1] * 600})  # fmt: skip
 _ARGUMENTS = ("max_num_seqs", "max_model_len", "seed", "runner", "dtype", "device", "tokenizer", "speculative_config",
-              "allow_unknown_ids", "drafter")  # fmt: skip
+              "allow_unknown_ids", "drafter", "kv_cache_dtype")  # fmt: skip
 
 
 def run(case: Case) -> None:
