@@ -226,7 +226,9 @@ class Decoder {
       multiply(matrix, x, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
         float* row = space_.residual + m * model_.hidden + n;
         if (m + kAhead < rows_) __builtin_prefetch(row + kAhead * model_.hidden, 1);
-        for (int i = 0; i < count; ++i) row[i] += values[i];
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes) store_lanes(row + i, load_lanes(row + i) + load_lanes(values + i));
+        for (; i < count; ++i) row[i] += values[i];
       });
     }
     barrier_.wait();

@@ -446,7 +446,10 @@ void multiply(const Matrix& matrix, const X& x, int64_t M, Emit&& emit, int64_t 
 template <class X>
 void multiply_into(const Matrix& matrix, const X& x, int64_t M, float* out, int64_t unit = 0) {
   const auto emit = [&](int64_t m, int64_t n, auto count, const float* values) {
-    for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
+    float* row = out + m * matrix.rows + n;
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) store_lanes(row + i, load_lanes(values + i));
+    for (; i < count; ++i) row[i] = values[i];
   };
   multiply(matrix, x, M, emit, unit);
 }

@@ -133,7 +133,13 @@ void normalise_head(const Norm& norm, float* x, int64_t size) {
 // Rotary embedding of one head: element i turns with element i + pairs. By std::fma: several places inline this, and a
 // compiler may join a product with a sum in one of them and not in another.
 void rotate(float* x, const float* cos, const float* sin, int64_t pairs) {
-  for (int64_t i = 0; i < pairs; ++i) {
+  int64_t i = 0;
+  for (; i + kLanes <= pairs; i += kLanes) {
+    const Lanes a = load_lanes(x + i), b = load_lanes(x + i + pairs), c = load_lanes(cos + i), s = load_lanes(sin + i);
+    store_lanes(x + i, multiply_add(a, c, -(b * s)));
+    store_lanes(x + i + pairs, multiply_add(b, c, a * s));
+  }
+  for (; i < pairs; ++i) {
     const float a = x[i], b = x[i + pairs];
     x[i] = std::fma(a, cos[i], -(b * sin[i]));
     x[i + pairs] = std::fma(b, cos[i], a * sin[i]);
