@@ -42,8 +42,8 @@ KVCacheDtype = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="int8 rounds keys and values when they are written to the KV cache: about half the memory, and less to "
-        "read in long contexts. CPUs alone. Texts are then those of the rounded cache. Default: auto, the dtype.",
+        help="int8 rounds keys and values when they are written to the KV cache: about half the memory of "
+        "bfloat16, in about the same time. CPUs alone. Texts are then those of the rounded cache. Default: auto.",
     ),
 ]
 RunnerName = Annotated[
