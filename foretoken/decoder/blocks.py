@@ -54,15 +54,23 @@ class Matrix:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors of the weight, and the bias."""
-        yield from (self.weight,) if isinstance(self.weight, Tensor) else self.weight.tensors()
+        yield from _tensors_of(self.weight)
         if self.bias is not None:
             yield self.bias
 
     def dense(self) -> Tensor:
         """Returns a weight in the dtype of the blocks; raises `UnsuitableError` for one in 4 or 8 bits."""
-        if not isinstance(self.weight, Tensor):
-            raise UnsuitableError(f"only native kernels on CPUs run weights in {self.weight.bits} bits.")
-        return self.weight
+        return _dense(self.weight)
+
+
+def _tensors_of(weight: Tensor | QuantizedMatrix) -> Iterator[Tensor]:
+    yield from (weight,) if isinstance(weight, Tensor) else weight.tensors()
+
+
+def _dense(weight: Tensor | QuantizedMatrix) -> Tensor:
+    if not isinstance(weight, Tensor):
+        raise UnsuitableError(f"only native kernels on CPUs run weights in {weight.bits} bits.")
+    return weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,20 +174,37 @@ class Experts:
 
     Attributes:
         router: (X, E).
-        gate_up: (X, 2 I, E), gate first.
-        down: (X, E, I).
+        gate_up: (X, 2 I, E), gate first; in 4 or 8 bits, the 2 X matrices (I, E) one below another, see `stacked`.
+        down: (X, E, I); in 4 or 8 bits as `gate_up`.
         is_normalized: Whether the weights of a token's experts are scaled to sum to 1.
     """
 
     router: Matrix
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | QuantizedMatrix
+    down: Tensor | QuantizedMatrix
     top_k: int
     is_normalized: bool
 
     def __post_init__(self) -> None:
-        count = self.gate_up.shape[0]
-        require(1 <= self.top_k <= count, f"a token takes {self.top_k} of {count} experts")
+        require(1 <= self.top_k <= self.count, f"a token takes {self.top_k} of {self.count} experts")
+
+    @property
+    def count(self) -> int:
+        """X."""
+        return int(self.router.weight.shape[0])
+
+    @property
+    def intermediate(self) -> int:
+        """I."""
+        return int(self.down.shape[-1])
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Returns `gate_up` and `down`; raises `UnsuitableError` for experts in 4 or 8 bits."""
+        return _dense(self.gate_up), _dense(self.down)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields every tensor."""
+        yield from (*self.router.tensors(), *_tensors_of(self.gate_up), *_tensors_of(self.down))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -235,7 +260,7 @@ class Block:
         for matrix in (self.query, self.key, self.value, self.output):
             yield from matrix.tensors()
         if isinstance(self.mlp, Experts):
-            yield from (*self.mlp.router.tensors(), self.mlp.gate_up, self.mlp.down)
+            yield from self.mlp.tensors()
         else:
             for matrix in self.mlp.matrices():
                 yield from matrix.tensors()

@@ -221,9 +221,7 @@ class ExpertsArguments(Structure):
     """A mixture of experts; a count of 0 for a dense layer."""
 
     _fields_ = (
-        ("router", MatrixStruct),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
+        *((name, MatrixStruct) for name in ("router", "gate_up", "down")),
         *((name, c_int64) for name in ("count", "top_k", "intermediate", "is_normalised")),
     )
 

@@ -17,7 +17,15 @@ from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, Matrix
 from foretoken.decoder.library import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
 from foretoken.decoder.native_linear import matrix_struct
-from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, bytes_per_weight, quantized
+from foretoken.decoder.quantized import (
+    Quantization,
+    QuantizedLinear,
+    QuantizedMatrix,
+    bytes_per_weight,
+    quantized,
+    whole_panels,
+)
+from foretoken.decoder.quantized_experts import quantized_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,12 +54,12 @@ class NativeModel(Described):
             layers: The blocks, on a CPU, in float32 or bfloat16.
             ends: The whole model, for its embedding and LM head; None for blocks alone.
             cache: In the same dtype, or rounded.
-            quantization: For rounded copies of all matrices, also of the LM head but not of the
-                embedding, beside the originals. None to read the weights in place, as they are stored.
+            quantization: For rounded copies of all matrices, also of the LM head but not of embedding
+                and routers, beside the originals. None to read the weights in place, as they are stored.
 
         Raises:
-            UnsuitableError: If a tensor does not fit the blocks' sizes, experts or a weight that is not finite are to
-                be quantised, or quantized matrices of a block with the same inputs round them in different ways.
+            UnsuitableError: If a tensor does not fit the blocks' sizes, a weight that is not finite is to be
+                quantised, or quantized matrices of a block with the same inputs round them in different ways.
         """
         super().__init__(layers, ends, cache, quantization)
         self._cache, self._dtype, self._quantization = cache, layers.dtype, quantization
@@ -144,24 +152,35 @@ class NativeModel(Described):
         }
 
     def _experts(self, experts: Experts) -> dict[str, ExpertsArguments]:
-        if self._quantization is not None:
-            raise UnsuitableError(f"a mixture of experts has no kernels for {self._quantization}.")
-        if isinstance(experts.router.weight, QuantizedMatrix):
-            raise UnsuitableError(f"a router has no kernels for weights in {experts.router.weight.bits} bits.")
-        count, _, inner = experts.down.shape
-        gate_up = (count, 2 * inner, self._hidden)
+        count, inner, router = experts.count, experts.intermediate, experts.router
+        if isinstance(router.weight, QuantizedMatrix):
+            raise UnsuitableError(f"a router has no kernels for weights in {router.weight.bits} bits.")
         fields = ExpertsArguments(
-            router=self._matrix("the router", experts.router, count, self._hidden),
-            gate_up=self._address_of("gate_up_proj of the experts", experts.gate_up.detach(), gate_up, self._dtype),
-            down=self._address_of(
-                "down_proj of the experts", experts.down.detach(), (count, self._hidden, inner), self._dtype
-            ),
+            router=self._matrix("the router", router, count, self._hidden, is_rounded=False),
+            gate_up=self._experts_matrix("gate_up_proj", experts.gate_up, (count, 2, inner, self._hidden)),
+            down=self._experts_matrix("down_proj", experts.down, (count, 1, self._hidden, inner)),
             count=count,
             top_k=experts.top_k,
             intermediate=inner,
             is_normalised=experts.is_normalized,
         )
         return {"experts": fields}
+
+    def _experts_matrix(
+        self, name: str, weight: Tensor | QuantizedMatrix, sizes: tuple[int, int, int, int]
+    ) -> MatrixStruct:
+        """Describes the matrices of all experts; sizes: experts, matrices of each, rows and columns of a matrix."""
+        count, parts, rows, cols = sizes
+        name = f"{name} of the experts"
+        if isinstance(weight, Tensor):
+            self._check_layout(name, weight.detach(), (count, parts * rows, cols), self._dtype)
+            weight = weight.detach()
+            if self._quantization is None:
+                struct = self._matrix(name, Matrix(weight=weight.flatten(0, 1)), count * parts * rows, cols)
+                struct.pass_bytes = 0  # a pass reads some of the experts
+                return struct
+            weight = quantized_parts(weight, parts, self._quantization, dtype=torch.bfloat16)
+        return self._matrix(name, Matrix(weight=weight), count * parts * whole_panels(rows), cols)
 
     def _rotary(self, rotary: described.Rotary | None) -> dict[str, Any]:
         if rotary is None:
@@ -182,12 +201,12 @@ class NativeModel(Described):
             raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
         return self._matrix("lm_head", Matrix.of(head), int(head.out_features), self._hidden)
 
-    def _matrix(self, name: str, matrix: Matrix, rows: int, cols: int) -> MatrixStruct:
+    def _matrix(self, name: str, matrix: Matrix, rows: int, cols: int, *, is_rounded: bool = True) -> MatrixStruct:
         weight = matrix.weight
         if isinstance(weight, Tensor):
             self._check_layout(name, weight.detach(), (rows, cols), self._dtype)
             weight = weight.detach()
-            if self._quantization is not None:
+            if self._quantization is not None and is_rounded:
                 weight = quantized(weight, self._quantization, dtype=torch.bfloat16)
         if isinstance(weight, QuantizedMatrix):
             if weight.shape != (rows, cols):

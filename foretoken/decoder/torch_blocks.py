@@ -261,6 +261,7 @@ class TorchExperts:
 
     def __init__(self, experts: Experts, block: Block) -> None:
         self._experts, self._activation = experts, block.spec.activation
+        self._gate_up, self._down = experts.dense()
 
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
         """Turns (M, E) into (M, E)."""
@@ -273,8 +274,8 @@ class TorchExperts:
         total = x.new_zeros(x.shape, dtype=wide)
         for expert in sorted(set(chosen.flatten().tolist())):
             tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
-            up = functional.linear(x[tokens], experts.gate_up[expert])
-            out = functional.linear(ops.activate(up, self._activation, is_gated=True), experts.down[expert])
+            up = functional.linear(x[tokens], self._gate_up[expert])
+            out = functional.linear(ops.activate(up, self._activation, is_gated=True), self._down[expert])
             total.index_add_(0, tokens, out.to(wide) * weights[tokens, ranks, None])
         return total.to(x.dtype)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from foretoken.core.backend import reads_are_free
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.decoder.quantized import QuantizedLinear, bytes_per_weight
+from foretoken.decoder.quantized import bytes_per_weight
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.guesses import Lookups, ModelGuesses
 from foretoken.drafters.levels import QuantizationOption, draft_runner
@@ -240,8 +240,7 @@ class DraftBytes:
 
 
 def _num_bytes(module: nn.Module) -> int:
-    rounded = sum(part.matrix.nbytes for part in module.modules() if isinstance(part, QuantizedLinear))
-    return rounded + sum(each.nbytes for each in module.parameters())
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))  # integers are buffers
 
 
 def greatest(weights: Tensor, count: int) -> Tensor:

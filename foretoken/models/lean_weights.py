@@ -27,6 +27,7 @@ from foretoken.decoder.blocks import (
     Rotary,
 )
 from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.model_changes import foreign_call
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ _ARCHITECTURES = {
     ),
     "Starcoder2ForCausalLM": _Architecture(window="config"),
 }
-_LAYERS = (nn.Linear, QuantizedLinear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
+_LAYERS = (nn.Linear, QuantizedLinear, QuantizedExperts, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
@@ -145,7 +146,7 @@ def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_plain(part: nn.Module) -> bool:
     is_own = type(part).__name__.endswith(("Experts", "TopKRouter")) and _is_of_transformers(part)
-    return type(part) in (nn.Linear, QuantizedLinear) or is_own
+    return type(part) in (nn.Linear, QuantizedLinear, QuantizedExperts) or is_own
 
 
 def _is_of_transformers(part: nn.Module) -> bool:
@@ -224,10 +225,11 @@ def _rotary(attention: Any, config: Any, index: int, tables: _RotaryTables) -> R
 def _mlp(module: Any) -> FeedForward | Experts:
     if hasattr(module, "experts"):
         experts, router = module.experts, module.gate
+        is_rounded = isinstance(experts, QuantizedExperts)
         return Experts(
             router=Matrix(weight=router.weight),
-            gate_up=experts.gate_up_proj,
-            down=experts.down_proj,
+            gate_up=experts.gate_up if is_rounded else experts.gate_up_proj,
+            down=experts.down if is_rounded else experts.down_proj,
             top_k=router.top_k,
             is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
         )

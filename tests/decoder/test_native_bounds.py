@@ -25,6 +25,8 @@ from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, LeanWeights, Matrix, Norm, Side
 from foretoken.decoder.native import NativeBlocks
 from foretoken.decoder.native_linear import NativeLinear
+from foretoken.decoder.quantized import QuantizedMatrix, quantized
+from foretoken.decoder.quantized_experts import quantized_parts
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model
@@ -231,6 +233,10 @@ def with_final_norm(weights: LeanWeights, weight: torch.Tensor) -> LeanWeights:
     return replace(weights, layers=replace(weights.layers, final_norm=replace(norm, weight=weight)))
 
 
+def rounded(weight: torch.Tensor) -> QuantizedMatrix:
+    return quantized_parts(weight, 2, "int8", dtype=torch.float32)
+
+
 def with_experts(**changes: Callable[[Any], Any]) -> Callable[[LeanWeights], LeanWeights]:
     """Experts of which something is another."""
     return lambda weights: with_blocks(
@@ -285,7 +291,11 @@ def test_weights_that_do_not_fit_are_refused(change: Any, what: str) -> None:
         (with_experts(gate_up=lambda m: m.gate_up[:, :-1].contiguous()), "gate_up_proj of the experts is"),
         (with_experts(gate_up=lambda m: m.gate_up[:-1]), "gate_up_proj of the experts is"),
         (with_experts(down=lambda m: m.down.transpose(1, 2).contiguous()), "the experts is"),
-        (with_experts(router=lambda m: Matrix(weight=m.router.weight[:-1])), "the router is"),
+        (with_experts(router=lambda m: Matrix(weight=m.router.weight[:-1])), "gate_up_proj of the experts is"),
+        (with_experts(router=lambda m: Matrix(weight=m.router.weight[:, :-1].contiguous())), "the router is"),
+        (with_experts(gate_up=lambda m: rounded(m.gate_up[:-1])), r"the experts is \(192, 32\). Expected \(256, 32\)"),
+        (with_experts(down=lambda m: rounded(m.down[:-1])), "the experts is .* Expected"),
+        (with_experts(router=lambda m: Matrix(weight=quantized(m.router.weight, "int8"))), "a router has no kernels"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(change: Any, what: str) -> None:

@@ -72,7 +72,7 @@ def test_tokens_keep_their_bits_at_any_width(size: int, kind: str, weights: str)
     assert_same_bits(of_kind(size, kind), weights)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_experts_keep_their_tokens_bits(weights: str) -> None:
     assert_same_bits(layers_of(experts(5, 2, is_normalized=True)), weights)
 

@@ -17,9 +17,10 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder import quantized as quantized_module
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.blocks import Block, Blocks, FeedForward, Matrix
+from foretoken.decoder.blocks import Block, Blocks, Experts, FeedForward, Matrix
 from foretoken.decoder.native_linear import NativeLinear
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix, quantized
+from foretoken.decoder.quantized_experts import quantized_parts, stacked
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -232,19 +233,31 @@ def quantised(layers: Blocks, quantization: Quantization, *, is_dense: bool) -> 
         made = quantized(stored.dense().float(), quantization, dtype=torch.float32)
         return Matrix(weight=made.dequantized().double() if is_dense else made, bias=stored.bias)
 
+    def feed_forward(mlp: FeedForward | Experts) -> FeedForward | Experts:
+        if isinstance(mlp, FeedForward):
+            gate = None if mlp.gate is None else matrix(mlp.gate)
+            return FeedForward(gate=gate, up=matrix(mlp.up), down=matrix(mlp.down))
+        gate_up, down = (each.float() for each in mlp.dense())
+        if not is_dense:
+            made = (quantized_parts(each, parts, quantization, dtype=torch.float32)
+                    for each, parts in ((gate_up, 2), (down, 1)))  # fmt: skip
+            return replace(mlp, **dict(zip(("gate_up", "down"), made, strict=True)))
+        stand_ins = [
+            torch.stack([quantized(each, quantization, dtype=torch.float32).dequantized() for each in weight])
+            for weight in (gate_up.unflatten(1, (2, -1)).flatten(0, 1), down)
+        ]
+        return replace(mlp, gate_up=stand_ins[0].view_as(gate_up).double(), down=stand_ins[1].double())
+
     def block(each: Block) -> Block:
-        assert isinstance(each.mlp, FeedForward)
-        gate = None if each.mlp.gate is None else matrix(each.mlp.gate)
         fields = {name: getattr(each, name) for name in each.__slots__}
         fields |= {name: matrix(fields[name]) for name in ("query", "key", "value", "output")}
-        fields["mlp"] = FeedForward(gate=gate, up=matrix(each.mlp.up), down=matrix(each.mlp.down))
-        return Block(**fields)
+        return Block(**fields | {"mlp": feed_forward(each.mlp)})
 
     return Blocks(blocks=[block(each) for each in layers.blocks], final_norm=layers.final_norm)
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
-@pytest.mark.parametrize("option", [name for name in OPTIONS if "experts" not in name])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_quantised_blocks_are_the_formula(option: str, quantization: Quantization) -> None:
     """A prompt, then a tree."""
     exact, sizes = (
@@ -268,7 +281,7 @@ def test_quantised_blocks_are_the_formula(option: str, quantization: Quantizatio
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
-@pytest.mark.parametrize("option", ["as llama", "two inputs"])
+@pytest.mark.parametrize("option", ["as llama", "two inputs", "experts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str, quantization: Quantization) -> None:
     """Alone on one thread and beside others on two: the same bits."""
@@ -329,6 +342,52 @@ def test_layers_are_exact_in_every_format(name: str, inner: int) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("inner", [40, 64])
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_exact_in_every_format(name: str, inner: int, instruction_set: str) -> None:
+    """Many tokens on two threads, and each alone on one: the same bits, and those of torch but for rounding."""
+    count, dtype = 3, torch.bfloat16 if FORMATS[name][4] == 16 else torch.float32
+    gate_up, down = ([some_matrix(name, *shape, dtype) for _ in range(number)]
+                     for shape, number in (((inner, E), 2 * count), ((E, inner), count)))  # fmt: skip
+    for index, each in enumerate((*gate_up, *down)):  # experts differ
+        for scales in (each.row_scales, each.group_scales):
+            if scales is not None:
+                scales.mul_((1 + index) / 64)
+    mlp = Experts(router=Matrix(weight=numbers(count, E, seed=50).to(dtype)), gate_up=stacked(gate_up),
+                  down=stacked(down), top_k=2, is_normalized=True)  # fmt: skip
+    layers = in_dtype(two(OPTIONS["as llama"]), dtype)
+    blocks = Blocks(blocks=[replace(layers.blocks[0], mlp=mlp)], final_norm=None)
+    text, threads = numbers(40, E, seed=74, scale=1.0), torch.get_num_threads()
+    alone, company = (BlockStack(blocks, num_slots=SLOTS, capacity=CAPACITY) for _ in range(2))
+    try:
+        torch.set_num_threads(1)
+        one = [alone.run(part, chains([1], slots=[0], prefix_lens=[t])) for t, part in enumerate(text.split(1))]
+        torch.set_num_threads(2)
+        for tokens in (2, 7, 21, 40):
+            found = company.run(text[:tokens], chains([tokens], slots=[1], prefix_lens=[0]))
+            assert torch.equal(found, torch.cat(one[:tokens])), tokens
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_stacked_matrices_differ_in_scales_alone() -> None:
+    dtype = torch.float32
+    half, single = (
+        some_matrix("4 bits, groups of 32", 20, 96, dtype),
+        some_matrix("4 bits, groups of 32", 30, 96, dtype),
+    )
+    assert half.group_scales is not None
+    single = replace(single, group_scales=None if single.group_scales is None else single.group_scales.float() * 1e-9)
+    made = stacked([half, single])
+    assert made.shape == (32 + 32, 96)
+    dense = made.dequantized()
+    assert torch.equal(dense[:20], half.dequantized())
+    assert torch.equal(dense[32:62], single.dequantized())
+    assert not dense[20:32].any()
+    with pytest.raises(ValueError, match="matrices that are stacked differ in kind"):
+        stacked([half, some_matrix("4 bits, groups of 64 with offsets", 20, 96, dtype)])
+
+
 def test_matrices_of_other_shapes_are_refused() -> None:
     numbers_of, fields = torch.zeros(32, 200, dtype=torch.int8), {"bits": 4, "dtype": torch.float32, "group": 64}
     for shape in ((32, 1), (32, 5), (20, 4)):
@@ -354,8 +413,9 @@ def test_blocks_that_cannot_be_quantised() -> None:
         changed = replace(first, **{name: replace(mixed, up=odd) if name == "mlp" else odd})
         with pytest.raises(UnsuitableError, match="matrices of block 1 with the same inputs round them in different"):
             BlockStack(Blocks(blocks=[blocks[0], changed], final_norm=None), **made, backend="native")
-    with pytest.raises(UnsuitableError, match="a mixture of experts has no kernels for int8"):
-        BlockStack(in_dtype(two(OPTIONS["experts"]), torch.float32), **made, quantization="int8")
+    experts = quantised(in_dtype(two(OPTIONS["experts"]), torch.float32), "int8", is_dense=False)
+    with pytest.raises(UnsuitableError, match="only native kernels on CPUs run weights in 8 bits"):
+        BlockStack(experts, **made, backend="torch")
     with pytest.raises(UnsuitableError, match="only native kernels on CPUs run int8 weights"):
         BlockStack(in_dtype(two(OPTIONS["as llama"]), torch.float32), **made, backend="torch", quantization="int8")
     with pytest.raises(UnsuitableError, match=r"float32 and bfloat16, not torch\.float64"):

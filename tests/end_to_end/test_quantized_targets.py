@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
+from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.models.loading import load_model, wrap_model
 from foretoken.models.parts import target_parts
@@ -60,16 +61,29 @@ def test_text_is_plain_decodings(name: str, quantization: str) -> None:
     assert all(output.metrics.draft_errors == 0 for output in got)
 
 
+def stand_in(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+    return quantized(weight, quantization, dtype=torch.float32).dequantized()
+
+
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "qwen3", "qwen3_moe", "mixtral"])
 def test_rounded_targets_are_the_models_of_their_weights(architecture: str, quantization: Quantization) -> None:
     """In float32, where inputs are rounded to 24 bits."""
     module = tiny_model(architecture, dtype=torch.float32)
     dense = copy.deepcopy(module)
     for part in dense.modules():
         if type(part) is torch.nn.Linear:  # unties an LM head
-            part.weight = torch.nn.Parameter(quantized(part.weight, quantization, dtype=torch.float32).dequantized())
+            part.weight = torch.nn.Parameter(stand_in(part.weight, quantization))
+        elif is_plain_experts(part):
+            experts: Any = part
+            gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
+            for each in (*gate_up, *down):
+                for matrix in each.chunk(2) if each.shape == gate_up.shape[1:] else [each]:
+                    matrix.copy_(stand_in(matrix, quantization))
     found = texts(quantization, {}, module=module)
+    if hasattr(dense.model.layers[0].mlp, "experts"):  # the module of transformers
+        for each in texts(quantization, {}, module=module, runner="generic"), found:
+            assert_same_text(each, found, [architecture] * len(PROMPTS), tolerance=1e-4)
     expected = LLM(dense, tokenizer=tokenizer(), runner="lean-native").generate(PROMPTS, PARAMS)
     assert_same_text(found, expected, [architecture] * len(PROMPTS), tolerance=1e-4)
 
@@ -82,22 +96,32 @@ def test_the_transformers_model_multiplies_by_the_same_weights() -> None:
         texts("int8", {}, module=module, runner="lean-stock")
 
 
-def test_experts_stay_and_the_rest_is_rounded() -> None:
-    module = tiny_model("qwen3_moe", dtype=BF16)
-    made: Any = quantize_model(wrap_model(module, name="tiny"), "int4")
-    theirs: Any = module
-    assert isinstance(made.backbone.layers[0].self_attn.q_proj, QuantizedLinear)
-    for ours, original in zip(made.backbone.layers, theirs.model.layers, strict=True):
-        assert torch.equal(ours.mlp.experts.gate_up_proj, original.mlp.experts.gate_up_proj)
-    assert_same_text(
-        texts("int4", config("ngram", num_speculative_tokens=3)([]), module=module), texts("int4", {}, module=module),
-        ["experts"] * len(PROMPTS),
-    )  # fmt: skip
+@pytest.mark.parametrize("quantization", ["int4", "w8a8"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_text_of_experts_is_plain_decodings(architecture: str, quantization: str) -> None:
+    module = tiny_model(architecture, dtype=BF16)
+    made: Any = quantize_model(wrap_model(module, name="tiny"), quantization)  # type: ignore[arg-type]
+    assert all(isinstance(each.mlp.experts, QuantizedExperts) for each in made.backbone.layers)
+    plain = texts(quantization, {}, module=module, max_num_seqs=1)
+    draft = draft_model(noisy(architecture, dtype=BF16), quantization="int4", num_speculative_tokens=4)
+    for arguments in (config("ngram", num_speculative_tokens=3)([]), fixed(drafter=draft, trust_drafter=True)([])):
+        got = texts(quantization, arguments, module=module, max_num_seqs=3)
+        assert_same_text(got, plain, [architecture] * len(PROMPTS))
+        assert all(output.metrics.draft_errors == 0 for output in got)
+
+
+def test_experts_of_another_layout_are_refused() -> None:
+    module = tiny_model("gpt_oss", dtype=torch.float32)
+    with pytest.raises(ModelError, match=r"'model.layers.2.mlp.experts' is a GptOssExperts, not a plain linear layer"):
+        quantize_model(wrap_model(module, name="tiny"), "int8")
 
 
 def reachable_bytes(module: torch.nn.Module) -> int:
     """Bytes of all memory that parameters and buffers keep; of shared pages their own part."""
-    rounded = {id(each) for part in module.modules() if isinstance(part, QuantizedLinear) for each in part.buffers()}
+    rounded = {
+        id(each) for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedExperts)
+        for each in part.buffers(recurse=False)
+    }  # fmt: skip
     tensors = [*module.parameters(), *module.buffers()]
     own = [each.untyped_storage() for each in tensors if id(each) not in rounded]
     shared = [each for each in tensors if id(each) in rounded]
@@ -109,10 +133,16 @@ def test_originals_are_freed_and_drafters_know_the_target(architecture: str, tmp
     module = tiny_model(architecture, dtype=BF16, tie_word_embeddings=False)
     module.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="bfloat16")
-    linear = sum(part.weight.nbytes for part in loaded.module.modules() if type(part) is torch.nn.Linear)
+    linear = sum(
+        each.nbytes for part in loaded.module.modules() if type(part) is torch.nn.Linear or is_plain_experts(part)
+        for each in part.parameters()
+    )  # fmt: skip
     before, fingerprint = reachable_bytes(loaded.module), TargetFingerprint.of(loaded)
     rounded = quantize_model(loaded, "int4")
-    kept = sum(part.matrix.nbytes for part in rounded.module.modules() if isinstance(part, QuantizedLinear))
+    kept = sum(
+        each.nbytes for part in rounded.module.modules() if isinstance(part, QuantizedLinear | QuantizedExperts)
+        for each in part.buffers(recurse=False)
+    )  # fmt: skip
     assert 0 < kept < linear
     assert reachable_bytes(rounded.module) <= before - linear + kept + 4096, "but for alignment"
     assert TargetFingerprint.of(rounded) == fingerprint, "its drafters are those of the original"

@@ -18,6 +18,7 @@
 #include "gemm.h"
 #include "integer_tiles.h"
 #include "interface.h"
+#include "rounded_inputs.h"
 #include "rows.h"
 #include "tiles.h"
 #include "workspace.h"
@@ -86,18 +87,17 @@ class ExpertLayer {
     barrier_.wait();
     share(num_pairs_, [&](int64_t pair) { gather(inputs, pair); });
     barrier_.wait();
+    round(experts_.gate_up, space_.pair_inputs);
     const int64_t width = experts_.intermediate;
     for_each_expert([&](int64_t e, int64_t first, int64_t count) {
-      const T* gate_up = static_cast<const T*>(experts_.gate_up) + e * 2 * width * hidden_;
-      const Matrix gate{gate_up, nullptr, width, hidden_}, up{gate_up + width * hidden_, nullptr, width, hidden_};
+      const Matrix gate = part_of(experts_.gate_up, 2 * e, width), up = part_of(experts_.gate_up, 2 * e + 1, width);
       multiply_activated(layer_.activation, gate, up, inputs_of(space_.pair_inputs, e, hidden_, count), count,
                          inputs_of(space_.pair_inner, e, width, count), space_.pair_gate + first * width, space_.pair_up + first * width);
     });
     barrier_.wait();
+    round(experts_.down, space_.pair_inner);
     for_each_expert([&](int64_t e, int64_t first, int64_t count) {
-      const T* down = static_cast<const T*>(experts_.down) + e * hidden_ * width;
-      multiply_into(Matrix{down, nullptr, hidden_, width}, inputs_of(space_.pair_inner, e, width, count), count,
-                    space_.pair_out + first * hidden_);
+      multiply_into(part_of(experts_.down, e, hidden_), inputs_of(space_.pair_inner, e, width, count), count, space_.pair_out + first * hidden_);
     });
     barrier_.wait();
   }
@@ -123,7 +123,7 @@ class ExpertLayer {
     for (int64_t j = 0; j < num_pairs_; ++j) ++space_.starts[space_.chosen[j] + 1];
     space_.blocks[0] = 0;
     for (int64_t e = 0; e < count; ++e) {
-      space_.blocks[e + 1] = space_.blocks[e] + MatrixInputs<T>::padded_tokens(space_.starts[e + 1]);
+      space_.blocks[e + 1] = space_.blocks[e] + most_inputs(space_.starts[e + 1]);
       space_.starts[e + 1] += space_.starts[e];
     }
     for (int64_t j = 0; j < num_pairs_; ++j) {  // `starts` counts up here and is moved back afterwards
@@ -143,7 +143,34 @@ class ExpertLayer {
   }
 
   MatrixInputs<T> inputs_of(typename MatrixInputs<T>::Token* base, int64_t e, int64_t width, int64_t count) const {
-    return {base + space_.blocks[e] * MatrixInputs<T>::padded(width), count, width};
+    char* rounded = space_.pair_rounded + space_.blocks[e] * rounded_bytes(std::max(hidden_, experts_.intermediate));
+    return {base + space_.blocks[e] * MatrixInputs<T>::padded(width), count, width, rounded};
+  }
+
+  // Rounds the inputs of each expert if the matrices are in integers.
+  void round(const Matrix& matrix, typename MatrixInputs<T>::Token* base) const {
+    if (matrix.bits == 0) return;
+    for_each_expert([&](int64_t e, int64_t, int64_t count) {
+      round_inputs(inputs_of(base, e, matrix.cols, count), count, matrix, matrix.group_offsets != nullptr);
+    });
+    barrier_.wait();
+  }
+
+  // Matrix `index` of those of `rows` rows that stand one below another.
+  static Matrix part_of(const Matrix& matrix, int64_t index, int64_t rows) {
+    Matrix part = matrix;
+    part.rows = rows;
+    if (matrix.bits == 0) {
+      part.weight = static_cast<const T*>(matrix.weight) + index * rows * matrix.cols;
+      return part;
+    }
+    const int64_t panel = index * ((rows + kPanelRows - 1) / kPanelRows);
+    const int64_t at = panel * num_groups(matrix) * kPanelRows * (matrix.groups_are_half ? 2 : 4);  // in bytes
+    part.weight = static_cast<const char*>(matrix.weight) + panel * panel_bytes(matrix);
+    if (matrix.scales != nullptr) part.scales = matrix.scales + panel * kPanelRows;
+    if (matrix.group_scales != nullptr) part.group_scales = static_cast<const char*>(matrix.group_scales) + at;
+    if (matrix.group_offsets != nullptr) part.group_offsets = static_cast<const char*>(matrix.group_offsets) + at;
+    return part;
   }
 
   template <class Work>

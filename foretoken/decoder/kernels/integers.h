@@ -22,7 +22,7 @@ struct UnitScales {
   int64_t group = 0;          // of this unit's weights
   const float* inputs = nullptr;  // of this unit's inputs of the first token
 
-  explicit UnitScales(const Matrix& matrix) : matrix(matrix), groups(matrix.group_scales == nullptr ? 0 : (padded_inputs(matrix.cols) + matrix.group - 1) / matrix.group) {}
+  explicit UnitScales(const Matrix& matrix) : matrix(matrix), groups(num_groups(matrix)) {}
   void begin(const RoundedInputs& x, int64_t m, int64_t k) {
     if (groups > 0) group = k / matrix.group;
     inputs = x.scales + k / x.group * x.num_tokens + m;

@@ -39,8 +39,10 @@ enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
 // Gated layers; each token takes `top_k` of them. A dense layer has a count of 0.
 struct Experts {
-  Matrix router;                // (count, hidden)
-  const void *gate_up, *down;   // (count, 2 * intermediate, hidden), gate first; (count, hidden, intermediate)
+  Matrix router;  // (count, hidden)
+  // The matrices of all experts one below another: gate and up of an expert, (intermediate, hidden) each; (hidden,
+  // intermediate). In integers, each of them begins with a panel.
+  Matrix gate_up, down;
   int64_t count, top_k, intermediate;
   int64_t is_normalised;        // whether the weights of a token's experts are scaled to sum to 1
 };

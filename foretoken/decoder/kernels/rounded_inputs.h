@@ -40,6 +40,7 @@ constexpr int64_t kFewestOfTiles = INT64_MAX;
 
 inline int64_t padded_inputs(int64_t K) { return (K + kWholeStep - 1) / kWholeStep * kWholeStep; }
 inline int64_t panel_bytes(const Matrix& matrix) { return kPanelRows * padded_inputs(matrix.cols) * matrix.bits / 8; }
+inline int64_t num_groups(const Matrix& matrix) { return matrix.group_scales == nullptr ? 0 : (padded_inputs(matrix.cols) + matrix.group - 1) / matrix.group; }
 inline int digits_of(const Matrix& matrix) { return int(matrix.input_bits + 7) / 8; }
 inline int64_t input_group(const Matrix& matrix) { return matrix.input_group == 0 ? padded_inputs(matrix.cols) : matrix.input_group; }
 // Inputs whose products are added as integers: they share the scales of inputs and of weights.

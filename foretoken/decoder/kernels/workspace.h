@@ -25,7 +25,7 @@ inline bool has_integers(const Model& model) {
   bool found = model.head.bits != 0;
   for (int64_t i = 0; i < model.num_layers; ++i) {
     const Layer& layer = model.layers[i];
-    for (const Matrix* each : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down}) found = found || each->bits != 0;
+    for (const Matrix* each : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down, &layer.experts.gate_up, &layer.experts.down}) found = found || each->bits != 0;
   }
   return found;
 }
@@ -67,6 +67,7 @@ struct Workspace {
   int64_t *starts, *blocks;                     // (num_experts + 1,)
   float *pair_gate, *pair_up, *pair_out;        // (P, expert_intermediate) twice, (P, hidden)
   Token *pair_inputs, *pair_inner;              // of P tokens and the padding of each expert's tokens
+  char* pair_rounded;                           // `RoundedInputs` of the wider of these, if a matrix is in integers
 
   int64_t size = 0;  // -1 if 64 bits cannot count it
   int64_t num_kept;  // queries in `kept` of a thread
@@ -116,6 +117,7 @@ struct Workspace {
     take(base, pair_out, pairs, model.hidden);
     take(base, pair_inputs, padded_pairs, MatrixInputs<T>::padded(model.hidden));
     take(base, pair_inner, padded_pairs, MatrixInputs<T>::padded(model.expert_intermediate));
+    take(base, pair_rounded, has_integers(model) ? padded_pairs : 0, rounded_bytes(std::max(model.hidden, model.expert_intermediate)));
   }
 
   AttentionSpace<T> attention_of(const Model& model, int64_t M, int64_t thread) const {

@@ -13,6 +13,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
+from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, quantized_parts
 from foretoken.models.loading import HASHED_ROWS, LoadedModel
 from foretoken.models.model_changes import foreign_call
 from foretoken.models.placement import gather_weights
@@ -32,9 +33,10 @@ def check_quantization_name(value: Any) -> Quantization | None:
 
 
 def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedModel:
-    """Replaces every linear layer of a target by one in 4 or 8 bits, the LM head too; embedding and experts stay.
+    """Replaces the linear layers and experts of a target by those in 4 or 8 bits, the LM head too.
 
-    The module is changed in place. The originals are freed block by block, unless others hold them.
+    Embedding and routers stay. The module is changed in place. The originals are freed block by block, unless others
+    hold them.
 
     Raises:
         ModelError: If the model is not on a CPU in float32 or bfloat16, has layers of other kinds, hooks or adapters,
@@ -53,10 +55,13 @@ def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedMode
         for parameter in module.parameters():
             if parameter.dim() < 2:
                 parameter.data = parameter.data.clone()
-    for name in [name for name, part in module.named_modules() if type(part) is nn.Linear]:
+    for name in [name for name, part in module.named_modules() if type(part) is nn.Linear or is_plain_experts(part)]:
         owner_name, _, own_name = name.rpartition(".")
         owner: Any = module.get_submodule(owner_name)
-        setattr(owner, own_name, _rounded(getattr(owner, own_name), quantization, model, name))
+        try:
+            setattr(owner, own_name, _rounded(getattr(owner, own_name), quantization, model.dtype))
+        except UnsuitableError as err:
+            raise ModelError(f"'{name}' of '{model.name}' cannot be rounded: {err}") from err
     if not model.is_borrowed:
         gather_weights(module)  # away from the memory that they shared with matrices
     return replace(model, quantization=quantization, first_head_rows=first_rows)
@@ -67,21 +72,25 @@ def _check_layers(model: LoadedModel, quantization: Quantization) -> None:
     reason = foreign_call(module)
     for name, part in module.named_modules():
         is_known = type(part) is nn.Linear or isinstance(part, nn.Embedding) or type(part).__name__.endswith("Router")
+        is_known = is_known or is_plain_experts(part)
         if type(part).__module__.startswith("peft"):
             reason = f"'{name}' is an adapter"
-        elif not is_known and any(each.dim() == 2 for each in part.parameters(recurse=False)):
+        elif not is_known and any(each.dim() > 1 for each in part.parameters(recurse=False)):
             reason = f"'{name}' is a {type(part).__name__}, not a plain linear layer"
     if getattr(model.config, "quantization_config", None) is not None:
         reason = "its weights are quantised already"
     if reason is not None:
         raise ModelError(
             f"quantization '{quantization}' was asked for '{model.name}', but {reason.rstrip('.')}. Expected a model "
-            "of plain linear layers. Leave quantization out."
+            "of plain linear layers and experts. Leave quantization out."
         )
 
 
-def _rounded(part: nn.Linear, quantization: Quantization, model: LoadedModel, name: str) -> QuantizedLinear:
-    try:
-        return QuantizedLinear(quantized(part.weight, quantization, dtype=model.dtype), part.bias)
-    except UnsuitableError as err:
-        raise ModelError(f"'{name}' of '{model.name}' cannot be rounded: {err}") from err
+def _rounded(part: Any, quantization: Quantization, dtype: torch.dtype) -> QuantizedLinear | QuantizedExperts:
+    if type(part) is nn.Linear:
+        return QuantizedLinear(quantized(part.weight, quantization, dtype=dtype), part.bias)
+    gate_up, down = (
+        quantized_parts(weight.detach(), parts, quantization, dtype=dtype)
+        for weight, parts in ((part.gate_up_proj, 2), (part.down_proj, 1))
+    )
+    return QuantizedExperts(gate_up, down, part.act_fn)
