@@ -94,8 +94,9 @@ def write(
     for add in values:
         add(writer)
     stands_for = {}
+    own_weights = _split_experts(model.state_dict())
     for number, ((key, weight), name) in enumerate(
-        zip(model.state_dict().items(), _names(model, architecture), strict=True)
+        zip(own_weights.items(), _names(own_weights, config, architecture), strict=True)
     ):
         if key == "lm_head.weight" and tied:
             continue
@@ -103,13 +104,14 @@ def write(
         heads = _permuted_heads(key, config) if architecture == "llama" else 0
         offset = int(architecture.startswith("gemma") and key.endswith("norm.weight"))
         weights = permuted(weight.numpy(), heads) if heads else weight.numpy() + offset
-        stored = blocks(weights, type_, number) if type_ != Type.F32 else np.ascontiguousarray(weights)
+        stored = _blocks_of(weights, type_, number) if type_ != Type.F32 else np.ascontiguousarray(weights)
         read = gguf.dequantize(stored, type_)
         stands_for[key] = torch.from_numpy(restored(read, heads) if heads else read - offset)
         if name not in leave_out:
             writer.add_tensor(name, stored, raw_dtype=type_)
     if tied:
         stands_for["lm_head.weight"] = stands_for["model.embed_tokens.weight"]
+    stands_for = _joined_experts(stands_for)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -119,11 +121,40 @@ def write(
     return stands_for
 
 
-def _names(model: Any, architecture: str) -> list[str]:
+def _blocks_of(weights: np.ndarray, type_: Type, seed: int) -> np.ndarray:
+    """`blocks` of a matrix, or of the matrices of all experts."""
+    made = blocks(weights.reshape(-1, weights.shape[-1]), type_, seed)
+    return made.reshape(*weights.shape[:-1], -1)
+
+
+def _split_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gate and up of experts apart, as the conversion script has them."""
+    found = {}
+    for key, weight in weights.items():
+        if key.endswith("experts.gate_up_proj"):
+            for part, each in zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True):
+                found[key.replace("gate_up_proj", f"{part}.weight")] = each.contiguous()
+        else:
+            found[f"{key}.weight" if key.endswith("experts.down_proj") else key] = weight
+    return found
+
+
+def _joined_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for key, weight in weights.items():
+        if key.endswith("experts.gate_proj.weight"):
+            up = weights[key.replace("gate_proj", "up_proj")]
+            found[key.replace("gate_proj.weight", "gate_up_proj")] = torch.cat([weight, up], 1)
+        elif not key.endswith("experts.up_proj.weight"):
+            found[key.removesuffix(".weight") if key.endswith("experts.down_proj.weight") else key] = weight
+    return found
+
+
+def _names(weights: dict[str, torch.Tensor], config: Any, architecture: str) -> list[str]:
     """The names of all weights as llama.cpp's package has them."""
     (number,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
-    found = {key: names.get_name(key, try_suffixes=(".weight", ".bias")) for key in model.state_dict()}
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    found = {key: names.get_name(key, try_suffixes=(".weight", ".bias")) for key in weights}
     assert all(name or key == "lm_head.weight" for key, name in found.items())  # Gemma 2 never has an LM head
     return [name or "output.weight" for name in found.values()]
 

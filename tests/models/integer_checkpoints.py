@@ -112,12 +112,38 @@ def _with_rounded_inputs(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return ((inputs[0] / scale).round() * scale,)
 
 
+def _experts(module: nn.Module, config: Any, scheme: Scheme, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Takes the experts' weights out of the tensors of a model; gives their integers, named as in the checkpoint."""
+    made: dict[str, Tensor] = {}
+    for layer, block in enumerate(module.model.layers):  # type: ignore[arg-type, union-attr]
+        experts: Any = getattr(block.mlp, "experts", None)
+        for expert in range(0 if experts is None else len(experts.down_proj)):
+            gate, up = experts.gate_up_proj.data[expert].chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": experts.down_proj.data[expert]}
+            for number, (part, dense) in enumerate(parts.items()):
+                own, weight = stored(scheme, *dense.shape, 1000 * layer + 10 * expert + number, 0)
+                dense.copy_(weight)
+                name = expert_name(config.model_type, layer, expert, part)
+                del tensors[f"{name}.weight"]
+                made |= {f"{name}.{key}": each for key, each in own.items()}
+    return made
+
+
+def expert_name(model_type: str, layer: int, expert: int, part: str) -> str:
+    """The name of a linear layer of an expert in checkpoints."""
+    if model_type == "mixtral":
+        letter = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
+        return f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{letter}"
+    return f"model.layers.{layer}.mlp.experts.{expert}.{part}"
+
+
 def write(directory: Path, config: Any, scheme: Scheme) -> nn.Module:
     """Writes a checkpoint, and returns the model of its weights in float32."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     module.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
+    tensors |= _experts(module, config, scheme, tensors)
     places = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",)
     for seed, (name, part) in enumerate(list(module.named_modules())):
         if type(part) is not nn.Linear or name == "lm_head":

@@ -282,7 +282,7 @@ def refusal(path: Path, opened: Callable[[Path], Any] = open_gguf) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "part"),
     [
-        ("llama.expert_count", 8, "is a mixture of experts"),
+        ("llama.expert_count", 8, "lacks llama.expert_used_count"),
         ("llama.attention.scale", 0.5, "has llama.attention.scale, which may change the model"),
         ("llama.attention.sliding_window", 64, "has llama.attention.sliding_window, which may change the model"),
         ("llama.rope.scaling.type", "longrope", "scales positions by 'longrope'. Expected none, linear or yarn."),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
 from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.loading import load_model
 
 CT = "compressed-tensors"
@@ -73,6 +74,64 @@ def test_speculative_text_is_plain_text(name: str, tmp_path: Path) -> None:
         llm = LLM(model, speculative_config=config, max_num_seqs=2)
         texts.append([each.outputs[0].token_ids for each in llm.generate(prompts, params)])
     assert texts[0] == texts[1]
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.act_order])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_those_of_the_format(name: str, kind: str, tmp_path: Path) -> None:
+    expected: Any = write(tmp_path, small_config(kind, **EXPERTS[kind]), SCHEMES[name])
+    model: Any = load_model(tmp_path)
+    for ours, theirs in zip(model.backbone.layers, expected.model.layers, strict=True):
+        assert isinstance(ours.mlp.experts, QuantizedExperts)
+        assert torch.equal(ours.mlp.gate.weight, theirs.mlp.gate.weight)
+        found, wanted = ours.mlp.experts.down.dequantized(), theirs.mlp.experts.down_proj.flatten(0, 1)
+        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    with torch.no_grad():
+        logits = expected(torch.tensor([TOKENS])).logits[0, -1]
+    for runner in () if SCHEMES[name].settings.get("inputs") else ("lean-native", "generic"):
+        llm = LLM(load_model(tmp_path), max_num_seqs=2, runner=runner)
+        listed = llm.generate([TOKENS], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20))[0]
+        right = logits.log_softmax(-1)
+        found = listed.outputs[0].logprobs[0]
+        assert max(abs(each.logprob - right[token]) for token, each in found.items()) <= 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight_scale"),
+            r"4 experts in model.layers.1.mlp.experts",
+        ),
+        (lambda t: [t.pop(key) for key in list(t) if ".0.mlp.experts.2." in key], "Missing, or more .*experts.2.down"),
+        (lambda t: t.update({"model.layers.0.mlp.experts.4.up_proj.weight_scale": torch.ones(1)}), "more than that"),
+        (lambda t: t.pop("model.layers.0.mlp.gate.weight"), "missing: model.layers.0.mlp.gate.weight"),
+        (lambda t: t.update({"model.layers.0.mlp.experts.0.up_proj.weight_shape": torch.tensor([96, 72])}), "Expected"),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path, small_config("qwen3_moe", **EXPERTS["qwen3_moe"]), SCHEMES["W4A16, groups"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path)
+
+
+def test_experts_with_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, small_config("qwen3_moe", **EXPERTS["qwen3_moe"]), SCHEMES["GPTQ"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.2.down_proj.g_idx"
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"experts in model.layers.0.mlp.experts of .* are not stored alike"):
+        load_model(tmp_path)
 
 
 def test_layers_of_another_order_run_on_the_generic_runner(tmp_path: Path) -> None:

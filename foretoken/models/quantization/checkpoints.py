@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,11 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.bounded_reads import TensorHeader, tensor_headers
 from foretoken.models.quantization import compressed_tensors, gptq
-from foretoken.models.quantization.stored import StoredModel
+from foretoken.models.quantization.stored import StoredModel, experts_of
 from foretoken.models.weight_files import check_fit, meta_model, model_files, untied_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -29,6 +30,17 @@ _LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "gptq": gptq.gptq_layout,
     "awq": gptq.awq_layout,
 }
+
+# Checkpoints of these architectures have other names than transformers.
+_RENAMED = {
+    "mixtral": tuple(
+        (re.compile(pattern), part)
+        for pattern, part in (
+            (r"\.block_sparse_moe\.", ".mlp."), (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+            (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."), (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+        )
+    ),
+}  # fmt: skip
 
 # Tensors that are no weights of an architecture and change a model unless they are 0: biases that GPTQ adds to every
 # layer, scales of activations and inputs.
@@ -72,7 +84,7 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
         with foreign_errors_as(ModelError, lambda err: f"'{name}' cannot be downloaded: {one_line(err)}."):
             patterns = ["*.safetensors", "*.json"]
             directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    files = _Files(directory, name)
+    files = _Files(directory, name, _RENAMED.get(config.model_type, ()))
     linears = frozenset(files.owners(layout.marker))
     if not linears:
         raise ModelError(
@@ -91,7 +103,8 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
         if missing:
             raise ModelError(f"'{name}' lacks {listed(missing)}. Copy or download the model again.")
         tensors = {part: files.read(key) for part, key in found.items() if key in files.headers}
-        return layout.matrix(linear, tensors, dtype)
+        own_name = files.own_names[found[layout.marker]].removesuffix(f".{layout.marker}")
+        return layout.matrix(own_name, tensors, dtype)
 
     def dense(_: torch.dtype) -> dict[str, Tensor]:
         for key in unused:
@@ -111,25 +124,30 @@ def _check_others(files: _Files, config: Any, linears: frozenset[str], parts: se
     if module is None:
         raise ModelError(f"the architecture of '{name}' cannot be built. Expected a causal LM of transformers.")
     own = {f"{linear}.weight" for linear in linears}
+    own |= {f"{experts_of(linear)}.{part}" for linear in linears for part in ("gate_up_proj", "down_proj")}
     check_fit(files.headers, {key: shape for key, shape in untied_shapes(module).items() if key not in own}, name)
     return sorted(files.headers.keys() - parts - set(module.state_dict()))
 
 
 class _Files:
-    """The tensors of a model's safetensors, which stay open."""
+    """The tensors of a model's safetensors, which stay open, by the names of transformers."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, renamed: Sequence[tuple[re.Pattern[str], str]]) -> None:
         self._open: dict[Path, Any] = {}
         self._paths: dict[str, Path] = {}
         self.headers: dict[str, TensorHeader] = {}
+        self.own_names: dict[str, str] = {}
         for path in model_files(directory):
-            for key, header in tensor_headers(path).items():
+            for own_name, header in tensor_headers(path).items():
+                key = own_name
+                for pattern, part in renamed:
+                    key = pattern.sub(part, key)
                 if key in self.headers:
                     raise ModelError(
-                        f"'{name}' has {shown(key)} in two files, {self._paths[key].name} and {path.name}. Expected it "
-                        "once. Copy or download the model again."
+                        f"'{name}' has {shown(own_name)} in two files, {self._paths[key].name} and {path.name}. "
+                        "Expected it once. Copy or download the model again."
                     )
-                self.headers[key], self._paths[key] = header, path
+                self.headers[key], self._paths[key], self.own_names[key] = header, path, own_name
 
     def owners(self, part: str) -> list[str]:
         """Returns the modules that have a tensor of a name."""
@@ -139,5 +157,5 @@ class _Files:
         path = self._paths[key]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
-        tensor: Tensor = self._open[path].get_tensor(key)
+        tensor: Tensor = self._open[path].get_tensor(self.own_names[key])
         return tensor

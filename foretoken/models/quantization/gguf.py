@@ -1,7 +1,7 @@
 """Opens GGUF files of llama.cpp as models whose matrices stay in integers.
 
-All architectures here are dense decoders, and each tensor of a file is one weight of transformers. A setting or a
-tensor that is not known is refused, because it may change the model.
+Each tensor of a file is one weight of transformers, except for experts: a file has three tensors for all experts of a
+layer, gate, up and down. A setting or a tensor that is not known is refused, because it may change the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.config_checks import check_sizes, is_size
 from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
-from foretoken.models.quantization.stored import StoredModel
+from foretoken.models.quantization.stored import StoredModel, experts_of
 from foretoken.models.weight_files import meta_model, untied_shapes
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_MIXTURE = {"ffn_gate_inp": "mlp.gate"} | {
+    f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
+}
 _BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 _ARCHITECTURES = {
     "llama": _Architecture("llama", switches=_BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}),
@@ -54,7 +57,9 @@ _ARCHITECTURES = {
     ),
     "gemma2": _Architecture("gemma2", _GEMMA),
     "gemma3": _Architecture("gemma3_text", _GEMMA),
+    "qwen3moe": _Architecture("qwen3_moe", _MIXTURE, _BIAS),
 }
+_MIXTRAL = _Architecture("mixtral", _MIXTURE)  # of the architecture "llama" with experts
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # llama.cpp recognises these models by their layers too
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _PARTS = {
@@ -70,6 +75,7 @@ _PARTS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+_EXPERTS = re.compile(r".*\.mlp\.experts\.(?:gate|up|down)_proj\.weight")  # all of a layer
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)")
 _ROPE_FACTORS = "rope_freqs.weight"  # one for each pair of a head, in place of a formula's parameters
 _SIZES = {
@@ -90,7 +96,7 @@ _DERIVED = {
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window_pattern"),
     *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned", "expert_count", "expert_used_count"),
-    *("vocab_size", "tensor_data_layout"),
+    *("vocab_size", "tensor_data_layout", "expert_feed_forward_length"),
 }
 _END_TOKENS = ("eos", "eot", "eom")
 
@@ -108,8 +114,10 @@ class _Values:
             )
         prefix = f"{self.architecture}."
         self.own = {key.removeprefix(prefix): each for key, each in file.values.items() if key.startswith(prefix)}
-        if self.own.get("expert_count"):
-            raise self.refusal("is a mixture of experts", "a dense model")
+        self.is_mixture = bool(self.own.get("expert_count"))
+        if self.is_mixture != ("ffn_gate_inp" in _architecture(file).parts):
+            found, wanted = ("is a mixture of", "a dense model") if self.is_mixture else ("has no", "some")
+            raise self.refusal(f"{found} experts", wanted)
         unknown = self.own.keys() - {*_SIZES, *_OTHERS, *_DERIVED}
         if unknown:
             raise self.refusal(f"has {prefix}{listed(unknown)}, which may change the model", "known settings")
@@ -134,10 +142,15 @@ class _Values:
         return int(value)
 
 
+def _architecture(file: GgufFile) -> _Architecture:
+    name = file.values["general.architecture"]
+    return _MIXTRAL if name == "llama" and file.values.get("llama.expert_count") else _ARCHITECTURES[name]
+
+
 def _read_config(file: GgufFile) -> Any:
     """Returns the configuration that a file states; what it does not state is as llama.cpp takes it."""
     values = _Values(file)
-    architecture = _ARCHITECTURES[values.architecture]
+    architecture = _architecture(file)
     fields: dict[str, Any] = {field: values.size(key) for key, field in _SIZES.items()}
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     found = len({match[1] for match in map(_BLOCK.match, file.tensors) if match})
@@ -164,8 +177,10 @@ def _read_config(file: GgufFile) -> Any:
     if values.architecture in ("gemma2", "gemma3"):
         fields["query_pre_attn_scalar"] = plain_dim if layers == _LAYERS_OF_27B[values.architecture] else head_dim
         fields |= _layer_types(values, layers)
-    if architecture.model_type in ("llama", "qwen3", "gemma2", "gemma3_text") or head_dim != plain_dim:
+    if architecture.model_type in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") or head_dim != plain_dim:
         fields["head_dim"] = head_dim
+    if values.is_mixture:
+        fields |= _mixture(values, fields["intermediate_size"])
     fields |= {field: tensor in file.tensors for field, tensor in architecture.switches.items()}
     with foreign_errors_as(ModelError, lambda err: _refusal("configuration", file.path, err)):
         config: Any = AutoConfig.for_model(architecture.model_type, **fields)
@@ -174,6 +189,17 @@ def _read_config(file: GgufFile) -> Any:
         raise values.refusal(f"has {values.architecture}.{foreign[0]}, which may change the model", "known settings")
     check_sizes(config, str(file.path))
     return config
+
+
+def _mixture(values: _Values, intermediate: int) -> dict[str, Any]:
+    count, top_k = values.size("expert_count"), values.size("expert_used_count")
+    if top_k > count:
+        raise values.refusal(f"takes {top_k} of {count} experts", "at most all")
+    inner = values.size("expert_feed_forward_length", intermediate)
+    if values.architecture == "llama":
+        return {"num_local_experts": count, "num_experts_per_tok": top_k, "intermediate_size": inner}
+    # llama.cpp scales the weights of a token's experts to sum to 1, whatever the model does.
+    return {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": inner, "norm_topk_prob": True}
 
 
 def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
@@ -261,24 +287,36 @@ def open_gguf(path: Path) -> StoredModel:
         config.tie_word_embeddings = False
         names["lm_head.weight"] = "token_embd.weight"
     module, stored = _checked_module(file, config, names), {key: file.tensors[name] for key, name in names.items()}
-    linears = {
-        linear
+    kept = {
+        f"{linear}.weight"
         for linear, part in module.named_modules()
         if type(part) is nn.Linear and f"{linear}.weight" in stored and stored[f"{linear}.weight"].is_quantized
     }
-    types = {stored[f"{linear}.weight"].type_name for linear in linears} or {"not quantized"}
+    linears = {key.removesuffix(".weight"): names[key] for key in kept}
+    for key in filter(_EXPERTS.fullmatch, names):
+        owner, part, _ = key.rsplit(".", 2)
+        if stored[key].is_quantized:
+            kept.add(key)
+            linears |= {f"{owner}.{expert}.{part}": names[key] for expert in range(stored[key].shape[0])}
+    types = {file.tensors[name].type_name for name in linears.values()} or {"not quantized"}
 
     def matrix(linear: str, dtype: torch.dtype) -> QuantizedMatrix:
-        name = names[f"{linear}.weight"]
-        return file.matrix(name, dtype, _row_order(file, config, name))
+        name = linears[linear]
+        part = None if experts_of(linear) is None else int(linear.rsplit(".", 2)[1])
+        return file.matrix(name, dtype, _row_order(file, config, name), part=part)
 
     def dense(dtype: torch.dtype) -> dict[str, Tensor]:
-        kept = {f"{linear}.weight" for linear in linears}
         tensors = {
             key: file.dense(name, _row_order(file, config, name)).to(dtype)
             for key, name in names.items()
             if key not in kept
         }
+        for owner in sorted({key.rsplit(".", 2)[0] for key in tensors if _EXPERTS.fullmatch(key)}):
+            gate, up, down = (
+                tensors.pop(f"{owner}.{part}.weight", None) for part in ("gate_proj", "up_proj", "down_proj")
+            )
+            if gate is not None and up is not None and down is not None:  # `build` refuses some of them in integers
+                tensors |= {f"{owner}.gate_up_proj": torch.cat([gate, up], 1), f"{owner}.down_proj": down}
         if config.model_type.startswith("gemma"):  # transformers adds 1 to the weights of norms, llama.cpp does not
             tensors |= {key: file.dense(names[key]).float() - 1 for key in tensors if key.endswith("norm.weight")}
         return tensors
@@ -294,14 +332,14 @@ def _row_order(file: GgufFile, config: Any, name: str) -> Tensor | None:
     one of its second half.
     """
     match = _BLOCK.match(name)
-    part = match[2] if match and config.model_type == "llama" else ""
+    part = match[2] if match and config.model_type in ("llama", "mixtral") else ""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
     return heads and torch.arange(file.tensors[name].shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _tensor_names(file: GgufFile) -> dict[str, str]:
     """Returns the file's name of every weight of transformers."""
-    parts = _PARTS | _ARCHITECTURES[file.values["general.architecture"]].parts
+    parts = _PARTS | _architecture(file).parts
     names, unknown = {}, []
     for name in file.tensors:
         stem, _, kind = name.rpartition(".")
@@ -324,7 +362,7 @@ def _tensor_names(file: GgufFile) -> dict[str, str]:
 def _checked_module(file: GgufFile, config: Any, names: dict[str, str]) -> nn.Module:
     """Builds the architecture without memory, and compares it with all tensors."""
     module = meta_model(config)
-    shapes = {} if module is None else untied_shapes(module)
+    shapes = {} if module is None else _file_shapes(untied_shapes(module))
     wrong = [f"{key} is missing" for key in shapes if key not in names]
     wrong += [f"{name} is not used" for key, name in names.items() if key not in shapes]
     wrong += [
@@ -338,6 +376,19 @@ def _checked_module(file: GgufFile, config: Any, names: dict[str, str]) -> nn.Mo
             "Copy or download the file again."
         )
     return module
+
+
+def _file_shapes(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's weights, those of experts as files have them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        owner, _, part = key.rpartition(".experts.")
+        if part == "gate_up_proj":
+            count, rows, cols = shape
+            found |= {f"{owner}.experts.{each}.weight": (count, rows // 2, cols) for each in ("gate_proj", "up_proj")}
+        else:
+            found[f"{key}.weight" if part == "down_proj" else key] = shape
+    return found
 
 
 def gguf_tokenizer(path: Path) -> Any | None:

@@ -150,19 +150,22 @@ class GgufFile:
     values: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
-    def matrix(self, name: str, dtype: torch.dtype, order: Tensor | None = None) -> QuantizedMatrix:
+    def matrix(
+        self, name: str, dtype: torch.dtype, order: Tensor | None = None, *, part: int | None = None
+    ) -> QuantizedMatrix:
         """Returns a matrix that is stored in integers.
 
         Args:
             name: Of the tensor.
             dtype: Of inputs and outputs, see `QuantizedMatrix`.
             order: (rows,) int64, the rows in another order; None for their own.
+            part: The index of a matrix in a tensor (matrices, rows, cols).
 
         Raises:
             ModelError: For scales that are not finite.
         """
         form = _FORMATS[self.tensors[name].type_name]
-        numbers, scales, offsets = zip(*self._pieces(name, order), strict=True)
+        numbers, scales, offsets = zip(*self._pieces(name, order, part), strict=True)
         return QuantizedMatrix.of(
             torch.cat(numbers),
             bits=form.bits,
@@ -192,24 +195,25 @@ class GgufFile:
             start += len(numbers)
         return tensor
 
-    def _rows(self, name: str, order: Tensor | None) -> Tensor:
-        """Returns a copy of a tensor's bytes, (rows, bytes of a row) uint8."""
+    def _rows(self, name: str, order: Tensor | None, part: int | None = None) -> Tensor:
+        """Returns a copy of the bytes of a tensor, or of a part of it, (rows, bytes of a row) uint8."""
         stored = self.tensors[name]
-        raw = torch.from_numpy(np.frombuffer(self.data, np.uint8, stored.num_bytes, stored.start).copy())
-        rows = raw.view(stored.shape[0], -1)
+        num_bytes = stored.num_bytes // (1 if part is None else stored.shape[0])
+        raw = np.frombuffer(self.data, np.uint8, num_bytes, stored.start + (part or 0) * num_bytes)
+        rows = torch.from_numpy(raw.copy()).view(stored.shape[0 if part is None else 1], -1)
         return rows if order is None else rows[order]
 
-    def _pieces(self, name: str, order: Tensor | None) -> Iterator[_Unpacked]:
+    def _pieces(self, name: str, order: Tensor | None, part: int | None = None) -> Iterator[_Unpacked]:
         """Unpacks a matrix in pieces: numbers (rows, K) int8, scales and offsets (rows, K / group)."""
         stored = self.tensors[name]
-        form, cols = _FORMATS[stored.type_name], stored.shape[1]
-        for part in self._rows(name, order).split(max(1, _WEIGHTS_AT_ONCE // cols)):
-            numbers, scales, offsets = form.unpack(part.view(-1, form.num_bytes))
+        form, cols = _FORMATS[stored.type_name], stored.shape[-1]
+        for rows in self._rows(name, order, part).split(max(1, _WEIGHTS_AT_ONCE // cols)):
+            numbers, scales, offsets = form.unpack(rows.view(-1, form.num_bytes))
             self._check_finite(name, scales)
             if offsets is not None:
                 self._check_finite(name, offsets)
-                offsets = offsets.view(len(part), -1)
-            yield numbers.reshape(len(part), cols), scales.view(len(part), -1), offsets
+                offsets = offsets.view(len(rows), -1)
+            yield numbers.reshape(len(rows), cols), scales.view(len(rows), -1), offsets
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         if not tensor.isfinite().all():
@@ -336,7 +340,7 @@ def _num_bytes(path: Path, name: str, kind: str, shape: tuple[int, ...]) -> int:
             f"{name} of '{path}' is stored as {kind}. Expected {', '.join([*_FORMATS, *_DENSE])}. Choose a file such "
             "as Q4_K_M or Q8_0."
         )
-    if min(shape) == 0 or shape[-1] % block or (kind in _FORMATS and len(shape) != 2):
+    if min(shape) == 0 or shape[-1] % block or (kind in _FORMATS and len(shape) not in (2, 3)):
         expected = f"a matrix with rows of a multiple of {block} weights" if block > 1 else "at least one number"
         raise ModelError(
             f"{name} of '{path}' is {list(shape)} in {kind}. Expected {expected}. Copy or download the file again."

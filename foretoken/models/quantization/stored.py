@@ -6,6 +6,7 @@ which are read one at a time, so that the model is never in memory in its dtype.
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +20,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from foretoken.core.errors import ModelError, foreign_errors_as, one_line
+from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
+from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _METHOD = "foretoken"
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT = re.compile(rf"(.*\.experts)\.\d+\.(?:{'|'.join(_EXPERT_PARTS)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,8 @@ class StoredModel:
         config: Of transformers, without `quantization_config`; says that weights are not tied if the LM head is one of
             `linears`.
         label: The format and its bits, for people: "GPTQ, 4 bits".
-        linears: Names of linear layers in integers, as "model.layers.0.mlp.up_proj".
+        linears: Names of linear layers in integers, as "model.layers.0.mlp.up_proj". Those of expert 3 of a layer are
+            "model.layers.0.mlp.experts.3.gate_proj", ".up_proj" and ".down_proj".
         matrix: Reads one of them, for inputs of a dtype, float32 or bfloat16. Raises `ModelError` if it is damaged.
         dense: Reads all other weights, by their names in the architecture; may convert them to a dtype.
     """
@@ -188,6 +193,15 @@ class _Place(nn.Module):
         self.bias = linear.bias
 
 
+class _ExpertsPlace(nn.Module):
+    """Stands where `QuantizedExperts` will."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.act_fn = experts.act_fn
+        self.count, self.hidden_size, self.inner_size = experts.down_proj.shape
+
+
 class _Quantizer(HfQuantizer):
     is_trainable = False
 
@@ -197,6 +211,12 @@ class _Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         settings: Any = self.quantization_config
         for name in sorted(settings.linears):
+            owner = experts_of(name)
+            if owner is not None and isinstance(experts := _submodule(model, owner), nn.Module):
+                if is_plain_experts(experts):
+                    _put(model, owner, _ExpertsPlace(experts))
+                if isinstance(_submodule(model, owner), _ExpertsPlace):
+                    continue
             part = _submodule(model, name)
             if type(part) is not nn.Linear:
                 raise ModelError(
@@ -232,20 +252,56 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
         )
     module.hf_quantizer.remove_quantization_config(module)
     orders: dict[bytes, Tensor] = {}
-    for linear in sorted(stored.linears):
-        place: Any = module.get_submodule(linear)
+
+    def matrix(linear: str, rows: int, cols: int) -> QuantizedMatrix:
         with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
-            matrix = stored.matrix(linear, dtype)
-        if matrix.input_order is not None:  # one tensor, as the kernels compare addresses
-            order = matrix.input_order
-            matrix = replace(matrix, input_order=orders.setdefault(order.numpy().tobytes(), order))
-        if matrix.shape != (place.out_features, place.in_features):
+            found = stored.matrix(linear, dtype)
+        if found.input_order is not None:  # one tensor, as the kernels compare addresses
+            order = found.input_order
+            found = replace(found, input_order=orders.setdefault(order.numpy().tobytes(), order))
+        if found.shape != (rows, cols):
             raise ModelError(
-                f"{linear} of '{name}' is {list(matrix.shape)}. Expected {[place.out_features, place.in_features]}, as "
-                "its configuration says. Copy or download the model again."
+                f"{linear} of '{name}' is {list(found.shape)}. Expected {[rows, cols]}, as its configuration says. "
+                "Copy or download the model again."
             )
-        _put(module, linear, QuantizedLinear(matrix, place.bias))
+        return found
+
+    places = {owner for linear in stored.linears if (owner := experts_of(linear)) is not None}
+    for owner in sorted(places):
+        _put(module, owner, _experts(owner, module.get_submodule(owner), stored.linears, matrix, name))
+    for linear in sorted(stored.linears):
+        if experts_of(linear) is None:
+            place: Any = module.get_submodule(linear)
+            _put(module, linear, QuantizedLinear(matrix(linear, place.out_features, place.in_features), place.bias))
     return module, info
+
+
+def experts_of(linear: str) -> str | None:
+    """Returns the module of all experts of a layer whose expert has a linear layer; None for other layers."""
+    match = _EXPERT.fullmatch(linear)
+    return match and match[1]
+
+
+def _experts(
+    owner: str, place: Any, linears: frozenset[str], matrix: Callable[[str, int, int], QuantizedMatrix], name: str
+) -> QuantizedExperts:
+    hidden, inner = place.hidden_size, place.inner_size
+    wanted = [[f"{owner}.{expert}.{part}" for part in _EXPERT_PARTS] for expert in range(place.count)]
+    odd = {each for expert in wanted for each in expert} ^ {each for each in linears if experts_of(each) == owner}
+    if odd:
+        raise ModelError(
+            f"'{name}' should have {place.count} experts in {owner}, all in integers, as its configuration says. "
+            f"Missing, or more than that: {listed(odd)}. Copy or download the model again."
+        )
+    try:
+        gate_up = stacked([matrix(each, inner, hidden) for gate, up, _ in wanted for each in (gate, up)])
+        down = stacked([matrix(each, hidden, inner) for _, _, each in wanted])
+    except ValueError as err:
+        raise ModelError(
+            f"the experts in {owner} of '{name}' are not stored alike: they differ in bits, groups or the order of "
+            "inputs. Such checkpoints cannot be read."
+        ) from err
+    return QuantizedExperts(gate_up, down, place.act_fn)
 
 
 def _refusal(name: str, error: Exception) -> str:
