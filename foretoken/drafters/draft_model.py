@@ -52,7 +52,7 @@ class Options(WindowOptions):
             K-SEQ needs them (not in dynamic trees; drafts one level at a time); "greedy" always takes its most probable
             tokens.
         quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
-            float32 and bfloat16; no mixture of experts): one more byte per weight. "none" drafts with the weights as
+            float32 and bfloat16): one more byte per weight. "none" drafts with the weights as
             stored. "int4" takes half the bytes of "int8". "auto" takes int8 where possible.
         vocab_match: How a draft model with another tokenizer drafts. "same" refuses it, "intersection" drafts tokens
             that both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" means "same"

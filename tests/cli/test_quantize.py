@@ -212,9 +212,75 @@ def test_refusals(small: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "nan" / "config.json").exists()
 
 
+def saved_experts(architecture: str, directory: Path) -> Any:
+    """Files of a mixture of experts with the bundled tokenizer, and the model."""
+    more = {"moe_intermediate_size": 32} if architecture == "qwen3_moe" else {}
+    sizes = {"vocab_size": 6144, "max_position_embeddings": 1024, "intermediate_size": 64}
+    module = tiny_model(architecture, **sizes, **more).bfloat16()
+    module.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ROOT / MODEL / name, directory / name)
+    return module
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_experts_are_rounded_written_and_read(architecture: str, scheme: str, tmp_path: Path) -> None:
+    original, out = saved_experts(architecture, tmp_path / "small"), tmp_path / "out"
+    done = run("quantize", str(tmp_path / "small"), str(out), "--scheme", scheme, *(SMALL if scheme == "W4A16" else ()))
+    assert done.returncode == 0, done.stderr
+    assert "KL divergence" in done.stdout
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == ["lm_head", r"re:.*\.gate$"]
+    made: Any = load_model(out, device="cpu")
+    for ours, theirs in zip(made.backbone.layers, original.model.layers, strict=True):
+        down = theirs.mlp.experts.down_proj.detach()
+        for expert, weight in enumerate(down):
+            numbers, scales = (
+                round_groups(weight, 32, _as_stored) if scheme == "W4A16" else round_rows(weight, _as_stored)
+            )
+            expected = numbers * scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+            found = ours.mlp.experts.down.rows(expert * len(weight), (expert + 1) * len(weight)).dequantized()
+            assert torch.equal(found.bfloat16(), expected.bfloat16())
+
+
+def _as_stored(scale: torch.Tensor) -> torch.Tensor:
+    return scale.bfloat16().float()
+
+
+def test_calibrated_experts_change_outputs_less(tmp_path: Path) -> None:
+    module = saved_experts("qwen3_moe", tmp_path).float()
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(0, 6144, (200,), generator=generator).tolist() for _ in range(6)]
+    source, scheme = writing.Original(tmp_path), Scheme(4, 32)
+    assert sum(".experts." in name for name in source.linears.values()) == 3 * 4 * 3
+    calibrated, seen = Calibration(source, scheme, texts[:5]), []
+    layer = module.model.layers[0].mlp
+    layer.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    with torch.no_grad():
+        module(torch.tensor([texts[0]]))
+        exact = layer.experts(*seen[0])
+        errors = []
+        for rounded in (calibrated.rounded, lambda name, weight: writing.round_linear(name, weight, scheme)):
+            for key, name in source.linears.items():
+                expert, part = name.split(".")[-3:-1]
+                if not name.startswith("model.layers.0.mlp.experts."):
+                    if name.startswith("model.layers.0."):
+                        rounded(name, source.read(key))
+                    continue
+                made = rounded(name, source.read(key)).dequantized()
+                gate, up = layer.experts.gate_up_proj.data[int(expert)].chunk(2)
+                place = {"gate_proj": gate, "up_proj": up, "down_proj": layer.experts.down_proj.data[int(expert)]}[part]
+                place.copy_(made)
+            errors.append((layer.experts(*seen[0]) - exact).norm() / exact.norm())
+    assert errors[0] < 0.9 * errors[1]
+
+
 def test_models_whose_layers_are_not_found_are_refused(tmp_path: Path) -> None:
-    tiny_model("mixtral").save_pretrained(tmp_path / "experts")
-    assert "a mixture of experts" in refused(str(tmp_path / "experts"), str(tmp_path / "out"), "--scheme", "W8A8")
+    tiny_model("gpt_oss").save_pretrained(tmp_path / "experts")
+    assert "has experts of another layout in model.layers.0.mlp.experts" in refused(
+        str(tmp_path / "experts"), str(tmp_path / "out"), "--scheme", "W8A8"
+    )
     tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
     assert "no linear layers" in refused(str(tmp_path / "gpt2"), str(tmp_path / "out"), "--scheme", "W8A8")
 

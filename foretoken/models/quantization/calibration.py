@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from foretoken.core.checks import require
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.models.generic import find_blocks
+from foretoken.models.quantization.experts import separate_experts
 from foretoken.models.quantization.writing import Rounded, round_linear
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Calibration:
                 name, dtype="auto", trust_remote_code=False, use_safetensors=True
             )
         self._module: Any = loaded.eval()
+        separate_experts(self._module)
         self._scheme = scheme
         self._blocks = list(find_blocks(self._module, source.config.get_text_config().num_hidden_layers))
         paths = {part: path for path, part in self._module.named_modules()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,12 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.bounded_reads import TensorHeader, tensor_headers
 from foretoken.models.quantization import compressed_tensors, gptq
-from foretoken.models.quantization.stored import StoredModel, experts_of
+from foretoken.models.quantization.experts import linear_shapes, name_in_transformers
+from foretoken.models.quantization.stored import StoredModel
 from foretoken.models.weight_files import check_fit, meta_model, model_files, untied_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch import Tensor
@@ -30,17 +30,6 @@ _LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "gptq": gptq.gptq_layout,
     "awq": gptq.awq_layout,
 }
-
-# Checkpoints of these architectures have other names than transformers.
-_RENAMED = {
-    "mixtral": tuple(
-        (re.compile(pattern), part)
-        for pattern, part in (
-            (r"\.block_sparse_moe\.", ".mlp."), (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
-            (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."), (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
-        )
-    ),
-}  # fmt: skip
 
 # Tensors that are no weights of an architecture and change a model unless they are 0: biases that GPTQ adds to every
 # layer, scales of activations and inputs.
@@ -84,7 +73,7 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
         with foreign_errors_as(ModelError, lambda err: f"'{name}' cannot be downloaded: {one_line(err)}."):
             patterns = ["*.safetensors", "*.json"]
             directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    files = _Files(directory, name, _RENAMED.get(config.model_type, ()))
+    files = _Files(directory, name, config.model_type)
     linears = frozenset(files.owners(layout.marker))
     if not linears:
         raise ModelError(
@@ -123,25 +112,22 @@ def _check_others(files: _Files, config: Any, linears: frozenset[str], parts: se
     module = meta_model(config)
     if module is None:
         raise ModelError(f"the architecture of '{name}' cannot be built. Expected a causal LM of transformers.")
-    own = {f"{linear}.weight" for linear in linears}
-    own |= {f"{experts_of(linear)}.{part}" for linear in linears for part in ("gate_up_proj", "down_proj")}
-    check_fit(files.headers, {key: shape for key, shape in untied_shapes(module).items() if key not in own}, name)
+    own, shapes = {f"{linear}.weight" for linear in linears}, linear_shapes(untied_shapes(module))
+    check_fit(files.headers, {key: shape for key, shape in shapes.items() if key not in own}, name)
     return sorted(files.headers.keys() - parts - set(module.state_dict()))
 
 
 class _Files:
     """The tensors of a model's safetensors, which stay open, by the names of transformers."""
 
-    def __init__(self, directory: Path, name: str, renamed: Sequence[tuple[re.Pattern[str], str]]) -> None:
+    def __init__(self, directory: Path, name: str, model_type: str) -> None:
         self._open: dict[Path, Any] = {}
         self._paths: dict[str, Path] = {}
         self.headers: dict[str, TensorHeader] = {}
         self.own_names: dict[str, str] = {}
         for path in model_files(directory):
             for own_name, header in tensor_headers(path).items():
-                key = own_name
-                for pattern, part in renamed:
-                    key = pattern.sub(part, key)
+                key = name_in_transformers(own_name, model_type)
                 if key in self.headers:
                     raise ModelError(
                         f"'{name}' has {shown(own_name)} in two files, {self._paths[key].name} and {path.name}. "

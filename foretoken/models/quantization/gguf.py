@@ -18,8 +18,9 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.config_checks import check_sizes, is_size
+from foretoken.models.quantization.experts import experts_of
 from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
-from foretoken.models.quantization.stored import StoredModel, experts_of
+from foretoken.models.quantization.stored import StoredModel
 from foretoken.models.weight_files import meta_model, untied_shapes
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ which are read one at a time, so that the model is never in memory in its dtype.
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
 from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, stacked
+from foretoken.models.quantization.experts import PARTS, experts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _METHOD = "foretoken"
-_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
-_EXPERT = re.compile(rf"(.*\.experts)\.\d+\.(?:{'|'.join(_EXPERT_PARTS)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +40,7 @@ class StoredModel:
         config: Of transformers, without `quantization_config`; says that weights are not tied if the LM head is one of
             `linears`.
         label: The format and its bits, for people: "GPTQ, 4 bits".
-        linears: Names of linear layers in integers, as "model.layers.0.mlp.up_proj". Those of expert 3 of a layer are
-            "model.layers.0.mlp.experts.3.gate_proj", ".up_proj" and ".down_proj".
+        linears: Names of linear layers in integers, as "model.layers.0.mlp.up_proj"; of experts, see `experts.py`.
         matrix: Reads one of them, for inputs of a dtype, float32 or bfloat16. Raises `ModelError` if it is damaged.
         dense: Reads all other weights, by their names in the architecture; may convert them to a dtype.
     """
@@ -276,17 +273,11 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
     return module, info
 
 
-def experts_of(linear: str) -> str | None:
-    """Returns the module of all experts of a layer whose expert has a linear layer; None for other layers."""
-    match = _EXPERT.fullmatch(linear)
-    return match and match[1]
-
-
 def _experts(
     owner: str, place: Any, linears: frozenset[str], matrix: Callable[[str, int, int], QuantizedMatrix], name: str
 ) -> QuantizedExperts:
     hidden, inner = place.hidden_size, place.inner_size
-    wanted = [[f"{owner}.{expert}.{part}" for part in _EXPERT_PARTS] for expert in range(place.count)]
+    wanted = [[f"{owner}.{expert}.{part}" for part in PARTS] for expert in range(place.count)]
     odd = {each for expert in wanted for each in expert} ^ {each for each in linears if experts_of(each) == owner}
     if odd:
         raise ModelError(

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.quantized import round_groups, round_rows
+from foretoken.decoder.quantized_experts import is_plain_experts
 from foretoken.files.atomic_files import is_begun, new_file, write_file
 from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
 from foretoken.files.processes import is_lock, run_lock
 from foretoken.models.config_checks import check_model_files
 from foretoken.models.loading import check_architecture, load_config
+from foretoken.models.quantization.experts import experts_of, linear_shapes, name_in_transformers
 from foretoken.models.quantization.stored import packed_words
 from foretoken.models.weight_files import check_counts, check_fit, meta_model, model_files, untied_shapes
 
@@ -66,7 +68,7 @@ class Original:
     Attributes:
         config: Of transformers.
         headers: All tensors by name, block by block.
-        linears: Names of the weights that are rounded.
+        linears: Names of the weights that are rounded, and what transformers calls them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -86,20 +88,26 @@ class Original:
         module: Any = meta_model(self.config)
         head = None if module is None else module.get_output_embeddings()
         parts = {} if module is None else dict(module.named_modules())
+        shapes = {} if module is None else linear_shapes(untied_shapes(module))
         names = {f"{name}.weight" for name, part in parts.items() if type(part) is nn.Linear and part is not head}
-        self.linears = names & self.headers.keys()
+        names |= {key for key in shapes if experts_of(key.removesuffix(".weight")) is not None}
+        kind = self.config.get_text_config().model_type
+        found = {name_in_transformers(key, kind): key for key in self.headers}
+        self.linears = {found[name]: name for name in names if name in found}
+        odd = next((name for name, part in parts.items() if _is_foreign(part)), None)
         reason = None
-        if module is not None and any(each.dim() > 2 for each in module.parameters()):
-            reason = "is a mixture of experts"
+        if odd is not None:
+            reason = f"has experts of another layout in {odd}"
         elif not names:
             reason = "has no linear layers of torch"
-        elif self.linears < names:
-            reason = f"lacks {listed(names - self.linears)}"
+        elif missing := names - found.keys():
+            reason = f"lacks {listed(missing)}"
         if reason is not None:
             raise ModelError(
-                f"'{directory}' {reason}. Expected a dense model whose weights have the names of its architecture."
+                f"'{directory}' {reason}. Expected a model of plain linear layers and experts whose weights have the "
+                "names of its architecture."
             )
-        check_fit(self.headers, untied_shapes(module), str(directory))
+        check_fit({name: self.headers[key] for name, key in found.items()}, shapes, str(directory))
 
     def check_groups(self, scheme: Scheme) -> None:
         """Raises `ConfigError` if groups do not divide the inputs of a layer."""
@@ -126,6 +134,11 @@ class Original:
             (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(set(self._paths.values()))
         ]
         return hashlib.sha256(json.dumps([files, dict(settings)], sort_keys=True).encode()).hexdigest()
+
+
+def _is_foreign(part: nn.Module) -> bool:
+    """Whether weights are no matrix of a linear layer, nor those of known experts."""
+    return any(each.dim() > 2 for each in part.parameters(recurse=False)) and not is_plain_experts(part)
 
 
 def round_linear(name: str, weight: Tensor, scheme: Scheme) -> Rounded:
@@ -170,7 +183,7 @@ def write_quantized(
         out: Directory; a new or empty one, or one of the same run.
         scheme: How weights are rounded.
         settings: All that decides the numbers, for the record in the directory.
-        rounded: Rounds a weight, by name; called block by block.
+        rounded: Rounds a weight, by its name in transformers; called block by block.
         on_progress: Gets the number of files that are done and of all.
 
     Returns:
@@ -214,7 +227,8 @@ def write_quantized(
                 f"'{source.directory}' was changed meanwhile. Remove '{out}' and start again when nothing writes there."
             )
         values = read_json_object(source.directory / "config.json")
-        write_file(out / "config.json", json.dumps({**values, "quantization_config": _quantization(scheme)}, indent=2))
+        values["quantization_config"] = _quantization(source, scheme)
+        write_file(out / "config.json", json.dumps(values, indent=2))
     return out
 
 
@@ -224,7 +238,7 @@ def _tensors(
     tensor = source.read(key)
     if key not in source.linears:
         return {key: tensor}
-    made, name = rounded(key, tensor), key.removesuffix(".weight")
+    made, name = rounded(source.linears[key], tensor), key.removesuffix(".weight")
     if scheme.rounds_inputs:
         return {key: made.numbers, f"{name}.weight_scale": made.scales}
     return {
@@ -234,7 +248,7 @@ def _tensors(
     }
 
 
-def _quantization(scheme: Scheme) -> dict[str, Any]:
+def _quantization(source: Original, scheme: Scheme) -> dict[str, Any]:
     weights = {
         "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False,
         "strategy": "group" if scheme.group else "channel", "group_size": scheme.group or None,
@@ -244,8 +258,10 @@ def _quantization(scheme: Scheme) -> dict[str, Any]:
         "targets": ["Linear"], "weights": weights, "input_activations": inputs if scheme.rounds_inputs else None,
         "output_activations": None,
     }  # fmt: skip
+    has_experts = any(experts_of(name.removesuffix(".weight")) is not None for name in source.linears.values())
+    routers = [r"re:.*\.gate$"] if has_experts else []  # vLLM's are linear layers
     return {
-        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head", *routers],
         "format": "int-quantized" if scheme.rounds_inputs else "pack-quantized", "kv_cache_scheme": None,
         "config_groups": {"group_0": group},
     }  # fmt: skip
