@@ -21,7 +21,7 @@ from benchmarks.gpu_suite.timing import Program, interleave, prepare
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.passes import Pass
-from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.token_tree import TokenTree, TreeRow, ancestor_mask
 
 if TYPE_CHECKING:
     from benchmarks.gpu_suite.work import Work
@@ -165,7 +165,7 @@ def make_scene(store: tuple[Tensor, Tensor], batch: int, prefix: int, nodes: int
     tree = TokenTree.from_rows([TreeRow([0] * nodes, parents)] * batch, device=device)
     work = Pass.of_tree(tree, slots=range(batch), prefix_lens=[prefix] * batch, last_position=prefix + nodes)
     work = work.to(device)
-    ancestors = tree.ancestor_mask()
+    ancestors = ancestor_mask(tree.parents)
     seen = torch.ones(batch, nodes, prefix, dtype=torch.bool, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     query = torch.randn(batch, nodes, heads.query, heads.width, device=device, generator=generator).to(heads.dtype)

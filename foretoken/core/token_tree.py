@@ -270,28 +270,6 @@ class TokenTree:
         facts = self.host_facts and self.host_facts._replace(nodes=None)
         return replace(self, parents=torch.where((self.source & PROBE) != 0, -1, self.parents), host_facts=facts)
 
-    def ancestor_mask(self) -> Tensor:
-        """Returns which nodes each node sees inside the tree: its ancestors and itself.
-
-        For the tree 0-(1-(3), 2)::
-
-            1 0 0 0
-            1 1 0 0
-            1 0 1 0
-            1 1 0 1
-
-        Returns:
-            (B, N, N) bool, entry (b, i, j) is true when j is i or an ancestor of i.
-        """
-        return ancestor_mask(self.parents)
-
-    def ancestor_words(self) -> Tensor:
-        """Returns the ancestor mask as bit sets, for kernels: (B, N, ceil(N / 64)) int64.
-
-        Bit j % 64 of word j // 64 of node i is set when j is i or an ancestor of i.
-        """
-        return ancestor_words(self.parents)
-
     def path_nodes(self, nodes: Tensor) -> Tensor:
         """Returns the paths from below the root down to `nodes`, (B,) int64, one of each sequence.
 
@@ -335,7 +313,21 @@ class TokenTree:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """Returns `TokenTree.ancestor_mask` of (B, N) int64 parents; -1 means no parent."""
+    """Returns which nodes each node sees inside a tree: its ancestors and itself.
+
+    For the tree 0-(1-(3), 2)::
+
+        1 0 0 0
+        1 1 0 0
+        1 0 1 0
+        1 1 0 1
+
+    Args:
+        parents: (B, N) int64; -1 means no parent.
+
+    Returns:
+        (B, N, N) bool, entry (b, i, j) is true when j is i or an ancestor of i.
+    """
     width = parents.shape[1]
     node = torch.arange(width, device=parents.device)
     words = ancestor_words(parents)
@@ -344,7 +336,10 @@ def ancestor_mask(parents: Tensor) -> Tensor:
 
 
 def ancestor_words(parents: Tensor) -> Tensor:
-    """Returns `TokenTree.ancestor_words` of (B, N) int64 parents; -1 means no parent."""
+    """Returns `ancestor_mask` as bit sets, for kernels: (B, N, ceil(N / 64)) int64.
+
+    Bit j % 64 of word j // 64 of node i is set when j is i or an ancestor of i.
+    """
     batch, width = parents.shape
     node = torch.arange(width, device=parents.device)
     words = torch.zeros(batch, width, -(-width // 64), dtype=torch.int64, device=node.device)

@@ -7,7 +7,7 @@ import torch
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.token_tree import TokenTree, TreeRow, ancestor_mask
 
 # root ─┬─ 1 ─── 3
 #       └─ 2 ─┬─ 4
@@ -73,7 +73,7 @@ def test_tree_in_a_window_that_reaches_into_the_prefix() -> None:
 
 
 def test_tree_without_a_prefix() -> None:
-    assert mask_of(tree_layout(0), None) == TREE.ancestor_mask()[0].int().tolist()
+    assert mask_of(tree_layout(0), None) == ancestor_mask(TREE.parents)[0].int().tolist()
 
 
 @pytest.mark.parametrize("window", [9, 10, 1000])

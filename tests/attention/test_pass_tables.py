@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.token_tree import TokenTree, TreeRow, ancestor_mask
 
 
 def unpacked(words: Tensor, width: int) -> Tensor:
@@ -24,8 +24,8 @@ def test_tables_of_trees_are_their_masks() -> None:
     work = Pass.of_tree(tree, slots=[4, 1], prefix_lens=[5, 900], last_position=999)
     tables = AttentionLayout(work).tables()
     assert tables.words is not None
-    assert torch.equal(unpacked(tables.words[:70], 70), tree.ancestor_mask()[0])
-    assert torch.equal(unpacked(tables.words[70:], 2), tree.ancestor_mask()[1, :2, :2])
+    assert torch.equal(unpacked(tables.words[:70], 70), ancestor_mask(tree.parents)[0])
+    assert torch.equal(unpacked(tables.words[70:], 2), ancestor_mask(tree.parents)[1, :2, :2])
     assert (tables.slots.tolist(), tables.prefix.tolist()) == ([4, 1], [5, 900])
     assert tables.starts.tolist() == tables.node_starts.tolist() == [0, 70, 72]
     assert (tables.max_prefix, tables.max_tokens, tables.max_nodes) == (900, 70, 70)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.token_tree import TokenTree, TreeRow, ancestor_mask, ancestor_words
 
 
 def ancestors(row: TreeRow, node: int) -> list[int]:
@@ -35,7 +35,7 @@ def assert_masks_and_paths(rows: list[TreeRow], *, slack: int = 0) -> None:
             num_nodes=tree.num_nodes,
             max_depth=tree.max_depth + slack,
         )
-    mask, words = tree.ancestor_mask(), tree.ancestor_words().tolist()
+    mask, words = ancestor_mask(tree.parents), ancestor_words(tree.parents).tolist()
     assert len(words[0][0]) == -(-tree.width // 64)
     for index, row in enumerate(rows):
         for node in range(tree.width):
@@ -79,19 +79,19 @@ def test_largest_trees(window: int) -> None:
 def test_largest_chain() -> None:
     """Node i sees exactly 0..i: a full lower triangle, and words of all ones below the diagonal's."""
     tree = TokenTree.from_rows([random_row(512, 0, 1)])
-    assert torch.equal(tree.ancestor_mask()[0], torch.ones(512, 512, dtype=torch.bool).tril())
-    assert tree.ancestor_words()[0, 511].tolist() == [-1] * 8
-    assert tree.ancestor_words()[0, 127].tolist() == [-1, -1, 0, 0, 0, 0, 0, 0]
+    assert torch.equal(ancestor_mask(tree.parents)[0], torch.ones(512, 512, dtype=torch.bool).tril())
+    assert ancestor_words(tree.parents)[0, 511].tolist() == [-1] * 8
+    assert ancestor_words(tree.parents)[0, 127].tolist() == [-1, -1, 0, 0, 0, 0, 0, 0]
     assert tree.path_nodes(torch.tensor([511]))[0].tolist() == list(range(1, 512))
 
 
 def test_mask_of_the_picture() -> None:
     tree = TokenTree.from_rows([TreeRow([0, 1, 2, 3], [-1, 0, 0, 1])])
-    assert tree.ancestor_mask()[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
-    assert tree.ancestor_words()[0, :, 0].tolist() == [0b1, 0b11, 0b101, 0b1011]
+    assert ancestor_mask(tree.parents)[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    assert ancestor_words(tree.parents)[0, :, 0].tolist() == [0b1, 0b11, 0b101, 0b1011]
 
 
 def test_nothing_reaches_padding() -> None:
     tree = TokenTree.from_rows([TreeRow([0, 1, 2], [-1, 0, 1]), TreeRow([0], [-1])])
-    mask = tree.ancestor_mask()[1].int().tolist()
+    mask = ancestor_mask(tree.parents)[1].int().tolist()
     assert mask == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]

@@ -14,7 +14,7 @@ from tiny_models import EOS_ID
 
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
-from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
+from foretoken.core.token_tree import PROBE, TokenTree, TreeRow, ancestor_mask
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.lookahead import LookaheadDrafter, create, most_nodes
 from foretoken.drafters.registry import drafter_options
@@ -66,7 +66,7 @@ def test_a_full_window_is_the_published_one(width: int, ngram: int) -> None:
     places = [divmod(token, 100)[::-1] for token in tree.tokens[0].tolist()]  # (level, column)
     assert sorted(places) == sorted((level, column) for level in range(ngram - 1) for column in range(width))
     sees = [[published_sees(query, key) for key in places] for query in places]
-    assert torch.equal(tree.ancestor_mask()[0], torch.tensor(sees))
+    assert torch.equal(ancestor_mask(tree.parents)[0], torch.tensor(sees))
     assert tree.depths[0].tolist() == [level + column for level, column in places]  # positions after the root's
     assert tree.source is not None
     assert tree.source[0].tolist() == [0] + [PROBE] * (tree.width - 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.core.token_tree import TokenTree
+from foretoken.core.token_tree import TokenTree, ancestor_mask
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest, warp
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
@@ -155,7 +155,7 @@ def assert_is(tree: TokenTree, row: int, nodes: list[Node]) -> None:
     assert tree.scores is not None
     expected = torch.stack([node.score for node in nodes])
     torch.testing.assert_close(tree.scores[row, :count], expected, rtol=1e-6, atol=2e-6)
-    mask = tree.ancestor_mask()[row, :count, :count]
+    mask = ancestor_mask(tree.parents)[row, :count, :count]
     sees = [[other.path == node.path[: len(other.path)] for other in nodes] for node in nodes]
     assert torch.equal(mask, torch.tensor(sees))
     facts = tree.host_facts
