@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.decoder.quantized_embedding import is_plain_embedding
 from foretoken.models.config_checks import check_sizes, is_size
 from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
 from foretoken.models.quantization.stored import StoredModel
@@ -56,7 +57,8 @@ _ARCHITECTURES = {
     "gemma3": _Architecture("gemma3_text", _GEMMA),
 }
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # llama.cpp recognises these models by their layers too
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_EMBEDDING = "model.embed_tokens"
+_OUTER = {"token_embd": _EMBEDDING, "output_norm": "model.norm", "output": "lm_head"}
 _PARTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -244,8 +246,7 @@ def open_gguf(path: Path) -> StoredModel:
     """Opens a GGUF file; its tensors are read later, one at a time.
 
     Matrices in Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K keep their integers and scales; F32, F16 and BF16 are
-    read as they are. A quantized embedding is dequantized to float32; if there is no LM head, the LM head keeps the
-    embedding's integers.
+    read as they are. If there is no LM head, the LM head shares a quantized embedding's integers.
 
     Raises:
         ModelError: If the file is damaged, incomplete or a part of several files, or the architecture or the type of a
@@ -266,14 +267,21 @@ def open_gguf(path: Path) -> StoredModel:
         for linear, part in module.named_modules()
         if type(part) is nn.Linear and f"{linear}.weight" in stored and stored[f"{linear}.weight"].is_quantized
     }
-    types = {stored[f"{linear}.weight"].type_name for linear in linears} or {"not quantized"}
+    has_rows = embedding is not None and embedding.is_quantized and is_plain_embedding(module.get_submodule(_EMBEDDING))
+    in_integers = linears | ({_EMBEDDING} if has_rows else set())
+    types = {stored[f"{part}.weight"].type_name for part in in_integers} or {"not quantized"}
+    shared: dict[torch.dtype, QuantizedMatrix] = {}  # the embedding, by the dtype of inputs
 
-    def matrix(linear: str, dtype: torch.dtype) -> QuantizedMatrix:
-        name = names[f"{linear}.weight"]
-        return file.matrix(name, dtype, _row_order(file, config, name))
+    def matrix(part: str, dtype: torch.dtype) -> QuantizedMatrix:
+        name = names[f"{part}.weight"]
+        if stored[f"{part}.weight"] != embedding:
+            return file.matrix(name, dtype, _row_order(file, config, name))
+        if dtype not in shared:
+            shared[dtype] = file.matrix(name, dtype)
+        return shared[dtype]
 
     def dense(dtype: torch.dtype) -> dict[str, Tensor]:
-        kept = {f"{linear}.weight" for linear in linears}
+        kept = {f"{part}.weight" for part in in_integers}
         tensors = {
             key: file.dense(name, _row_order(file, config, name)).to(dtype)
             for key, name in names.items()
@@ -284,7 +292,10 @@ def open_gguf(path: Path) -> StoredModel:
         return tensors
 
     label = f"GGUF, {' and '.join(sorted(types))}"
-    return StoredModel(config=config, label=label, linears=frozenset(linears), matrix=matrix, dense=dense)
+    return StoredModel(
+        config=config, label=label, linears=frozenset(linears), matrix=matrix, dense=dense,
+        embedding=_EMBEDDING if has_rows else None,
+    )  # fmt: skip
 
 
 def _row_order(file: GgufFile, config: Any, name: str) -> Tensor | None:

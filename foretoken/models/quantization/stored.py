@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,8 +40,10 @@ class StoredModel:
             `linears`.
         label: The format and its bits, for people: "GPTQ, 4 bits".
         linears: Names of linear layers in integers, as "model.layers.0.mlp.up_proj".
-        matrix: Reads one of them, for inputs of a dtype, float32 or bfloat16. Raises `ModelError` if it is damaged.
+        matrix: Reads one of them, or the embedding, for inputs of a dtype, float32 or bfloat16. Raises `ModelError` if
+            it is damaged.
         dense: Reads all other weights, by their names in the architecture; may convert them to a dtype.
+        embedding: Name of the embedding if it is in integers, or None.
     """
 
     config: Any
@@ -48,6 +51,7 @@ class StoredModel:
     linears: frozenset[str]
     matrix: Callable[[str, torch.dtype], QuantizedMatrix]
     dense: Callable[[torch.dtype], Mapping[str, Tensor]]
+    embedding: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +176,11 @@ def matrix_of(
 
 
 class _Settings(QuantizationConfigMixin):
-    """Tells transformers which linear layers to leave out; `linears` as in `StoredModel`."""
+    """Tells transformers which linear layers to leave out, and which embedding; both as in `StoredModel`."""
 
-    def __init__(self, linears: frozenset[str] = frozenset()) -> None:
+    def __init__(self, linears: frozenset[str] = frozenset(), embedding: str | None = None) -> None:
         self.quant_method: Any = _METHOD
-        self.linears = linears
+        self.linears, self.embedding = linears, embedding
 
 
 class _Place(nn.Module):
@@ -203,7 +207,11 @@ class _Quantizer(HfQuantizer):
                     f"{name} is in integers, but the architecture has no plain linear layer there. Copy or download "
                     "the model again."
                 )
-            _put(model, name, _Place(part))
+            model.set_submodule(name, _Place(part))
+        if settings.embedding is not None:
+            # The module stays until transformers has set its buffers; `build` gives it a table of one row meanwhile.
+            table = model.get_submodule(settings.embedding)
+            table.weight = nn.Parameter(table.weight[:1].detach(), requires_grad=False)
 
 
 register_quantization_config(_METHOD)(_Settings)
@@ -218,34 +226,47 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
             such layer.
     """
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
+    weights = dict(stored.dense(dtype))
+    if stored.embedding is not None:  # one row in place of the table, see `_Quantizer`
+        weights[f"{stored.embedding}.weight"] = torch.zeros(1, stored.config.hidden_size, dtype=dtype)
     if not sys.stderr.isatty():
         disable_progress_bar()
     with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
         module, info = kind.from_pretrained(
             None,
             config=stored.config,
-            state_dict=dict(stored.dense(dtype)),
+            state_dict=weights,
             dtype=dtype,
             attn_implementation="eager",
-            quantization_config=_Settings(stored.linears),
+            quantization_config=_Settings(stored.linears, stored.embedding),
             output_loading_info=True,
         )
     module.hf_quantizer.remove_quantization_config(module)
     orders: dict[bytes, Tensor] = {}
     for linear in sorted(stored.linears):
         place: Any = module.get_submodule(linear)
-        with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
-            matrix = stored.matrix(linear, dtype)
+        matrix = _read(stored, linear, name, dtype, (place.out_features, place.in_features))
         if matrix.input_order is not None:  # one tensor, as the kernels compare addresses
             order = matrix.input_order
             matrix = replace(matrix, input_order=orders.setdefault(order.numpy().tobytes(), order))
-        if matrix.shape != (place.out_features, place.in_features):
-            raise ModelError(
-                f"{linear} of '{name}' is {list(matrix.shape)}. Expected {[place.out_features, place.in_features]}, as "
-                "its configuration says. Copy or download the model again."
-            )
-        _put(module, linear, QuantizedLinear(matrix, place.bias))
+        module.set_submodule(linear, QuantizedLinear(matrix, place.bias))
+    if stored.embedding is not None:
+        replaced: Any = module.get_submodule(stored.embedding)
+        shape = replaced.num_embeddings, replaced.embedding_dim
+        table = _read(stored, stored.embedding, name, dtype, shape)
+        module.set_submodule(stored.embedding, QuantizedEmbedding(table, getattr(replaced, "embed_scale", None)))
     return module, info
+
+
+def _read(stored: StoredModel, part: str, name: str, dtype: torch.dtype, shape: tuple[int, int]) -> QuantizedMatrix:
+    with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
+        matrix = stored.matrix(part, dtype)
+    if matrix.shape != shape:
+        raise ModelError(
+            f"{part} of '{name}' is {list(matrix.shape)}. Expected {list(shape)}, as its configuration says. Copy or "
+            "download the model again."
+        )
+    return matrix
 
 
 def _refusal(name: str, error: Exception) -> str:
@@ -257,8 +278,3 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _put(model: nn.Module, name: str, part: nn.Module) -> None:
-    owner, _, own = name.rpartition(".")
-    setattr(model.get_submodule(owner), own, part)
