@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.models.loading import load_model, wrap_model
 from foretoken.models.parts import target_parts
@@ -33,7 +34,10 @@ DRAFTERS: dict[str, Any] = {
         name: drafters(dtype=BF16)[name]
         for name in ("ngram tree", "draft tree", "draft dynamic", "early exit", "sparse kv", "recycling", "oracle tree")
     },
-    **{name: head(name, num_speculative_tokens=3) for name in ("eagle3", "medusa", "hydra", "mlp_speculator")},
+    **{
+        name: head(name, num_speculative_tokens=3)
+        for name in ("eagle3", "falcon", "hydra", "medusa", "mlp_speculator", "spire")
+    },
     "draft in int4": fixed(
         drafter=draft_model(noisy(dtype=BF16), quantization="int4", num_speculative_tokens=4), trust_drafter=True
     ),
@@ -69,6 +73,8 @@ def test_rounded_targets_are_the_models_of_their_weights(architecture: str, quan
     for part in dense.modules():
         if type(part) is torch.nn.Linear:  # unties an LM head
             part.weight = torch.nn.Parameter(quantized(part.weight, quantization, dtype=torch.float32).dequantized())
+        elif isinstance(part, torch.nn.Embedding):
+            part.weight = torch.nn.Parameter(quantized(part.weight, "int8", dtype=torch.float32).dequantized())
     found = texts(quantization, {}, module=module)
     expected = LLM(dense, tokenizer=tokenizer(), runner="lean-native").generate(PROMPTS, PARAMS)
     assert_same_text(found, expected, [architecture] * len(PROMPTS), tolerance=1e-4)
@@ -95,9 +101,12 @@ def test_experts_stay_and_the_rest_is_rounded() -> None:
     )  # fmt: skip
 
 
+ROUNDED = (QuantizedLinear, QuantizedEmbedding)
+
+
 def reachable_bytes(module: torch.nn.Module) -> int:
     """Bytes of all memory that parameters and buffers keep; of shared pages their own part."""
-    rounded = {id(each) for part in module.modules() if isinstance(part, QuantizedLinear) for each in part.buffers()}
+    rounded = {id(each) for part in module.modules() if isinstance(part, ROUNDED) for each in part.matrix.tensors()}
     tensors = [*module.parameters(), *module.buffers()]
     own = [each.untyped_storage() for each in tensors if id(each) not in rounded]
     shared = [each for each in tensors if id(each) in rounded]
@@ -109,10 +118,11 @@ def test_originals_are_freed_and_drafters_know_the_target(architecture: str, tmp
     module = tiny_model(architecture, dtype=BF16, tie_word_embeddings=False)
     module.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="bfloat16")
-    linear = sum(part.weight.nbytes for part in loaded.module.modules() if type(part) is torch.nn.Linear)
+    dense = (torch.nn.Linear, torch.nn.Embedding)
+    linear = sum(part.weight.nbytes for part in loaded.module.modules() if type(part) in dense)
     before, fingerprint = reachable_bytes(loaded.module), TargetFingerprint.of(loaded)
     rounded = quantize_model(loaded, "int4")
-    kept = sum(part.matrix.nbytes for part in rounded.module.modules() if isinstance(part, QuantizedLinear))
+    kept = sum(part.matrix.nbytes for part in rounded.module.modules() if isinstance(part, ROUNDED))
     assert 0 < kept < linear
     assert reachable_bytes(rounded.module) <= before - linear + kept + 4096, "but for alignment"
     assert TargetFingerprint.of(rounded) == fingerprint, "its drafters are those of the original"
@@ -138,7 +148,7 @@ def test_writes_to_a_callers_weights_end_it() -> None:
     engine = LLM(module, tokenizer=tokenizer(), quantization="int8", runner="lean-native")
     engine.generate(PROMPTS[:1], PARAMS[:1])
     with torch.no_grad():
-        module.model.embed_tokens.weight.mul_(2)
+        module.model.norm.weight.mul_(2)
     (output,) = engine.generate(PROMPTS[:1], PARAMS[:1])
     assert "weights of 'LlamaForCausalLM' were written, whose matrices were rounded" in str(output.outputs[0].error)
 
