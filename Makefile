@@ -11,6 +11,7 @@ FUZZ ?= requests --count 20000
 
 NATIVE_TESTS := tests/decoder/test_lean.py tests/decoder/test_lean_architectures.py tests/decoder/test_block_stack.py \
 	tests/decoder/test_native_attention.py tests/decoder/test_native_feed_forward.py tests/decoder/test_native_products.py tests/decoder/test_quantized.py \
+	tests/decoder/test_quantized_embedding.py \
 	tests/decoder/test_native_bounds.py tests/decoder/test_native_build.py tests/decoder/test_native_children.py \
 	tests/drafters/test_native_draft.py \
 	tests/decoder/test_native_fork.py tests/decoder/test_tree_passes.py tests/models/test_taps.py \

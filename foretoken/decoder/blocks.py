@@ -322,13 +322,13 @@ class LeanWeights:
     """A model for lean decoders.
 
     Attributes:
-        embedding: (V, E), in the dtype of the blocks.
-        head: The LM head module; a tied one has the embedding as its weight.
+        embedding: (V, E), in the dtype of the blocks, or in 4 or 8 bits with this dtype.
+        head: The LM head module; a tied one may have the embedding as its weight.
         logit_softcap: c in c tanh(logit / c), or None.
         is_borrowed: Whether the weights are the caller's and must not be moved.
     """
 
-    embedding: Tensor
+    embedding: Tensor | QuantizedMatrix
     embedding_scale: float = 1.0
     layers: Blocks
     head: nn.Module
@@ -359,7 +359,7 @@ class LeanWeights:
     def tensors(self) -> Iterator[Tensor]:
         """Yields every tensor with readable memory except the rotary tables."""
         own = (*self.head.parameters(), *self.head.buffers())
-        yield from filter(is_plain, (self.embedding, *self.layers.tensors(), *own))
+        yield from filter(is_plain, (*Matrix(weight=self.embedding).tensors(), *self.layers.tensors(), *own))
 
 
 def tap_indices(taps: Sequence[Tap], num_layers: int) -> list[int]:

@@ -254,7 +254,7 @@ class Model(Structure):
         )),
         ("embedding_scale", c_float),
         ("logit_softcap", c_float),
-        ("embedding", c_void_p),
+        ("embedding", MatrixStruct),
         ("final_norm", NormStruct),
         ("head", MatrixStruct),
         ("layers", POINTER(Layer)),
@@ -309,8 +309,7 @@ class Step(Structure):
         ("norm", NormStruct),
         ("blocks", POINTER(HeadMatrix)),
         ("num_blocks", c_int64),
-        ("embedding", c_void_p),
-        *((name, c_int64) for name in ("num_tokens", "embedding_is_bfloat16")),
+        ("embedding", HeadMatrix),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
     )
 
@@ -334,8 +333,8 @@ class AutoregressiveHeadStruct(Structure):
         ("lm_head", HeadMatrix),
         ("token_map", c_void_p),
         ("vocab", c_int64),
-        ("embedding", c_void_p),
-        *((name, c_int64) for name in ("num_tokens", "embedding_is_bfloat16", "feeds_normed")),
+        ("embedding", HeadMatrix),
+        ("feeds_normed", c_int64),
         *((name, NormStruct) for name in ("norm", "state_norm")),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
     )

@@ -211,8 +211,8 @@ class NativeBlocks:
         del held  # the kernels read it until here
         if status == Status.TOKENS:
             raise PassError(
-                f"tokens lie in {_range(work.tokens)}. Expected ids below {head.num_tokens}, the rows of the "
-                "head's embedding."
+                f"tokens lie in {_range(work.tokens)}. Expected ids below {head.embedding.matrix.rows}, the rows "
+                "of the head's embedding."
             )
         if status:
             raise PassError(self._complaint(Status(status), work))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
@@ -25,23 +26,24 @@ from foretoken.decoder.library import (
 )
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, lost_memory, use_huge_pages
 from foretoken.decoder.native import NativeDraft, can_draft
-from foretoken.decoder.native_linear import NativeLinear
+from foretoken.decoder.native_linear import NativeLinear, matrix_struct
 from foretoken.trees.dynamic import DynamicExpansion, ShapedExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.blocks import Norm
+    from foretoken.decoder.quantized import QuantizedMatrix
 
 
 class ScaledEmbedding(NamedTuple):
     """An embedding table, (V, E), or (V, W) in heads of kind "state", and a factor for every row."""
 
-    weight: Tensor
+    weight: Tensor | QuantizedMatrix
     scale: float = 1.0
 
 
@@ -180,21 +182,18 @@ class HeadParts:
         self._kept += layer.tensors()
         return HeadMatrix(matrix=matrix, is_bfloat16=is_bfloat16)
 
-    def embedding(self, embedding: ScaledEmbedding, vocab_size: int, size: int) -> dict[str, int | float]:
+    def embedding(self, embedding: ScaledEmbedding, vocab_size: int, size: int) -> dict[str, HeadMatrix | float]:
         """Returns the fields of an embedding table: at least `vocab_size` rows of `size` elements."""
-        weight = embedding.weight.detach()
-        self._keep_alive("the embedding", weight, _DTYPES)
+        table = embedding.weight.detach() if isinstance(embedding.weight, Tensor) else embedding.weight
+        for each in (table,) if isinstance(table, Tensor) else table.tensors():
+            self._keep_alive("the embedding", each, _DTYPES if each is table else (each.dtype,))
         self.require(
-            weight.dim() == 2 and weight.shape[0] >= vocab_size and weight.shape[1] == size,
-            f"the embedding {tuple(weight.shape)}",
+            len(table.shape) == 2 and table.shape[0] >= vocab_size and table.shape[1] == size,
+            f"the embedding {tuple(table.shape)}",
             f"({vocab_size}, {size})",
         )
-        return {
-            "embedding": weight.data_ptr(),
-            "num_tokens": weight.shape[0],
-            "embedding_is_bfloat16": weight.dtype == torch.bfloat16,
-            "embedding_scale": embedding.scale,
-        }
+        described = HeadMatrix(matrix=matrix_struct(table), is_bfloat16=table.dtype == torch.bfloat16)
+        return {"embedding": described, "embedding_scale": embedding.scale}
 
     def norm(self, name: str, weight: Tensor, bias: Tensor | None, epsilon: float, size: int) -> NormStruct:
         """Describes an RMS norm over `size` elements."""

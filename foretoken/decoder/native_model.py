@@ -79,10 +79,9 @@ class NativeModel(Described):
         use_huge_pages(self._kept)
 
     def _model(self, layers: described.Blocks, ends: LeanWeights | None) -> Model:
-        vocab, embedding, head = 0, None, MatrixStruct()
+        embedding, head = MatrixStruct(), MatrixStruct()
         if ends is not None:
-            vocab = ends.embedding.shape[0]
-            embedding = self._address_of("the embedding", ends.embedding, (vocab, self._hidden), self._dtype)
+            embedding = self._embedding(ends.embedding)
             head = self._head(ends.head)
         experts = [layer.experts for layer in self._layers]
         return Model(
@@ -92,7 +91,7 @@ class NativeModel(Described):
             heads=self._heads,
             kv_heads=self._kv_heads,
             head_dim=self._head_dim,
-            vocab=vocab,
+            vocab=embedding.rows,
             num_positions=self._num_positions,
             **self._cache_rows(),
             intermediate=max(layer.up.rows for layer in self._layers),
@@ -196,6 +195,11 @@ class NativeModel(Described):
             "sin": self._address_of("the table of sines", rotary.sin, shape),
         }
 
+    def _embedding(self, table: Tensor | QuantizedMatrix) -> MatrixStruct:
+        if table.dtype != self._dtype:
+            raise UnsuitableError(f"the embedding has rows in {table.dtype}. Expected {self._dtype}.")
+        return self._in_place("the embedding", table, int(table.shape[0]), self._hidden)
+
     def _head(self, head: Any) -> MatrixStruct:
         if type(head) not in (torch.nn.Linear, QuantizedLinear):
             raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
@@ -203,20 +207,26 @@ class NativeModel(Described):
 
     def _matrix(self, name: str, matrix: Matrix, rows: int, cols: int, *, is_rounded: bool = True) -> MatrixStruct:
         weight = matrix.weight
-        if isinstance(weight, Tensor):
+        if isinstance(weight, Tensor) and self._quantization is not None and is_rounded:
             self._check_layout(name, weight.detach(), (rows, cols), self._dtype)
+            weight = quantized(weight, self._quantization, dtype=torch.bfloat16)
+        struct = self._in_place(name, weight, rows, cols, self._pass_bytes)
+        struct.bias = self._bias(name, matrix.bias, rows)
+        return struct
+
+    def _in_place(
+        self, name: str, weight: Tensor | QuantizedMatrix, rows: int, cols: int, pass_bytes: int = 0
+    ) -> MatrixStruct:
+        if isinstance(weight, Tensor):
             weight = weight.detach()
-            if self._quantization is not None and is_rounded:
-                weight = quantized(weight, self._quantization, dtype=torch.bfloat16)
-        if isinstance(weight, QuantizedMatrix):
+            self._check_layout(name, weight, (rows, cols), self._dtype)
+        else:
             if weight.shape != (rows, cols):
                 raise UnsuitableError(f"{name} is {tuple(weight.shape)}. Expected {(rows, cols)}.")
             for part in weight.tensors():
                 self._check_layout(f"a part of {name}", part, tuple(part.shape), part.dtype)
         self._kept += [weight] if isinstance(weight, Tensor) else weight.tensors()
-        struct = matrix_struct(weight, pass_bytes=self._pass_bytes)
-        struct.bias = self._bias(name, matrix.bias, rows)
-        return struct
+        return matrix_struct(weight, pass_bytes=pass_bytes)
 
     def _bias(self, name: str, bias: Tensor | None, rows: int) -> int | None:
         return None if bias is None else self._copied(f"the bias of {name}", bias, rows)

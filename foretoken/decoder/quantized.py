@@ -36,6 +36,7 @@ _SHARES = (1.0, 0.93, 0.86, 0.79)
 _INPUT_GROUP = 128  # inputs that share a scale
 _WIDE_INPUT_GROUP = 512  # the same of 16 bits; a choice: sums become float32 a quarter as often
 _AT_ONCE = 1 << 20  # weights in float32 during rounding, 4 MiB; a choice: they stay in the processor's caches
+_ALL = slice(None)
 _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a choice: some 200 MiB with temporaries
 
 
@@ -198,15 +199,19 @@ class QuantizedMatrix:
             if each is not None:
                 yield name, each
 
-    def dequantized(self) -> Tensor:
-        """Returns the weights that the matrix stands for, (N, K) float32, rounded once for every operation."""
-        weights = _unpacked(self.numbers, self.num_inputs)[: self.num_outputs].float()
+    def dequantized(self, rows: Tensor | None = None) -> Tensor:
+        """Returns the weights that the matrix stands for, (N, K) float32, rounded once for every operation.
+
+        rows: (M,) int64 from 0..N - 1, for these rows alone; None for all.
+        """
+        chosen: Any = slice(self.num_outputs) if rows is None else rows
+        weights = _unpacked(self.numbers, self.num_inputs, chosen).float()
         if self.group_scales is not None:
-            weights *= self._spread(self.group_scales)
+            weights *= self._spread(self.group_scales, chosen)
         if self.group_offsets is not None:
-            weights += self._spread(self.group_offsets)
+            weights += self._spread(self.group_offsets, chosen)
         if self.row_scales is not None:
-            weights *= self.row_scales.unsqueeze(1)
+            weights *= self.row_scales[chosen].unsqueeze(1)
         return weights if self.input_order is None else weights[:, self.input_order.long().argsort()]
 
     def product(self, x: Tensor) -> Tensor:
@@ -221,8 +226,8 @@ class QuantizedMatrix:
         rows = (self.rows(start, min(start + step, self.num_outputs)) for start in starts)
         return torch.cat([functional.linear(x, each.dequantized().to(x.dtype)) for each in rows], -1)
 
-    def _spread(self, each: Tensor) -> Tensor:
-        own = _in_rows(each)[: self.num_outputs].float()
+    def _spread(self, each: Tensor, rows: Any) -> Tensor:
+        own = _in_rows(each, rows).float()
         return own.repeat_interleave(min(self.group, _padded(self.num_inputs)), 1)[:, : self.num_inputs]
 
 
@@ -261,12 +266,12 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _unpacked(numbers: Tensor, cols: int) -> Tensor:
-    """Returns (16 * panels, K) int8, of 4 bits from -8 to 7."""
-    quads: Tensor = numbers.unflatten(2, (_PANEL, _QUAD)).transpose(1, 2)
+def _unpacked(numbers: Tensor, cols: int, rows: Any = _ALL) -> Tensor:
+    """Returns rows (M, K) int8, of 4 bits from -8 to 7; of all 16 * panels rows those of a slice, or (M,) int64."""
+    quads = _in_rows(numbers.unflatten(2, (_PANEL, _QUAD)), rows)
     if numbers.dtype == torch.uint8:
-        quads = torch.stack([quads & 15, quads >> 4], 3).view(torch.int8).sub_(_ZERO)
-    return quads.flatten(2).flatten(0, 1)[:, :cols]
+        quads = torch.stack([quads & 15, quads >> 4], 2).view(torch.int8).sub_(_ZERO)
+    return quads.flatten(1)[:, :cols]
 
 
 def _in_panels(scales: Tensor, groups: int) -> Tensor:
@@ -276,8 +281,10 @@ def _in_panels(scales: Tensor, groups: int) -> Tensor:
     return SHARED_PAGES.copy(whole.view(-1, _PANEL, groups).transpose(1, 2).contiguous())
 
 
-def _in_rows(scales: Tensor) -> Tensor:
-    return scales.transpose(1, 2).flatten(0, 1)
+def _in_rows(panels: Tensor, rows: Any = _ALL) -> Tensor:
+    """Turns (P, G, 16, ...) into rows (M, G, ...); `rows` as in `_unpacked`."""
+    whole = panels.transpose(1, 2)
+    return whole[rows // _PANEL, rows % _PANEL] if isinstance(rows, Tensor) else whole.flatten(0, 1)[rows]
 
 
 def is_int4(quantization: Quantization) -> bool:

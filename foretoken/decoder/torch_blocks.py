@@ -290,7 +290,7 @@ class StockDecoder:
         self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, ops: TorchOps | None = None
     ) -> None:
         """Fuses the projections; raises `UnsuitableError` if a tap does not exist. `ops`: None for the fastest."""
-        self._weights = weights
+        self._weights, self._embedding = weights, Matrix(weight=weights.embedding).dense()
         self._taps = tap_indices(taps, weights.num_layers)
         self._blocks = TorchBlocks(weights.layers, cache, moves_weights=not weights.is_borrowed, ops=ops)
         self._head = _head(weights)
@@ -301,7 +301,7 @@ class StockDecoder:
         work = work.to(self._weights.device)
         check_memory(self._tensors)
         with torch.inference_mode():
-            x = functional.embedding(work.tokens, self._weights.embedding)
+            x = functional.embedding(work.tokens, self._embedding)
             if self._weights.embedding_scale != 1.0:
                 x = x * self._weights.embedding_scale
             layout = AttentionLayout(work)
@@ -320,5 +320,5 @@ def _head(weights: LeanWeights) -> Callable[[Tensor], Tensor]:
         return head
     if _is_streamed(head.weight, head.bias):
         return partial(fuse(Matrix(weight=head.weight, bias=head.bias)).gemm, dtype=torch.float32)
-    is_tied = head.weight.data_ptr() == weights.embedding.data_ptr()
+    is_tied = head.weight.data_ptr() == Matrix(weight=weights.embedding).dense().data_ptr()
     return fuse(Matrix(weight=head.weight, bias=head.bias)) if is_packable(head.weight) and not is_tied else head

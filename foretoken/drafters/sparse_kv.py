@@ -37,7 +37,7 @@ from foretoken.drafters.windows import PartialRows
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -219,14 +219,12 @@ class DraftBytes:
     ) -> DraftBytes:
         """Returns the bytes of a model on a cache, and of drafts through its first blocks."""
         module: Any = model.module
-        embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
-        total, of_head = _num_bytes(module), () if head is None else head.parameters()
-        if head is not None and all(each is not embedding for each in of_head):
-            total -= embedding.nbytes
-        top = 0 if head is None else _num_bytes(head)
+        embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+        total = _num_bytes(each for each in module.modules() if each is not embedding)  # with a tied LM head's weight
+        top = 0 if head is None else _num_bytes(head.modules())
         draft = top + (total - top) * num_layers / model.num_layers
         if quantization is not None and model.quantization is None:
-            draft *= bytes_per_weight(quantization) / embedding.itemsize
+            draft *= bytes_per_weight(quantization) / model.dtype.itemsize
         sizes = [part.shape[1] * part.shape[3] * part.itemsize for part in (*cache.keys, *cache.values)]
         return cls(weights=(total, draft), row=(sum(sizes), sum(sizes) * num_layers / model.num_layers))
 
@@ -239,8 +237,10 @@ class DraftBytes:
         return self.weights[1] + self.row[1] * sum(listed)
 
 
-def _num_bytes(module: nn.Module) -> int:
-    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))  # integers are buffers
+def _num_bytes(modules: Iterable[nn.Module]) -> int:
+    """Returns the bytes of the weights that the modules themselves have; integers are buffers."""
+    found = {id(each): each for part in modules for each in (*part.parameters(False), *part.buffers(False))}
+    return sum(each.nbytes for each in found.values())
 
 
 def greatest(weights: Tensor, count: int) -> Tensor:

@@ -27,6 +27,7 @@ from foretoken.decoder.blocks import (
     Rotary,
 )
 from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding, embedding_table
 from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.model_changes import foreign_call
 
@@ -80,7 +81,10 @@ _ARCHITECTURES = {
     ),
     "Starcoder2ForCausalLM": _Architecture(window="config"),
 }
-_LAYERS = (nn.Linear, QuantizedLinear, QuantizedExperts, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
+_LAYERS = (
+    nn.Linear, QuantizedLinear, QuantizedExperts, nn.Embedding, QuantizedEmbedding, nn.LayerNorm, nn.Dropout,
+    nn.ModuleList,
+)  # fmt: skip
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
@@ -92,11 +96,10 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
     architecture = _known_architecture(module, model.config)
     backbone = module.model
     tables = _RotaryTables(backbone.rotary_emb, min(num_positions, model.context_len), model)
-    embedding = backbone.embed_tokens
-    scale = getattr(embedding, "embed_scale", None)
+    embedding, scale = embedding_table(backbone.embed_tokens)
     return LeanWeights(
-        embedding=embedding.weight.detach(),
-        embedding_scale=1.0 if scale is None else float(scale.to(embedding.weight.dtype)),
+        embedding=embedding,
+        embedding_scale=scale,
         layers=Blocks(
             blocks=[
                 _block(layer, model.config, index, architecture, tables) for index, layer in enumerate(backbone.layers)

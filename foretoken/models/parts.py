@@ -15,6 +15,7 @@ from foretoken.core.errors import ModelError
 from foretoken.decoder.native_head import LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
 from foretoken.decoder.quantized import Quantization, QuantizedLinear
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding, embedding_table, is_plain_embedding
 from foretoken.models.lean_weights import read_weights
 
 if TYPE_CHECKING:
@@ -144,12 +145,10 @@ def _frozen_norm(backbone: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _native(embedding: Any, head: LmHead) -> NativeParts | None:
-    scale = getattr(embedding, "embed_scale", None)
-    is_table = type(embedding) is nn.Embedding or scale is not None
+    is_table = isinstance(embedding, QuantizedEmbedding) or is_plain_embedding(embedding)
     if not is_table or not isinstance(head.layer, NativeLinear):
         return None
-    rows = embedding.weight
-    return NativeParts(ScaledEmbedding(rows, 1.0 if scale is None else float(scale.to(rows.dtype))), head)
+    return NativeParts(ScaledEmbedding(*embedding_table(embedding)), head)
 
 
 def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding
+from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.loading import check_architecture, load_config
 from foretoken.models.placement import DTYPES
 from foretoken.models.weight_files import meta_model
@@ -60,9 +63,18 @@ def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
     experts = next((n for key in _EXPERT_COUNTS if (n := getattr(config, key, None))), 0)
     tied = getattr(module, "all_tied_weights_keys", {})
     counts = {key: each.numel() for key, each in module.named_parameters() if key not in tied}
+    counts |= {
+        key: part.matrix.shape.numel() for key, part in module.named_modules() if isinstance(part, QuantizedLinear)
+    }
+    counts |= {
+        f"{key}.": part.gate_up.shape.numel() + part.down.shape.numel()
+        for key, part in module.named_modules()
+        if isinstance(part, QuantizedExperts)
+    }
     of_experts = sum(count for key, count in counts.items() if _EXPERTS in key) if experts else 0
-    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
-    is_tied = bool(tied) or head is None or head.weight is embedding
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    is_rounded = isinstance(embedding, QuantizedEmbedding)  # and so not among the parameters
+    is_tied = bool(tied) or head is None or is_rounded or head.weight is embedding.weight
     heads = config.num_attention_heads
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
     rank = getattr(config, "kv_lora_rank", None)
@@ -75,7 +87,7 @@ def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
         kv_heads=kv_heads,
         head_dim=head_dim or config.hidden_size // heads,
         vocab_size=config.vocab_size,
-        weights=sum(counts.values()) - of_experts - (0 if is_tied else embedding.numel()),
+        weights=sum(counts.values()) - of_experts - (0 if is_tied else embedding.weight.numel()),
         experts=experts,
         experts_per_token=getattr(config, "num_experts_per_tok", 0) if experts else 0,
         expert_weights=of_experts / experts if experts else 0.0,

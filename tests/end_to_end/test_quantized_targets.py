@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.models.loading import load_model, wrap_model
@@ -34,7 +35,10 @@ DRAFTERS: dict[str, Any] = {
         name: drafters(dtype=BF16)[name]
         for name in ("ngram tree", "draft tree", "draft dynamic", "early exit", "sparse kv", "recycling", "oracle tree")
     },
-    **{name: head(name, num_speculative_tokens=3) for name in ("eagle3", "medusa", "hydra", "mlp_speculator")},
+    **{
+        name: head(name, num_speculative_tokens=3)
+        for name in ("eagle3", "falcon", "hydra", "medusa", "mlp_speculator", "spire")
+    },
     "draft in int4": fixed(
         drafter=draft_model(noisy(dtype=BF16), quantization="int4", num_speculative_tokens=4), trust_drafter=True
     ),
@@ -74,6 +78,8 @@ def test_rounded_targets_are_the_models_of_their_weights(architecture: str, quan
     for part in dense.modules():
         if type(part) is torch.nn.Linear:  # unties an LM head
             part.weight = torch.nn.Parameter(stand_in(part.weight, quantization))
+        elif isinstance(part, torch.nn.Embedding):
+            part.weight = torch.nn.Parameter(stand_in(part.weight, "int8"))
         elif is_plain_experts(part):
             experts: Any = part
             gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
@@ -116,11 +122,13 @@ def test_experts_of_another_layout_are_refused() -> None:
         quantize_model(wrap_model(module, name="tiny"), "int8")
 
 
+ROUNDED = (QuantizedLinear, QuantizedEmbedding, QuantizedExperts)
+
+
 def reachable_bytes(module: torch.nn.Module) -> int:
     """Bytes of all memory that parameters and buffers keep; of shared pages their own part."""
     rounded = {
-        id(each) for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedExperts)
-        for each in part.buffers(recurse=False)
+        id(each) for part in module.modules() if isinstance(part, ROUNDED) for each in part.buffers(recurse=False)
     }  # fmt: skip
     tensors = [*module.parameters(), *module.buffers()]
     own = [each.untyped_storage() for each in tensors if id(each) not in rounded]
@@ -133,14 +141,15 @@ def test_originals_are_freed_and_drafters_know_the_target(architecture: str, tmp
     module = tiny_model(architecture, dtype=BF16, tie_word_embeddings=False)
     module.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="bfloat16")
+    dense = (torch.nn.Linear, torch.nn.Embedding)
     linear = sum(
-        each.nbytes for part in loaded.module.modules() if type(part) is torch.nn.Linear or is_plain_experts(part)
+        each.nbytes for part in loaded.module.modules() if type(part) in dense or is_plain_experts(part)
         for each in part.parameters()
     )  # fmt: skip
     before, fingerprint = reachable_bytes(loaded.module), TargetFingerprint.of(loaded)
     rounded = quantize_model(loaded, "int4")
     kept = sum(
-        each.nbytes for part in rounded.module.modules() if isinstance(part, QuantizedLinear | QuantizedExperts)
+        each.nbytes for part in rounded.module.modules() if isinstance(part, ROUNDED)
         for each in part.buffers(recurse=False)
     )  # fmt: skip
     assert 0 < kept < linear
@@ -168,7 +177,7 @@ def test_writes_to_a_callers_weights_end_it() -> None:
     engine = LLM(module, tokenizer=tokenizer(), quantization="int8", runner="lean-native")
     engine.generate(PROMPTS[:1], PARAMS[:1])
     with torch.no_grad():
-        module.model.embed_tokens.weight.mul_(2)
+        module.model.norm.weight.mul_(2)
     (output,) = engine.generate(PROMPTS[:1], PARAMS[:1])
     assert "weights of 'LlamaForCausalLM' were written, whose matrices were rounded" in str(output.outputs[0].error)
 

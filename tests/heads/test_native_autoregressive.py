@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
-from heads.test_native_heads import DRAWS, GREEDY, SAMPLED, assert_same, expansion_of, finished
+from heads.test_native_heads import DRAWS, GREEDY, SAMPLED, assert_same, expansion_of, finished, with_dense_rows
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Norm
 from foretoken.decoder.native_head import AutoregressiveKernels, LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import NativeLinear
+from foretoken.decoder.quantized import Quantization
 from foretoken.drafters.captured import Prefixes
 from foretoken.drafters.levels import LevelPasses
 from foretoken.heads.base import AutoregressiveHead, BlockOutputs, build_head
@@ -30,6 +31,7 @@ from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
+from foretoken.models.quantization.rounding import quantize_model
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
@@ -86,12 +88,13 @@ class Drafting:
 
     def __init__(
         self, name: str, dtype: torch.dtype = torch.float32, *, quantization: Any = None, architecture: str = "llama",
-        capacity: int = CAPACITY,
+        capacity: int = CAPACITY, rounding: Quantization | None = None,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         self.head = random_weights(build_head(HEADS[name], dtype=torch.float32), dtype)
         self.head.optimize_for_inference(quantization)
         target = wrap_model(tiny_model(architecture, dtype=dtype), name=architecture)
+        target = target if rounding is None else quantize_model(target, rounding)
         self.parts = target_parts(
             target, dtype=torch.float32, is_inference=True,
             quantization=quantization if self.head.has_target_lm_head else None,
@@ -202,6 +205,26 @@ def test_what_a_target_does_to_embeddings_and_logits(architecture: str) -> None:
     """Gemma scales embeddings and caps logits, Granite scales logits."""
     for name in ("eagle", "eagle3"):
         compare(Drafting(name, architecture=architecture), DRAWS["mixed"], SHAPES["widths"], 2e-4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@torch.inference_mode()
+def test_a_targets_embedding_in_integers(name: str, architecture: str, dtype: torch.dtype) -> None:
+    """Every bit of a draft is that of the dequantized rows, and torch drafts the same."""
+    made = Drafting(name, dtype, architecture=architecture, rounding="int8")
+    work = pairs([3, 1, 5, 2], [0] * 4, [2, 0, 3, 1])
+    states, trees, parts = made.states(work.num_tokens, seed=1), [], made.parts
+    for each in (parts, with_dense_rows(parts)):
+        steps = made.head.native_steps(each)
+        assert steps is not None
+        expansion = expansion_of(SHAPES["tree"], DRAWS["mixed"], roots_of(work))
+        AutoregressiveKernels(steps, made.stack).draft(work, states, expansion)
+        trees.append(finished(expansion))
+    assert_same(*trees, 0.0)
+    theirs = made.by_levels(work, states, expansion_of(SHAPES["tree"], DRAWS["mixed"], roots_of(work)))
+    assert_same(trees[0], finished(theirs), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", HEADS)

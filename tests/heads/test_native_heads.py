@@ -17,7 +17,8 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder import library
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.native_head import HeadKernels
+from foretoken.decoder.native_head import HeadKernels, ScaledEmbedding
+from foretoken.decoder.quantized import Quantization, QuantizedMatrix
 from foretoken.drafters.head_drafter import fill_by_steps
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.heads.decoder_layer import LayerConfig
@@ -26,6 +27,7 @@ from foretoken.heads.medusa import MedusaConfig, MedusaHeads
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
+from foretoken.models.quantization.rounding import quantize_model
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
@@ -65,8 +67,13 @@ DRAWS = {
 }
 
 
-def made(name: str, dtype: torch.dtype, architecture: str = "llama") -> tuple[Head, TargetParts]:
-    """A random head as it drafts on a CPU, and what it shares with a target in a dtype, which holds its weights too."""
+def made(
+    name: str, dtype: torch.dtype, architecture: str = "llama", *, rounding: Quantization | None = None
+) -> tuple[Head, TargetParts]:
+    """A random head as it drafts on a CPU, and what it shares with a target in a dtype, which holds its weights too.
+
+    rounding: Of the target.
+    """
     torch.manual_seed(0)
     head = build_head(HEADS[name], dtype=torch.float32)
     with torch.no_grad():
@@ -77,6 +84,7 @@ def made(name: str, dtype: torch.dtype, architecture: str = "llama") -> tuple[He
     head.requires_grad_(requires_grad=False).eval()
     head.optimize_for_inference()
     target = wrap_model(tiny_model(architecture, dtype=dtype), name=architecture)
+    target = target if rounding is None else quantize_model(target, rounding)
     return head, target_parts(target, dtype=torch.float32, is_inference=True)
 
 
@@ -191,6 +199,32 @@ def test_what_a_target_does_to_embeddings_and_logits(name: str, architecture: st
     assert_same(ours, theirs, 1e-4)
     assert parts.native is not None
     assert parts.native.head.scale != 1.0 or parts.native.head.softcap > 0
+
+
+def with_dense_rows(parts: TargetParts) -> TargetParts:
+    """The same with the dequantized rows of an embedding in integers, for the kernels."""
+    assert parts.native is not None
+    table, scale = parts.native.embedding
+    assert isinstance(table, QuantizedMatrix)
+    dense = ScaledEmbedding(table.dequantized().to(table.dtype), scale)
+    return replace(parts, native=parts.native._replace(embedding=dense))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("hydra", "llama"), ("hydra", "gemma2"), ("hydra++, tied", "llama")]
+)
+@torch.inference_mode()
+def test_a_targets_embedding_in_integers(name: str, architecture: str, dtype: torch.dtype) -> None:
+    """Every bit of a draft is that of the dequantized rows, and torch drafts the same."""
+    head, parts = made(name, dtype, architecture, rounding="int8")
+    features, roots = torch.randn(4, WIDTH), torch.tensor([3, 66, 15, 16])
+    ours, dense, theirs = (
+        fill(head, each, expansion_of(SHAPES["tree"], DRAWS["mixed"], roots), features)
+        for fill, each in ((by_kernels, parts), (by_kernels, with_dense_rows(parts)), (by_steps, parts))
+    )
+    assert_same(ours, dense, 0.0)
+    assert_same(ours, theirs, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra, three blocks", "mlp_speculator"])

@@ -80,14 +80,16 @@ def test_matrices_and_the_embedding_are_what_the_file_says(tmp_path: Path, type_
     stored = open_gguf(path)
     assert stored.label == f"GGUF, {type_.name}"
     assert len(stored.linears) == 2 * 7 + 1
-    for linear in stored.linears:
+    assert stored.embedding == "model.embed_tokens"
+    in_integers = {*stored.linears, stored.embedding}
+    for linear in in_integers:
         matrix, expected = stored.matrix(linear, torch.float32), weights[f"{linear}.weight"]
         assert matrix.bits == (4 if type_.name.startswith("Q4") else 8)
         # One rounding of float32 more than llama.cpp's formula has, for offsets.
         assert (matrix.dequantized() - expected).abs().max() <= 1e-6 * expected.abs().max(), linear
         assert stored.matrix(linear, torch.bfloat16).dtype == torch.bfloat16
     dense = stored.dense(torch.float32)
-    assert dense.keys() == weights.keys() - {f"{linear}.weight" for linear in stored.linears}
+    assert dense.keys() == weights.keys() - {f"{part}.weight" for part in in_integers}
     for key, tensor in dense.items():
         assert (tensor - weights[key]).abs().max() <= 1e-6 * weights[key].abs().max(), key
 
@@ -97,7 +99,7 @@ def test_matrices_that_are_no_integers_stay_as_they_are(tmp_path: Path, type_: T
     path = tmp_path / "model.gguf"
     weights = write(path, tiny_model("llama", **SMALL), matrices=type_)
     stored = open_gguf(path)
-    assert (stored.label, stored.linears) == ("GGUF, not quantized", frozenset())
+    assert (stored.label, stored.linears, stored.embedding) == ("GGUF, not quantized", frozenset(), None)
     dense = stored.dense(torch.float32)
     assert all(each.dtype == torch.float32 for each in dense.values())
     assert dense.keys() == weights.keys()
@@ -425,12 +427,12 @@ def test_scales_that_are_not_finite(tmp_path: Path, name: str) -> None:
     data[tensor.data_offset : tensor.data_offset + len(wrong)] = wrong
     path.write_bytes(data)
     stored = open_gguf(path)
-    message = refusal(
-        path,
-        lambda _: (
-            stored.matrix("model.layers.0.mlp.up_proj", torch.float32) if "up" in name else stored.dense(torch.float32)
-        ),
-    )
+    parts = {"token_embd.weight": "model.embed_tokens", "blk.0.ffn_up.weight": "model.layers.0.mlp.up_proj"}
+
+    def read(_: Path) -> Any:
+        return stored.matrix(parts[name], torch.float32) if name in parts else stored.dense(torch.float32)
+
+    message = refusal(path, read)
     assert message == f"{name} of '{path}' holds NaN or infinite values. Copy or download the file again."
 
 
@@ -450,8 +452,8 @@ def opened_whole(path: Path) -> bool:
     try:
         stored = open_gguf(path)
         tensors = stored.dense(torch.float32)
-        for linear in stored.linears:
-            stored.matrix(linear, torch.float32)
+        for part in {*stored.linears, stored.embedding} - {None}:
+            stored.matrix(part, torch.float32)
         gguf_tokenizer(path)
     except ModelError as err:
         message = str(err)

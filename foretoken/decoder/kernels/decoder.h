@@ -16,13 +16,14 @@
 #include "interface.h"
 #include "rounded_inputs.h"
 #include "rows.h"
+#include "tables.h"
 #include "tiles.h"
 #include "vectors.h"
 #include "workspace.h"
 
 namespace {
 
-// T: the dtype of embedding, KV cache and attention, and of matrices unless they are in integers.
+// T: the dtype of KV cache and attention, and of embedding and matrices unless they are in integers.
 template <class T>
 class Decoder {
  public:
@@ -87,8 +88,9 @@ class Decoder {
         std::copy_n(pass_.inputs + m * model_.hidden, model_.hidden, out);
         return;
       }
-      const T* row = static_cast<const T*>(model_.embedding) + pass_.tokens[m] * model_.hidden;
-      for (int64_t i = 0; i < model_.hidden; ++i) out[i] = to_float(row[i]) * model_.embedding_scale;
+      with_row(model_.embedding, model_.is_bfloat16, pass_.tokens[m], out, [&](const auto* row) {
+        for (int64_t i = 0; i < model_.hidden; ++i) out[i] = to_float(row[i]) * model_.embedding_scale;
+      });
     });
     barrier_.wait();
   }

@@ -248,6 +248,7 @@ struct HeadDraftSpace {
   float* logits;               // (B * P, V)
   float *inputs, *sides;       // (M, E), inputs of the block
   float* outputs;              // (M, E), outputs of the block
+  float* embedded;             // (M, E), rows of an embedding in integers
   float* rows;                 // inputs of any matrix of the head, as wide as those of the widest dtype
   char* rounded;               // the same as integers
   int64_t *tokens, *sources;   // (B, P), of a level: the token of each pair, and the row of `outputs` with its state
@@ -259,7 +260,7 @@ struct HeadDraftSpace {
     if (__builtin_mul_overflow(draft.num_sequences, Widest(draft).inner, &inner)) size = -1;
     const int64_t M = size < 0 ? 0 : std::max(pairs, inner), E = model.hidden;
     take(base, size, logits, inner, head.vocab);
-    for (float** each : {&inputs, &outputs}) take(base, size, *each, M, E);
+    for (float** each : {&inputs, &outputs, &embedded}) take(base, size, *each, M, E);
     take(base, size, sides, has_side(model) ? M : 0, E);
     take(base, size, rows, most_inputs(M), Inputs<Bfloat16>::padded(2 * E));
     take(base, size, rounded, most_inputs(M), rounded_bytes(2 * E));
@@ -270,10 +271,10 @@ struct HeadDraftSpace {
 // Checks that drafts stay within the tables of a head, the cache and their own buffers. states: (M, E), of the pass
 // over committed pairs; its tokens are those after the states.
 inline Status check_head_trees(const Model& model, const AutoregressiveHead& head, const Pass& pass, const Draft& draft, const float* states, int64_t last_position) {
-  if (states == nullptr || pass.tokens == nullptr || head.embedding == nullptr || head.lm_head.matrix.weight == nullptr) return Status::kMissing;
+  if (states == nullptr || pass.tokens == nullptr || head.embedding.matrix.weight == nullptr || head.lm_head.matrix.weight == nullptr) return Status::kMissing;
   if ((head.fuse.matrix.weight == nullptr) != has_side(model)) return Status::kMissing;  // exactly one way to read the token
   if (draft.vocab != head.vocab) return Status::kShape;
-  if (head.num_tokens < head.vocab) return Status::kTokens;
+  if (head.embedding.matrix.rows < head.vocab) return Status::kTokens;
   Pass fed = pass;
   fed.inputs = states;  // for the shape alone
   fed.sides = states;
@@ -281,7 +282,7 @@ inline Status check_head_trees(const Model& model, const AutoregressiveHead& hea
   for (int64_t i = 2; draft.parents != nullptr && i < draft.num_nodes; ++i) rows += draft.parents[i] != draft.parents[i - 1];
   const Status status = check_trees(model, fed, draft, head.vocab, rows, last_position);
   if (status != Status::kDone) return status;
-  return all_within(pass.tokens, pass.starts[pass.num_sequences], head.num_tokens) ? Status::kDone : Status::kTokens;
+  return all_within(pass.tokens, pass.starts[pass.num_sequences], head.embedding.matrix.rows) ? Status::kDone : Status::kTokens;
 }
 
 // out = the norm of a row, or the row itself; may be in place.
@@ -378,7 +379,7 @@ class HeadLevels {
   // work(row), row: the embedding of the token of a pair.
   template <class Work>
   void with_embedding(int64_t m, Work&& work) const {
-    with_row(head_.embedding, head_.embedding_is_bfloat16, tokens_[m] * model_.hidden, work);
+    with_row(head_.embedding.matrix, head_.embedding.is_bfloat16, tokens_[m], space_.embedded + m * model_.hidden, work);
   }
 
   const Model& model_;

@@ -18,6 +18,7 @@
 #include "interface.h"
 #include "rounded_inputs.h"
 #include "rows.h"
+#include "tables.h"
 #include "tiles.h"
 #include "vectors.h"
 #include "workspace.h"
@@ -43,16 +44,6 @@ struct PutRows {
     put_row(inputs, m, 0, rows + m * size, size, 1.0f);
   }
 };
-
-// Calls work(row) with the row at an element of a table in bfloat16 or float32.
-template <class Work>
-void with_row(const void* table, bool is_bfloat16, int64_t first, Work&& work) {
-  if (is_bfloat16) {
-    work(static_cast<const Bfloat16*>(table) + first);
-  } else {
-    work(static_cast<const float*>(table) + first);
-  }
-}
 
 // An LM head with its model's scale and cap of logits.
 struct LmHead {
@@ -130,6 +121,7 @@ struct HeadSpace {
   float* logits;     // (M, V)
   float* wide;       // (M, 2 W)
   float* states[2];  // (M, W), inputs of the LM head, of a level and of the level before
+  float* embedded;   // (M, E or W), rows of an embedding in integers
   float* inputs;     // of any matrix, in the widest dtype
   char* rounded;     // the same as integers
   int64_t* places;   // (N,), the index of a node in its level
@@ -141,6 +133,7 @@ struct HeadSpace {
     take(base, size, logits, rows, head.vocab);
     take(base, size, wide, rows, 2 * head.width);
     for (float*& state : states) take(base, size, state, rows, head.width);
+    take(base, size, embedded, rows, std::max(head.hidden, head.width));
     take(base, size, inputs, most_inputs(rows), Inputs<Bfloat16>::padded(longest));
     take(base, size, rounded, most_inputs(rows), rounded_bytes(longest));
     take(base, size, places, num_nodes, 1);
@@ -152,9 +145,10 @@ inline Status check_head(const Head& head, const Draft& draft, const float* feat
   if (features == nullptr || head.steps == nullptr) return Status::kMissing;
   if (draft.vocab != head.vocab) return Status::kShape;
   for (int64_t i = 0; head.kind != kFromFeature && i < head.num_steps; ++i) {
-    if (head.steps[i].num_tokens < head.vocab) return Status::kTokens;
+    const int64_t tokens = head.steps[i].embedding.matrix.rows;
+    if (tokens < head.vocab) return Status::kTokens;
     for (int64_t s = 0; s < draft.num_sequences; ++s) {
-      if (!all_within(draft.tokens + s * draft.num_nodes, 1, head.steps[i].num_tokens)) return Status::kTokens;
+      if (!all_within(draft.tokens + s * draft.num_nodes, 1, tokens)) return Status::kTokens;
     }
   }
   return Status::kDone;
@@ -249,7 +243,7 @@ class HeadSteps {
     put_row(inputs, m, 0, features_ + sequence * E, E, 1.0f);
     int64_t node = node_of(depth, m);
     for (int64_t d = depth; d >= 0; --d, node = children_.parent(sequence, node)) {
-      with_embedding(head_.steps[depth], sequence, node, [&](const auto* row) {
+      with_embedding(depth, m, node, [&](const auto* row) {
         put_row(inputs, m, (d + 1) * E, row, E, head_.steps[depth].embedding_scale);
       });
     }
@@ -286,7 +280,7 @@ class HeadSteps {
   void take_token(int64_t depth, int64_t m, float* projected, float* out) const {
     const HeadStep& step = head_.steps[depth];
     const int64_t W = head_.width;
-    with_embedding(step, m / children_.num_inner(depth), node_of(depth, m), [&](const auto* row) {
+    with_embedding(depth, m, node_of(depth, m), [&](const auto* row) {
       for (int64_t k = 0; k < W; ++k) projected[k] += to_float(row[k]) * step.embedding_scale;
     });
     const float factor = norm_factor(projected, W, step.norm.epsilon);
@@ -296,11 +290,12 @@ class HeadSteps {
     }
   }
 
-  // work(row), row: the embedding of a node's token.
+  // work(row), row: the embedding of the token of a node, an ancestor of row m of a level or the node of the row itself.
   template <class Work>
-  void with_embedding(const HeadStep& step, int64_t sequence, int64_t node, Work&& work) const {
-    const int64_t E = head_.kind == kFromPath ? head_.hidden : head_.width;
-    with_row(step.embedding, step.embedding_is_bfloat16, draft_.tokens[sequence * draft_.num_nodes + node] * E, work);
+  void with_embedding(int64_t depth, int64_t m, int64_t node, Work&& work) const {
+    const HeadMatrix& table = head_.steps[depth].embedding;
+    const int64_t sequence = m / children_.num_inner(depth), token = draft_.tokens[sequence * draft_.num_nodes + node];
+    with_row(table.matrix, table.is_bfloat16, token, space_.embedded + m * table.matrix.cols, work);
   }
 
   int64_t node_of(int64_t depth, int64_t m) const { return children_.inner(depth, m % children_.num_inner(depth)); }

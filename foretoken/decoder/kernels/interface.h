@@ -73,7 +73,7 @@ struct Model {
   int64_t has_post_norms;    // whether some layer has one
   int64_t num_experts, top_k, expert_intermediate;  // largest of any layer
   float embedding_scale, logit_softcap;             // 0: no cap
-  const void* embedding;     // (vocab, hidden)
+  Matrix embedding;          // (vocab, hidden), without a bias
   Norm final_norm;           // (hidden,)
   Matrix head;
   const Layer* layers;
@@ -159,8 +159,7 @@ struct HeadStep {
   Norm norm;                      // RMS norm with a bias
   const HeadMatrix* blocks;
   int64_t num_blocks;
-  const void* embedding;          // (num_tokens, E or W)
-  int64_t num_tokens, embedding_is_bfloat16;
+  HeadMatrix embedding;           // (tokens, E or W), without a bias
   float embedding_scale;
   float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
 };
@@ -179,8 +178,7 @@ struct AutoregressiveHead {
   HeadMatrix fuse, lm_head;       // (E, 2 E), (Vd, E); E is the hidden size of the block
   const int64_t* token_map;       // (Vd,), the token of each row of the LM head; null: row i is token i
   int64_t vocab;                  // V, the width of logits
-  const void* embedding;          // (num_tokens, E)
-  int64_t num_tokens, embedding_is_bfloat16;
+  HeadMatrix embedding;           // (tokens, E), without a bias
   int64_t feeds_normed;           // whether the next state is norm(x)
   Norm norm, state_norm;          // (E,)
   float embedding_scale;

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.decoder.quantized_embedding import is_plain_embedding
 from foretoken.models.config_checks import check_sizes, is_size
 from foretoken.models.quantization.experts import experts_of
 from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
@@ -62,7 +63,8 @@ _ARCHITECTURES = {
 }
 _MIXTRAL = _Architecture("mixtral", _MIXTURE)  # of the architecture "llama" with experts
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # llama.cpp recognises these models by their layers too
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_EMBEDDING = "model.embed_tokens"
+_OUTER = {"token_embd": _EMBEDDING, "output_norm": "model.norm", "output": "lm_head"}
 _PARTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -271,8 +273,7 @@ def open_gguf(path: Path) -> StoredModel:
     """Opens a GGUF file; its tensors are read later, one at a time.
 
     Matrices in Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K keep their integers and scales; F32, F16 and BF16 are
-    read as they are. A quantized embedding is dequantized to float32; if there is no LM head, the LM head keeps the
-    embedding's integers.
+    read as they are. If there is no LM head, the LM head shares a quantized embedding's integers.
 
     Raises:
         ModelError: If the file is damaged, incomplete or a part of several files, or the architecture or the type of a
@@ -293,18 +294,25 @@ def open_gguf(path: Path) -> StoredModel:
         for linear, part in module.named_modules()
         if type(part) is nn.Linear and f"{linear}.weight" in stored and stored[f"{linear}.weight"].is_quantized
     }
-    linears = {key.removesuffix(".weight"): names[key] for key in kept}
+    has_rows = embedding is not None and embedding.is_quantized and is_plain_embedding(module.get_submodule(_EMBEDDING))
+    kept |= {f"{_EMBEDDING}.weight"} if has_rows else set()
+    in_integers = {key.removesuffix(".weight"): names[key] for key in kept}
     for key in filter(_EXPERTS.fullmatch, names):
         owner, part, _ = key.rsplit(".", 2)
         if stored[key].is_quantized:
             kept.add(key)
-            linears |= {f"{owner}.{expert}.{part}": names[key] for expert in range(stored[key].shape[0])}
-    types = {file.tensors[name].type_name for name in linears.values()} or {"not quantized"}
+            in_integers |= {f"{owner}.{expert}.{part}": names[key] for expert in range(stored[key].shape[0])}
+    types = {file.tensors[name].type_name for name in in_integers.values()} or {"not quantized"}
+    shared: dict[torch.dtype, QuantizedMatrix] = {}  # the embedding, by the dtype of inputs
 
-    def matrix(linear: str, dtype: torch.dtype) -> QuantizedMatrix:
-        name = linears[linear]
-        part = None if experts_of(linear) is None else int(linear.rsplit(".", 2)[1])
-        return file.matrix(name, dtype, _row_order(file, config, name), part=part)
+    def matrix(part: str, dtype: torch.dtype) -> QuantizedMatrix:
+        name = in_integers[part]
+        if file.tensors[name] == embedding:
+            if dtype not in shared:
+                shared[dtype] = file.matrix(name, dtype)
+            return shared[dtype]
+        expert = None if experts_of(part) is None else int(part.rsplit(".", 2)[1])
+        return file.matrix(name, dtype, _row_order(file, config, name), part=expert)
 
     def dense(dtype: torch.dtype) -> dict[str, Tensor]:
         tensors = {
@@ -323,7 +331,10 @@ def open_gguf(path: Path) -> StoredModel:
         return tensors
 
     label = f"GGUF, {' and '.join(sorted(types))}"
-    return StoredModel(config=config, label=label, linears=frozenset(linears), matrix=matrix, dense=dense)
+    return StoredModel(
+        config=config, label=label, linears=frozenset(in_integers) - {_EMBEDDING}, matrix=matrix, dense=dense,
+        embedding=_EMBEDDING if has_rows else None,
+    )  # fmt: skip
 
 
 def _row_order(file: GgufFile, config: Any, name: str) -> Tensor | None:

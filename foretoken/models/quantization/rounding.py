@@ -1,4 +1,4 @@
-"""Rounds the matrices of a loaded target to 4 or 8 bits; drafts are then verified against the rounded model."""
+"""Rounds the weights of a loaded target to 4 or 8 bits; drafts are then verified against the rounded model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
+from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, is_int4, quantized
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding, is_plain_embedding
 from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, quantized_parts
 from foretoken.models.loading import HASHED_ROWS, LoadedModel
 from foretoken.models.model_changes import foreign_call
@@ -33,10 +34,12 @@ def check_quantization_name(value: Any) -> Quantization | None:
 
 
 def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedModel:
-    """Replaces the linear layers and experts of a target by those in 4 or 8 bits, the LM head too.
+    """Replaces the linear layers and experts of a target by those in 4 or 8 bits, the LM head too; routers stay.
 
-    Embedding and routers stay. The module is changed in place. The originals are freed block by block, unless others
-    hold them.
+    The embedding gets 8 bits with a scale a row. It shares the integers of an LM head that has the same weight and is
+    rounded alike. An embedding that computes anything else than rows of its weight, times a factor, stays as it is.
+
+    The module is changed in place. The originals are freed block by block, unless others hold them.
 
     Raises:
         ModelError: If the model is not on a CPU in float32 or bfloat16, has layers of other kinds, hooks or adapters,
@@ -49,19 +52,17 @@ def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedMode
         )
     module: Any = model.module
     _check_layers(model, quantization)
-    head = module.get_output_embeddings()
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    is_tied = getattr(embedding, "weight", None) is head.weight
     first_rows = head.weight.detach()[:HASHED_ROWS].clone()
     if not model.is_borrowed:  # vectors share memory with the matrices of their block, which is freed
         for parameter in module.parameters():
             if parameter.dim() < 2:
                 parameter.data = parameter.data.clone()
     for name in [name for name, part in module.named_modules() if type(part) is nn.Linear or is_plain_experts(part)]:
-        owner_name, _, own_name = name.rpartition(".")
-        owner: Any = module.get_submodule(owner_name)
-        try:
-            setattr(owner, own_name, _rounded(getattr(owner, own_name), quantization, model.dtype))
-        except UnsuitableError as err:
-            raise ModelError(f"'{name}' of '{model.name}' cannot be rounded: {err}") from err
+        module.set_submodule(name, _rounded(module.get_submodule(name), quantization, model, name))
+    shares_head = is_tied and not is_int4(quantization)
+    _round_embedding(model, embedding, module.get_output_embeddings().matrix if shares_head else None)
     if not model.is_borrowed:
         gather_weights(module)  # away from the memory that they shared with matrices
     return replace(model, quantization=quantization, first_head_rows=first_rows)
@@ -86,11 +87,37 @@ def _check_layers(model: LoadedModel, quantization: Quantization) -> None:
         )
 
 
-def _rounded(part: Any, quantization: Quantization, dtype: torch.dtype) -> QuantizedLinear | QuantizedExperts:
-    if type(part) is nn.Linear:
-        return QuantizedLinear(quantized(part.weight, quantization, dtype=dtype), part.bias)
-    gate_up, down = (
-        quantized_parts(weight.detach(), parts, quantization, dtype=dtype)
-        for weight, parts in ((part.gate_up_proj, 2), (part.down_proj, 1))
-    )
+def _round_embedding(model: LoadedModel, embedding: Any, tied: QuantizedMatrix | None) -> None:
+    """Replaces the embedding unless another module has its weight too.
+
+    tied: The weight in 8 bits with a scale a row, if the LM head has it; or None.
+    """
+    module: Any = model.module
+    others = (part for part in module.modules() if part is not embedding)
+    if not is_plain_embedding(embedding) or any(
+        each is embedding.weight for part in others for each in part.parameters(recurse=False)
+    ):
+        return
+    names = [name for name, part in module.named_modules(remove_duplicate=False) if part is embedding]
+    scale = getattr(embedding, "embed_scale", None)
+    made = _rounded(embedding, "int8", model, names[0]) if tied is None else QuantizedEmbedding(tied, scale)
+    for name in names:
+        module.set_submodule(name, made)
+
+
+def _rounded(
+    part: Any, quantization: Quantization, model: LoadedModel, name: str
+) -> QuantizedLinear | QuantizedExperts | QuantizedEmbedding:
+    try:
+        if type(part) is nn.Linear:
+            return QuantizedLinear(quantized(part.weight, quantization, dtype=model.dtype), part.bias)
+        if is_plain_embedding(part):
+            table = quantized(part.weight, quantization, dtype=model.dtype)
+            return QuantizedEmbedding(table, getattr(part, "embed_scale", None))
+        gate_up, down = (
+            quantized_parts(weight.detach(), parts, quantization, dtype=model.dtype)
+            for weight, parts in ((part.gate_up_proj, 2), (part.down_proj, 1))
+        )
+    except UnsuitableError as err:
+        raise ModelError(f"'{name}' of '{model.name}' cannot be rounded: {err}") from err
     return QuantizedExperts(gate_up, down, part.act_fn)

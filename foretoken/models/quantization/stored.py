@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, stacked
 from foretoken.models.quantization.experts import PARTS, experts_of
 
@@ -41,8 +42,10 @@ class StoredModel:
             `linears`.
         label: The format and its bits, for people: "GPTQ, 4 bits".
         linears: Names of linear layers in integers, as "model.layers.0.mlp.up_proj"; of experts, see `experts.py`.
-        matrix: Reads one of them, for inputs of a dtype, float32 or bfloat16. Raises `ModelError` if it is damaged.
+        matrix: Reads one of them, or the embedding, for inputs of a dtype, float32 or bfloat16. Raises `ModelError` if
+            it is damaged.
         dense: Reads all other weights, by their names in the architecture; may convert them to a dtype.
+        embedding: Name of the embedding if it is in integers, or None.
     """
 
     config: Any
@@ -50,6 +53,7 @@ class StoredModel:
     linears: frozenset[str]
     matrix: Callable[[str, torch.dtype], QuantizedMatrix]
     dense: Callable[[torch.dtype], Mapping[str, Tensor]]
+    embedding: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +178,11 @@ def matrix_of(
 
 
 class _Settings(QuantizationConfigMixin):
-    """Tells transformers which linear layers to leave out; `linears` as in `StoredModel`."""
+    """Tells transformers which linear layers to leave out, and which embedding; both as in `StoredModel`."""
 
-    def __init__(self, linears: frozenset[str] = frozenset()) -> None:
+    def __init__(self, linears: frozenset[str] = frozenset(), embedding: str | None = None) -> None:
         self.quant_method: Any = _METHOD
-        self.linears = linears
+        self.linears, self.embedding = linears, embedding
 
 
 class _Place(nn.Module):
@@ -211,7 +215,7 @@ class _Quantizer(HfQuantizer):
             owner = experts_of(name)
             if owner is not None and isinstance(experts := _submodule(model, owner), nn.Module):
                 if is_plain_experts(experts):
-                    _put(model, owner, _ExpertsPlace(experts))
+                    model.set_submodule(owner, _ExpertsPlace(experts))
                 if isinstance(_submodule(model, owner), _ExpertsPlace):
                     continue
             part = _submodule(model, name)
@@ -220,7 +224,11 @@ class _Quantizer(HfQuantizer):
                     f"{name} is in integers, but the architecture has no plain linear layer there. Copy or download "
                     "the model again."
                 )
-            _put(model, name, _Place(part))
+            model.set_submodule(name, _Place(part))
+        if settings.embedding is not None:
+            # The module stays until transformers has set its buffers; `build` gives it a table of one row meanwhile.
+            table = model.get_submodule(settings.embedding)
+            table.weight = nn.Parameter(table.weight[:1].detach(), requires_grad=False)
 
 
 register_quantization_config(_METHOD)(_Settings)
@@ -235,16 +243,19 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
             such layer.
     """
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
+    weights = dict(stored.dense(dtype))
+    if stored.embedding is not None:  # one row in place of the table, see `_Quantizer`
+        weights[f"{stored.embedding}.weight"] = torch.zeros(1, stored.config.hidden_size, dtype=dtype)
     if not sys.stderr.isatty():
         disable_progress_bar()
     with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
         module, info = kind.from_pretrained(
             None,
             config=stored.config,
-            state_dict=dict(stored.dense(dtype)),
+            state_dict=weights,
             dtype=dtype,
             attn_implementation="eager",
-            quantization_config=_Settings(stored.linears),
+            quantization_config=_Settings(stored.linears, stored.embedding),
             output_loading_info=True,
         )
     module.hf_quantizer.remove_quantization_config(module)
@@ -265,11 +276,16 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
 
     places = {owner for linear in stored.linears if (owner := experts_of(linear)) is not None}
     for owner in sorted(places):
-        _put(module, owner, _experts(owner, module.get_submodule(owner), stored.linears, matrix, name))
+        module.set_submodule(owner, _experts(owner, module.get_submodule(owner), stored.linears, matrix, name))
     for linear in sorted(stored.linears):
         if experts_of(linear) is None:
             place: Any = module.get_submodule(linear)
-            _put(module, linear, QuantizedLinear(matrix(linear, place.out_features, place.in_features), place.bias))
+            made = matrix(linear, place.out_features, place.in_features)
+            module.set_submodule(linear, QuantizedLinear(made, place.bias))
+    if stored.embedding is not None:
+        replaced: Any = module.get_submodule(stored.embedding)
+        table = matrix(stored.embedding, replaced.num_embeddings, replaced.embedding_dim)
+        module.set_submodule(stored.embedding, QuantizedEmbedding(table, getattr(replaced, "embed_scale", None)))
     return module, info
 
 
@@ -304,8 +320,3 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _put(model: nn.Module, name: str, part: nn.Module) -> None:
-    owner, _, own = name.rpartition(".")
-    setattr(model.get_submodule(owner), own, part)
