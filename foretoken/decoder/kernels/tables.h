@@ -22,7 +22,7 @@ inline int number_at(const uint8_t* row, int64_t bits, int64_t k) {
 inline void decode_row(const Matrix& table, bool is_bfloat16, int64_t row, float* out) {
   const int64_t panel = row / kPanelRows, at = row % kPanelRows;
   const uint8_t* numbers = static_cast<const uint8_t*>(table.weight) + panel * panel_bytes(table) + at * kQuad;
-  const int64_t groups = table.group_scales == nullptr ? 0 : (padded_inputs(table.cols) + table.group - 1) / table.group;
+  const int64_t groups = num_groups(table);
   const auto of_group = [&](const void* values, int64_t group) {
     const int64_t i = (panel * groups + group) * kPanelRows + at;
     return table.groups_are_half ? half_to_float(static_cast<const uint16_t*>(values)[i]) : static_cast<const float*>(values)[i];
