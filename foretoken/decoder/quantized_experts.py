@@ -86,7 +86,7 @@ def is_plain_experts(part: nn.Module) -> bool:
 
     Its weights are then gate_up_proj (X, 2 I, E), gate first, and down_proj (X, E, I), without biases.
     """
-    names = {name for name, _ in part.named_parameters()}
+    names = {name for name, _ in part.named_parameters(recurse=False)}
     gate: Any = getattr(type(part), "_apply_gate", None)
     if names != {"gate_up_proj", "down_proj"} or gate is None or gate.__module__ != _EXPERTS_MODULE:
         return False

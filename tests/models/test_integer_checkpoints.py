@@ -124,6 +124,16 @@ def test_experts_that_do_not_fit_are_named(change: Any, message: str, tmp_path: 
         load_model(tmp_path)
 
 
+def test_more_experts_than_tensors_are_refused_at_once(tmp_path: Path) -> None:
+    write(tmp_path, small_config("qwen3_moe", **EXPERTS["qwen3_moe"]), SCHEMES["W4A16, groups"])
+    values = json.loads((tmp_path / "config.json").read_text()) | dict.fromkeys(
+        ("num_experts", "num_local_experts"), 1 << 30
+    )
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="experts"):
+        load_model(tmp_path)
+
+
 def test_experts_with_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
     write(tmp_path, small_config("qwen3_moe", **EXPERTS["qwen3_moe"]), SCHEMES["GPTQ"])
     tensors = load_file(tmp_path / "model.safetensors")

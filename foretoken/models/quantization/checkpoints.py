@@ -112,7 +112,8 @@ def _check_others(files: _Files, config: Any, linears: frozenset[str], parts: se
     module = meta_model(config)
     if module is None:
         raise ModelError(f"the architecture of '{name}' cannot be built. Expected a causal LM of transformers.")
-    own, shapes = {f"{linear}.weight" for linear in linears}, linear_shapes(untied_shapes(module))
+    own = {f"{linear}.weight" for linear in linears}
+    shapes = linear_shapes(untied_shapes(module), len(files.headers), name)
     check_fit(files.headers, {key: shape for key, shape in shapes.items() if key not in own}, name)
     return sorted(files.headers.keys() - parts - set(module.state_dict()))
 

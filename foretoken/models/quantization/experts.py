@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from foretoken.core.errors import ModelError
 from foretoken.decoder.native_linear import linear_layer
 from foretoken.decoder.quantized_experts import is_plain_experts
 
@@ -41,8 +42,17 @@ def experts_of(linear: str) -> str | None:
     return match and match[1]
 
 
-def linear_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of weights of transformers with those of each expert apart."""
+def linear_shapes(shapes: Mapping[str, tuple[int, ...]], num_tensors: int, name: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of weights of transformers with those of each expert apart.
+
+    Args:
+        shapes: By name.
+        num_tensors: How many tensors the files have.
+        name: Of the model.
+
+    Raises:
+        ModelError: For a layer with more experts than the files have tensors.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
         owner, _, part = key.rpartition(".")
@@ -50,6 +60,11 @@ def linear_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
             found[key] = shape
             continue
         count, rows, cols = shape
+        if count > num_tensors:
+            raise ModelError(
+                f"config.json of '{name}' asks for {count} experts in {owner}, but its files have {num_tensors} "
+                "tensors. Copy or download the model again."
+            )
         parts, rows = (PARTS[:2], rows // 2) if part == "gate_up_proj" else (PARTS[2:], rows)
         found |= {f"{owner}.{expert}.{each}.weight": (rows, cols) for expert in range(count) for each in parts}
     return found

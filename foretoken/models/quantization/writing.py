@@ -88,7 +88,7 @@ class Original:
         module: Any = meta_model(self.config)
         head = None if module is None else module.get_output_embeddings()
         parts = {} if module is None else dict(module.named_modules())
-        shapes = {} if module is None else linear_shapes(untied_shapes(module))
+        shapes = {} if module is None else linear_shapes(untied_shapes(module), len(self.headers), str(directory))
         names = {f"{name}.weight" for name, part in parts.items() if type(part) is nn.Linear and part is not head}
         names |= {key for key in shapes if experts_of(key.removesuffix(".weight")) is not None}
         kind = self.config.get_text_config().model_type
