@@ -392,17 +392,32 @@ def _rounded_inputs(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     return sorted_back.to(x.dtype)
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedModule(nn.Module):
+    """A module with weights in integers: buffers, so that their bytes and devices are seen, which cannot be saved."""
+
+    def __init__(self, *matrices: QuantizedMatrix) -> None:
+        """Takes the tensors in place."""
+        super().__init__()
+        self._bits = matrices[0].bits
+        for index, each in enumerate(part for matrix in matrices for part in matrix.tensors()):
+            self.register_buffer(f"part_{index}", each, persistent=False)
+
+    def _save_to_state_dict(self, _: Any, prefix: str, __: bool) -> None:
+        raise ModelError(
+            f"'{prefix.rstrip('.')}' keeps its weight in {self._bits} bits, which cannot be saved. Save the model "
+            "before it is rounded."
+        )
+
+
+class QuantizedLinear(QuantizedModule):
     """A linear layer that keeps its weight in 4 or 8 bits. The native kernels read `matrix` in place."""
 
     def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None = None) -> None:
         """Takes the tensors in place; bias: (N,), or None."""
-        super().__init__()
+        super().__init__(matrix)
         self.matrix = matrix
         self.out_features, self.in_features = matrix.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        for index, each in enumerate(matrix.tensors()):  # so that their bytes and devices are seen
-            self.register_buffer(f"part_{index}", each, persistent=False)
 
     @property
     def weight(self) -> Tensor:
@@ -413,9 +428,3 @@ class QuantizedLinear(nn.Module):
         """Turns (..., K) into (..., N) of the same dtype."""
         y = self.matrix.product(x)
         return y if self.bias is None else y + self.bias.to(x.dtype)
-
-    def _save_to_state_dict(self, _: Any, prefix: str, __: bool) -> None:
-        raise ModelError(
-            f"'{prefix.rstrip('.')}' keeps its weight in {self.matrix.bits} bits, which cannot be saved. Save the "
-            "model before it is rounded."
-        )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from foretoken.core.errors import ModelError
+from foretoken.decoder.quantized import QuantizedModule
 
 if TYPE_CHECKING:
     from foretoken.decoder.quantized import QuantizedMatrix
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _SCALED = "ScaledWordEmbedding"  # the end of the names of transformers' classes that multiply rows by `embed_scale`
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(QuantizedModule):
     """An embedding whose table is in 4 or 8 bits; rows are dequantized when they are looked up."""
 
     def __init__(self, matrix: QuantizedMatrix, scale: Tensor | float | None = None) -> None:
@@ -27,15 +27,13 @@ class QuantizedEmbedding(nn.Module):
             matrix: (V, E); rows have its dtype.
             scale: Factor of every row; a tensor () is first rounded to the dtype. None for 1.
         """
-        super().__init__()
+        super().__init__(matrix)
         self.matrix = matrix
         self.num_embeddings, self.embedding_dim = matrix.shape
         if isinstance(scale, Tensor):
             self.register_buffer("embed_scale", scale.detach(), persistent=False)
         else:
             self.embed_scale = scale
-        for index, each in enumerate(matrix.tensors()):  # so that their bytes and devices are seen
-            self.register_buffer(f"part_{index}", each, persistent=False)
 
     @property
     def weight(self) -> Tensor:
@@ -48,12 +46,6 @@ class QuantizedEmbedding(nn.Module):
             raise IndexError(f"ids are {int(ids.min())}..{int(ids.max())}. Expected 0..{self.num_embeddings - 1}.")
         rows = self.matrix.dequantized(ids.flatten().long()).to(self.matrix.dtype)
         return _scaled(rows.view(*ids.shape, self.embedding_dim), self.embed_scale)
-
-    def _save_to_state_dict(self, _: Any, prefix: str, __: bool) -> None:
-        raise ModelError(
-            f"'{prefix.rstrip('.')}' keeps its weight in {self.matrix.bits} bits, which cannot be saved. Save the "
-            "model before it is rounded."
-        )
 
 
 def _scaled(rows: Tensor, scale: Tensor | float | None) -> Tensor:

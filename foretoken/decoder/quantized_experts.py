@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core.checks import require
-from foretoken.core.errors import ModelError
 from foretoken.decoder.memory import SHARED_PAGES
-from foretoken.decoder.quantized import Quantization, QuantizedMatrix, quantized, whole_panels
+from foretoken.decoder.quantized import Quantization, QuantizedMatrix, QuantizedModule, quantized, whole_panels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,7 +93,7 @@ def is_plain_experts(part: nn.Module) -> bool:
     return all(getattr(part, name, value) is value for name, value in usual.items())
 
 
-class QuantizedExperts(nn.Module):
+class QuantizedExperts(QuantizedModule):
     """The experts of a layer in 4 or 8 bits, in place of a module of transformers with the same arguments.
 
     The native kernels read `gate_up` and `down` in place, see `blocks.Experts`.
@@ -108,28 +107,35 @@ class QuantizedExperts(nn.Module):
             down: (E, I) of the first expert, of the second, and so on, `stacked`.
             act_fn: The activation of gates.
         """
-        super().__init__()
+        super().__init__(gate_up, down)
         self.gate_up, self.down, self.act_fn = gate_up, down, act_fn
-        for index, each in enumerate([*gate_up.tensors(), *down.tensors()]):  # so that their bytes and devices are seen
-            self.register_buffer(f"part_{index}", each, persistent=False)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Turns (M, E) into (M, E); top_k_index, top_k_weights: (M, experts of a token)."""
-        total = torch.zeros_like(hidden_states)
         inner, hidden = self.down.num_inputs, hidden_states.shape[1]
-        for expert in sorted(set(top_k_index.flatten().tolist())):
-            tokens, ranks = (top_k_index == expert).nonzero(as_tuple=True)
-            x = hidden_states[tokens]
-            gate, up = (_part(self.gate_up, 2 * expert + i, inner).product(x) for i in range(2))
-            out = _part(self.down, expert, hidden).product(self.act_fn(gate) * up)
-            total.index_add_(0, tokens, (out * top_k_weights[tokens, ranks, None]).to(total.dtype))
-        return total
 
-    def _save_to_state_dict(self, _: Any, prefix: str, __: bool) -> None:
-        raise ModelError(
-            f"'{prefix.rstrip('.')}' keeps its experts in {self.down.bits} bits, which cannot be saved. Save the model "
-            "before it is rounded."
-        )
+        def output_of(expert: int, x: Tensor) -> Tensor:
+            gate, up = (_part(self.gate_up, 2 * expert + i, inner).product(x) for i in range(2))
+            return _part(self.down, expert, hidden).product(self.act_fn(gate) * up)
+
+        return mixed(hidden_states, top_k_index, top_k_weights, output_of)
+
+
+def mixed(x: Tensor, chosen: Tensor, weights: Tensor, output_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Returns the weighted outputs of each token's experts, (M, E); all tokens of an expert are computed together.
+
+    Args:
+        x: (M, E).
+        chosen: (M, experts of a token) int64.
+        weights: Of the experts, as `chosen`.
+        output_of: Turns the inputs (n, E) of an expert into its outputs (n, E).
+    """
+    total = torch.zeros_like(x)
+    for expert in sorted(set(chosen.flatten().tolist())):
+        tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
+        out = output_of(expert, x[tokens]) * weights[tokens, ranks, None]
+        total.index_add_(0, tokens, out.to(total.dtype))
+    return total
 
 
 def _part(matrix: QuantizedMatrix, index: int, rows: int) -> QuantizedMatrix:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from foretoken.core.errors import ModelError
 from foretoken.decoder.native_linear import linear_layer
-from foretoken.decoder.quantized_experts import is_plain_experts
+from foretoken.decoder.quantized_experts import is_plain_experts, mixed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,17 +82,16 @@ class SeparateExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Turns (M, E) into (M, E); top_k_index, top_k_weights: (M, experts of a token)."""
-        total = torch.zeros_like(hidden_states)
-        for expert in sorted(set(top_k_index.flatten().tolist())):
-            tokens, ranks = (top_k_index == expert).nonzero(as_tuple=True)
-            x, (gate, up, down) = hidden_states[tokens], self.get_submodule(str(expert)).children()
-            out = down(self._act_fn(gate(x)) * up(x)) * top_k_weights[tokens, ranks, None]
-            total.index_add_(0, tokens, out.to(total.dtype))
-        return total
+
+        def output_of(expert: int, x: Tensor) -> Tensor:
+            gate, up, down = self.get_submodule(str(expert)).children()
+            out: Tensor = down(self._act_fn(gate(x)) * up(x))
+            return out
+
+        return mixed(hidden_states, top_k_index, top_k_weights, output_of)
 
 
 def separate_experts(module: nn.Module) -> None:
     """Replaces all experts within a module by `SeparateExperts`, in place."""
     for name in [name for name, part in module.named_modules() if is_plain_experts(part)]:
-        owner, _, own = name.rpartition(".")
-        setattr(module.get_submodule(owner), own, SeparateExperts(module.get_submodule(name)))
+        module.set_submodule(name, SeparateExperts(module.get_submodule(name)))

@@ -19,7 +19,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.decoder.quantized_embedding import is_plain_embedding
 from foretoken.models.config_checks import check_sizes, is_size
-from foretoken.models.quantization.experts import experts_of
+from foretoken.models.quantization.experts import PARTS, experts_of
 from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
 from foretoken.models.quantization.stored import StoredModel
 from foretoken.models.weight_files import meta_model, untied_shapes
@@ -321,9 +321,7 @@ def open_gguf(path: Path) -> StoredModel:
             if key not in kept
         }
         for owner in sorted({key.rsplit(".", 2)[0] for key in tensors if _EXPERTS.fullmatch(key)}):
-            gate, up, down = (
-                tensors.pop(f"{owner}.{part}.weight", None) for part in ("gate_proj", "up_proj", "down_proj")
-            )
+            gate, up, down = (tensors.pop(f"{owner}.{part}.weight", None) for part in PARTS)
             if gate is not None and up is not None and down is not None:  # `build` refuses some of them in integers
                 tensors |= {f"{owner}.gate_up_proj": torch.cat([gate, up], 1), f"{owner}.down_proj": down}
         if config.model_type.startswith("gemma"):  # transformers adds 1 to the weights of norms, llama.cpp does not
