@@ -28,7 +28,7 @@ from torch import Tensor
 from foretoken.core.backend import reads_are_free
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.decoder.quantized import bytes_per_weight
+from foretoken.decoder.quantized import QuantizedModule, bytes_per_weight
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.guesses import Lookups, ModelGuesses
 from foretoken.drafters.levels import QuantizationOption, draft_runner
@@ -238,9 +238,12 @@ class DraftBytes:
 
 
 def _num_bytes(modules: Iterable[nn.Module]) -> int:
-    """Returns the bytes of the weights that the modules themselves have; integers are buffers."""
-    found = {id(each): each for part in modules for each in (*part.parameters(False), *part.buffers(False))}
-    return sum(each.nbytes for each in found.values())
+    """Returns the bytes of the weights that the modules themselves have."""
+    found: dict[int, int] = {}
+    for part in modules:
+        integers = part.buffers(recurse=False) if isinstance(part, QuantizedModule) else ()
+        found |= {id(each): each.nbytes for each in (*part.parameters(recurse=False), *integers)}
+    return sum(found.values())
 
 
 def greatest(weights: Tensor, count: int) -> Tensor:
