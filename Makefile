@@ -9,17 +9,10 @@ GPU_PYTHON ?= python3
 NAME ?= h200
 FUZZ ?= requests --count 20000
 
-NATIVE_TESTS := tests/decoder/test_lean.py tests/decoder/test_lean_architectures.py tests/decoder/test_block_stack.py \
-	tests/decoder/test_native_attention.py tests/decoder/test_native_feed_forward.py tests/decoder/test_native_products.py tests/decoder/test_quantized.py \
-	tests/decoder/test_quantized_embedding.py \
-	tests/decoder/test_native_bounds.py tests/decoder/test_native_build.py tests/decoder/test_native_children.py \
-	tests/drafters/test_native_draft.py \
-	tests/decoder/test_native_fork.py tests/decoder/test_tree_passes.py tests/models/test_taps.py \
-	tests/decoder/test_held_memory.py tests/heads/test_optimized_heads.py tests/heads/test_prefix_block.py \
-	tests/heads/test_native_heads.py tests/heads/test_eagle_stack.py \
-	tests/heads/test_native_autoregressive.py tests/drafters/test_whole_drafts.py
+# Tests marked slow: no, all, or one share of them, as 3/8.
+SLOW ?= no
 
-.PHONY: demo test sanitize fuzz lint clean gpu-suite gpu-rehearsal
+.PHONY: demo test test-all sanitize fuzz lint clean gpu-suite gpu-rehearsal
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -44,7 +37,10 @@ demo: $(VENV)/.base
 	$(BIN)/foretoken bench models/tinycode -s ngram -s draft_model --num-prompts 8 --max-tokens 128
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --slow $(SLOW)
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist worksteal --slow all
 
 # The native kernels under GCC's AddressSanitizer and UndefinedBehaviorSanitizer, over the tests that run them. Python
 # itself is not built with them: so they are loaded first, with libstdc++ whose exceptions they watch, and leaks, which
@@ -52,7 +48,7 @@ test: $(VENV)/.test
 sanitize: $(VENV)/.test
 	FORETOKEN_SANITIZE=1 CXX=g++ ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	$(BIN)/python -m pytest -p no:cacheprovider $(NATIVE_TESTS)
+	$(BIN)/python -m pytest -p no:cacheprovider -m native --slow all tests/decoder tests/drafters tests/heads tests/models
 
 lint: $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff format --check .

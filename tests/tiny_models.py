@@ -1,6 +1,6 @@
 """Tiny random causal LMs of every architecture that the tests run, made from configurations in milliseconds.
 
-`from tiny_models import ARCHITECTURES, tiny_model` works in every test folder, because `tests/` holds a conftest.
+`from tiny_models import ARCHITECTURES, tiny_model` works in every test folder, because `tests/` is on pytest's path.
 
 The weights are wide (standard deviation 0.25 instead of 0.02) and biases, norms and attention sinks are random too:
 attention then matters, greedy text varies, and a scale or a bias that gets lost on the way shows.

@@ -21,6 +21,8 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary, Side
 
+pytestmark = pytest.mark.native
+
 E, H, HK, D, INNER, SLOTS, CAPACITY = 24, 4, 2, 6, 20, 3, 40
 BACKENDS = {"native": torch.float32, "torch": torch.float64}
 

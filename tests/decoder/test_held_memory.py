@@ -35,6 +35,8 @@ from foretoken.models.parts import target_parts
 from foretoken.models.placement import DTYPES
 from foretoken.runner.runner import Runner
 
+pytestmark = pytest.mark.native
+
 RUNNERS = ["lean-native", "lean-stock", "generic"]
 LOST = "was freed or cut"
 

@@ -29,6 +29,8 @@ from foretoken.models.loading import wrap_model
 from foretoken.runner import decoders
 from foretoken.runner.runner import Runner
 
+pytestmark = pytest.mark.native
+
 # What published checkpoints of these architectures differ in, each where it could be lost.
 VARIANTS: dict[str, Any] = {
     "llama": tiny_config("llama"),

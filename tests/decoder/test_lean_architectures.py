@@ -19,6 +19,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
+pytestmark = pytest.mark.native
+
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "short_factor": [1.0, 3.0],
     "long_factor": [9.0, 9.0], "original_max_position_embeddings": 64,

@@ -14,6 +14,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Blocks, Rotary
 
+pytestmark = pytest.mark.native
+
 PREFIX, CAPACITY = 37, 96
 # Two paths of a tree, which take turns.
 FIRST, SECOND = [0, 1, 3, 5, 7, 9, 11, 13, 15, 17], [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]

@@ -33,6 +33,8 @@ from foretoken.models.loading import wrap_model
 from foretoken.runner import runner
 from foretoken.runner.runner import Runner
 
+pytestmark = pytest.mark.native
+
 IS_SANITIZED = os.environ.get("FORETOKEN_SANITIZE") == "1"  # by `make sanitize`
 SLOTS, CAPACITY = 2, 40
 TREE = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])] * 2)

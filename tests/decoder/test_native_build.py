@@ -26,6 +26,8 @@ from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 from tests.tree_checks import check_tree
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

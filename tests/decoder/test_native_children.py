@@ -27,6 +27,8 @@ from foretoken.trees.dynamic import DynamicExpansion, DynamicShape
 from foretoken.trees.expansion import TreeExpansion
 from tests.tree_checks import check_tree
 
+pytestmark = pytest.mark.native
+
 POSITION = 9
 DISTRIBUTION = torch.tensor([0.4, 0.3, 0.2, 0.1])
 KINDS = {"greedy": (0.0, False), "coupled": (0.8, True), "sampled": (1.3, False)}

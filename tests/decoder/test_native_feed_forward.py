@@ -14,6 +14,8 @@ from torch import Tensor
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Blocks, Experts, FeedForward
 
+pytestmark = pytest.mark.native
+
 # Rows of the first matrices: fewer than a tile of matrix units has, whole tiles, and more: a last tile then begins with
 # an even or an odd number of rows of the one before it.
 SIZES = [1, 5, 16, 20, 47, 64, 130]

@@ -13,6 +13,8 @@ import torch
 from foretoken.core.errors import ConfigError
 from foretoken.decoder import library
 
+pytestmark = pytest.mark.native
+
 # A child that waits for threads that it does not have waits for ever: the alarm ends it, and `wait` tells.
 PROGRAM = """
     import multiprocessing, os, signal, sys

@@ -7,6 +7,8 @@ import torch
 
 from foretoken.decoder.native_linear import NativeLinear
 
+pytestmark = pytest.mark.native
+
 # Rows of weights by their length: within the nearest cache, past it, so long that tokens meet them part by part, and so
 # long that matrix units do not meet all tokens at once.
 LENGTHS = [1, 31, 256, 1000, 1024, 2049, 4500, 9000]

@@ -22,6 +22,8 @@ from foretoken.decoder.native_linear import NativeLinear
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix, quantized
 from foretoken.decoder.quantized_experts import quantized_parts, stacked
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:

@@ -23,6 +23,8 @@ from foretoken.decoder.torch_blocks import StockDecoder
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model
 
+pytestmark = pytest.mark.native
+
 V, E, SCALE = 67, 300, 17.3  # neither fills panels or groups
 TOKENS = [0, 1, 15, 16, 17, 63, 64, 66, 66, 30]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,6 +12,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.slot_cache import SlotCache
 from foretoken.runner.runner import Runner
 
+pytestmark = pytest.mark.native
+
 # Rows of the cache hold keys and values of order 1 to 10 that come out of at most 3 layers of float32.
 ROW_TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -23,6 +23,8 @@ from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 from tests.tree_checks import check_tree
 
+pytestmark = pytest.mark.native
+
 TEXTS = [[5, 6, 7], [9], [20, 21, 22, 23], [30, 31]]
 REQUESTS = {
     "sampled": (SamplingParams(temperature=0.7, seed=1), False),

@@ -26,6 +26,8 @@ from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
 
+pytestmark = pytest.mark.native
+
 METHODS: dict[str, dict[str, Any]] = {
     "eagle": {"num_steps": 3},
     "eagle3": {"num_steps": 3, "boundaries": [1, 2], "draft_vocab_size": 50},

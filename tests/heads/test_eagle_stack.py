@@ -18,6 +18,8 @@ from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 
+pytestmark = pytest.mark.native
+
 CAPACITY, SLOTS = 40, 3
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 

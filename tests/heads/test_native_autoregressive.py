@@ -37,6 +37,8 @@ from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 
+pytestmark = pytest.mark.native
+
 WIDTH, SLOTS, CAPACITY = 32, 4, 40
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
 SIZES: dict[str, Any] = {"hidden_size": WIDTH, "vocab_size": VOCAB_SIZE, "layer": LAYER}

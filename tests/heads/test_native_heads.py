@@ -35,6 +35,8 @@ from foretoken.trees.dynamic import AnyShape, DynamicShape, ShapedExpansion, beg
 from foretoken.trees.expansion import TreeExpansion
 from tests.tree_checks import check_tree
 
+pytestmark = pytest.mark.native
+
 WIDTH = 32
 SIZES: dict[str, Any] = {"hidden_size": WIDTH, "vocab_size": VOCAB_SIZE, "num_heads": 3}
 PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)

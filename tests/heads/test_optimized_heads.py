@@ -20,6 +20,8 @@ from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 
+pytestmark = pytest.mark.native
+
 SIZES: dict[str, Any] = {"hidden_size": 32, "vocab_size": 61, "num_heads": 3}
 PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
 HEADS: dict[str, HeadConfig] = {

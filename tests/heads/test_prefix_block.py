@@ -15,6 +15,8 @@ from transformers import LlamaConfig, LlamaModel
 
 from foretoken.drafters import head_features
 
+pytestmark = pytest.mark.native
+
 
 @pytest.mark.parametrize("theta", [10000.0, 50.0])
 @pytest.mark.parametrize("name", GROUPS)

@@ -16,6 +16,8 @@ from foretoken.core.errors import ModelError
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
+pytestmark = pytest.mark.native
+
 NUM_LAYERS = 3
 TAPS = (*range(NUM_LAYERS + 1), "final")
 

@@ -30,6 +30,8 @@ from foretoken.formats.conversion import head_shapes
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.models.loading import load_model
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tinycode"
 NAMES = ["plain", "ngram", "draft_model", "medusa"]
 ROUNDS = (2 + 1) * 2  # prompts of both sizes at two temperatures

@@ -31,6 +31,8 @@ from benchmarks.rivals.report import as_json, as_markdown, first_token_rows, pas
 from benchmarks.rivals.worker_process import WorkerProcess
 from benchmarks.rivals.workers.converted import converted_path, stored_bytes
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[3, 4, 5, 6, 3, 4, 5], [7, 8, 9]]
 CRASHING = Contestant("crashing", "plain", "crashing")
 FAULTY = Contestant("faulty", "plain", "faulty")

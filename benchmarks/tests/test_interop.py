@@ -16,6 +16,8 @@ from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.serving import Served, as_table, vllm_answer
 
+pytestmark = pytest.mark.slow
+
 # A stand-in for fms-extras' file: the published recurrence, with a factor that may be wrong.
 SPECULATOR = """
 import torch

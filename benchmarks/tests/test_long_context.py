@@ -20,6 +20,8 @@ from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.entrypoints.config import checked_setup
 
+pytestmark = pytest.mark.slow
+
 MODEL = str(Path(__file__).parents[2] / "models" / "tinycode16k")
 TEXTS = [[1000 * text + at for at in range(200)] for text in range(5)]
 

@@ -1,4 +1,4 @@
-"""Settings of every test: one thread, the same examples in every run, and Triton's interpreter for kernels."""
+"""Settings of every test: one thread, the same examples in every run, Triton's interpreter, and which tests run."""
 
 import gc
 import os
@@ -7,9 +7,11 @@ import os
 if os.environ.get("FORETOKEN_TEST_DEVICE") != "cuda":
     os.environ["TRITON_INTERPRET"] = "1"
 
+import pytest
 import torch
 from hypothesis import settings
 from made_once import shared_folder
+from selection import add_option, select, summarize
 
 # The tensors here are tiny, and two threads that share a busy machine take ten times as long as one.
 torch.set_num_threads(1)
@@ -39,3 +41,19 @@ def pytest_collection_finish() -> None:
     """Collects garbage from here on, of objects that tests make."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See `selection`."""
+    add_option(parser)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """See `selection`."""
+    select(config, items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Under xdist only the process that prints has all reports."""
+    summarize(terminalreporter, config.rootpath)

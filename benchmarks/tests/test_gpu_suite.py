@@ -41,6 +41,8 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.entrypoints.config import Setup
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 CASE = {

@@ -12,6 +12,8 @@ from benchmarks.serving.report import markdown
 from benchmarks.soak import Soak, faults, requests
 from foretoken import LLM
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["def main():\n", "class Queue:\n    def push", "import os\n", "for line in", "return {"]
 
 

@@ -11,6 +11,8 @@ from benchmarks.workloads import UNION, as_markdown, main, row_of, rows_of
 from foretoken.bench.measurement import Measurement
 from foretoken.core.results import GenerationMetrics
 
+pytestmark = pytest.mark.slow
+
 
 def measured(setup: str, tokens: list[int], seconds: list[float], speed_ups: list[float], steps: int) -> Measurement:
     metrics = GenerationMetrics(steps=steps, num_emitted=sum(tokens))
