@@ -91,12 +91,18 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
         draft_probs: (B, V), rows sum to 1.
 
     Returns:
-        (B, V), norm(max(p - q, 0)). Where that is zero to rounding, p itself: a branch of probability zero.
+        (B, V), norm(max(p - q, 0)); norm(p) where that is 0 throughout: a branch that rounding alone can reach.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.3.
     """
     rest = (target_probs - draft_probs).clamp_min(0)
-    mass = rest.sum(1, keepdim=True)
-    smallest = 1e-12 if rest.dtype == torch.float64 else 1e-6
-    unchanged = target_probs / target_probs.sum(1, keepdim=True)
-    return torch.where(mass > smallest, rest / mass.clamp_min(smallest), unchanged)
+    return normalised(torch.where((rest > 0).any(1, keepdim=True), rest, target_probs))
+
+
+def normalised(weights: Tensor) -> Tensor:
+    """Returns weights, (B, V) and not negative, divided by their sum; rows of zeros stay zero.
+
+    There is no lower bound on the sum: a bound would leave rows of small weights with a sum below 1.
+    """
+    total = weights.sum(1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0)

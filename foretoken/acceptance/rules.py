@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
+from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, normalised, residual
 from foretoken.acceptance.kseq import kseq_factor, kseq_residual
 from foretoken.core.backend import has_triton_kernels, reads_are_free
 from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
@@ -278,6 +278,8 @@ def sampled_children(tree: TokenTree) -> Tensor:
 def drawn_distributions(tree: TokenTree, nodes: Tensor, like: Tensor) -> Tensor:
     """Returns the draft distributions of drawn nodes, given their earlier siblings.
 
+    Every rule reads draft distributions here.
+
     Args:
         tree: Candidates with draft distributions.
         nodes: (B,) int64, one node of each sequence.
@@ -290,15 +292,14 @@ def drawn_distributions(tree: TokenTree, nodes: Tensor, like: Tensor) -> Tensor:
     assert drafts is not None, "only draft distributions have drawn nodes"
     row = drafts.row_of.gather(1, nodes)
     probs = drafts.rows[torch.arange(tree.batch_size, device=nodes.device), row[:, 0].clamp_min(0)].to(like.dtype)
-    if drafts.max_siblings < 2:
-        return probs
-    # A draw without replacement excludes the tokens that were drawn before from the same distribution.
-    is_earlier = torch.arange(tree.width, device=nodes.device) < nodes
-    is_removed = is_earlier & (tree.parents == tree.parents.gather(1, nodes)) & (drafts.row_of == row)
-    taken = torch.zeros_like(probs).scatter_add_(1, tree.tokens, is_removed.to(probs.dtype))
-    left = torch.where(taken > 0, 0.0, probs)
-    left = left / left.sum(1, keepdim=True).clamp_min(torch.finfo(like.dtype).tiny)
-    return torch.where(drafts.kinds.gather(1, nodes) == DrawKind.WITHOUT_REPLACEMENT, left, probs)
+    if drafts.max_siblings > 1:
+        # A draw without replacement excludes the tokens that were drawn before from the same distribution.
+        is_removed = torch.arange(tree.width, device=nodes.device) < nodes
+        is_removed &= (tree.parents == tree.parents.gather(1, nodes)) & (drafts.row_of == row)
+        is_removed &= drafts.kinds.gather(1, nodes) == DrawKind.WITHOUT_REPLACEMENT
+        taken = torch.zeros_like(probs).scatter_add_(1, tree.tokens, is_removed.to(probs.dtype))
+        probs = torch.where(taken > 0, 0.0, probs)
+    return normalised(probs)
 
 
 def draft_distributions(tree: TokenTree, nodes: Tensor, like: Tensor) -> Tensor:
@@ -319,28 +320,24 @@ def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> 
 
     Node i's parent is i - 1, and all nodes were drawn from `tree.distributions` independently.
     """
-    drafts = tree.distributions
-    assert drafts is not None, "block verification needs the draft distributions"
     batch, device = tree.batch_size, tree.tokens.device
-    index = torch.arange(batch, device=device)
     gamma = tree.num_nodes - 1
     node = torch.zeros(batch, dtype=torch.int64, device=device)
     accepted = torch.zeros_like(node)
     target_probs = log_probs(node).exp()
     prefix = torch.ones(batch, dtype=target_probs.dtype, device=device)  # P_i
     rest = target_probs  # distribution of the next token if the chain ends at `accepted`
+    next_draft = target_probs  # read from i = 1 on
     for i in range(tree.max_depth + 1):
         exists = i <= gamma
         if i:
             token = tree.tokens[:, i : i + 1]
-            draft_probs = drafts.rows[index, drafts.row_of[:, i].clamp_min(0)].to(prefix.dtype)
-            ratio = target_probs.gather(1, token)[:, 0] / draft_probs.gather(1, token)[:, 0]
+            ratio = target_probs.gather(1, token)[:, 0] / next_draft.gather(1, token)[:, 0]
             prefix = torch.where(exists, (prefix * ratio).clamp_max(1.0), prefix)
             node = torch.where(exists, i, node)
             target_probs = log_probs(node).exp()
         is_last = gamma == i
-        following = drafts.row_of[:, min(i + 1, tree.width - 1)].clamp_min(0)
-        next_draft = drafts.rows[index, following].to(prefix.dtype)
+        next_draft = drawn_distributions(tree, torch.full_like(node, min(i + 1, tree.width - 1)), target_probs)
         scaled = prefix.unsqueeze(1) * target_probs
         surplus = (scaled - next_draft).clamp_min(0).sum(1)
         # P_i = 1 and S_i = 0 means p = q: position i then never passes. This changes nothing, because i + 1 surely

@@ -44,7 +44,8 @@ class DraftDistributions:
 
     Attributes:
         kinds: (B, N) int64, a `DrawKind` for each node; the root's is ignored.
-        rows: (B, R, V) float32, draft distributions, each summing to 1.
+        rows: (B, R, V) float32, draft distributions, each summing to 1. A subnormal probability is too coarse to verify
+            a draw with: state 0 instead, and the token as one-hot where it was drawn.
         row_of: (B, N) int64, the index in `rows` of the node's distribution; -1 for one-hot nodes.
         max_siblings: Upper bound, known on the host, of sampled children under one parent.
     """

@@ -195,6 +195,17 @@ class DraftDraws:
         return warp(logits.flatten(0, 1), batch).view_as(logits)
 
 
+def stated_probs(log_probs: Tensor) -> Tensor:
+    """Returns the draft probabilities that a tree states: 0 in place of those below the smallest normal number.
+
+    Subnormal numbers are rounded so coarsely that the later siblings of a very probable token would be verified with
+    another distribution than they were drawn from. A token with a stated probability of 0 counts as chosen. This keeps
+    the target distribution: if the draw is among the other tokens, these have the stated distribution.
+    """
+    probs = log_probs.exp()
+    return probs.masked_fill_(probs < torch.finfo(probs.dtype).tiny, 0.0)
+
+
 def possible_draws(batch: SamplingBatch, is_coupled: Sequence[bool], *, greedy: bool) -> tuple[bool, bool]:
     """Returns whether there may be coupled and sampled requests, without reading the device.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.token_tree import DraftDistributions, DrawKind, HostFacts, TokenTree
+from foretoken.sampling.draft_draws import stated_probs
 from foretoken.trees.choices import Level, relations_of, whole_places
 from foretoken.trees.merge import compacted, normalised_entropy
 
@@ -238,7 +239,7 @@ class TreeExpansion:
         if self.draws.has_sampled:
             # A token with probability 0 is a choice, not a draw. That happens past the support, where a probability
             # underflows, and where logits are NaN.
-            probs = log_probs.exp()
+            probs = stated_probs(log_probs)
             is_drawn = self.draws.is_sampled.unsqueeze(1) & (_entries(probs, level.place, chosen) > 0)
             row = sum(rows.shape[1] for rows in self._rows) + (level.place if log_probs.shape[1] > 1 else 0)
             kind = DrawKind.INDEPENDENT.value if self.draws.is_independent else level.kind

@@ -77,10 +77,10 @@ def without_replacement(q: Tensor, count: int) -> Proposal:
         row = rows[context]
         ways = []
         for draw in permutations(range(len(row)), min(count, int((row > 0).sum()))):
-            prob, left = 1.0, 1.0
+            prob, left = 1.0, row.tolist()
             for x in draw:
-                prob *= row[x].item() / left if row[x] > 0 else 0.0
-                left -= row[x].item()
+                prob *= left[x] / sum(left) if left[x] > 0 else 0.0
+                left[x] = 0.0  # not by subtraction: what is left may be 1e-40
             ways.append(([Child(x, DrawKind.WITHOUT_REPLACEMENT, row) for x in draw], prob))
         return ways
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from drafting import Child, Proposal, best, drafts, independent, tables, without_improbable, without_replacement
-from enumeration import Columns, DecisionsFactory, Drafts, Lookup, ReplayedDecisions, Rule
+from enumeration import EXACT, EXACT_32, Columns, DecisionsFactory, Drafts, Lookup, ReplayedDecisions, Rule
+from float_edges import engine_drafts, table
 from penalised import penalised_rule, penalised_target, without_the_node_itself, without_the_path
 from torch import Tensor
 
@@ -56,6 +57,8 @@ class Mutant:
         lookup: Which rows the rule reads instead.
         decisions: Where its choices come from instead.
         patches: Dotted names and what stands there instead.
+        dtype: Of the target's log-probabilities that the rule sees; float32 as in the engine.
+        least: The error of a probability that the mutant exceeds.
     """
 
     setting: Setting
@@ -63,6 +66,13 @@ class Mutant:
     lookup: Lookup | None = None
     decisions: DecisionsFactory = ReplayedDecisions
     patches: Mapping[str, object] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    least: float = 1e-3
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error of the healthy setting."""
+        return EXACT if self.dtype == torch.float64 else EXACT_32
 
 
 def setting(rule: Rule, draw: Callable[[Tensor, int], Proposal], shape: Sequence[int]) -> Setting:
@@ -232,10 +242,58 @@ def typical(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Accep
     return replace(result, lossy_tv=torch.zeros(tree.batch_size))
 
 
+def edge(
+    rule: Rule, draw: Callable[[Tensor, int], Proposal], shape: Sequence[int], names: Sequence[str], **stated: Any
+) -> Setting:
+    """A rule on drafts at the edges of float32; `names`: the target's and the draft's distribution, see `LOGITS`."""
+    contexts = sum(4**d for d in range(len(shape) + 1))
+    target, draft = (table([name] * contexts, torch.float32) for name in names)
+    return Setting(rule, engine_drafts([draw(draft, width) for width in shape], **stated), target)
+
+
+def bounded(weights: Tensor) -> Tensor:
+    """In place of `normalised`: a sum below the smallest normal number counts as that number."""
+    return weights / weights.sum(1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+def without_a_small_residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """In place of the residual: p itself where the residual's mass is below 1e-6."""
+    is_small = (target_probs - draft_probs).clamp_min(0).sum(1, keepdim=True) < 1e-6
+    return torch.where(is_small, target_probs, residual(target_probs, draft_probs))
+
+
+def still_drawn(every_draft: Drafts) -> Drafts:
+    """The same trees, in which tokens without a stated probability count as drawn; there is one row for all."""
+    distribution = every_draft.tree.distributions
+    assert distribution is not None
+    is_node = every_draft.tree.parents >= 0
+    distribution = replace(
+        distribution,
+        kinds=torch.where(is_node, DrawKind.WITHOUT_REPLACEMENT.value, 0),
+        row_of=torch.where(is_node, 0, -1),
+    )
+    return replace(every_draft, tree=replace(every_draft.tree, distributions=distribution))
+
+
+def scaled_rows(every_draft: Drafts) -> Drafts:
+    """The same trees with rows that sum to 0.9995, as rows in bfloat16 do."""
+    distribution = every_draft.tree.distributions
+    assert distribution is not None
+    distribution = replace(distribution, rows=distribution.rows * 0.9995)
+    return replace(every_draft, tree=replace(every_draft.tree, distributions=distribution))
+
+
 RULES, TRAVERSAL_RESIDUAL = "foretoken.acceptance.rules.", "foretoken.acceptance.traversal.residual"
 LENIENT = replace(CHAIN, rule=lenient(1.0))
 LARGER = setting(accept_sequential, larger_of_two, (1,))
 TOP = setting(accept_sequential, said_to_be_drawn, (2,))
+FAR = {  # siblings of which all but the first are subnormal
+    rule: edge(rule, without_replacement, (2,), ("dense", "others subnormal"))
+    for rule in (accept_sequential, accept_traversal, accept_kseq)
+}
+FAR_AS_IT_IS = edge(accept_sequential, without_replacement, (2,), ("dense", "others subnormal"), stated=torch.exp)
+RARE = edge(accept_sequential, independent, (1,), ("another at 7e-7", "one-hot"))
+SCALED_BLOCK, SCALED_CHAIN = (replace(each, drafts=scaled_rows(each.drafts)) for each in (BLOCK, CHAIN))
 PENALISED = replace(CHAIN, rule=penalised_rule, target=penalised_target(VOCAB, 2))
 
 MUTANTS: dict[str, Mutant] = {
@@ -306,6 +364,37 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "penalties one token late": Mutant(
         PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_node_itself}
+    ),
+    **{
+        f"float32, {rule.__name__}, sum of later siblings bounded below": Mutant(
+            healthy,
+            broken=replace(healthy, drafts=FAR_AS_IT_IS.drafts),
+            patches={RULES + "normalised": bounded},
+            dtype=torch.float32,
+        )
+        for rule, healthy in FAR.items()
+    },
+    "float32, sum bounded below, a drafter that states subnormal numbers": Mutant(
+        FAR_AS_IT_IS, patches={RULES + "normalised": bounded}, dtype=torch.float32
+    ),
+    "float32, subnormal probabilities of few bits stated": Mutant(
+        edge(accept_sequential, without_replacement, (2,), ("dense", "others of few bits")),
+        broken=edge(accept_sequential, without_replacement, (2,), ("dense", "others of few bits"), stated=torch.exp),
+        dtype=torch.float32,
+    ),
+    "float32, tokens without stated probability count as drawn": Mutant(
+        FAR[accept_sequential],
+        broken=replace(FAR[accept_sequential], drafts=still_drawn(FAR[accept_sequential].drafts)),
+        dtype=torch.float32,
+    ),
+    "float32, small residual replaced by p": Mutant(
+        RARE, patches={RULES + "residual": without_a_small_residual}, dtype=torch.float32, least=EXACT_32
+    ),
+    "rows that do not sum to 1": Mutant(
+        SCALED_CHAIN, patches={RULES + "normalised": lambda weights: weights}, least=1e-5
+    ),
+    "rows that do not sum to 1, block": Mutant(
+        SCALED_BLOCK, patches={RULES + "normalised": lambda weights: weights}, least=1e-5
     ),
     "lenience 0.95": Mutant(LENIENT, broken=replace(LENIENT, rule=lenient(0.95))),
     "typical acceptance": Mutant(BEST_PAIR, broken=replace(BEST_PAIR, rule=typical)),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from enumeration import EXACT, exact_distribution
+from enumeration import exact_distribution
 from mutants import MUTANTS
 from torch import Tensor
 
@@ -16,14 +16,15 @@ from foretoken.sampling.noise import KeyedNoise, Purpose
 def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
     healthy = mutant.setting
-    assert exact_distribution(healthy.rule, healthy.drafts, healthy.target).error <= EXACT
+    law = exact_distribution(healthy.rule, healthy.drafts, healthy.target, dtype=mutant.dtype)
+    assert law.error <= mutant.tolerance
     for target, replacement in mutant.patches.items():
         monkeypatch.setattr(target, replacement)
     broken = mutant.broken or healthy
     distribution = exact_distribution(
-        broken.rule, broken.drafts, broken.target, lookup=mutant.lookup, decisions=mutant.decisions
+        broken.rule, broken.drafts, broken.target, lookup=mutant.lookup, decisions=mutant.decisions, dtype=mutant.dtype
     )
-    assert distribution.error > 1e-3
+    assert distribution.error > mutant.least
 
 
 @dataclass(frozen=True, slots=True)

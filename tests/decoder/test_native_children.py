@@ -310,6 +310,23 @@ def test_children_past_the_support_are_choices() -> None:
         assert len(set(tree.tokens[0, 1:].tolist())) == 3
 
 
+def test_stated_probabilities_are_zero_or_normal_numbers() -> None:
+    """Two tokens lead, so exp(-86.9) / 2 is subnormal: 0 is stated, and the token is a choice where it was drawn."""
+    logits = torch.tensor([0.0, 0.0, -86.5, -86.9, -86.95])
+    many, shape = 200, TreeShape.cartesian((5,))
+    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=seed) for seed in range(many)], 5)
+    chosen = DraftDraws.build(batch, [False] * many, torch.full((many,), POSITION))
+    for is_native in (True, False):
+        tree = expanded(
+            shape, chosen, [logits.expand(many, 1, 5).contiguous()], is_native=is_native, vocab_size=5, is_shared=False
+        )
+        assert tree.distributions is not None
+        row = tree.distributions.rows[0, 0]
+        assert row.gt(0).tolist() == [True, True, True, False, False]
+        assert row[2] >= torch.finfo(torch.float32).tiny
+        assert torch.equal(tree.distributions.kinds[:, 1:] != DrawKind.ONE_HOT, row[tree.tokens[:, 1:]] > 0)
+
+
 def test_sampled_children_have_the_distribution_they_are_said_to_have() -> None:
     """The first from DISTRIBUTION, the second from it without the first, and an only child from it."""
     many, shape = 20_000, TreeShape.cartesian((2, 1))

@@ -352,12 +352,16 @@ class Children {
     draft_.tokens[to] = token;
     draft_.scores[to] = draft_.scores[parent] + (distance - std::log(sum));
     if (draft_.rows == nullptr) return;
-    // A token without probability in the draft distribution is a choice, not a draw. Numbers below the normal ones may
-    // be flushed to zero.
-    const bool is_drawn = draft_.draws[look.sequence] == kSampled &&
-                          (exponential(Lanes{} + distance) * (1.0f / sum))[0] >= std::numeric_limits<float>::min();
+    // A token without probability in the draft distribution is a choice, not a draw.
+    const bool is_drawn = draft_.draws[look.sequence] == kSampled && stated_probs(Lanes{} + distance, 1.0f / sum)[0] > 0;
     draft_.kinds[to] = !is_drawn ? kOneHot : is_only ? kIndependent : kWithoutReplacement;
     draft_.row_of[to] = is_drawn ? row_of(depth, is_shared, look.place) : -1;
+  }
+
+  // Probabilities of a draft distribution from distances to the largest logit, like `stated_probs` in draft_draws.py.
+  static Lanes stated_probs(Lanes distances, float factor) {
+    const Lanes probs = exponential(distances) * factor;
+    return probs < std::numeric_limits<float>::min() ? Lanes{} : probs;
   }
 
   // One part of the distribution from which a look's children were drawn.
@@ -369,7 +373,7 @@ class Children {
     if (part == parts_ - 1) std::fill(row + width_, row + draft_.vocab, 0.0f);
     if (std::isnan(top)) return std::fill(row + begin, row + end, 0.0f);
     for (int64_t k = begin; k < end; k += kLanes) {
-      store_below(row, k, end, exponential(load_filled(look.logits, k, end) * look.scale - top) * factor);
+      store_below(row, k, end, stated_probs(load_filled(look.logits, k, end) * look.scale - top, factor));
     }
   }
 
