@@ -1,5 +1,7 @@
 """Random batches of trees, their rows alone, and the same rows amid more padding."""
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,11 +91,15 @@ class Batch:
 @st.composite
 def batches(draw: st.DrawFn, *, max_rows: int = 5, max_nodes: int = 40) -> Batch:
     """Ragged batches of trees of any form, whose nodes are chosen in all three ways."""
-    rows = [
-        TreeRow([0] * n, [-1, *(draw(st.integers(max(0, node - 6), node - 1)) for node in range(1, n))])
-        for n in draw(st.lists(st.integers(1, max_nodes), min_size=1, max_size=max_rows))
-    ]
-    return _filled(rows, draw(st.integers(0, 2**32)), draw(st.sampled_from([None, DrawKind.INDEPENDENT])))
+    lengths = draw(st.lists(st.integers(1, max_nodes), min_size=1, max_size=max_rows))
+    return trees(lengths, draw(st.integers(0, 2**32)), draw(st.sampled_from([None, DrawKind.INDEPENDENT])))
+
+
+def trees(lengths: Sequence[int], seed: int, kind: DrawKind | None = None) -> Batch:
+    """Trees of given numbers of nodes; one number draws their form, since a draw for every node takes longer."""
+    form = random.Random(seed)
+    rows = [TreeRow([0] * n, [-1, *(form.randint(max(0, i - 6), i - 1) for i in range(1, n))]) for n in lengths]
+    return _filled(rows, seed, kind)
 
 
 @st.composite

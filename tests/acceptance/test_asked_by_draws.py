@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from drafting import drafts, independent, random_table, tables, without_replacement
-from enumeration import EXACT, Drafts, Rule, exact_distribution
+from enumeration import EXACT, Drafts
+from lossless_rules import OF_TREES, laws
 from torch import Tensor
 
-from foretoken.acceptance.rules import accept_kseq, accept_sequential
-from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
@@ -31,10 +30,8 @@ def selected(asked: Sequence[int], trees: Sequence[TokenTree]) -> TokenTree:
     return replace(controller.select(so_far), scores=None)
 
 
-def distribution(
-    rule: Rule, asked: Sequence[int], pairs: tuple[Drafts, Drafts], rows: Sequence[Tensor], target: Tensor
-) -> Tensor:
-    """(V ** 3,) share of what is generated that falls to some pairs of drafts; rows: of each drafter's drafts."""
+def part(asked: Sequence[int], pairs: tuple[Drafts, Drafts], rows: Sequence[Tensor]) -> Drafts:
+    """Some pairs of drafts as the controller verifies them; rows: of each drafter's drafts."""
     tree = selected(asked, [each.tree.select(row) for each, row in zip(pairs, rows, strict=True)])
     contexts = torch.zeros_like(tree.tokens)
     index = torch.arange(tree.batch_size)
@@ -42,13 +39,11 @@ def distribution(
         parent = tree.parents[:, node].clamp_min(0)
         contexts[:, node] = contexts[index, parent] * VOCAB + 1 + tree.tokens[:, node]
     contexts = torch.where(tree.parents >= 0, contexts, 0)
-    probs = pairs[0].probs[rows[0]] * pairs[1].probs[rows[1]]
-    return exact_distribution(rule, Drafts(tree=tree, contexts=contexts, probs=probs), target).tokens
+    return Drafts(tree=tree, contexts=contexts, probs=pairs[0].probs[rows[0]] * pairs[1].probs[rows[1]])
 
 
-@pytest.mark.parametrize("rule", [accept_sequential, accept_traversal, accept_kseq], ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("first", [0, 1])
-def test_asked_by_what_another_drew(first: int, rule: Rule) -> None:
+def test_asked_by_what_another_drew(first: int) -> None:
     """The second drafter is asked where the first one's root has a certain child, and in no other case."""
     target, q = tables("dense", VOCAB, 2)
     r = random_table(VOCAB, 2, seed=7)
@@ -58,9 +53,11 @@ def test_asked_by_what_another_drew(first: int, rule: Rule) -> None:
     )
     every = torch.cartesian_prod(*[torch.arange(len(each.probs)) for each in pairs])
     is_asked = pairs[first].tree.tokens[every[:, first], 1] == 1
-    total = sum(
-        distribution(rule, asked, pairs, list(every[mask].T), target)
+    parts = [
+        part(asked, pairs, list(every[mask].T))
         for asked, mask in [((first, 1 - first), is_asked), ((first,), ~is_asked)]
-    )
-    assert isinstance(total, Tensor)
-    assert (total - exact_distribution(accept_sequential, pairs[0], target).target).abs().max() <= EXACT
+    ]
+    for rule in OF_TREES:
+        both = laws(rule, {str(index): (each, target) for index, each in enumerate(parts)})
+        total = sum((law.tokens for law in both.values()), torch.zeros(()))
+        assert (total - both["0"].target).abs().max() <= EXACT, rule

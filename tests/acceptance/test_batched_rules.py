@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from random_trees import Batch, batches, chains
+from random_trees import Batch, batches, chains, trees
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
@@ -44,11 +44,33 @@ CHAIN_RULES: dict[str, BatchRule] = {
     **TREE_RULES,
 }
 
-quick = settings(max_examples=25)
+quick = settings(max_examples=12)
+
+
+class RecordedDecisions(KeyedDecisions):
+    """Notes which numbers are asked for."""
+
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
+        self.asked.append(("target", depth))
+        return KeyedDecisions.target_token(self, log_probs, depth)
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        self.asked.append(("accept", lane))
+        return KeyedDecisions.accept(self, target_prob, draft_prob, lane)
+
+    def token(self, probs: Tensor, lane: int) -> Tensor:
+        self.asked.append(("token", lane))
+        return KeyedDecisions.token(self, probs, lane)
 
 
 def run(rule: BatchRule, batch: Batch) -> Acceptance:
-    return rule(batch, KeyedDecisions(KeyedNoise(batch.seeds), batch.root_positions))
+    """What a rule does; no number may be used twice."""
+    RecordedDecisions.asked.clear()
+    result = rule(batch, RecordedDecisions(KeyedNoise(batch.seeds), batch.root_positions))
+    assert len(set(RecordedDecisions.asked)) == len(RecordedDecisions.asked)
+    return result
 
 
 def assert_row_is(result: Acceptance, row: int, alone: Acceptance) -> None:
@@ -63,6 +85,14 @@ def assert_row_is(result: Acceptance, row: int, alone: Acceptance) -> None:
     )
 
 
+def assert_path_descends(batch: Batch, result: Acceptance) -> None:
+    for row in range(batch.tree.batch_size):
+        nodes = [0, *(node for node in result.path[row].tolist() if node >= 0)]
+        parents = batch.tree.parents[row, nodes].tolist()
+        assert parents == [-1, *nodes[:-1]]
+        assert len(nodes) - 1 == result.num_accepted[row]
+
+
 def assert_rows_are_independent(rule: BatchRule, batch: Batch, padding: int) -> None:
     together = run(rule, batch)
     with_padding = run(rule, batch.padded(padding))
@@ -70,6 +100,7 @@ def assert_rows_are_independent(rule: BatchRule, batch: Batch, padding: int) -> 
         alone = run(rule, batch.alone(row))
         assert_row_is(together, row, alone)
         assert_row_is(with_padding, row, alone)
+    assert_path_descends(batch, together)
     backwards = torch.arange(batch.tree.batch_size).flip(0)
     reordered = Batch(
         batch.tree.select(backwards),
@@ -84,14 +115,14 @@ def assert_rows_are_independent(rule: BatchRule, batch: Batch, padding: int) -> 
 
 @pytest.mark.parametrize("name", TREE_RULES)
 @quick
-@given(batch=batches(), padding=st.integers(1, 70))
+@given(batch=batches(), padding=st.integers(1, 30))
 def test_trees(name: str, batch: Batch, padding: int) -> None:
     assert_rows_are_independent(TREE_RULES[name], batch, padding)
 
 
 @pytest.mark.parametrize("name", CHAIN_RULES)
 @quick
-@given(batch=chains(), padding=st.integers(1, 70))
+@given(batch=chains(), padding=st.integers(1, 30))
 def test_chains(name: str, batch: Batch, padding: int) -> None:
     assert_rows_are_independent(CHAIN_RULES[name], batch, padding)
 
@@ -129,75 +160,7 @@ def test_cut_nodes_are_not_there(name: str, batch: Batch, data: st.DataObject) -
     assert [node for node in result.path[0].tolist() if node >= 0] == [kept[node] for node in nodes]
 
 
-class RecordedDecisions(KeyedDecisions):
-    """Notes which numbers are asked for."""
-
-    asked: ClassVar[list[tuple[str, int]]] = []
-
-    def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
-        self.asked.append(("target", depth))
-        return KeyedDecisions.target_token(self, log_probs, depth)
-
-    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
-        self.asked.append(("accept", lane))
-        return KeyedDecisions.accept(self, target_prob, draft_prob, lane)
-
-    def token(self, probs: Tensor, lane: int) -> Tensor:
-        self.asked.append(("token", lane))
-        return KeyedDecisions.token(self, probs, lane)
-
-
-def assert_no_number_is_used_twice(rule: BatchRule, batch: Batch) -> None:
-    RecordedDecisions.asked.clear()
-    rule(batch, RecordedDecisions(KeyedNoise(batch.seeds), batch.root_positions))
-    assert len(set(RecordedDecisions.asked)) == len(RecordedDecisions.asked)
-
-
-@pytest.mark.parametrize("name", TREE_RULES)
-@quick
-@given(batch=batches())
-def test_numbers_are_used_once_on_trees(name: str, batch: Batch) -> None:
-    assert_no_number_is_used_twice(TREE_RULES[name], batch)
-
-
-@pytest.mark.parametrize("name", CHAIN_RULES)
-@quick
-@given(batch=chains())
-def test_numbers_are_used_once_on_chains(name: str, batch: Batch) -> None:
-    assert_no_number_is_used_twice(CHAIN_RULES[name], batch)
-
-
-@pytest.mark.parametrize("name", CHAIN_RULES)
-@quick
-@given(batch=chains())
-def test_accepted_path_is_a_path(name: str, batch: Batch) -> None:
-    result = run(CHAIN_RULES[name], batch)
-    depths = torch.arange(1, batch.tree.max_depth + 1).expand_as(result.path)
-    expected = torch.where(depths <= result.num_accepted.unsqueeze(1), depths, -1)
-    assert torch.equal(result.path, expected)
-    assert (result.num_accepted < batch.tree.num_nodes).all()
-
-
-@pytest.mark.parametrize("name", TREE_RULES)
-@quick
-@given(batch=batches())
-def test_accepted_path_descends(name: str, batch: Batch) -> None:
-    result = run(TREE_RULES[name], batch)
-    for row in range(batch.tree.batch_size):
-        nodes = [0, *(node for node in result.path[row].tolist() if node >= 0)]
-        parents = batch.tree.parents[row, nodes].tolist()
-        assert parents == [-1, *nodes[:-1]]
-        assert len(nodes) - 1 == result.num_accepted[row]
-
-
 def test_random_trees_reach_every_outcome() -> None:
-    """The inputs above would prove little if nothing were ever accepted: over 300 trees, paths of 0..3 nodes occur."""
-    lengths: set[int] = set()
-
-    @settings(max_examples=100)
-    @given(batch=batches())
-    def collect(batch: Batch) -> None:
-        lengths.update(run(TREE_RULES["sequential"], batch).num_accepted.tolist())
-
-    collect()
-    assert {0, 1, 2, 3} <= lengths
+    """The inputs above would prove little if nothing were ever accepted: paths of 0 to 3 nodes occur."""
+    results = (run(TREE_RULES["sequential"], trees([1, 7, 20, 33, 40], seed)) for seed in range(20))
+    assert {0, 1, 2, 3} <= {length for result in results for length in result.num_accepted.tolist()}

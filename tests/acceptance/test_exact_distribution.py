@@ -1,6 +1,10 @@
-"""Every lossless rule has exactly the target distribution: all drafts, all choices, no randomness."""
+"""Every lossless rule has exactly the target distribution: all drafts, all choices, no randomness.
 
-from collections.abc import Callable, Sequence
+All cases of a rule and a way to draw are enumerated in one batch; a failure names the case.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -21,23 +25,13 @@ from drafting import (
     without_replacement,
 )
 from end_to_end.stop_rules import stop_rule
-from enumeration import EXACT, Drafts, ExactLaw, Rule, exact_distribution
+from enumeration import EXACT, Drafts, ExactLaw, exact_distribution
+from lossless_rules import OF_TREES, RULES, laws, worst
+from torch import Tensor
 
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_kseq, accept_sequential
 from foretoken.acceptance.select import LOSSLESS_RULES, AcceptancePolicy
-from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import DrawKind
 from foretoken.trees.stopping import STOP_CONTROLS
-
-RULES: dict[str, Rule] = {
-    "greedy": lambda tree, log_probs, _: accept_greedy(tree, lambda nodes: log_probs(nodes).argmax(1)),
-    "coupled": accept_coupled,
-    "sequential": accept_sequential,
-    "block": accept_block,
-    "traversal": accept_traversal,
-    "kseq": accept_kseq,
-}
-OF_TREES = ("sequential", "traversal", "kseq")
 
 SHAPES = ((1,), (1, 1), (1, 1, 1), (2,), (2, 2), (1, 2), (2, 1, 1))
 ProposalMaker = Callable[[torch.Tensor, int], Proposal]
@@ -54,44 +48,71 @@ def vocab_for(shape: Sequence[int]) -> int:
     return 4 if sum(shape) <= 3 else 3
 
 
-def law(rule: str, every_draft: Drafts, target: torch.Tensor) -> ExactLaw:
-    """What a rule does; block and traversal verification look at nodes in another order than a walk does."""
-    return exact_distribution(RULES[rule], every_draft, target, walks=rule not in ("block", "traversal"))
+@cache
+def case_of(draw: str, shape: tuple[int, ...], vocab: int, case: str) -> tuple[Drafts, Tensor]:
+    """Every draft of a shape, and the target."""
+    target, draft = tables(case, vocab, len(shape))
+    return drafts([DRAWS[draw](draft, width) for width in shape], vocab), target
+
+
+def law(rule: str, every_draft: Drafts, target: Tensor) -> ExactLaw:
+    """What a rule does."""
+    return laws(rule, {"": (every_draft, target)})[""]
 
 
 def test_every_lossless_rule_is_tested() -> None:
     assert set(RULES) == set(LOSSLESS_RULES)
 
 
-@pytest.mark.parametrize("case", CASES)
+def cases_for(rule: str, draw: str) -> tuple[str, ...]:
+    """Two of `CASES` for the widest trees: with four kinds of draws, every rule meets every case."""
+    first = 2 * list(DRAWS).index(draw) + OF_TREES.index(rule)
+    return tuple(CASES[(first + step) % len(CASES)] for step in range(2))
+
+
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rule", OF_TREES)
-def test_trees(rule: str, shape: Sequence[int], draw: str, case: str) -> None:
-    vocab = vocab_for(shape)
-    target, draft = tables(case, vocab, len(shape))
-    every_draft = drafts([DRAWS[draw](draft, width) for width in shape], vocab)
-    assert law(rule, every_draft, target).error <= EXACT
+def test_trees(rule: str, draw: str) -> None:
+    for vocab in (3, 4):
+        names = CASES if vocab == 4 else cases_for(rule, draw)
+        shapes = [shape for shape in SHAPES if vocab_for(shape) == vocab]
+        cases = {f"{shape}, {case}": case_of(draw, shape, vocab, case) for shape in shapes for case in names}
+        error, where = worst(rule, cases)
+        assert error <= EXACT, where
 
 
-SIZES = [  # rule, draws, widths, vocabulary: what `vocab_for` leaves out
-    *(
-        ("traversal", "without replacement", widths, v)
-        for widths, v in (((2,), 3), ((1, 2), 3), ((2, 2), 4), ((2, 1, 1), 4))
+def test_every_rule_meets_every_case() -> None:
+    for rule in OF_TREES:
+        assert {case for draw in DRAWS for case in cases_for(rule, draw)} == set(CASES)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_coupled(draw: str) -> None:
+    cases = {f"{shape}, {case}": case_of(draw, shape, 3, case) for shape in ((1, 1), (2, 2)) for case in CASES}
+    error, where = worst("coupled", cases)
+    assert error <= EXACT, where
+
+
+SIZES = [  # rule, draws, vocabulary, and the cases of each of some widths: what `vocab_for` leaves out
+    ("traversal", "without replacement", 3, {(2,): CASES, (1, 2): CASES}),
+    (
+        "traversal",
+        "without replacement",
+        4,
+        {(2, 2): ("dense", "zeros in q", "one-hot p"), (2, 1, 1): ("equal", "zeros in p")},
     ),
-    *(("kseq", "independent", widths, v) for widths, v in (((2,), 3), ((1, 2), 3), ((3,), 4), ((4,), 3), ((2, 2), 4))),
+    ("kseq", "independent", 3, {(2,): CASES, (1, 2): CASES, (4,): CASES}),
+    ("kseq", "independent", 4, {(3,): CASES, (2, 2): ("zeros in q", "one-hot q")}),
 ]
-FEW = ("zeros in q", "one-hot p", "one-hot q")  # the others take ten seconds each for 4096 drafts
 
 
-@pytest.mark.parametrize(
-    ("rule", "draw", "widths", "vocab", "case"),
-    [(*each, case) for each in SIZES for case in (FEW if each == SIZES[-1] else CASES)],
-)
-def test_trees_and_other_vocabularies(rule: str, draw: str, widths: Sequence[int], vocab: int, case: str) -> None:
-    target, draft = tables(case, vocab, len(widths))
-    every_draft = drafts([DRAWS[draw](draft, width) for width in widths], vocab)
-    assert law(rule, every_draft, target).error <= EXACT
+@pytest.mark.parametrize(("rule", "draw", "vocab", "shapes"), SIZES)
+def test_trees_and_other_vocabularies(
+    rule: str, draw: str, vocab: int, shapes: Mapping[tuple[int, ...], Sequence[str]]
+) -> None:
+    cases = {f"{shape}, {case}": case_of(draw, shape, vocab, case) for shape, names in shapes.items() for case in names}
+    error, where = worst(rule, cases)
+    assert error <= EXACT, where
 
 
 def first_drawn_independently(draft: torch.Tensor) -> Proposal:
@@ -115,62 +136,66 @@ MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], Proposal]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mixture", MIXED)
+@cache
+def mixed_cases(depth: int) -> dict[str, tuple[Drafts, Tensor]]:
+    """Every mixture in every case, or, two levels deep, some of them in one case."""
+    if depth == 1:
+        other, mixtures = random_table(4, 1, seed=7), [*MIXED]
+        found = {(mixture, case): tables(case, 4, 1) for mixture in mixtures for case in CASES}
+        return {f"{m}, {c}": (drafts([MIXED[m](q, other)], 4), p) for (m, c), (p, q) in found.items()}
+    (p, q), other = tables("dense", 3, 2), random_table(3, 2, seed=7)
+    mixtures = ["one drawn, two best", "two sources", "one best, then two drawn"]
+    return {mixture: (drafts([MIXED[mixture](q, other), best_and_one(q, 2)], 3), p) for mixture in mixtures}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("rule", OF_TREES)
-def test_mixed_kinds(rule: str, mixture: str, case: str) -> None:
-    target, draft = tables(case, 4, 1)
-    other = random_table(4, 1, seed=7)
-    every_draft = drafts([MIXED[mixture](draft, other)], 4)
-    assert law(rule, every_draft, target).error <= EXACT
+def test_mixed_kinds(rule: str, depth: int) -> None:
+    error, where = worst(rule, mixed_cases(depth))
+    assert error <= EXACT, where
 
 
-@pytest.mark.parametrize("mixture", ["one drawn, two best", "two sources", "one best, then two drawn"])
-@pytest.mark.parametrize("rule", OF_TREES)
-def test_mixed_kinds_in_depth(rule: str, mixture: str) -> None:
-    target, draft = tables("dense", 3, 2)
-    other = random_table(3, 2, seed=7)
-    every_draft = drafts([MIXED[mixture](draft, other), best_and_one(draft, 2)], 3)
-    assert law(rule, every_draft, target).error <= EXACT
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [3, 4])
 @pytest.mark.parametrize("rule", ["block", "traversal", "kseq"])
-def test_chains(rule: str, vocab: int, gamma: int, case: str) -> None:
-    target, draft = tables(case, vocab, gamma)
-    every_draft = drafts([independent(draft, 1)] * gamma, vocab)
-    assert law(rule, every_draft, target).error <= EXACT
+def test_chains(rule: str, vocab: int) -> None:
+    shapes = ((1,), (1, 1), (1, 1, 1))
+    cases = {f"{shape}, {case}": case_of("independent", shape, vocab, case) for shape in shapes for case in CASES}
+    error, where = worst(rule, cases)
+    assert error <= EXACT, where
 
 
-@pytest.mark.parametrize("case", ["dense", "equal"])
+@cache
+def ending_drafts(form: str) -> dict[str, tuple[Drafts, Tensor]]:
+    """Drafts that end by what was drawn: below improbable draws, or by a stop rule."""
+    shape, draw = {
+        "chain": ((1, 1, 1), independent),
+        "tree": ((2, 1), without_replacement),
+        "independent": ((2, 1), independent),
+    }[form]
+    cases = {}
+    for case in ("dense", "equal"):
+        p, q = tables(case, 3, len(shape))
+        cases[f"below 0.3, {case}"] = drafts([ending(draw(q, width), q, 0.3) for width in shape], 3), p
+    p, q = tables("dense", 3, len(shape))
+    for control in STOP_CONTROLS:
+        levels = [stopped(draw(q, width), q, stop_rule(control)) for width in shape]
+        cases[f"{control}"] = drafts(levels, 3), p
+    return cases
+
+
 @pytest.mark.parametrize(
-    "rule", ["sequential", "sequential, tree", "block", "traversal", "traversal, tree", "kseq, tree"]
-)
-def test_drafts_that_end_below_improbable_draws(rule: str, case: str) -> None:
-    """Pruning of sampled requests: a draw stays, and whether anything follows it depends on its probability."""
-    shape, draw = ((2, 1), without_replacement) if rule.endswith("tree") else ((1, 1, 1), independent)
-    draw = independent if rule.startswith("kseq") else draw
-    target, draft = tables(case, 3, len(shape))
-    every_draft = drafts([ending(draw(draft, width), draft, 0.3) for width in shape], 3)
-    assert len(set(every_draft.tree.num_nodes.tolist())) > 1, "some drafts end early"
-    assert law(rule.split(",")[0], every_draft, target).error <= EXACT
-
-
-@pytest.mark.parametrize("control", STOP_CONTROLS)
-@pytest.mark.parametrize(
-    "rule", ["sequential", "sequential, tree", "block", "traversal", "traversal, tree", "kseq, tree"]
-)
-def test_drafts_that_end_by_a_stop_rule(rule: str, control: str) -> None:
-    """The token that ends a draft is verified, and each path decides alone whether anything follows."""
-    shape, draw = ((2, 1), without_replacement) if rule.endswith("tree") else ((1, 1, 1), independent)
-    draw = independent if rule.startswith("kseq") else draw
-    target, draft = tables("dense", 3, len(shape))
-    levels = [stopped(draw(draft, width), draft, stop_rule(control)) for width in shape]
-    every_draft = drafts(levels, 3)
-    assert len(set(every_draft.tree.num_nodes.tolist())) > 1, "some drafts end early"
-    assert law(rule.split(",")[0], every_draft, target).error <= EXACT
+    ("rule", "form"),
+    [
+        ("sequential", "chain"), ("sequential", "tree"), ("block", "chain"), ("traversal", "chain"),
+        ("traversal", "tree"), ("kseq", "independent"),
+    ],
+)  # fmt: skip
+def test_drafts_that_end_by_what_was_drawn(rule: str, form: str) -> None:
+    """A draw stays, and whether anything follows it depends on its probability, or on a stop rule for its path."""
+    cases = ending_drafts(form)
+    assert all(len(set(each.tree.num_nodes.tolist())) > 1 for each, _ in cases.values()), "some drafts end early"
+    error, where = worst(rule, cases)
+    assert error <= EXACT, where
 
 
 @pytest.mark.parametrize("rule", [*OF_TREES, "coupled"])
@@ -180,21 +205,11 @@ def test_chosen_nodes_may_be_left_out_by_their_probability(rule: str) -> None:
     assert law(rule, every_draft, target).error <= EXACT
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
-def test_coupled(shape: Sequence[int], draw: str, case: str) -> None:
-    target, draft = tables(case, 3, len(shape))
-    every_draft = drafts([DRAWS[draw](draft, width) for width in shape], 3)
-    assert exact_distribution(accept_coupled, every_draft, target, walks=True).error <= EXACT
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_greedy(shape: Sequence[int], draw: str) -> None:
-    target, draft = tables("one-hot p", 3, len(shape))
-    every_draft = drafts([DRAWS[draw](draft, width) for width in shape], 3)
-    assert exact_distribution(RULES["greedy"], every_draft, target).error <= EXACT
+def test_greedy(draw: str) -> None:
+    cases = {f"{shape}": case_of(draw, shape, 3, "one-hot p") for shape in SHAPES}
+    error, where = worst("greedy", cases)
+    assert error <= EXACT, where
 
 
 @pytest.mark.parametrize("rule", [*OF_TREES, "coupled"])
@@ -205,19 +220,31 @@ def test_root_alone_is_a_plain_step(rule: str) -> None:
     assert distribution.num_accepted == 0.0
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_chains_of_other_random_tables(seed: int) -> None:
-    target, draft = tables("dense", 3, 3, seed)
-    every_draft = drafts([independent(draft, 1)] * 3, 3)
-    for rule in (accept_sequential, accept_block, accept_traversal, accept_kseq):
-        assert exact_distribution(rule, every_draft, target).error <= EXACT
+@pytest.mark.parametrize("rule", ["sequential", "block", "traversal", "kseq"])
+def test_chains_of_other_random_tables(rule: str) -> None:
+    cases = {}
+    for seed in range(5):
+        target, draft = tables("dense", 3, 3, seed)
+        cases[f"seed {seed}"] = drafts([independent(draft, 1)] * 3, 3), target
+    error, where = worst(rule, cases)
+    assert error <= EXACT, where
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_trees_of_other_random_tables(seed: int) -> None:
-    target, draft = tables("dense", 3, 2, seed)
-    for rule, draw in (("traversal", without_replacement), ("traversal", independent), ("kseq", independent)):
-        assert law(rule, drafts([draw(draft, 2), draw(draft, 2)], 3), target).error <= EXACT
+@pytest.mark.parametrize(
+    ("rule", "draw", "widths"),
+    [
+        ("traversal", "without replacement", (2, 2)),
+        ("traversal", "independent", (2, 2)),
+        ("kseq", "independent", (2, 1)),
+    ],
+)
+def test_trees_of_other_random_tables(rule: str, draw: str, widths: tuple[int, ...]) -> None:
+    cases = {}
+    for seed in range(1, 5):
+        target, draft = tables("dense", 3, 2, seed)
+        cases[f"seed {seed}"] = drafts([DRAWS[draw](draft, width) for width in widths], 3), target
+    error, where = worst(rule, cases)
+    assert error <= EXACT, where
 
 
 @pytest.mark.parametrize("rule", ["block", "traversal"])

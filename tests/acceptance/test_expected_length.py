@@ -1,16 +1,16 @@
 """How many drafted tokens a rule keeps, against the closed forms of the papers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 from drafting import best, best_and_one, drafts, independent, random_table, tables, without_replacement
-from enumeration import EXACT, exact_distribution
+from enumeration import EXACT, Drafts, exact_distribution
+from lossless_rules import laws
 from torch import Tensor
 
 from foretoken.acceptance.decisions import KeyedDecisions
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_kseq, accept_sequential
-from foretoken.acceptance.traversal import accept_traversal
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_sequential
 from foretoken.sampling.noise import KeyedNoise, Purpose
 
 
@@ -33,12 +33,21 @@ def best_length(target: Tensor, draft: Tensor, widths: Sequence[int], context: i
     return sum(target[context, x].item() * (1 + b) for x, b in zip(children, below, strict=True))
 
 
+def chains(gamma: int, seeds: Iterable[int], vocab: int = 3) -> list[tuple[Drafts, Tensor]]:
+    """Chains drawn from random tables, and their targets."""
+    found = [tables("dense", vocab, gamma, seed) for seed in seeds]
+    return [(drafts([independent(draft, 1)] * gamma, vocab), target) for target, draft in found]
+
+
+def lengths(rule: str, cases: Sequence[tuple[Drafts, Tensor]]) -> list[float]:
+    """Expected accepted tokens of each case."""
+    return [law.num_accepted for law in laws(rule, {str(i): case for i, case in enumerate(cases)}).values()]
+
+
 @pytest.mark.parametrize("gamma", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_sequential_chain(gamma: int, seed: int) -> None:
-    target, draft = tables("dense", 3, gamma, seed)
-    distribution = exact_distribution(accept_sequential, drafts([independent(draft, 1)] * gamma, 3), target)
-    assert abs(distribution.num_accepted - chain_length(target, draft, gamma)) <= EXACT
+def test_sequential_chain(gamma: int) -> None:
+    for seed, length in enumerate(lengths("sequential", chains(gamma, range(3)))):
+        assert abs(length - chain_length(*tables("dense", 3, gamma, seed), gamma)) <= EXACT
 
 
 @pytest.mark.parametrize("rule", [accept_sequential, accept_coupled])
@@ -70,44 +79,32 @@ def test_all_tokens_drawn_without_replacement_are_always_accepted() -> None:
 
 def test_draws_without_replacement_beat_independent_ones() -> None:
     """Sampling.md 4.5 measured 0.910 against 0.860 on average."""
-    gains = []
-    for seed in range(10):
-        target, draft = tables("dense", 4, 1, seed)
-        without = exact_distribution(accept_sequential, drafts([without_replacement(draft, 2)], 4), target)
-        repeated = exact_distribution(accept_sequential, drafts([independent(draft, 2)], 4), target)
-        gains.append(without.num_accepted - repeated.num_accepted)
-    assert min(gains) > 0
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("gamma", [2, 3])
-def test_block_keeps_at_least_as_much_as_sequential(gamma: int, seed: int) -> None:
-    target, draft = tables("dense", 3, gamma, seed)
-    every_draft = drafts([independent(draft, 1)] * gamma, 3)
-    block, sequential = (exact_distribution(rule, every_draft, target) for rule in (accept_block, accept_sequential))
-    assert block.num_accepted >= sequential.num_accepted - EXACT
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("gamma", [1, 2, 3])
-def test_traversal_of_a_chain_keeps_as_much_as_block(gamma: int, seed: int) -> None:
-    target, draft = tables("dense", 3, gamma, seed)
-    every_draft = drafts([independent(draft, 1)] * gamma, 3)
-    traversal, block = (exact_distribution(rule, every_draft, target) for rule in (accept_traversal, accept_block))
-    assert abs(traversal.num_accepted - block.num_accepted) <= EXACT
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("widths", [(2,), (2, 2), (1, 2), (2, 1, 1)], ids=str)
-def test_traversal_keeps_at_least_as_much_as_sequential(widths: Sequence[int], seed: int) -> None:
-    """Equal at one level, where the first tests are the same; strictly more on deeper trees."""
-    target, draft = tables("dense", 3, len(widths), seed)
-    every_draft = drafts([without_replacement(draft, width) for width in widths], 3)
-    traversal, sequential = (
-        exact_distribution(rule, every_draft, target) for rule in (accept_traversal, accept_sequential)
+    found = [tables("dense", 4, 1, seed) for seed in range(10)]
+    without, repeated = (
+        lengths("sequential", [(drafts([draw(draft, 2)], 4), target) for target, draft in found])
+        for draw in (without_replacement, independent)
     )
-    gain = traversal.num_accepted - sequential.num_accepted
-    assert gain > 1e-6 if len(widths) > 1 else abs(gain) <= EXACT
+    assert min(more - less for more, less in zip(without, repeated, strict=True)) > 0
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_block_and_traversal_of_chains(gamma: int) -> None:
+    """Both keep as much as each other, and at least as much as the sequential test; of one token all keep as much."""
+    cases = chains(gamma, range(10))
+    rules = ("block", "traversal", "sequential")
+    for block, traversal, sequential in zip(*(lengths(rule, cases) for rule in rules), strict=True):
+        assert abs(traversal - block) <= EXACT
+        assert block >= sequential - EXACT
+        assert gamma > 1 or abs(block - sequential) <= EXACT
+
+
+@pytest.mark.parametrize(("widths", "seeds"), [((2,), 10), ((2, 2), 10), ((1, 2), 10), ((2, 1, 1), 3)], ids=str)
+def test_traversal_keeps_at_least_as_much_as_sequential(widths: Sequence[int], seeds: int) -> None:
+    """Equal at one level, where the first tests are the same; strictly more on deeper trees."""
+    found = [tables("dense", 3, len(widths), seed) for seed in range(seeds)]
+    cases = [(drafts([without_replacement(draft, width) for width in widths], 3), target) for target, draft in found]
+    for more, less in zip(lengths("traversal", cases), lengths("sequential", cases), strict=True):
+        assert more - less > 1e-6 if len(widths) > 1 else abs(more - less) <= EXACT
 
 
 def kseq_rate(p: Tensor, q: Tensor, count: int) -> float:
@@ -124,22 +121,14 @@ def kseq_rate(p: Tensor, q: Tensor, count: int) -> float:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", range(10))
-def test_kseq(count: int, seed: int) -> None:
+def test_kseq(count: int) -> None:
     """The closed form, to what 20 bisections leave of rho; never less than the sequential test of the same draws."""
-    target, draft = tables("dense", 4, 1, seed)
-    every_draft = drafts([independent(draft, count)], 4)
-    kseq, sequential = (exact_distribution(rule, every_draft, target) for rule in (accept_kseq, accept_sequential))
-    assert abs(kseq.num_accepted - kseq_rate(target[0], draft[0], count)) <= count * 2**-20
-    assert kseq.num_accepted >= sequential.num_accepted - count * 2**-20
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_block_of_one_is_sequential(seed: int) -> None:
-    target, draft = tables("dense", 4, 1, seed)
-    every_draft = drafts([independent(draft, 1)], 4)
-    block, sequential = (exact_distribution(rule, every_draft, target) for rule in (accept_block, accept_sequential))
-    assert abs(block.num_accepted - sequential.num_accepted) <= EXACT
+    found = [tables("dense", 4, 1, seed) for seed in range(10 if count < 4 else 3)]
+    cases = [(drafts([independent(draft, count)], 4), target) for target, draft in found]
+    kept = zip(found, lengths("kseq", cases), lengths("sequential", cases), strict=True)
+    for (target, draft), kseq, sequential in kept:
+        assert abs(kseq - kseq_rate(target[0], draft[0], count)) <= count * 2**-20
+        assert kseq >= sequential - count * 2**-20
 
 
 def test_example_of_the_block_paper() -> None:
