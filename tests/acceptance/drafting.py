@@ -87,6 +87,11 @@ def without_replacement(q: Tensor, count: int) -> Proposal:
     return propose
 
 
+def for_all(proposal: Proposal) -> Proposal:
+    """What a proposal draws after the root, after every context: one row of logits serves a whole level."""
+    return lambda _: proposal(0)
+
+
 def best(q: Tensor, count: int) -> Proposal:
     """The `count` most probable tokens, one-hot."""
     return lambda context: [([Child(x, DrawKind.ONE_HOT, None) for x in q[context].topk(count).indices.tolist()], 1.0)]

@@ -12,7 +12,19 @@ from itertools import product
 from typing import Any
 
 import torch
-from drafting import Child, Proposal, best, drafts, independent, tables, without_improbable, without_replacement
+from drafting import (
+    Child,
+    Proposal,
+    best,
+    drafts,
+    for_all,
+    independent,
+    joined,
+    random_table,
+    tables,
+    without_improbable,
+    without_replacement,
+)
 from enumeration import EXACT, EXACT_32, Columns, DecisionsFactory, Drafts, Lookup, ReplayedDecisions, Rule
 from float_edges import engine_drafts, table
 from penalised import penalised_rule, penalised_target, without_the_node_itself, without_the_path
@@ -30,6 +42,7 @@ from foretoken.acceptance.rules import (
     child_with_token,
     descend,
     draft_distributions,
+    drawn_distributions,
     sampled_children,
 )
 from foretoken.acceptance.traversal import accept_traversal
@@ -293,6 +306,17 @@ FAR = {  # siblings of which all but the first are subnormal
 }
 FAR_AS_IT_IS = edge(accept_sequential, without_replacement, (2,), ("dense", "others subnormal"), stated=torch.exp)
 RARE = edge(accept_sequential, independent, (1,), ("another at 7e-7", "one-hot"))
+OF_PARENT = "(tree.parents == tree.parents.gather(1, nodes)) & "
+_TARGET, _DRAFT = tables("dense", VOCAB, 2)
+SHARED_ROWS = Setting(
+    accept_sequential, drafts([for_all(without_replacement(each, 2)) for each in (_DRAFT, _DRAFT[1:])], VOCAB), _TARGET
+)
+_TARGET, _DRAFT = tables("dense", 4, 1)
+TWO_DRAFTERS = Setting(
+    accept_sequential,
+    drafts([joined(independent(_DRAFT, 1), without_replacement(random_table(4, 1, 7), 2))], 4),
+    _TARGET,
+)
 SCALED_BLOCK, SCALED_CHAIN = (replace(each, drafts=scaled_rows(each.drafts)) for each in (BLOCK, CHAIN))
 PENALISED = replace(CHAIN, rule=penalised_rule, target=penalised_target(VOCAB, 2))
 
@@ -389,6 +413,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "float32, small residual replaced by p": Mutant(
         RARE, patches={RULES + "residual": without_a_small_residual}, dtype=torch.float32, least=EXACT_32
+    ),
+    "tokens of cousins excluded": Mutant(
+        SHARED_ROWS, patches={RULES + "drawn_distributions": rewritten(drawn_distributions, OF_PARENT, "")}
+    ),
+    "tokens of another drafter excluded": Mutant(
+        TWO_DRAFTERS,
+        patches={RULES + "drawn_distributions": rewritten(drawn_distributions, " & (drafts.row_of == row)", "")},
     ),
     "rows that do not sum to 1": Mutant(
         SCALED_CHAIN, patches={RULES + "normalised": lambda weights: weights}, least=1e-5

@@ -16,6 +16,7 @@ from drafting import (
     best_and_one,
     drafts,
     ending,
+    for_all,
     independent,
     joined,
     random_table,
@@ -153,6 +154,17 @@ def mixed_cases(depth: int) -> dict[str, tuple[Drafts, Tensor]]:
 def test_mixed_kinds(rule: str, depth: int) -> None:
     error, where = worst(rule, mixed_cases(depth))
     assert error <= EXACT, where
+
+
+@pytest.mark.parametrize("rule", OF_TREES)
+def test_rows_that_serve_a_whole_level(rule: str) -> None:
+    """The children of two siblings are drawn from one row: none excludes what was drawn below the other node."""
+    cases = {}
+    for case in CASES:
+        target, draft = tables(case, 3, 2)
+        levels = [for_all(without_replacement(each, 2)) for each in (draft, draft[1:])]
+        cases[case] = drafts(levels, 3), target
+    assert worst(rule, cases)[0] <= EXACT, worst(rule, cases)
 
 
 @pytest.mark.parametrize("vocab", [3, 4])
