@@ -220,7 +220,7 @@ class QuantizedMatrix:
         Rows are dequantized and freed again. Inputs of 8 bits are rounded; others differ by less than the dtype's
         rounding.
         """
-        x = _rounded_inputs(x, self) if self.input_bits == 8 else x
+        x = rounded_inputs(x, self) if self.input_bits == 8 else x
         step = max(1, _DENSE_AT_ONCE // self.num_inputs // _PANEL) * _PANEL
         starts = range(0, self.num_outputs, step)
         rows = (self.rows(start, min(start + step, self.num_outputs)) for start in starts)
@@ -380,7 +380,7 @@ def _fits_half(scale: Tensor) -> bool:
     return bool(((sizes == 0) | ((sizes >= 2.0**-14) & (sizes <= torch.finfo(torch.float16).max))).all())
 
 
-def _rounded_inputs(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+def rounded_inputs(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """Rounds inputs (..., K) of 8 bits as the kernels do, in the order of the numbers."""
     cols = x.shape[-1]
     group = matrix.input_group or cols

@@ -85,7 +85,12 @@ class Taps:
 
 
 def find_blocks(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """Returns the blocks in order: the only module list with L entries. Raises `ModelError` without exactly one."""
+    """Returns the blocks in order; raises `ModelError` as `block_list`."""
+    return list(block_list(model, num_layers))
+
+
+def block_list(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """Returns the only module list with L entries. Raises `ModelError` without exactly one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
     outermost = [m for m in lists if not any(m in other.modules() for other in lists if other is not m)]
     if len(outermost) != 1:
@@ -93,7 +98,7 @@ def find_blocks(model: nn.Module, num_layers: int) -> list[nn.Module]:
             f"{type(model).__name__} has {len(outermost)} lists of {num_layers} blocks. Expected exactly one. "
             "Drafters that read features cannot be used with this target."
         )
-    return list(outermost[0])
+    return outermost[0]
 
 
 def find_final_norm(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:

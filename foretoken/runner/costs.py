@@ -26,7 +26,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.library import kernels_version
 from foretoken.decoder.slot_cache import SlotCache, affordable_rows
 from foretoken.files.user_cache import KeptEntries, is_number
-from foretoken.runner.decoders import NUM_ROWS, probe_layer_shapes, proven_decoder
+from foretoken.runner.decoders import DECODERS, layer_shapes
+from foretoken.runner.self_test import NUM_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -214,7 +215,7 @@ def measure_costs(
     Trees take `limit_s` seconds, see `CostCurve.measure`; steps and prompts get a sixth each. While trees and steps are
     timed, each sequence has `prefix` committed rows, at most half of the context. Raises as `pass_costs`.
     """
-    shapes = probe_layer_shapes(model.module)
+    shapes = layer_shapes(model)
     num_slots = _STEP_WIDTHS[-1]
     kinds: dict[str, Any] = {
         "dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8",
@@ -223,7 +224,7 @@ def measure_costs(
     needed = max(2 * prefix, prefix + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
     rows = max(NUM_ROWS, min(rows, needed))
     cache = SlotCache(shapes, num_slots=num_slots, capacity=rows, **kinds)
-    made = proven_decoder(decoder, model, cache, (), context_len=min(rows, model.context_len))
+    made = DECODERS[decoder](model, cache, ())
     passes = _Passes(model, cache, made, prefix)
     return PassCosts(
         tree=CostCurve.measure(passes.tree, passes.tree_widths, limit_s=limit_s),

@@ -21,7 +21,8 @@ from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows
 from foretoken.models.model_changes import WeightWrites
 from foretoken.runner.choice import PassWidths, choose_decoder
 from foretoken.runner.costs import pass_costs
-from foretoken.runner.decoders import DECODERS, NUM_ROWS, probe_layer_shapes, quantized_decoder
+from foretoken.runner.decoders import DECODERS, layer_shapes, quantized_decoder
+from foretoken.runner.self_test import NUM_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,7 +92,7 @@ class Runner:
         self.model, self.device, self.vocab_size = model, model.device, model.vocab_size
         self.max_nodes = min(max_nodes, MAX_NODES)
         self.prefill_chunk = prefill_chunk
-        shapes = probe_layer_shapes(model.module)
+        shapes = layer_shapes(model)
         kinds: dict[str, Any] = {
             "dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8",
         }  # fmt: skip

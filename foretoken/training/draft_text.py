@@ -25,8 +25,9 @@ from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.decoder.slot_cache import affordable_rows
 from foretoken.models.loading import LoadedModel, wrap_model
-from foretoken.runner.decoders import NUM_ROWS, probe_layer_shapes
+from foretoken.runner.decoders import layer_shapes
 from foretoken.runner.runner import Runner
+from foretoken.runner.self_test import NUM_ROWS
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 from foretoken.training.objective_base import Divergences
 
@@ -94,7 +95,7 @@ class Writer:
     @cached_property
     def _runner(self) -> Runner:
         model = self._model
-        rows = affordable_rows(probe_layer_shapes(model.module), dtype=model.dtype, device=model.device)
+        rows = affordable_rows(layer_shapes(model), dtype=model.dtype, device=model.device)
         slots = max(1, min(self._at_once, rows // (self._length + NUM_ROWS)))
         return Runner(model, num_slots=slots, context_len=self._length, max_nodes=1)
 
