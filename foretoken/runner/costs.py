@@ -15,12 +15,13 @@ import os
 import time
 from bisect import bisect_right
 from itertools import accumulate
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from foretoken.core.backend import has_cuda_runtime
+from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.library import kernels_version
@@ -35,9 +36,12 @@ if TYPE_CHECKING:
     from foretoken.decoder.base import Decoder
     from foretoken.models.loading import LoadedModel
 
-LIMIT_S = 1.5  # to measure all curves of a decoder; a choice: a longer load against widths that are estimated
+# To measure the curve of trees; the curves of steps and prompts get a sixth each. A choice: a longer load against
+# widths that are estimated. The width that runs when the time is over is finished: at most three more passes.
+LIMIT_S = 2.0
 # Of one width; a choice: the fastest pass counts, so a longer burst hides more interruptions and loads slower.
 _BURST_S = 0.005
+_LONG_S = 1.0  # a pass of which the first is believed; a choice: warming up takes tenths of a second at most
 
 
 class CostCurve:
@@ -68,29 +72,30 @@ class CostCurve:
         limit_s: float = LIMIT_S,
         longest_s: float = math.inf,
     ) -> CostCurve:
-        """Times passes of growing width, in rounds, until `limit_s` is spent.
+        """Times passes of each width, until `limit_s` is spent: widths that double first, then those between.
+
+        A width runs once without being timed, then at least twice; the fastest pass counts. So no first pass, which
+        reads weights from files and allocates memory, is kept.
 
         Args:
             run: Runs one pass of a width and waits for its end.
             widths: Ascending.
-            repeats: Rounds after the first, which warms up. The fastest pass of a width counts. A width that no later
-                round reaches keeps its first time.
-            limit_s: Seconds after which no further width begins, once every width has run and two are timed.
+            repeats: Rounds over the timed widths, while there is time.
+            limit_s: Seconds after which no further width begins, once two are timed.
             longest_s: Seconds of a pass after which wider passes are left out; at least two widths are timed.
         """
-        begin = time.perf_counter()
-        warm_up: dict[int, float] = {}
-        for width in widths:
-            warm_up[width] = _fastest(run, width)
-            if warm_up[width] > longest_s and len(warm_up) > 1:
-                break
-        best: dict[int, float] = {}
-        for _ in range(repeats):
-            for index, width in enumerate(warm_up):
-                if time.perf_counter() - begin > limit_s and index > 1:
-                    break
-                best[width] = min(best.get(width, math.inf), _fastest(run, width))
-        return cls(list(warm_up), [best.get(width, seconds) for width, seconds in warm_up.items()])
+        begin, best, widest = time.perf_counter(), dict[int, float](), math.inf
+        for width in _doubling_first(widths):
+            if len(best) > 1 and (width > widest or time.perf_counter() - begin > limit_s):
+                continue
+            best[width] = _warm_seconds(run, width)
+            if best[width] > longest_s:
+                widest = min(widest, width)
+        for _ in range(repeats - 1):
+            for width in sorted(best):
+                if time.perf_counter() - begin <= limit_s:
+                    best[width] = min(best[width], _fastest(run, width))
+        return cls(sorted(best), [best[width] for width in sorted(best)])
 
     def seconds(self, widths: Any) -> Any:
         """Returns seconds for an array of widths, in the array's shape."""
@@ -109,14 +114,36 @@ class CostCurve:
         return rising[after - 1] + share * (rising[after] - rising[after - 1])
 
 
+def _doubling_first(widths: Sequence[int]) -> list[int]:
+    """Returns widths of which each at least doubles the one before, ascending, then the others, ascending.
+
+    >>> _doubling_first((1, 2, 3, 4, 5, 6, 8))
+    [1, 2, 4, 8, 3, 5, 6]
+    """
+    doubling: list[int] = []
+    for width in widths:
+        if not doubling or width >= 2 * doubling[-1]:
+            doubling.append(width)
+    return [*doubling, *(width for width in widths if width not in doubling)]
+
+
+def _warm_seconds(run: Callable[[int], None], width: int) -> float:
+    first = _seconds(run, width)
+    return first if first > _LONG_S else min(_seconds(run, width), _fastest(run, width))
+
+
 def _fastest(run: Callable[[int], None], width: int) -> float:
     """Returns the seconds of the fastest of several passes in a row: decoding also finds caches warm."""
-    begin, best = time.perf_counter(), float("inf")
-    while best == float("inf") or time.perf_counter() - begin < _BURST_S:
-        start = time.perf_counter()
-        run(width)
-        best = min(best, time.perf_counter() - start)
+    begin, best = time.perf_counter(), _seconds(run, width)
+    while time.perf_counter() - begin < _BURST_S:
+        best = min(best, _seconds(run, width))
     return best
+
+
+def _seconds(run: Callable[[int], None], width: int) -> float:
+    start = time.perf_counter()
+    run(width)
+    return time.perf_counter() - start
 
 
 _KEPT = KeptEntries(file="foretoken-costs.json", mark="foretoken_costs", holder="curves", what="measured costs")
@@ -165,7 +192,7 @@ _STEP_WIDTHS = (1, 4)  # sequences; a choice, costs between them are interpolate
 _CURVES = {"tree": WIDTHS, "step": _STEP_WIDTHS, "prompt": _PROMPT_WIDTHS}
 COSTS_PREFIX = 128  # committed rows while trees and steps are timed; a choice: a short conversation
 _LONGEST_PROMPT_S = 0.5  # no wider chunk is timed after a longer one; a choice, part of `LIMIT_S`
-_FORMAT = 4  # of the kept file; older files are measured again
+_FORMAT = 5  # of the kept file; older files are measured again
 _log = logging.getLogger(__name__)
 
 
@@ -210,7 +237,7 @@ def pass_costs(model: LoadedModel, decoder: str, *, is_refreshed: bool = False) 
 def measure_costs(
     model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S, prefix: int = COSTS_PREFIX
 ) -> PassCosts:
-    """Times passes of a new decoder, one of `DECODERS`, on its own KV slots, and frees both.
+    """Times passes of a new decoder, one of `DECODERS`, on its own KV slots, and frees both; does not prove it.
 
     Trees take `limit_s` seconds, see `CostCurve.measure`; steps and prompts get a sixth each. While trees and steps are
     timed, each sequence has `prefix` committed rows, at most half of the context. Raises as `pass_costs`.
@@ -231,6 +258,63 @@ def measure_costs(
         step=CostCurve.measure(passes.step, _STEP_WIDTHS, limit_s=limit_s / 6),
         prompt=CostCurve.measure(passes.prompt, passes.prompt_widths, limit_s=limit_s / 6, longest_s=_LONGEST_PROMPT_S),
     )
+
+
+_SEEN_PASSES = 5  # of a width before it can contradict; a choice: the median ignores two interrupted passes
+_SEEN_WIDTHS = 2  # with so many passes; a choice: two can contradict a curve's shape, one never
+_SEEN_PREFIX = 4 * COSTS_PREFIX  # rows; a choice: longer contexts cost more than the curve says
+_LEAST_S = 1e-3  # a shorter pass says little, as the host's share differs
+# Largest factor between the errors of two widths, beyond which a curve is dropped. A choice: `CostModel` corrects less
+# while running, and single cold passes were wrong by 2 to 3.
+_CONTRADICTED = 1.6
+
+
+def contradicts(seen: Mapping[int, Sequence[float]], told: CostCurve) -> bool:
+    """Decides whether real passes contradict a curve's shape, whatever the machine's speed at the moment.
+
+    `seen`: seconds of passes by width.
+    """
+    ratios = [
+        median(seconds) / told(width) for width, seconds in seen.items()
+        if len(seconds) >= _SEEN_PASSES and told(width) >= _LEAST_S
+    ]  # fmt: skip
+    return len(ratios) >= _SEEN_WIDTHS and max(ratios) > _CONTRADICTED * min(ratios)
+
+
+def forget_costs(model: LoadedModel, decoder: str) -> None:
+    """Drops the stored costs, so that the next process measures again; nothing happens without stored costs."""
+    key = _key(model, decoder)
+    if read_points(key, _CURVES) is not None:
+        _KEPT.keep(key, {})
+
+
+class CostWatch:
+    """Compares the first real passes with the stored costs, and forgets costs that the passes contradict."""
+
+    def __init__(self, model: LoadedModel, decoder: str) -> None:
+        """Reads the stored costs; without any, and on accelerators, where passes end later, nothing is compared."""
+        self._model, self._decoder = model, decoder
+        stored = read_points(_key(model, decoder), _CURVES) if runs_cpu_kernels(model.device) else None
+        self._told = None if stored is None else CostCurve(*zip(*stored["tree"], strict=True))
+        self._seen: dict[int, list[float]] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether further passes are not compared."""
+        is_known = sum(len(each) == _SEEN_PASSES for each in self._seen.values()) >= _SEEN_WIDTHS
+        return self._told is None or is_known
+
+    def saw(self, work: Pass, seconds: float) -> None:
+        """Takes the seconds of a pass; only verifications of one sequence behind a short prefix count."""
+        if self._told is None or not work.has_all_logits or work.num_sequences > 1 or work.num_layers is not None:
+            return
+        own = self._seen.setdefault(work.num_tokens, [])
+        if work.prefix_lens[0] <= _SEEN_PREFIX and len(own) < _SEEN_PASSES:
+            own.append(seconds)
+        if self.is_over and contradicts(self._seen, self._told):
+            _log.info("measured costs of the %s runner are not those of its passes; the next load measures again.",
+                      self._decoder)  # fmt: skip
+            forget_costs(self._model, self._decoder)
 
 
 class _Passes:

@@ -9,6 +9,7 @@ Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows
 from foretoken.models.model_changes import WeightWrites
 from foretoken.runner.choice import PassWidths, choose_decoder
-from foretoken.runner.costs import pass_costs
+from foretoken.runner.costs import CostWatch, pass_costs
 from foretoken.runner.decoders import DECODERS, layer_shapes, quantized_decoder
 from foretoken.runner.self_test import NUM_ROWS
 
@@ -136,6 +137,7 @@ class Runner:
             costs=partial(pass_costs, model) if costs is None else costs,
         )
         self._use(decoder)
+        self._watch = CostWatch(model, decoder.name)
         self._writes.leave_out_written()
 
     def quantize(self, quantization: Quantization) -> None:
@@ -181,7 +183,12 @@ class Runner:
 
         Raises `PassError` if the rows do not fit the cache, or the pass does not fit the model.
         """
-        return self.decoder.run(self._placed(work))
+        if self._watch.is_over or self.quantization is not None:
+            return self.decoder.run(self._placed(work))
+        begin = time.perf_counter()
+        output = self.decoder.run(self._placed(work))
+        self._watch.saw(work, time.perf_counter() - begin)
+        return output
 
     @property
     def has_tree_drafting(self) -> bool:

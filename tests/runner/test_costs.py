@@ -9,6 +9,7 @@ import os
 import stat
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder import torch_blocks
 from foretoken.decoder.base import PassOutput
 from foretoken.files import user_cache
 from foretoken.models.loading import wrap_model
 from foretoken.runner import costs, decoders
-from foretoken.runner.costs import WIDTHS, CostCurve, PassCosts, measure_costs, pass_costs
-
-NARROW = tuple(width for width in WIDTHS if width <= 12)
+from foretoken.runner.costs import WIDTHS, CostCurve, PassCosts, contradicts, measure_costs, pass_costs
+from foretoken.runner.runner import Runner
 
 
 def test_curve_interpolates_and_goes_on_along_its_last_slope() -> None:
@@ -50,40 +51,59 @@ def test_one_disturbed_width_leaves_the_others_as_measured() -> None:
     assert [curve(width) for width in (1, 4, 8, 16)] == [1.0, 3.0, 3.0, 4.0]
 
 
-def test_measuring_takes_the_fastest_pass_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, passes = [0.0], []
+class Machine:
+    """A clock, and passes with known seconds: the first of each width is cold, and some are interrupted."""
 
-    def run(width: int) -> None:
-        passes.append(width)
-        clock[0] += width * 0.01 * (3.0 if len(passes) % 5 == 0 else 1.0)  # now and then something else runs
+    def __init__(self, seconds: Callable[[int], float], *, cold: float = 0.0, interrupted: int = 5) -> None:
+        self.now, self.passes, self._seconds, self._cold = 0.0, list[int](), seconds, cold
+        self._interrupted = interrupted
 
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(costs, "_BURST_S", 0.0)
-    curve = CostCurve.measure(run, NARROW, repeats=4, limit_s=1e9)
-    assert [curve(width) for width in (1, 6, 12, 24)] == pytest.approx([0.01, 0.06, 0.12, 0.24])
-    assert set(passes) == set(NARROW)
-    passes.clear()
-    slow = CostCurve.measure(run, NARROW, limit_s=0.0, repeats=3)
-    assert len(passes) == 9 + 3 * 2, "one warm-up of every width, then the two narrowest alone"
-    assert slow(2) > slow(1)
+    def run(self, width: int) -> None:
+        self.now += self._seconds(width) * (1.0 if (len(self.passes) + 1) % self._interrupted else 3.0)
+        self.now += self._cold * (width not in self.passes)
+        self.passes.append(width)
 
 
-def test_a_width_that_was_timed_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes of a large model take long: what is beyond the first widths is measured, not continued from them."""
-    clock, passes = [0.0], []
+def measured_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **options: Any) -> CostCurve:
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: machine.now)
+    return CostCurve.measure(machine.run, WIDTHS, **options)
 
-    def run(width: int) -> None:
-        passes.append(width)
-        clock[0] += 1.0 if width < 8 else 10.0
 
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
-    curve = CostCurve.measure(run, NARROW, limit_s=2.0)
-    assert [width for width, _ in curve.points] == list(NARROW)
-    assert [curve(width) for width in (1, 2, 6, 8, 12)] == pytest.approx([1.0, 1.0, 1.0, 10.0, 10.0])
-    passes.clear()
-    short = CostCurve.measure(run, NARROW, limit_s=2.0, longest_s=5.0)
-    assert [width for width, _ in short.points] == [1, 2, 3, 4, 5, 6, 8], "wider ones take longer still"
-    assert max(passes) == 8
+@pytest.mark.parametrize("limit_s", [costs.LIMIT_S, 0.0, 1e9])
+def test_a_cold_first_round_does_not_survive(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of 60 ms and more, as of a model of 1.5 billion weights, whose first pass of a width takes 300 ms more."""
+    machine = Machine(lambda width: 0.06 + 0.01 * width, cold=0.3)
+    curve = measured_on(machine, monkeypatch, limit_s=limit_s)
+    assert all(seconds == pytest.approx(0.06 + 0.01 * width) for width, seconds in curve.points)
+    assert [curve(width) for width in range(1, 129)] == pytest.approx([0.06 + 0.01 * w for w in range(1, 129)])
+
+
+def test_few_widths_are_timed_well_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(lambda width: 0.06 + 0.01 * width)
+    curve = measured_on(machine, monkeypatch)
+    assert [width for width, _ in curve.points] == [1, 2, 4, 8, 16], "the others lie between, or beyond"
+    assert all(machine.passes.count(width) >= 3 for width, _ in curve.points)
+    assert machine.now < costs.LIMIT_S + (1 + 1 + 3) * 0.22, "the last width is finished"
+    machine = Machine(lambda width: 0.06 + 0.01 * width)
+    measured_on(machine, monkeypatch, limit_s=1e9)
+    assert set(machine.passes) == set(WIDTHS)
+    machine = Machine(lambda width: 0.06 + 0.01 * width)
+    assert len(measured_on(machine, monkeypatch, limit_s=0.0).points) == 2, "one point would say nothing of others"
+
+
+def test_long_passes_are_not_repeated_before_they_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(lambda width: 0.01 if width < 8 else 1.5 * width, interrupted=99)
+    curve = measured_on(machine, monkeypatch, longest_s=5.0, limit_s=20.0, repeats=1)
+    assert [width for width, _ in curve.points] == [1, 2, 3, 4, 5, 6, 8], "wider ones take longer still"
+    assert machine.passes.count(8) == 1
+    assert curve(8) == pytest.approx(12.0)
+
+
+def test_a_disturbance_of_one_width_does_not_make_a_wider_pass_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(lambda width: 0.001 if width != 6 else 0.004)
+    curve = measured_on(machine, monkeypatch)
+    values = [curve(width) for width in range(1, 200)]
+    assert values == sorted(values)
 
 
 @pytest.fixture
@@ -340,16 +360,63 @@ def test_the_passes_that_are_timed_are_those_that_are_made(monkeypatch: pytest.M
 
     make = decoders.DECODERS["lean-native"]
     monkeypatch.setitem(decoders.DECODERS, "lean-native", Watched)
-    measure_costs(wrap_model(tiny_model("llama"), name="tiny"), "lean-native", limit_s=0.0)
-    proof = 3  # two prompts and a batch of trees
+    measure_costs(wrap_model(tiny_model("llama"), name="tiny"), "lean-native", limit_s=60.0)
     timed = {
         (work.num_sequences, work.num_tokens, work.has_all_logits, work.is_causal, work.prefix_lens[0])
-        for work in passes[proof:]
+        for work in passes
     }
     trees = {(1, width, True, width == 1, 48) for width in WIDTHS}
     assert timed == {*trees, (4, 4, True, True, 48), (1, 1, False, True, 0), (1, 32, False, True, 0)}
     widest = max(passes, key=lambda work: work.num_tokens)
     assert len(set(widest.tokens.tolist())) > 60, "other tokens are other experts"
+
+
+TOLD = CostCurve((1, 8, 64), (0.06, 0.1, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        ({1: 0.06, 8: 0.1}, False),
+        ({1: 0.18, 8: 0.3}, False),  # a machine that is three times as slow now
+        ({1: 0.06, 8: 0.14}, False),
+        ({1: 0.06, 8: 0.18}, True),
+        ({1: 0.06, 8: 0.05}, True),  # as if the stored pass was a cold one
+        ({1: 0.06}, False),
+    ],
+)
+def test_passes_contradict_the_shape_of_a_curve_alone(seen: dict[int, float], expected: bool) -> None:
+    def passes(seconds: float) -> list[float]:
+        return [seconds, 9 * seconds, seconds, 20 * seconds, seconds]  # two were interrupted
+
+    assert contradicts({width: passes(seconds) for width, seconds in seen.items()}, TOLD) is expected
+    assert not contradicts({width: passes(seconds)[:4] for width, seconds in seen.items()}, TOLD), "too few"
+    fast = CostCurve((1, 8, 64), (6e-5, 1e-4, 5e-4))
+    assert not contradicts({width: passes(seconds) for width, seconds in seen.items()}, fast), "the host counts there"
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_contradicted_costs_are_measured_again(
+    is_wrong: bool, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real passes of a runner, on a clock that says what each took."""
+    model, clock = wrap_model(tiny_model("llama"), name="tiny"), [0.0]
+    pass_costs(model, "lean-native")  # stores 0.5 s for one token, 0.75 for two, 1.0 for three
+    runner = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
+    run = runner.decoder.run
+
+    def timed(work: Pass) -> PassOutput:
+        clock[0] += 0.5 + 0.25 * (work.num_tokens - 1) * (-0.8 if is_wrong else 1)
+        return run(work)
+
+    monkeypatch.setattr(runner.decoder, "run", timed)
+    monkeypatch.setattr("foretoken.runner.runner.time.perf_counter", lambda: clock[0])
+    runner.prefill(0, [5, 6, 7, 8], 0)
+    for width in [1, 3] * 5:
+        runner.verify([0], [4], TokenTree.from_rows([TreeRow([9] * width, range(-1, width - 1))]))
+    assert measured == ["lean-native torch.float32 " + measured[0].split()[-1]]
+    pass_costs(model, "lean-native")
+    assert len(measured) == (2 if is_wrong else 1)
 
 
 def test_what_was_measured_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
