@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from foretoken.decoder.quantized import QuantizedLinear, round_rows, rounded_inputs
 from foretoken.models.generic import block_list, first_output, own_attention
+from foretoken.models.plugin import ATTENTION_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +64,8 @@ def replay(
     Raises:
         ModelError: If the blocks cannot be found.
     """
-    blocks, rotations = block_list(model.module, model.num_layers), []
+    blocks = block_list(model.module, model.num_layers)
+    rotations: list[nn.Module] = []
     rest: list[Any] = []
     stages = [
         _Stage(block, states[index : index + 2], model, rest, is_run=index in chosen, rounds_rows=rounds_rows)
@@ -73,8 +75,11 @@ def replay(
         rotations = [part for part in model.backbone.modules() if type(part).__name__.endswith("RotaryEmbedding")]
     handles = [part.register_forward_pre_hook(_widen_first) for part in rotations]
     try:
-        with _replaced(blocks, stages), own_attention(model.module, "sdpa"), torch.inference_mode():
-            final = model.backbone(paths.to(model.device), use_cache=False)[0]
+        # Eager attention rounds its scores to the model's dtype, which would excuse much. Adapted models have no other.
+        config: Any = model.module.config
+        kind = "sdpa" if config._attn_implementation == ATTENTION_NAME else "eager"
+        with _replaced(blocks, stages), own_attention(model.module, kind), torch.inference_mode():
+            final: Tensor = model.backbone(paths.to(model.device), use_cache=False)[0]
     finally:
         for handle in handles:
             handle.remove()
@@ -116,13 +121,15 @@ class _Stage(nn.Module):
             return getattr(super().__getattr__("block"), name)  # models read the kind of attention of a block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = list(args), dict(kwargs)
-        owner, key = (args, 0) if args else (kwargs, "hidden_states")
+        """Returns the states after the block, in the form that the block returns."""
+        given, named = list(args), dict(kwargs)
+        owner: Any = given or named
+        key = 0 if given else "hidden_states"
         self.given = owner[key]
         before, after = self._states
         if self._is_run:
             owner[key] = before
-            self.output = self._run(args, kwargs)
+            self.output = self._run(given, named)
         return (after, *self._rest[0]) if self._rest else after
 
     def _run(self, args: list[Any], kwargs: dict[str, Any]) -> BlockOutput:
@@ -163,6 +170,7 @@ class _Dense(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Turns (..., K) into (..., N) of the same dtype."""
         x = rounded_inputs(x, self._matrix) if self._matrix.input_bits == 8 else x
         return functional.linear(x, self.weight, self.bias)
 
@@ -171,6 +179,7 @@ class _RoundedRows:
     """A cache that keeps nothing, and rounds keys and values as the kernels store them in int8."""
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Returns both rounded."""
         return _rounded(key), _rounded(value)
 
 

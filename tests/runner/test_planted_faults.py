@@ -191,9 +191,8 @@ def test_weights_that_are_read_wrongly_are_refused(fault: str, monkeypatch: pyte
     read = decoders.read_weights
     monkeypatch.setattr(decoders, "read_weights", lambda *arguments: plant(read(*arguments)))
     for dtype in DTYPES:
-        for kind in ("lean-native", "lean-stock"):
-            with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
-                prove(loaded(architecture, dtype), kind)
+        with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
+            prove(loaded(architecture, dtype), "lean-native")
 
 
 def on_trees(change: Callable[[Pass], Pass]) -> Callable[[Pass], Pass]:
@@ -247,9 +246,8 @@ def test_passes_that_are_run_wrongly_are_refused(
             return self._decoder.run(PASSES[fault](work))
 
     monkeypatch.setitem(decoders.DECODERS, kind, Wrong)
-    for architecture in ("outliers", "gemma2"):
-        with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
-            prove(loaded(architecture, dtype), kind)
+    with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
+        prove(loaded("outliers", dtype), kind)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
