@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 TINYCODE = Path(__file__).parents[2] / "models" / "tinycode"
 _SIZES = {
@@ -163,7 +165,7 @@ def _permuted_heads(key: str, config: Any) -> int:
     return config.num_attention_heads * (".q_proj." in key) + config.num_key_value_heads * (".k_proj." in key)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, split: str = "default") -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, split: str = "gpt-2") -> None:
     """Adds the tokenizer of tinycode, as the conversion script does for byte-level BPE."""
     whole = json.loads((TINYCODE / "tokenizer.json").read_text())
     vocab = whole["model"]["vocab"]
@@ -178,3 +180,57 @@ def add_tokenizer(writer: gguf.GGUFWriter, split: str = "default") -> None:
     )
     for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
         add(0)
+
+
+def write_header(path: Path, *adds: Callable[[gguf.GGUFWriter], None], architecture: str = "llama") -> Path:
+    """Writes a file without tensors: enough for a tokenizer."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for add in adds:
+        add(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tokens(
+    writer: gguf.GGUFWriter,
+    tokens: Iterable[str],
+    *,
+    special: dict[str, int] | None = None,
+    merges: Iterable[str] = (),
+    split: str | None = "gpt-2",
+    model: str = "gpt2",
+    scores: Iterable[float] | None = None,
+) -> None:
+    """Adds a vocabulary: ordinary `tokens`, then `special` ones with their types."""
+    special = special or {}
+    whole = [*tokens, *special]
+    writer.add_tokenizer_model(model)
+    if split is not None:
+        writer.add_tokenizer_pre(split)
+    writer.add_token_list(whole)
+    writer.add_token_types([special.get(token, gguf.TokenType.NORMAL) for token in whole])
+    if scores is not None:
+        writer.add_token_scores([*scores, *(0.0 for _ in special)])
+    if model != "llama":
+        writer.add_token_merges(list(merges))
+
+
+def add_pairs(writer: gguf.GGUFWriter, texts: Iterable[str], split: str) -> None:
+    """Adds bytes, and a merge of every pair of bytes in texts: where a text is split shows in all ids up to there.
+
+    Three words are tokens that no merges make.
+    """
+    characters = bytes_to_unicode()
+    spelled = ["".join(characters[byte] for byte in text.encode()) for text in texts]
+    pairs = sorted({(text[at], text[at + 1]) for text in spelled for at in range(len(text) - 1)})
+    random.Random(0).shuffle(pairs)
+    if ("\u0120", "\u0120") in pairs:
+        pairs.append(("\u0120\u0120", "\u0120"))
+    tokens = [*characters.values(), *map("".join, pairs), "don", "1234", "\u0120e\u0120\u0120"]
+    control = {"<|endoftext|>": gguf.TokenType.CONTROL}
+    add_tokens(writer, tokens, special=control, merges=[" ".join(pair) for pair in pairs], split=split)
+    writer.add_bos_token_id(len(tokens))
+    writer.add_eos_token_id(len(tokens))

@@ -6,14 +6,13 @@ layer, gate, up and down. A setting or a tensor that is not known is refused, be
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
@@ -21,6 +20,8 @@ from foretoken.decoder.quantized_embedding import is_plain_embedding
 from foretoken.models.config_checks import check_sizes, is_size
 from foretoken.models.quantization.experts import PARTS, experts_of
 from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
+from foretoken.models.quantization.gguf_tokenizer import build_tokenizer
+from foretoken.models.quantization.gguf_vocabulary import read_vocabulary
 from foretoken.models.quantization.stored import StoredModel
 from foretoken.models.weight_files import meta_model, untied_shapes
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.decoder.quantized import QuantizedMatrix
-
-_log = logging.getLogger(__name__)
 
 
 class _Architecture(NamedTuple):
@@ -98,10 +97,10 @@ _OTHERS = {
 _DERIVED = {
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window_pattern"),
     *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scale_linear",),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned", "expert_count", "expert_used_count"),
     *("vocab_size", "tensor_data_layout", "expert_feed_forward_length"),
 }
-_END_TOKENS = ("eos", "eot", "eom")
 
 
 class _Values:
@@ -153,7 +152,8 @@ def _architecture(file: GgufFile) -> _Architecture:
 def _read_config(file: GgufFile) -> Any:
     """Returns the configuration that a file states; what it does not state is as llama.cpp takes it."""
     values = _Values(file)
-    architecture = _architecture(file)
+    architecture, vocabulary = _architecture(file), read_vocabulary(file)
+    ends = vocabulary.ends
     fields: dict[str, Any] = {field: values.size(key) for key, field in _SIZES.items()}
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     found = len({match[1] for match in map(_BLOCK.match, file.tensors) if match})
@@ -170,9 +170,9 @@ def _read_config(file: GgufFile) -> Any:
     fields |= {
         "num_key_value_heads": values.size("attention.head_count_kv", heads),
         "rope_parameters": _rope(values, file, head_dim),
-        "bos_token_id": file.values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_tokens(file),
-        "pad_token_id": file.values.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": vocabulary.ids.get("bos"),
+        "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
+        "pad_token_id": vocabulary.ids.get("padding"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     if "token_embd.weight" in file.tensors:
@@ -206,7 +206,8 @@ def _mixture(values: _Values, intermediate: int) -> dict[str, Any]:
 
 
 def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
-    scaling = values.own.get("rope.scaling.type", "none")
+    factor = values.own.get("rope.scaling.factor", values.own.get("rope.scale_linear"))
+    scaling = values.own.get("rope.scaling.type", "linear" if factor not in (None, 0, 1) else "none")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.number("rope.freq_base", 10000.0))}
     rotated = values.size("rope.dimension_count", head_dim)
     if values.architecture == "phi3":
@@ -216,9 +217,10 @@ def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
     if scaling not in ("none", "linear", "yarn"):
         raise values.refusal(f"scales positions by {shown(scaling)}", "none, linear or yarn")
     if scaling != "none":
-        rope |= {"rope_type": scaling, "factor": float(values.number("rope.scaling.factor"))}
+        rope |= {"rope_type": scaling, "factor": float(values.number("rope.scaling.factor", factor))}
     if scaling == "yarn":
-        rope["original_max_position_embeddings"] = values.size("rope.scaling.original_context_length")
+        key = "rope.scaling.original_context_length"
+        rope["original_max_position_embeddings"] = values.size(key, values.size("context_length"))
     if _ROPE_FACTORS in file.tensors:
         if scaling != "none":
             raise values.refusal("scales positions in two ways", "one")
@@ -256,13 +258,6 @@ def _layer_types(values: _Values, layers: int) -> dict[str, Any]:
     if not values.own.get("attention.sliding_window") or not isinstance(pattern, list) or len(pattern) != layers:
         raise values.refusal("does not say which layers have a sliding window", "a window and its pattern")
     return {"layer_types": ["sliding_attention" if each else "full_attention" for each in pattern]}
-
-
-def _end_tokens(file: GgufFile) -> Any:
-    """Returns all tokens that end a text or a turn: one, a list of them, or None."""
-    found = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS]
-    tokens = [each for index, each in enumerate(found) if each is not None and each not in found[:index]]
-    return tokens if len(tokens) > 1 else tokens[0] if tokens else None
 
 
 def _refusal(what: str, path: Path, error: Exception) -> str:
@@ -402,21 +397,10 @@ def _file_shapes(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...
 
 
 def gguf_tokenizer(path: Path) -> Any | None:
-    """Returns the tokenizer of a GGUF file, None if the file has none; raises `ModelError` if it is damaged.
-
-    A warning is logged if transformers splits text otherwise than the file says.
-    """
+    """Returns the tokenizer of a GGUF file, None if the file has none; raises `ModelError` if it is damaged."""
     file = read_gguf(path)
-    if "tokenizer.ggml.tokens" not in file.values:
+    vocabulary = read_vocabulary(file)
+    if not vocabulary.tokens:
         return None
-    try:  # in a module that transformers may move
-        from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
-    except ImportError as err:
-        raise ModelError(f"the tokenizer of '{path}' needs a newer transformers: {one_line(err)}.") from err
-    split = str(file.values.get("tokenizer.ggml.pre"))
-    if file.values.get("tokenizer.ggml.model") == "gpt2" and split not in {"gpt-2", *mapping.GGUF_PRE_TOKENIZER_SPLITS}:
-        _log.warning("%s: transformers does not know how '%s' splits text, and splits it as GPT-2.", path, split)
-    with foreign_errors_as(ModelError, lambda err: _refusal("tokenizer", path, err)):
-        architecture, tokens, settings = mapping.get_gguf_tokenizer(str(path))
-        backend, _ = mapping.convert_gguf_tokenizer(architecture, tokens)
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+    with foreign_errors_as(ModelError, lambda err: _refusal("tokenizer", path, err), passing=(ModelError,)):
+        return build_tokenizer(file, vocabulary)

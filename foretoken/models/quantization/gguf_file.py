@@ -39,7 +39,7 @@ _TYPES = (
     *("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K"),
     *("Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16"),
     *("I32", "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4"),
-    *("IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4"),
+    *("IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4", "Q1_0", "Q2_0"),
 )  # by their numbers in files
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -141,14 +141,29 @@ class GgufFile:
     Attributes:
         path: Of the file.
         data: Its bytes, mapped into memory.
-        values: The header's values by their keys; None for arrays of texts, and for long arrays.
+        values: The header's values by their keys; None for arrays of texts, and for long arrays. See `array`.
+        array_starts: Where those arrays begin, by their keys.
         tensors: All tensors by their names; they lie inside the file.
     """
 
     path: Path
     data: mmap.mmap
     values: dict[str, Any]
+    array_starts: dict[str, int]
     tensors: dict[str, StoredTensor]
+
+    def array(self, key: str) -> list[Any] | None:
+        """Returns an array of the header, also a long one; None if the key is missing or has another value."""
+        if key in self.array_starts:
+            return _Cursor(self.path, self.data, self.array_starts[key]).array(keeps_all=True)
+        value = self.values.get(key)
+        return value if isinstance(value, list) else None
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """The mean over all tensors."""
+        tensors = self.tensors.values()
+        return sum(each.num_bytes for each in tensors) / max(1, sum(prod(each.shape) for each in tensors))
 
     def matrix(
         self, name: str, dtype: torch.dtype, order: Tensor | None = None, *, part: int | None = None
@@ -223,8 +238,8 @@ class GgufFile:
 class _Cursor:
     """Reads a header from its start, never past the end of the file."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, path: Path, data: mmap.mmap, at: int = 0) -> None:
+        self.path, self.data, self.at = path, data, at
 
     def damaged(self, why: str) -> ModelError:
         return ModelError(f"'{self.path}' is damaged: {why}. Copy or download it again.")
@@ -260,17 +275,24 @@ class _Cursor:
         kind = self.number("I")
         if kind == _TEXT:
             return self.text(_MOST_TEXT_BYTES)
-        if kind != _ARRAY:
-            return self.scalar(kind)
+        return self.array(keeps_all=False) if kind == _ARRAY else self.scalar(kind)
+
+    def array(self, *, keeps_all: bool) -> list[Any] | None:
+        """Reads an array after its type; returns None for texts and long arrays unless `keeps_all`."""
         item, count = self.number("I"), self.count(_MOST_ITEMS, "items of an array")
         if item == _TEXT:
+            if keeps_all:
+                return [self.text() for _ in range(count)]
             for _ in range(count):
                 self.skip(self.count(_MOST_NAME_BYTES, "bytes of a text"))
-        elif item in _SCALARS and count > _KEPT_ITEMS:
-            self.skip(count * struct.calcsize(f"<{_SCALARS[item]}"))
-        else:
+            return None
+        if item not in _SCALARS:
+            raise self.damaged(f"a value of its header has the unknown type {item}")
+        if count <= _KEPT_ITEMS:
             return [self.scalar(item) for _ in range(count)]
-        return None
+        form = f"<{count}{_SCALARS[item]}"
+        start = self.skip(struct.calcsize(form))
+        return list(struct.unpack_from(form, self.data, start)) if keeps_all else None
 
     def scalar(self, kind: int) -> Any:
         if kind not in _SCALARS:
@@ -298,6 +320,8 @@ def read_gguf(path: Path) -> GgufFile:
             if start[:4] != b"GGUF":
                 raise ModelError(f"'{path}' is no GGUF file. Expected one that begins with 'GGUF'.")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as err:
+        raise ModelError(f"there is no file '{path}'. Expected a GGUF file. Check the path.") from err
     except OSError as err:
         raise ModelError(f"'{path}' cannot be read: {one_line(err)}. Expected a GGUF file.") from err
     cursor = _Cursor(path, data)
@@ -310,9 +334,13 @@ def read_gguf(path: Path) -> GgufFile:
         )
     num_tensors, num_values = cursor.count(_MOST_ENTRIES, "tensors"), cursor.count(_MOST_ENTRIES, "values")
     values: dict[str, Any] = {}
+    starts: dict[str, int] = {}
     for _ in range(num_values):
         key = cursor.name(values)
+        at = cursor.at
         values[key] = cursor.value()
+        if values[key] is None:
+            starts[key] = at + 4  # after the type
     found: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for _ in range(num_tensors):
         name = cursor.name(found)
@@ -327,7 +355,7 @@ def read_gguf(path: Path) -> GgufFile:
         if first + offset + num_bytes > len(data):
             raise cursor.damaged(f"the file ends before the data of {name}")
         tensors[name] = StoredTensor(kind, shape, first + offset, num_bytes)
-    return GgufFile(path=path, data=data, values=values, tensors=tensors)
+    return GgufFile(path=path, data=data, values=values, array_starts=starts, tensors=tensors)
 
 
 def _num_bytes(path: Path, name: str, kind: str, shape: tuple[int, ...]) -> int:

@@ -1,0 +1,262 @@
+r"""Builds the tokenizer of a GGUF file with the `tokenizers` library; token ids are those of llama.cpp.
+
+A file names how its text is split before merges, and `_SPLITS` says what each name means. Some expressions of llama.cpp
+lack the classes \p{Lu} and \p{Ll}: where these occur, text is split as the models' own tokenizers split it, as the
+models were trained. This module knows no end tokens, see `gguf_vocabulary`.
+
+Source: `llm_tokenizer_bpe` and `llm_tokenizer_spm_session` of ggml-org/llama.cpp, src/llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, listed
+from foretoken.models.quantization.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from foretoken.models.quantization.gguf_file import GgufFile
+    from foretoken.models.quantization.gguf_vocabulary import Vocabulary
+
+
+class _Split(NamedTuple):
+    """How text is split before merges.
+
+    Attributes:
+        expressions: Each one splits the pieces of the one before; what it does not match are pieces too.
+        ignore_merges: Whether a whole piece that is a token is taken, whatever the merges say.
+        adds_bos: Whether texts begin with BOS unless the file says otherwise.
+        marks_spaces: Whether spaces become \u2581 and tokens are text; otherwise each character of a token is a byte.
+    """
+
+    expressions: tuple[str, ...]
+    ignore_merges: bool = False
+    adds_bos: bool = False
+    marks_spaces: bool = False
+
+
+_SUFFIXES = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_SPACES = r"\s+(?!\S)|\s+"
+_LINES = r"\s*[\r\n]+"
+
+
+def _words(
+    digits: str,
+    *,
+    suffixes: str = f"{_SUFFIXES}|",
+    letters: str = r"\p{L}+",
+    symbols: str = r"[^\s\p{L}\p{N}]+[\r\n]*",
+    lines: str = _LINES,
+    spaces: str = _SPACES,
+) -> str:
+    return rf"{suffixes}[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}| ?{symbols}|{lines}|{spaces}"
+
+
+def _cased_words(digits: str, *, suffixes: str = f"{_SUFFIXES}?", after_symbols: str = r"[\r\n/]*") -> str:
+    """Splits "iPhone" before the P."""
+    upper, lower = (rf"[\p{{L{case}}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]" for case in "ul")
+    lower = lower.replace(r"\p{Lt}", "")
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{start}{upper}*{lower}+{suffixes}|{start}{upper}+{lower}*{suffixes}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+{after_symbols}|{_LINES}|{_SPACES}"
+    )
+
+
+_DIGIT, _DIGITS, _UP_TO_3 = r"\p{N}", r"\p{N}+", r"\p{N}{1,3}"
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+_LLAMA3, _QWEN2 = _words(_UP_TO_3), _words(_DIGIT)
+_PUNCTUATED = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
+)
+_DEEPSEEK = rf"{_PUNCTUATED}[\r\n]*|{_LINES}|{_SPACES}"
+_CHINESE = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
+_OLD_CHINESE = r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
+_KOREAN = (
+    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+"
+    r"|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}"
+    r"\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+"
+)
+_ASIAN = (
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{F900}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}"
+    r"\x{0E40}-\x{0E7F}\x{0E80}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}"
+    r"\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
+)
+# Letters with two cases of an old version of Unicode.
+_OLD_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}\x{10CD}\x{10D0}-\x{10FF}\x{1C80}-\x{1C88}\x{2D00}-\x{2D2D}"
+    r"\x{A790}-\x{A7FA}\x{AB30}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DF1E}]]+"
+)
+_OLD_PUNCTUATION = r"[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+"
+_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_FINNISH = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"
+_NO_BREAKS = r"[^\n]+|[\n]+"
+_MARKS = r"[\p{P}\$\+<=>\^~\|"
+
+_SPLITS = {
+    name: split
+    for names, split in {
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _Split(
+            (_LLAMA3,), ignore_merges=True, adds_bos=True
+        ),
+        "dbrx smaug-bpe chatglm-bpe": _Split((_LLAMA3,)),
+        "glm4 glm5": _Split((_LLAMA3,), ignore_merges=True),
+        "jais-2": _Split((
+            _words(_UP_TO_3, spaces="|".join([
+                *(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s{1}"
+            ])),
+        )),
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": _Split((_QWEN2,)),
+        "qwen35": _Split((
+            _words(_DIGIT, letters=r"[\p{L}\p{M}]+", symbols=r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
+        )),
+        "seed-coder": _Split((_words(_DIGIT, symbols=r"[^\s\p{L}\p{N}\r\n]+"),)),
+        "ufakzeka": _Split((_words(_DIGIT, suffixes=""),)),
+        "laguna": _Split((_NO_BREAKS, _QWEN2)),
+        "minicpm5": _Split((_UP_TO_3, _words(_DIGITS)), ignore_merges=True),
+        "bailingmoe bailingmoe2 llada-moe": _Split((
+            _words(_DIGIT, suffixes="'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|", lines=r"\s*[\r\n]"),
+        )),
+        "exaone-moe": _Split((
+            _words(
+                _DIGIT, letters=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", symbols=r"[^\s\p{L}\p{N}]+[\r\n/]?",
+                lines=r"\s*[\r\n]",
+            ),
+        )),
+        "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais "
+        "trillion granite-docling jina-v1-en jina-v2-code roberta-bpe": _Split((_GPT2,)),
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": _Split((_DIGIT, _GPT2)),
+        "falcon": _Split((rf"{_MARKS}`]+", _GPT2, "[0-9][0-9][0-9]")),
+        "default": _Split((f"{_MARKS}]+", _GPT2, _DIGITS, "[0-9][0-9][0-9]")),
+        "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _Split((_UP_TO_3, _CHINESE, _DEEPSEEK)),
+        "spark2_5": _Split((_UP_TO_3, _CHINESE, rf"{_PUNCTUATED}|[\r\n]|{_SPACES}", _DIGIT)),
+        "afmoe": _Split((_THOUSANDS, _ASIAN, _DEEPSEEK)),
+        "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _OLD_CHINESE, _DIGIT)),
+        "deepseek-llm": _Split((
+            r"[\r\n]", rf"\s?{_OLD_CASED}", rf"\s?{_OLD_PUNCTUATION}", r"\s+$", _OLD_CHINESE, _DIGITS
+        )),
+        "tekken": _Split((_cased_words(_DIGIT, suffixes=""),), ignore_merges=True, adds_bos=True),
+        "gpt-4o llama4 kanana2 talkie minimax-m2": _Split((_cased_words(_UP_TO_3),)),
+        "granite-embed-multi-97m": _Split((_cased_words(_UP_TO_3),), ignore_merges=True),
+        "tiny_aya cohere2moe": _Split((_THOUSANDS, _cased_words(_UP_TO_3))),
+        "kimi-k2": _Split((r"\p{Han}+", _cased_words(_UP_TO_3, after_symbols=r"[\r\n]*"))),
+        "youtu": _Split((f"{_KOREAN}|{_CHINESE}", _cased_words(_DIGIT)), ignore_merges=True),
+        "superbpe": _Split((_DIGITS, "(?=([0-9]{3})+(?![0-9]))")),
+        "chameleon": _Split(
+            (
+                "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", _DIGIT,
+                r"[\p{P}!-/:-@\[-`{-~]", _GPT2,
+            ),
+            adds_bos=True,
+        ),
+        "poro-chat bloom gpt3-finnish": _Split((_FINNISH,)),
+        "viking": _Split((_FINNISH, _DIGIT)),
+        "gemma4 granite-embed-multi-311m": _Split((_NO_BREAKS,), adds_bos=True, marks_spaces=True),
+        "sarvam-moe": _Split((_NO_BREAKS,), marks_spaces=True),
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+
+
+def build_tokenizer(file: GgufFile, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of a vocabulary, with the file's chat template.
+
+    Raises:
+        ModelError: If the split before merges is not known, or scores or merges are missing.
+    """
+    build = _sentence_pieces if vocabulary.model == "llama" else _byte_pairs
+    backend, adds_bos = build(file, vocabulary)
+    strips = "phi-3" in (name := str(file.values.get("general.name")).lower()) or "phi3" in name
+    added = [
+        AddedToken(
+            text, normalized=False, special=kind != USER_DEFINED,
+            rstrip=strips and text not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
+        for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=False)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]  # fmt: skip
+    backend.add_tokens(added)
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    whole = {token.content for token in added}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=file.values.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        add_bos_token=bool(file.values.get("tokenizer.ggml.add_bos_token", adds_bos)),
+        add_eos_token=bool(file.values.get("tokenizer.ggml.add_eos_token", False)),
+        **{
+            names[name]: vocabulary.tokens[token]
+            for name, token in vocabulary.ids.items()
+            if name in names and vocabulary.tokens[token] in whole
+        },
+    )
+
+
+def _byte_pairs(file: GgufFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Returns a tokenizer that merges the pair of the lowest rank first, and whether it adds BOS by default."""
+    name = "gemma4" if vocabulary.model == "gemma4" else file.values.get("tokenizer.ggml.pre") or "default"
+    split = _SPLITS.get(name) if isinstance(name, str) else None
+    if split is None:
+        raise ModelError(
+            f"the tokenizer of '{file.path}' splits text as {shown(name)}, which is not known. Expected one of "
+            f"{listed(_SPLITS)}. Use safetensors of the model."
+        )
+    merges = file.array("tokenizer.ggml.merges")
+    if merges is None:
+        raise _missing(file, "merges")
+    backend = Tokenizer(
+        BPE(
+            vocab={text: token for token, text in enumerate(vocabulary.tokens)},
+            merges=[(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1)) > 0],
+            ignore_merges=split.ignore_merges,
+            byte_fallback=split.marks_spaces,
+        )
+    )
+    steps: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.expressions]
+    if split.marks_spaces:
+        backend.normalizer = normalizers.Replace(" ", "\u2581")
+        backend.decoder = _text_decoder(strips=False)
+    else:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return backend, split.adds_bos
+
+
+def _sentence_pieces(file: GgufFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Returns a tokenizer that merges the pair of the highest score first, and True: it adds BOS by default."""
+    scores = file.array("tokenizer.ggml.scores")
+    if scores is None or len(scores) < len(vocabulary.tokens):
+        raise _missing(file, "scores")
+    ids = {text: token for token, text in enumerate(vocabulary.tokens)}
+    backend = Tokenizer(BPE(vocab=ids, merges=list(_merges(ids, scores)), byte_fallback=True))
+    prefix = [normalizers.Prepend("\u2581")] if file.values.get("tokenizer.ggml.add_space_prefix", True) else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
+    backend.decoder = _text_decoder(strips=bool(prefix))
+    return backend, True
+
+
+def _merges(ids: dict[str, int], scores: list[float]) -> Iterable[tuple[str, str]]:
+    for text in sorted(ids, key=lambda text: -scores[ids[text]]):
+        for at in range(1, len(text)):
+            if text[:at] in ids and text[at:] in ids:
+                yield text[:at], text[at:]
+
+
+def _text_decoder(*, strips: bool) -> Any:
+    end = [decoders.Strip(content=" ", left=1)] if strips else []
+    return decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *end])
+
+
+def _missing(file: GgufFile, what: str) -> ModelError:
+    return ModelError(
+        f"the tokenizer of '{file.path}' has no {what}. Expected tokenizer.ggml.{what}. Use another file, or "
+        "safetensors of the model."
+    )
