@@ -107,7 +107,9 @@ def vocab(
 
 
 def data(
-    target: Annotated[str, typer.Argument(help="Target: its tokenizer encodes the text; a directory or a hub id.")],
+    target: Annotated[
+        str, typer.Argument(help="Target: its tokenizer encodes the text; a directory, a GGUF file or a hub id.")
+    ],
     out: Annotated[Path, typer.Option(help="Directory to make: train/ and perhaps held_out/.")],
     text: Annotated[
         list[str] | None, typer.Option(help="Text file, directory or glob; a file is a document. May be repeated.")
@@ -221,15 +223,15 @@ def _file_of_responses(given: Path | None, out: Path) -> Path:
 
 def _tokenizer(target: str) -> Any:
     from foretoken.entrypoints.drafter_files import check_is_no_head
-    from foretoken.models.config_checks import check_model_files
+    from foretoken.models.config_checks import check_model_files, is_gguf
     from foretoken.models.loading import load_tokenizer
 
-    if not Path(target).is_dir():
+    if not Path(target).is_dir() and not is_gguf(target):
         check_model_files(target)  # gives one sentence about a name that is neither a directory nor a hub id
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         check_is_no_head(target)
-        raise RequestError(f"'{target}' has no tokenizer. Expected a model directory with tokenizer files.")
+        raise RequestError(f"'{target}' has no tokenizer. Expected a model with a tokenizer.")
     return tokenizer
 
 

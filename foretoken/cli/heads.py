@@ -10,6 +10,7 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
+from foretoken.models.config_checks import is_gguf
 
 if TYPE_CHECKING:
     from foretoken.bench.loss import Loss
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    place: Annotated[str, typer.Argument(help="A model's or head's directory, a head's file of weights, or a hub id.")],
+    place: Annotated[str, typer.Argument(help="A model's or head's directory, a head's or GGUF file, or a hub id.")],
     target: Annotated[
         str | None,
         typer.Option(help="Directory of a head's target: completes the head's facts, and is compared with it."),
@@ -35,31 +36,32 @@ def inspect(
     text: options.HeldOut = "heldout",
     as_json: options.AsJson = False,
 ) -> None:
-    """Print what a directory holds: a target's architecture, sizes, dtype, tokenizer; or a head's format and sizes.
+    """Print what a directory or file holds: a target's architecture, sizes, dtype, tokenizer; or a head's format.
 
     With --verify (or --target, or in a foreign format) a head is read completely: numbers that are not finite, and
     tensors that are missing, unknown or of a wrong shape, are errors. With --verify a target's tensors are compared
     with its architecture, and their numbers are read.
     """
     directory = _local(place)
+    is_file = is_gguf(directory)
     is_quick = target is None and original is None and not verify
-    facts = _quick_facts(directory) if is_quick else None
-    if facts is None:
+    facts = _quick_facts(directory) if is_quick and not is_file else None
+    if facts is None and not is_file:
         facts = _head_facts(directory, target, verify=verify)
     if facts is not None and original is not None:
         raise ConfigError(f"'{directory}' is a head, which has no --original. Expected a target in 4 or 8 bits.")
     if facts is None:
         from foretoken.bench.quality import QUALITY_KEY, read_quality
-        from foretoken.models.describe import describe_directory
+        from foretoken.models.describe import describe_directory, describe_gguf
 
-        facts = describe_directory(directory)
+        facts = describe_gguf(directory, verify=verify) if is_file else describe_directory(directory)
         if original is not None:
             from foretoken.cli.quantize import measured_quality
 
             quality = measured_quality(directory, original, text)
             facts |= {} if quality is None else {QUALITY_KEY: quality.model_dump()}
         read_quality(facts, str(directory))
-        if verify:
+        if verify and not is_file:
             from foretoken.models.loading import weight_findings
 
             found = weight_findings(directory)
@@ -136,6 +138,8 @@ def _shown_fact(key: str, value: Any) -> str:
         from foretoken.bench.quality import Quality
 
         return str(Quality(**value))
+    if key == "weight_dtypes" and isinstance(value, dict):
+        return ", ".join(f"{name} {each['bytes'] / 2**20:.1f} MiB ({each['tensors']})" for name, each in value.items())
     if isinstance(value, dict):
         scalars = {name: part for name, part in value.items() if not isinstance(part, dict | list)}
         return ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in scalars.items())

@@ -50,11 +50,13 @@ def what_lies_at(place: str | Path) -> FoundWeights | None:
     """Returns the kind of model or head in a directory or file of weights; None if there is neither."""
     from foretoken.formats.describe import native_facts
     from foretoken.formats.registry import holds_head, method_of
-    from foretoken.models.config_checks import check_model_files
+    from foretoken.models.config_checks import check_model_files, is_gguf
 
     path = Path(place)
     if not exists(path):
         return None
+    if is_gguf(path) and path.is_file():
+        return FoundWeights(_DRAFT_MODEL, "a model")
     try:
         facts = native_facts(path)
         if facts is not None:

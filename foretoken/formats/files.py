@@ -26,7 +26,7 @@ from torch import Tensor
 from foretoken.core.errors import ConfigError, ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
-from foretoken.models.config_checks import indexed_files
+from foretoken.models.config_checks import indexed_files, is_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -166,6 +166,8 @@ def holds_pickles(directory: Path) -> bool:
 def open_weights(path: Path) -> Weights:
     """Opens safetensors, or a pickle of tensors alone; raises `ModelError` for damaged files and other content."""
     check_regular(path)
+    if is_gguf(path):
+        raise ModelError(f"'{path}' is a GGUF file, which holds a model. Expected the weights of a draft head.")
     return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
 
 

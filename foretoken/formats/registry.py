@@ -15,6 +15,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, Targ
 from foretoken.formats.conversion import Format, Reader, WriteOptions, check_values
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_files
 from foretoken.formats.speculators import KINDS
+from foretoken.models.config_checks import is_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +76,8 @@ def holds_head(path: Path) -> bool:
     that only a head can have: a target is never read from pickles.
     """
     directory = path if path.is_dir() else path.parent
+    if is_gguf(path):
+        return False
     if not path.is_file() and not any(directory.glob("*.safetensors")) and not holds_pickles(directory):
         return False
     try:

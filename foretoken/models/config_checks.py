@@ -137,9 +137,19 @@ _TEMPLATES = "additional_chat_templates"  # the only directory that tokenizers r
 _MOST_TEXT_BYTES = 256 * MIB  # a choice: tokenizers of 260,000 tokens have 40 MiB
 
 
+def is_gguf(name: str | Path) -> bool:
+    """Decides whether a name is meant for a GGUF file of llama.cpp."""
+    return Path(name).suffix == ".gguf"
+
+
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
     """Checks a model directory before any library reads it; raises `ModelError` if it is missing or damaged."""
     directory = Path(name)
+    if is_gguf(name) and directory.is_file():
+        raise ModelError(
+            f"'{name}' is a GGUF file. Expected a model directory with config.json and safetensors, because this needs "
+            "the weights as they were before they were rounded. Name the directory of the original model."
+        )
     if not directory.is_dir():
         if may_be_hub_id and _is_hub_id(name):
             return

@@ -1,4 +1,4 @@
-"""Describes a model directory from its configuration and weight headers, without loading weights.
+"""Describes a model directory, or a GGUF file, from its configuration and weight headers, without loading weights.
 
 transformers knows every configuration, but takes seconds to import. Common architectures with all sizes in
 `config.json` are described without it, with the same facts.
@@ -95,6 +95,62 @@ def describe_directory(directory: Path) -> dict[str, Any]:
         facts["parameters"] = sum(each.numel() for each in module.parameters())
     facts |= {} if label is None else {"quantization": label}
     return facts | ({} if quality is None else {"rounding_quality": quality})
+
+
+def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
+    """Returns facts about a GGUF file, JSON-ready, in the words of `describe_directory`.
+
+    Args:
+        verify: Reads every tensor too; "findings" are those that hold NaN or infinite values.
+
+    Raises:
+        ModelError: If the file is missing or damaged.
+    """
+    from foretoken.models.loading import check_architecture
+    from foretoken.models.quantization.gguf import open_gguf
+    from foretoken.models.quantization.gguf_file import read_gguf
+    from foretoken.models.quantization.gguf_vocabulary import read_vocabulary
+
+    file = read_gguf(path)
+    vocabulary, tensors = read_vocabulary(file), file.tensors.values()
+    try:
+        check_architecture(open_gguf(path).config, str(path))
+        target = _YES
+    except ModelError as err:
+        target = f"no: {err}"
+    name = str(file.values.get("general.architecture"))
+    sizes = {"layers": "block_count", "hidden_size": "embedding_length", "context": "context_length"}
+    types = {
+        kind: [each for each in tensors if each.type_name == kind] for kind in sorted({t.type_name for t in tensors})
+    }
+    kinds = [vocabulary.model, file.values.get("tokenizer.ggml.pre")]
+    facts = {
+        "file": str(path),
+        "name": file.values.get("general.name"),
+        "architecture": name,
+        **{key: file.values.get(f"{name}.{own}") for key, own in sizes.items()},
+        "vocabulary": len(vocabulary.tokens) or None,
+        "parameters": sum(prod(each.shape) for each in tensors),
+        "weight_dtypes": {
+            kind: {"tensors": len(found), "bytes": sum(each.num_bytes for each in found)}
+            for kind, found in types.items()
+        },
+        "weight_bytes": sum(each.num_bytes for each in tensors),
+        "has_tokenizer": bool(vocabulary.tokens),
+        "tokenizer": ", ".join(filter(None, kinds)) if vocabulary.tokens else None,
+        "end_tokens": {str(token): vocabulary.tokens[token] for token in vocabulary.ends if vocabulary.tokens},
+        "has_chat_template": "tokenizer.chat_template" in file.values,
+        "can_be_target": target,
+    }
+    findings: list[str] = []
+    for key in file.tensors if verify else ():
+        try:
+            file.dense(key)
+        except ModelError as err:
+            findings.append(str(err))
+    return {key: value for key, value in facts.items() if value is not None} | (
+        {"findings": findings} if verify else {}
+    )
 
 
 def _facts(

@@ -28,6 +28,7 @@ from foretoken.models.config_checks import (
     check_readable,
     check_sizes,
     end_tokens,
+    is_gguf,
     read_twin_record,
 )
 from foretoken.models.placement import gather_weights, resolve_device, resolve_dtype, shared_copy
@@ -125,7 +126,7 @@ def load_model(
     name = os.fspath(name)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
-    if _is_gguf(name):
+    if is_gguf(name):
         return _stored_model(open_gguf(Path(name)), name, torch_dtype, torch_device)
     check_model_files(name)
     config, headers = load_config(name, revision), read_headers(Path(name))
@@ -289,20 +290,16 @@ def _plug_in(module: Any, name: str) -> None:
 def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
     """Returns the tokenizer of a model, None if its directory has none; raises `ModelError` if it is damaged."""
     directory = Path(name)
-    if _is_gguf(name):
+    if is_gguf(name):
         return gguf_tokenizer(directory)
     if directory.exists() and not directory.is_dir():
-        raise ModelError(f"'{name}' is no directory. Expected one with tokenizer files, or a hub id.")
+        raise ModelError(f"'{name}' is no directory. Expected one with tokenizer files, a GGUF file, or a hub id.")
     if directory.is_dir():
         check_readable(directory)
     if directory.is_dir() and not any(directory.glob("tokenizer*")) and not any(directory.glob("*vocab*")):
         return None
     with foreign_errors_as(ModelError, partial(_refusal, f"the tokenizer of '{name}'")):
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-
-
-def _is_gguf(name: str) -> bool:
-    return Path(name).suffix == ".gguf"
 
 
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:

@@ -82,7 +82,7 @@ def target_parts(
     if model.quantization is not None and dtype is not None and not is_inference:
         raise ModelError(
             f"'{model.name}' was rounded to {model.quantization}, and training and copies need its weights as they "
-            "are. Load it without quantization."
+            "are. Load it without quantization, or name the directory of the original model."
         )
     module: Any = model.module
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()

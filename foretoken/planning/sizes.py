@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.decoder.quantized_experts import QuantizedExperts
+from foretoken.models.config_checks import is_gguf
 from foretoken.models.loading import check_architecture, load_config
 from foretoken.models.placement import DTYPES
+from foretoken.models.quantization.gguf import open_gguf
+from foretoken.models.quantization.gguf_file import read_gguf
 from foretoken.models.weight_files import meta_model
 from foretoken.planning.theory import ModelSizes
 
@@ -29,13 +34,13 @@ def described_sizes(name: str, dtype: str) -> tuple[ModelSizes, int]:
     """Returns the sizes of a model and its greatest context, from its configuration: no weights are read.
 
     Args:
-        name: A directory with `config.json`, or a hub id.
-        dtype: Of weights and KV cache; "auto" for the configuration's.
+        name: A directory with `config.json`, a hub id, or a GGUF file.
+        dtype: Of weights and KV cache; "auto" for the configuration's. A GGUF file has its own types of weights.
 
     Raises:
         ModelError: If the configuration cannot be read, or its architecture cannot be built.
     """
-    config = load_config(name)
+    config = open_gguf(Path(name)).config if is_gguf(name) else load_config(name)
     check_architecture(config, name)
     module = meta_model(config)
     if module is None:
@@ -45,7 +50,10 @@ def described_sizes(name: str, dtype: str) -> tuple[ModelSizes, int]:
     if not is_known and dtype != "auto":
         raise ConfigError(f"dtype is '{dtype}'. Expected auto, {', '.join(DTYPES)}.")
     itemsize = (DTYPES[dtype] if is_known else _own_dtype(text)).itemsize
-    return sizes_of(module, text, itemsize), int(getattr(text, "max_position_embeddings", None) or 4096)
+    sizes = sizes_of(module, text, itemsize)
+    if is_gguf(name):
+        sizes = replace(sizes, weight_bytes=read_gguf(Path(name)).bytes_per_weight)
+    return sizes, int(getattr(text, "max_position_embeddings", None) or 4096)
 
 
 def _own_dtype(config: Any) -> torch.dtype:
