@@ -187,6 +187,26 @@ def test_scaled_positions(tmp_path: Path, rope: Any, values: Any, tensors: Any) 
         same_logits(path, plain, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("values", "rope"),
+    [
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scaling.factor": 1.0}, {"rope_type": "default"}),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96},
+        ),
+    ],
+)
+def test_what_a_file_leaves_out_of_its_rope_is_as_in_llama_cpp(tmp_path: Path, values: Any, rope: Any) -> None:
+    adds = [partial(add_value, f"llama.rope.{key}", value) for key, value in values.items()]
+    config = open_gguf(tiny_file(tmp_path / "model.gguf", *adds)).config
+    assert config.max_position_embeddings == 96
+    assert config.rope_parameters == rope | {"rope_theta": config.rope_parameters["rope_theta"]}
+
+
 def add_value(key: str, value: Any, writer: GGUFWriter) -> None:
     """Adds a value of the type that fits best."""
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
