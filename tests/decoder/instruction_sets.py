@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock
+from made_once import shared_folder
 
 from foretoken.decoder import library
 
@@ -34,6 +36,8 @@ def kernels_for(name: str) -> Iterator[None]:
     with mock.patch.object(library, "_flags", return_value=tuple(flags)):
         library.native_library.cache_clear()
         try:
+            with FileLock(shared_folder() / f"kernels-{name}.lock"):  # or every process of xdist would compile them
+                library.native_library()
             yield
         finally:
             library.native_library.cache_clear()

@@ -1,4 +1,7 @@
-"""Blocks with a cache of their own: every option on every backend against a slow formula, fed piece by piece."""
+"""Blocks with a cache of their own: every option on every backend against a slow formula, fed piece by piece.
+
+Slow because kernels are compiled for each instruction set, once on a machine.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import slow_products
 from plain_model import PlainModel, relative_error
 from tiny_models import tiny_model
 from tree_decoding import SLOTS, UNUSED, by_path, decode, tiny_runner
@@ -14,8 +15,7 @@ from tree_decoding import SLOTS, UNUSED, by_path, decode, tiny_runner
 TOLERANCE = {torch.float64: 2e-6, torch.bfloat16: 1e-1, torch.float16: 2.5e-2}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(("architecture", "dtype"), slow_products(["llama", "gpt2", "gemma2"], list(TOLERANCE), each=1))
 def test_nodes_equal_their_paths(architecture: str, dtype: torch.dtype) -> None:
     runner, plain = tiny_runner(architecture, dtype=dtype), PlainModel(tiny_model(architecture, dtype=dtype))
     assert runner.model.dtype == dtype

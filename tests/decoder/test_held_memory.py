@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
+from pairwise import slow_products
 from tiny_models import tiny_model
 from torch import nn
 
@@ -76,9 +77,9 @@ def decoded(llm: LLM) -> CompletionOutput:
     return llm.generate([[5, 9, 3]], SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize(
+    ("move", "runner", "dtype"), slow_products(list(MOVES), RUNNERS, [torch.float32, torch.bfloat16])
+)
 def test_text_stays_what_it_was_when_weights_move(move: str, runner: str, dtype: torch.dtype) -> None:
     module = tiny_model("llama_tied").to(dtype)
     llm = LLM(module, speculative_config={"method": "ngram"}, runner=runner)
@@ -100,9 +101,14 @@ def test_weights_of_a_loaded_model_may_move_too(own: str, tmp_path: Path) -> Non
     assert decoded(llm) == expected
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("sizes", [[0], [8], [1000, 8], [8, 8]], ids=str)
-@pytest.mark.parametrize("which", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm"])
+@pytest.mark.parametrize(
+    ("which", "sizes", "runner"),
+    slow_products(
+        ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm"],
+        [[0], [8], [1000, 8], [8, 8]],
+        RUNNERS,
+    ),
+)
 def test_weights_that_are_freed_end_the_request(which: str, sizes: list[int], runner: str) -> None:
     """Also one that comes back to its address with fewer bytes; the native kernels have norms of their own."""
     module = tiny_model("llama")
@@ -149,9 +155,9 @@ def ruin(path: Path, how: str) -> None:
             file.write(bytes(size))
 
 
-@pytest.mark.parametrize("how", ["cut", "written over"])
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "runner", "how"), slow_products(["float32", "bfloat16"], RUNNERS, ["cut", "written over"])
+)
 def test_files_are_not_read_after_loading(dtype: str, runner: str, how: str, tmp_path: Path) -> None:
     """Weights that are wanted as the file has them would be its pages, and a cut file the end of the process."""
     tiny_model("gpt2" if runner == "generic" else "llama", dtype=DTYPES[dtype]).save_pretrained(tmp_path)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers as hf
 from decoder.lean_models import LEAN, assert_exact, assert_like_generic, runner
+from pairwise import slow_products
 from tiny_models import random_model, tiny_config, tiny_model
 from torch import Tensor, nn
 from tree_decoding import SLOTS, decode
@@ -78,9 +79,10 @@ def test_logits_equal_the_generic_runners(variant: str, kind: str) -> None:
     assert_like_generic(VARIANTS[variant], kind)
 
 
-@pytest.mark.parametrize("kind", LEAN)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("variant", ["llama", "odd sizes", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    ("variant", "dtype", "kind"),
+    slow_products(["llama", "odd sizes", "qwen3", "mistral"], [torch.bfloat16, torch.float32], LEAN),
+)
 def test_no_further_from_the_truth_than_the_generic_runner(variant: str, dtype: torch.dtype, kind: str) -> None:
     """In bfloat16 two correct forwards differ visibly; float64 tells which is nearer."""
     config = VARIANTS[variant]
@@ -106,8 +108,10 @@ def test_native_arithmetic_does_not_depend_on_company(variant: str, dtype: torch
 DECODERS = (*LEAN, "generic")
 
 
-@pytest.mark.parametrize("is_borrowed", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "is_borrowed"),
+    slow_products([torch.float32, torch.float64, torch.bfloat16], [False, True], each=1),
+)
 def test_decoders_of_one_model_do_not_disturb_each_other(dtype: torch.dtype, is_borrowed: bool) -> None:
     """Each gives what it gives alone, in any order, and the weights are the bits they were."""
     tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])])

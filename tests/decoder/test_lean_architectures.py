@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decoder.lean_models import LEAN, TOLERANCE, assert_exact, assert_like_generic, runner
+from pairwise import slow_products
 from tiny_models import CONTEXT_LEN, LEAN_ARCHITECTURES, random_model, tiny_config, tiny_model
 from torch import Tensor, nn
 from tree_decoding import SLOTS, decode
@@ -70,8 +71,10 @@ def test_logits_equal_the_generic_runners(variant: str, kind: str) -> None:
     assert_like_generic(VARIANTS[variant], kind)
 
 
-@pytest.mark.parametrize("kind", LEAN)
-@pytest.mark.parametrize("architecture", [name for name in NEW if name not in ("mixtral", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    slow_products([name for name in NEW if name not in ("mixtral", "qwen3_moe")], LEAN, each=1),
+)
 def test_no_further_from_the_truth_than_the_generic_runner(architecture: str, kind: str) -> None:
     """In bfloat16 two correct forwards differ visibly; float64 tells which is nearer. (Not of experts: one token that
     goes to another one outweighs all roundings.)"""
@@ -89,14 +92,15 @@ def test_no_further_from_the_truth_than_the_generic_runner(architecture: str, ki
     assert errors[kind] <= 1.3 * errors["generic"] + 1e-6
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("variant", [*NEW, "olmo2 odd sizes", "qwen3_moe many experts", "starcoder2 gelu"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    slow_products([*NEW, "olmo2 odd sizes", "qwen3_moe many experts", "starcoder2 gelu"], DTYPES, each=1),
+)
 def test_native_arithmetic_does_not_depend_on_company(variant: str, dtype: torch.dtype) -> None:
     assert_exact(runner(VARIANTS[variant], "lean-native", dtype, max_nodes=40))
 
 
-@pytest.mark.parametrize("kind", LEAN)
-@pytest.mark.parametrize("architecture", NEW)
+@pytest.mark.parametrize(("architecture", "kind"), slow_products(NEW, LEAN, each=1))
 def test_greedy_text_with_trees_is_the_generic_runners(architecture: str, kind: str) -> None:
     module, prompts = tiny_model(architecture), [[7, 8, 9] * 3, [40, 3, 12, 9, 61, 17]]
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -106,8 +110,7 @@ def test_greedy_text_with_trees_is_the_generic_runners(architecture: str, kind: 
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in plain]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", LEAN_ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "dtype"), slow_products(LEAN_ARCHITECTURES, DTYPES, each=1))
 def test_decoders_of_one_model_do_not_disturb_each_other(architecture: str, dtype: torch.dtype) -> None:
     """One loaded model, every order: each decoder gives what it gives alone, and that is right.
 

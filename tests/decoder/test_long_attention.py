@@ -10,6 +10,7 @@ import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
 from decoder.slow_blocks import Slow
 from decoder.test_block_stack import E, block, chains, in_dtype, matrix, numbers
+from pairwise import slow_products
 from torch import Tensor
 
 from foretoken.attention.dispatch import reference_attention
@@ -35,6 +36,12 @@ SHAPES: list[dict[str, Any]] = [
     {"num_heads": 9, "num_kv_heads": 3, "head_dim": 33, "window": 17},
     {"num_heads": 9, "num_kv_heads": 9, "head_dim": 32},  # so many that threads take whole heads of many queries
 ]
+
+# The dtype of weights, and whether rows of the cache are int8.
+STORED = {
+    "float32": (torch.float32, False), "float32, int8": (torch.float32, True),
+    "bfloat16": (torch.bfloat16, False), "bfloat16, int8": (torch.bfloat16, True),
+}  # fmt: skip
 
 
 def blocks_of(spec: dict[str, Any], dtype: torch.dtype) -> Blocks:
@@ -97,13 +104,9 @@ def tree_pass(slot: int, prefix: int) -> Pass:
     return replace(Pass.of_tree(tree, slots=[slot], prefix_lens=[prefix], last_position=CAPACITY - 1), logit_rows=None)
 
 
-@pytest.mark.parametrize("is_rounded", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("prefix", [250, 512, 1023, 2100])
-@pytest.mark.parametrize("spec", SHAPES, ids=str)
-def test_a_path_of_a_tree_has_the_bits_of_committed_tokens(
-    spec: dict[str, Any], prefix: int, dtype: torch.dtype, is_rounded: bool
-) -> None:
+@pytest.mark.parametrize(("spec", "prefix", "stored"), slow_products(SHAPES, [250, 512, 1023, 2100], list(STORED)))
+def test_a_path_of_a_tree_has_the_bits_of_committed_tokens(spec: dict[str, Any], prefix: int, stored: str) -> None:
+    dtype, is_rounded = STORED[stored]
     layers = blocks_of(spec, dtype)
     made, cache = native(layers, prefix, is_rounded=is_rounded)
     rows = numbers(len(PARENTS), E, seed=8, scale=1.0).float()

@@ -227,6 +227,7 @@ def test_without_a_place_to_keep_them(
     assert not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.slow
 def test_four_first_compilations_at_once(compiler: Callable[[], int], tmp_path: Path) -> None:
     """Each loads what was compiled whole, and one library is kept with its digest."""
     program = (
@@ -250,6 +251,7 @@ def test_four_first_compilations_at_once(compiler: Callable[[], int], tmp_path: 
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".sha256", ".so"]
 
 
+@pytest.mark.slow
 @as_root
 def test_a_user_without_a_name_or_a_home(real: Path) -> None:
     """As in a container that is run with `-u 12345`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
 from decoder.slow_blocks import Slow
 from decoder.test_block_stack import E, block, chains, experts, in_dtype, matrix, numbers
+from pairwise import slow_products
 from torch import Tensor
 
 from foretoken.decoder.block_stack import BlockStack
@@ -67,9 +69,7 @@ def assert_same_bits(layers: Blocks, weights: str) -> None:
         assert torch.equal(outputs(layers, weights, rows, chunk=count), alone)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("kind", MLPS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "kind", "weights"), slow_products(SIZES, list(MLPS), list(WEIGHTS)))
 def test_tokens_keep_their_bits_at_any_width(size: int, kind: str, weights: str) -> None:
     assert_same_bits(of_kind(size, kind), weights)
 
@@ -79,16 +79,23 @@ def test_experts_keep_their_tokens_bits(weights: str) -> None:
     assert_same_bits(layers_of(experts(5, 2, is_normalized=True)), weights)
 
 
+@cache
+def slow_outputs(size: int, kind: str, dtype: torch.dtype) -> Tensor:
+    """What the formula gives for the rows of the test below, with weights that a dtype holds."""
+    layers = in_dtype(in_dtype(of_kind(size, kind), dtype), torch.float64)
+    return Slow(layers)(numbers(NUM_TOKENS, E, seed=6, scale=1.0))[-1]
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_networks_of_any_size(instruction_set: str, weights: str) -> None:
     rows = numbers(NUM_TOKENS, E, seed=6, scale=1.0)
+    dtype = WEIGHTS[weights][0]
     tolerance = 2e-5 if weights == "float32" else 0.05
     with kernels_for(instruction_set):
         for size in SIZES:
             for kind in MLPS:
-                layers = of_kind(size, kind)
-                expected = Slow(in_dtype(in_dtype(layers, WEIGHTS[weights][0]), torch.float64))(rows)[-1]
+                layers, expected = of_kind(size, kind), slow_outputs(size, kind, dtype)
                 for chunk in (3, NUM_TOKENS):
                     worst = (outputs(layers, weights, rows, chunk=chunk).double() - expected).abs().max()
                     assert worst <= tolerance * expected.abs().max(), (size, kind, chunk)

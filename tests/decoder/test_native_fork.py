@@ -54,7 +54,9 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(("can_end", "threads_of_child"), [("can", 2), ("cannot", 1)])
+@pytest.mark.parametrize(
+    ("can_end", "threads_of_child"), [("can", 2), pytest.param("cannot", 1, marks=pytest.mark.slow)]
+)
 def test_children_write_the_same_text(can_end: str, threads_of_child: int) -> None:
     """With the model of their parent and with one of their own."""
     environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_WAIT_POLICY": "passive"}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
 from decoder.test_block_stack import CAPACITY, OPTIONS, SLOTS, E, chains, in_dtype, numbers, side_of, slow_of, two
+from pairwise import slow_products
 from torch import Tensor
 
 from foretoken.core.passes import Pass
@@ -23,6 +24,9 @@ from foretoken.decoder.quantized import Quantization, QuantizedMatrix, quantized
 from foretoken.decoder.quantized_experts import quantized_parts, stacked
 
 pytestmark = pytest.mark.native
+
+
+DTYPES = [torch.bfloat16, torch.float32]
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -184,16 +188,26 @@ def product(matrix: QuantizedMatrix, bias: Tensor, x: Tensor) -> Tensor:
     return (total if matrix.row_scales is None else total * matrix.row_scales) + bias
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@cache
+def some_product(name: str, rows: int, cols: int, dtype: torch.dtype) -> tuple[QuantizedMatrix, Tensor, Tensor, Tensor]:
+    """A matrix and bias, inputs of 40 tokens, and the product."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, bias = some_matrix(name, rows, cols, dtype), torch.randn(rows, generator=generator)
+    x = torch.randn(40, cols, generator=generator)
+    x[3], x[5, :40] = 0, 1e-38
+    x = x.to(dtype).float()
+    return matrix, bias, x, product(matrix, bias, x)
+
+
+@pytest.mark.parametrize(
+    ("instruction_set", "name", "dtype"), slow_products(list(INSTRUCTION_SETS), list(FORMATS), DTYPES),
+    indirect=["instruction_set"],
+)  # fmt: skip
 def test_products_are_exact(instruction_set: str, name: str, dtype: torch.dtype) -> None:
     """Sizes around every block. Numbers of tokens, and instruction sets with fused additions, give the same bits."""
     for rows, cols in ((1, 1), (16, 32), (37, 96), (50, 200), (150, 1000), (7, 4500)):
-        matrix, bias = some_matrix(name, rows, cols, dtype), torch.randn(rows)
-        x = torch.randn(40, cols, generator=torch.Generator().manual_seed(0))
-        x[3], x[5, :40] = 0, 1e-38
-        x = x.to(dtype).float()
-        found, expected = NativeLinear(matrix, bias), product(matrix, bias, x)
+        matrix, bias, x, expected = some_product(name, rows, cols, dtype)
+        found = NativeLinear(matrix, bias)
         for count in (1, 2, 3, 5, 16, 17, 40):
             got = found(x[:count])
             if instruction_set == "x86-64":
@@ -344,8 +358,10 @@ def test_layers_are_exact_in_every_format(name: str, inner: int) -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("inner", [40, 64])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("instruction_set", "name", "inner"), slow_products(list(INSTRUCTION_SETS), list(FORMATS), [40, 64]),
+    indirect=["instruction_set"],
+)  # fmt: skip
 def test_experts_are_exact_in_every_format(name: str, inner: int, instruction_set: str) -> None:
     """Many tokens on two threads, and each alone on one: the same bits, and those of torch but for rounding."""
     count, dtype = 3, torch.bfloat16 if FORMATS[name][4] == 16 else torch.float32

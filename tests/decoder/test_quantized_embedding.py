@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -36,9 +37,14 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def weights_with(table: QuantizedMatrix | torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> LeanWeights:
+@functools.cache
+def plain_weights(dtype: torch.dtype) -> LeanWeights:
     model = wrap_model(tiny_model("llama", dtype=dtype, hidden_size=E, head_dim=8), name="tiny")
-    return replace(read_weights(model, 16), embedding=table, embedding_scale=scale)
+    return read_weights(model, 16)
+
+
+def weights_with(table: QuantizedMatrix | torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> LeanWeights:
+    return replace(plain_weights(dtype), embedding=table, embedding_scale=scale)
 
 
 def cache(dtype: torch.dtype) -> SlotCache:
