@@ -11,6 +11,7 @@ import pytest
 import torch
 from drafters.autoregressive_heads import KINDS, SHAPES, Texts, directory, drafter, poison, stored_rows, target
 from drafters.drafting_contexts import context
+from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -69,9 +70,11 @@ def assert_scores(tree: TokenTree, row: int, texts: Texts, slot: int, temperatur
         torch.testing.assert_close(tree.scores[row, path], expected, **SAME)
 
 
-# What is accepted goes round, so that every kind and every shape meets all of it.
+# What is accepted goes round, so that every kind and every shape meets all of it. Every second case is slow.
 HISTORIES = [
-    (kind, shape, ("some", "everything", "nothing")[(i + j) % 3])
+    pytest.param(
+        kind, shape, ("some", "everything", "nothing")[(i + j) % 3], marks=pytest.mark.slow if (i + j) % 2 else ()
+    )
     for i, kind in enumerate(KINDS)
     for j, shape in enumerate(SHAPES)
 ]
@@ -115,8 +118,7 @@ def test_after_any_history_cache_and_drafts_are_those_of_the_text(kind: str, sha
                 texts.begin([made], slots[1], words(draw, 50))
 
 
-@pytest.mark.parametrize("shape", ["static", "dynamic"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shape"), slow_products(list(KINDS), ["static", "dynamic"], each=1))
 def test_rows_that_are_not_committed_are_never_read(kind: str, shape: str) -> None:
     """One drafter finds NaN there before everything it does, the other what it left; a slot's neighbour changes."""
     texts, draw, pair = Texts(kind), random.Random(1), [drafter(kind, **SHAPES[shape]) for _ in range(2)]
@@ -165,8 +167,7 @@ class FailingRun:
         return self.run(*args)
 
 
-@pytest.mark.parametrize("passes", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("kind", "passes"), slow_products(["eagle", "eagle3"], [0, 1, 2], each=1))
 def test_a_feeding_that_raises_leaves_slots_undrafted(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first or second chunk of a long prompt, or in the pass that feeds the others; beside slots that go on."""
     made, texts, draw = drafter(kind, **SHAPES["static"]), Texts(kind), random.Random(1)
@@ -223,8 +224,7 @@ DEEP: dict[str, tuple[dict[str, Any], int]] = {  # and the nodes below the root 
 }
 
 
-@pytest.mark.parametrize("name", DEEP)
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("kind", "name"), slow_products(["eagle", "eagle3"], list(DEEP), each=1))
 def test_at_the_end_of_the_context(kind: str, name: str) -> None:
     """The last drafts of a sequence beside one that begins, in a cache with no row more than shapes need."""
     options, most_fed = DEEP[name]
@@ -244,8 +244,7 @@ def test_at_the_end_of_the_context(kind: str, name: str) -> None:
         assert_scores(tree, 1, texts, 1, 1.0)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "deep"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("kind", "shape"), slow_products(["eagle", "eagle3"], [*SHAPES, "deep"], each=1))
 def test_texts_that_reach_the_context_limit(kind: str, shape: str) -> None:
     """Through the engine: no draft fails, and drafts go on to the last token."""
     options = {"tree": "chain", "num_speculative_tokens": 30} if shape == "deep" else SHAPES[shape]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from drafting_contexts import attached, begin, context
 from end_to_end.tiny_llms import GAPPED_CHOICES, MEDUSA_CHOICES, WIDTHS, draft_model, noisy
+from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -68,8 +69,7 @@ def accepted(tree: TreeRow, how: str, draw: random.Random) -> list[int]:
     return [*path, draw.randrange(VOCAB_SIZE)]
 
 
-@pytest.mark.parametrize("how", ["some", "everything", "nothing"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "how"), slow_products(list(SHAPES), ["some", "everything", "nothing"], each=1))
 def test_cache_is_that_of_a_fresh_prefill(shape: str, how: str) -> None:
     """Ragged rows, sequences without room, thrown-away proposals, rounds without one, slots that begin anew."""
     made, draw = drafter(**SHAPES[shape]), random.Random(f"{shape} {how}")

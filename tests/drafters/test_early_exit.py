@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafters.drafting_contexts import attached
+from pairwise import slow_products
 from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
@@ -82,9 +83,7 @@ def with_idle_last_block() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("runner", ON_CPUS)
-@pytest.mark.parametrize("tree", ["chain", "tree", "dynamic"])
-@pytest.mark.parametrize("seed", [None, 4])
+@pytest.mark.parametrize(("tree", "runner", "seed"), slow_products(["chain", "tree", "dynamic"], ON_CPUS, [None, 4]))
 def test_drafts_of_a_target_that_gains_nothing_behind_the_exit(tree: str, runner: str, seed: int | None) -> None:
     """Every draft is accepted whole; a dynamic tree may lack the path where probabilities lie close together."""
     config = {"method": "early_exit", "exit_layer": 2, "tree": tree, "num_speculative_tokens": 3}

@@ -16,6 +16,7 @@ import torch
 from drafters.drafting_contexts import context, handle
 from heads.head_formulas import E, V, numbers, shared_parts, tokens
 from heads.tiny_falcon import falcon
+from pairwise import slow_products
 from torch import Tensor
 
 from foretoken.core.token_tree import TokenTree
@@ -122,9 +123,7 @@ class Drafts:
         return self.parts.lm_head(steps[len(path)][0, end - 1]).log_softmax(0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mode", ["recurrent", "per_position"])
-@pytest.mark.parametrize("block", [2, 3])
+@pytest.mark.parametrize(("block", "mode", "shape"), slow_products([2, 3], ["recurrent", "per_position"], list(SHAPES)))
 def test_trees(block: int, mode: str, shape: str) -> None:
     drafts = Drafts(block=block, lstm_mode=mode)
     for slot, count in enumerate((5, block, 9)):
@@ -148,8 +147,7 @@ def test_native_kernels(mode: str) -> None:
         drafts.commit({0: 1, 1: 5, 2: 2})
 
 
-@pytest.mark.parametrize("source", [0, 1])
-@pytest.mark.parametrize("waiting", [0, 3, 40])
+@pytest.mark.parametrize(("waiting", "source"), slow_products([0, 3, 40], [0, 1], each=1))
 def test_a_text_that_goes_on_where_another_one_ended(waiting: int, source: int) -> None:
     """In the other one's slot or beside it; from within what went through the LSTM no text can go on."""
     drafts = Drafts(block=2)
@@ -176,7 +174,7 @@ def test_a_text_that_goes_on_where_another_one_ended(waiting: int, source: int) 
     drafts.check([source], STATIC)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ragged_slots_that_come_and_go(seed: int) -> None:
     """Any interleaving of commits, proposals that are thrown away, and new sequences; long prompts are fed alone."""
     dice, drafts = random.Random(seed), Drafts(block=2 + seed % 2, num_steps=6)

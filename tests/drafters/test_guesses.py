@@ -10,6 +10,7 @@ import pytest
 import torch
 from drafters.drafting_contexts import attached, begin, context
 from drafters.test_sparse_kv import CONTEXT_LEN, ON_CPUS, target_of
+from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -94,9 +95,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("decoder", ON_CPUS)
-@pytest.mark.parametrize("requests", REQUESTS)
-@pytest.mark.parametrize("max_depth", [DEPTH, [9, 1, 4], [0, 7, 3]], ids=["whole", "cut", "one without"])
+@pytest.mark.parametrize(
+    ("max_depth", "requests", "decoder"), slow_products([DEPTH, [9, 1, 4], [0, 7, 3]], list(REQUESTS), ON_CPUS)
+)
 def test_chains_are_those_without_guesses(decoder: str, requests: str, max_depth: int | Sequence[int]) -> None:
     """Whatever is guessed. The last text ends three tokens before the context does."""
     assert len(TEXTS[2]) == CONTEXT_LEN - 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 from drafting_contexts import attached, context
 from end_to_end.tiny_llms import GAPPED_CHOICES, MEDUSA_CHOICES, WIDTHS, draft_model, noisy, target
+from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -83,9 +84,7 @@ def assert_same_rows(ours: DraftModelDrafter, theirs: DraftModelDrafter, lengths
                 assert torch.equal(mine[slot, :, :length], other[slot, :, :length])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "mix", "dtype"), slow_products(list(SHAPES), list(MIXES), list(DTYPES)))
 def test_one_call_drafts_what_a_pass_for_each_level_drafts(shape: str, mix: str, dtype: str) -> None:
     """Over rounds with accepted nodes, thrown-away proposals, and sequences without room."""
     module = noisy(dtype=DTYPES[dtype])
@@ -156,8 +155,7 @@ def test_weights_that_are_no_numbers_draft_valid_tokens() -> None:
     check_tree(tree)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ["chain", "tree", "gapped choices"])
+@pytest.mark.parametrize(("shape", "dtype"), slow_products(["chain", "tree", "gapped choices"], list(DTYPES), each=1))
 def test_text_is_plain_decodings(shape: str, dtype: str) -> None:
     """Three sequences at a time, greedy and seeded, with a draft model that is often right."""
     module = target(dtype=DTYPES[dtype])

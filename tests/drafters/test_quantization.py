@@ -12,6 +12,7 @@ import pytest
 import torch
 from drafting_contexts import attached, context
 from end_to_end.tiny_llms import draft_model, llm, noisy, target
+from pairwise import slow_products
 from test_heads import drafter, saved
 
 from foretoken import SamplingParams
@@ -86,8 +87,10 @@ def test_heads_on_other_devices(method: str, tmp_path: Path) -> None:
         drafter(directory, method, changes={"device": torch.device("meta")}, quantization="int8")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", ["draft_model", *METHODS, "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    slow_products(["draft_model", *METHODS, "eagle", "eagle3"], [torch.float32, torch.bfloat16], each=1),
+)
 def test_the_target_is_never_quantised(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Its decoder reads what it read before, and not a bit of it has changed, shared LM head and embedding included."""
     module = copy.deepcopy(target("llama", dtype))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from drafters.drafting_contexts import attached, context
 from heads.test_native_heads import assert_same
+from pairwise import slow_products
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,9 +69,7 @@ def commit(made: list[Any], slot: int, start: int, tokens: list[int], seed: int)
         each.commit(Committed(slots=[slot], starts=[start], tokens=[tokens], features=features))
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "shape", "kind"), slow_products(list(METHODS), list(SHAPES), list(REQUESTS)))
 def test_one_call_drafts_what_the_loop_drafts(method: str, shape: str, kind: str, tmp_path: Path) -> None:
     """Prompts long and short, proposals that are thrown away, requests that the kernels leave to the loop."""
     ours, theirs = (drafter(tmp_path / "head", method, **SHAPES[shape]) for _ in range(2))
