@@ -11,6 +11,7 @@ import pytest
 import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
 from heads.test_native_heads import DRAWS, GREEDY, SAMPLED, assert_same, expansion_of, finished, with_dense_rows
+from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
@@ -170,9 +171,7 @@ def compare(made: Drafting, draws: list[Any], shape: TreeShape, tolerance: float
         at = [start + count for start, count in zip(at, counts, strict=False)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "dtype", "shape"), slow_products(list(HEADS), list(TOLERANCE), list(SHAPES)))
 @torch.inference_mode()
 def test_one_call_drafts_what_a_pass_for_each_level_drafts(name: str, dtype: torch.dtype, shape: str) -> None:
     made = Drafting(name, dtype)

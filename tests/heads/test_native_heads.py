@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
@@ -144,9 +145,7 @@ def assert_same(ours: TokenTree, theirs: TokenTree, tolerance: float) -> None:
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 
-@pytest.mark.parametrize("draws", DRAWS)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "dtype", "draws"), slow_products(list(HEADS), list(TOLERANCE), list(DRAWS)))
 @torch.inference_mode()
 def test_drafts_are_those_of_the_steps(name: str, dtype: torch.dtype, draws: str) -> None:
     head, parts = made(name, dtype)
@@ -161,9 +160,10 @@ def test_drafts_are_those_of_the_steps(name: str, dtype: torch.dtype, draws: str
         assert_same(ours, theirs, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("draws", DRAWS)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", [name for name in HEADS if "medusa" not in name])
+@pytest.mark.parametrize(
+    ("name", "dtype", "draws"),
+    slow_products([name for name in HEADS if "medusa" not in name], list(TOLERANCE), list(DRAWS)),
+)
 @torch.inference_mode()
 def test_dynamic_trees_are_those_of_the_steps(name: str, dtype: torch.dtype, draws: str) -> None:
     """The same nodes, connected alike: every sequence has a tree of its own."""

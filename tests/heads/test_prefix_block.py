@@ -10,6 +10,7 @@ import pytest
 import torch
 from head_formulas import SAME, E, numbers, prefix_layer
 from heads.fed_prefix import GROUPS, Fed, block
+from pairwise import slow_products
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaModel
 
@@ -39,9 +40,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("theta", [10000.0, 50.0])
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(("name", "theta", "kind"), slow_products(list(GROUPS), [10000.0, 50.0], list(SCALINGS)))
 def test_one_layer_of_llama(name: str, theta: float, kind: str) -> None:
     heads, groups = GROUPS[name]
     width = 12  # a multiple of the heads, as Llama demands, yet not heads times their size
@@ -145,9 +144,7 @@ def test_ragged_slots_that_come_and_go(seed: int, dtype: torch.dtype) -> None:
             fed.check(dice.sample(known, dice.randint(1, len(known))))
 
 
-@pytest.mark.parametrize("source", [0, 1])
-@pytest.mark.parametrize("waiting", [0, 3, 40])
-@pytest.mark.parametrize("length", [1, 8, 19, 20, 22, 59, 60])
+@pytest.mark.parametrize(("length", "waiting", "source"), slow_products([1, 8, 19, 20, 22, 59, 60], [0, 3, 40], [0, 1]))
 def test_a_text_that_begins_as_another_ones(length: int, waiting: int, source: int, dtype: torch.dtype) -> None:
     """In the other one's slot or beside it, with rows that were fed and features that wait."""
     fed = Fed(block(), dtype)
