@@ -57,6 +57,7 @@ def offline(home: Path, *asked: tuple[str, str | None]) -> list[list[object] | s
     return found
 
 
+@pytest.mark.slow
 def test_offline(tmp_path: Path) -> None:
     main = cached(tmp_path, "some/head", "main", "vllm_medusa", 1)
     tagged = cached(tmp_path, "some/head", "v1", "vllm_medusa", 3)
