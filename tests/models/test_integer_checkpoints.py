@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.integer_checkpoints import Scheme, settings_of, small_config, words, write
+from pairwise import slow_products
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams
@@ -42,8 +43,9 @@ def linears(module: Any) -> dict[str, QuantizedLinear]:
     return {name: part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])  # without and with biases
+@pytest.mark.parametrize(
+    ("kind", "name"), slow_products(["llama", "qwen2"], list(SCHEMES), each=1)  # without and with biases
+)  # fmt: skip
 def test_weights_and_logits_are_those_of_the_format(name: str, kind: str, tmp_path: Path) -> None:
     expected = write(tmp_path, small_config(kind), SCHEMES[name])
     model = load_model(tmp_path)
@@ -82,8 +84,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.act_order])
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    slow_products(list(EXPERTS), [name for name, scheme in SCHEMES.items() if not scheme.act_order], each=1),
+)
 def test_experts_are_those_of_the_format(name: str, kind: str, tmp_path: Path) -> None:
     expected: Any = write(tmp_path, small_config(kind, **EXPERTS[kind]), SCHEMES[name])
     model: Any = load_model(tmp_path)

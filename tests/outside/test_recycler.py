@@ -8,6 +8,7 @@ import pytest
 import torch
 from end_to_end.tiny_llms import RUNNERS, llm
 from outside.recycler import Recycler
+from pairwise import slow_products
 
 from foretoken import SamplingParams
 from foretoken.core.records import StepRecord
@@ -25,9 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("trusted", [False, True])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("config", "trusted", "runner"), slow_products(list(CONFIGS), [False, True], list(RUNNERS)))
 def test_it_is_lossless_and_gets_credit(config: str, trusted: bool, runner: str) -> None:
     plain = llm({}, runner=runner, max_num_seqs=3).generate(PROMPTS, PARAMS)
     records: list[StepRecord] = []
