@@ -51,7 +51,7 @@ def draft_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_drafters_asked_by_turns_change_no_text(
     batch: int, draft_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Requests with a grammar: the text with speculation is the text without it, has its form, and is drawn rightly.
 
 Forms come over the bundled model, whose tokens hold several characters and whose heads are trained; the exact
-distribution over a tiny random one.
+distribution over a tiny random one. Slow because it writes hundreds of texts, and a distribution takes thousands.
 """
 
 from __future__ import annotations
@@ -93,8 +93,13 @@ def plain(temperature: float) -> list[RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "temperature"),
+    [
+        pytest.param(drafter, (0.0, 0.8)[(place + turn) % 2], marks=pytest.mark.slow if turn else [])
+        for place, drafter in enumerate(DRAFTERS) for turn in range(2)
+    ],
+)  # fmt: skip
 def test_text_is_plain_decodings(drafter: str, temperature: float) -> None:
     """In batches with requests that have no form, of which the decoder itself chooses the tokens."""
     params, known = requests(temperature), plain(temperature)
@@ -237,8 +242,14 @@ def sampled_texts(
     return texts, accepted / sum(output.metrics.num_emitted for output in outputs)
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, SHORT_PROMPT], ids=len)
-@pytest.mark.parametrize("rule", SHAPES)
+@pytest.mark.parametrize(
+    ("rule", "prompt"),
+    [
+        pytest.param(rule, (PROMPT, SHORT_PROMPT)[(place + turn) % 2], marks=pytest.mark.slow if turn else [])
+        for place, rule in enumerate(SHAPES) for turn in range(2)
+    ],
+    ids=str,
+)  # fmt: skip
 def test_distribution_is_the_targets_under_the_grammar(
     rule: str, prompt: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,29 @@
-"""Whatever the drafter, the tree and the batch: the text is the text of plain decoding, to the last log-probability."""
+"""Whatever the drafter, the tree and the batch: the text is the text of plain decoding, to the last log-probability.
+
+Slow because every drafter builds an engine, and heads are trained before.
+"""
 
 from __future__ import annotations
 
-from itertools import chain, product
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from end_to_end.drafter_cases import (
+    AT_LEAST,
+    BATCHES,
+    NAMES,
+    WITH_OWN_ROWS,
+    Case,
+    chosen_cases,
+    kind_of,
+    met,
+    other_cases,
+    product_of_all,
+)
+from end_to_end.poison import poison_caches
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix, with_predictions
 from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_heads import STEP_HEADS, head
@@ -20,73 +36,93 @@ from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.native_head import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
-NAMES = list(DRAFTERS["generic"])
 TRACED = {"none", "draft tree", "draft itself dynamic", "heads", "hydra", "two lookups"}  # what traces cost, no more
-# A Latin square: every drafter with every runner, every drafter with every batch size, every batch size on every
-# runner. A drafter meets half of the mix in the batch of eight, and a quarter of it in each of the smaller ones: so
-# every drafter meets every request, and greedy and sampled ones on every runner. In all batches there are more
-# sequences than slots. `test_the_cases_cover` counts.
-BATCHES = (8, 3, 1)
-CASES = [
-    (name, BATCHES[(drafter + runner) % 3], runner_name)
-    for drafter, name in enumerate(NAMES) for runner, runner_name in enumerate(RUNNERS)
-]  # fmt: skip
-# Tokens a pass that a drafter must reach on the mix, so that commits and bonus tokens are known to have been tested.
-# Measured on the generic runner over the whole mix: 10 % above these. The half of it that the larger batch has must
-# bring half of what is above one token, on every runner.
-AT_LEAST = {
-    "draft": 1.75, "draft itself": 2.9, "draft tree": 2.1, "draft itself tree": 4.0, "draft choices": 2.0,
-    "draft widths": 2.1, "draft intersection": 1.4, "draft intersection dynamic": 1.7, "draft text": 1.1,
-    "oracle [2]": 2.2, "oracle [3, 0, 5]": 2.5, "oracle tree": 2.5, "ngram tree": 1.02, "suffix tree": 1.02,
-    "medusa": 2.2, "hydra": 3.0, "hydra++": 3.6, "mlp_speculator": 3.0,
-    "draft dynamic": 2.1, "draft itself dynamic": 2.8, "medusa dynamic": 1.9, "hydra dynamic": 3.0,
-    "mlp_speculator dynamic": 2.9, "eagle": 3.0, "eagle3": 2.4, "eagle dynamic": 2.65, "eagle3 dynamic": 2.1,
-    "falcon": 3.3, "falcon dynamic": 2.85, "eagle choices": 2.65, "eagle3 chain": 2.2,
-    "lookahead": 1.02, "recycling": 1.2, "sampled draft and lookahead": 2.2,
-    "prediction": 1.6, "rest": 2.3, "rest tree": 2.6,
-}  # fmt: skip
+# Without poison a drafter may read what it must not, and with it what it must read may be gone: one of them on each.
+CLEAN = [("draft itself tree", "generic"), ("eagle dynamic", "lean-stock"), ("draft widths", "lean-native")]
 
 
-def part_of(drafter: str, batch: int) -> list[int]:
-    """Which requests of the mix a drafter meets in batches of a size."""
-    quarters = {3: (0,), 1: (1,), 8: (2, 3)}[batch]
-    return [place for place in range(len(request_mix())) if (place + NAMES.index(drafter)) % 4 in quarters]
-
-
-@pytest.mark.parametrize(("drafter", "batch", "runner"), CASES)
-def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
-    part = part_of(drafter, batch)
-    mix, plain = [request_mix()[place] for place in part], [plain_mix(runner)[place] for place in part]
-    known = references(plain_mix())
+def check(case: Case, *, is_poisoned: bool = True) -> GenerationMetrics:
+    """The text is plain decoding's, and as much is accepted as the case must."""
+    drafter, runner, batch, _ = case
+    mix, plain = ([each[place] for place in case.requests()] for each in (request_mix(), plain_mix(runner)))
     records: list[StepRecord] = []
     is_predicted = batch == 3 or "prediction" in drafter  # every drafter with predictions and without
     engine = llm(
-        DRAFTERS[runner][drafter](known), max_num_seqs=batch, max_model_len=CONTEXT_LEN, runner=runner,
-        trace=drafter in TRACED, on_step=records.append,
+        DRAFTERS[runner][drafter](references(plain_mix())), max_num_seqs=batch, max_model_len=CONTEXT_LEN,
+        runner=runner, trace=drafter in TRACED, on_step=records.append,
     )  # fmt: skip
+    if is_poisoned:
+        poison_caches(engine)
     with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as native_call:
         got = engine.generate(with_predictions(plain, is_any=is_predicted), [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
     assert all((step.trace is not None) == (drafter in TRACED) for record in records for step in record.sequences)
     assert native_call.called or drafter not in STEP_HEADS or RUNNERS[runner] == torch.float64
     metrics = GenerationMetrics.total(output.metrics for output in got)
-    at_least = AT_LEAST.get(drafter, 1.0) if batch == 8 else 1.0
-    assert metrics.mean_acceptance_length >= 1 + (at_least - 1) / 2
-    if batch == 3:
+    assert metrics.mean_acceptance_length >= case.accepts_at_least
+    return metrics
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*chosen_cases(), *(pytest.param(case, marks=pytest.mark.slow) for case in other_cases())],
+    ids=lambda case: f"{case.drafter}-{case.runner}-{case.batch}-{case.quarters[0]}",
+)
+def test_text_is_plain_decodings(case: Case) -> None:
+    """Rows that were never committed are NaN, and more sequences than slots make slots be used again."""
+    metrics = check(case)
+    if case.batch == 3:
         assert metrics.accepted_by["prediction"] > 0, "whatever the drafters"
 
 
+@pytest.mark.parametrize(("drafter", "runner"), CLEAN)
+def test_without_poison(drafter: str, runner: str) -> None:
+    check(Case(drafter, runner, 8, (0, 2)), is_poisoned=False)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("drafter", ["none", "oracle tree", "draft itself"])
+def test_control_one_committed_row_is_noticed(drafter: str, runner: str) -> None:
+    """The same poison one row further up must end every request that decodes on."""
+    mix = [r for r in request_mix() if r.params.n == 1 and r.params.max_tokens == 24]
+    engine = llm(
+        DRAFTERS[runner][drafter](references(plain_mix(runner))), max_num_seqs=4, max_model_len=CONTEXT_LEN,
+        runner=runner,
+    )  # fmt: skip
+    poison_caches(engine, start=-1)
+    got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
+    # A pass that reaches the end in one go never meets the poisoned row.
+    assert {o.outputs[0].finish_reason for o in got if o.metrics.steps > 1} == {"error"}
+
+
 def test_the_cases_cover() -> None:
-    """Every pair of drafter, runner and batch; every drafter all requests, greedy and sampled ones on each runner."""
-    assert {(drafter, runner) for drafter, _, runner in CASES} == set(product(NAMES, RUNNERS))
-    assert {(drafter, batch) for drafter, batch, _ in CASES} == set(product(NAMES, BATCHES))
-    assert {(batch, runner) for _, batch, runner in CASES} == set(product(BATCHES, RUNNERS))
+    """All drafters, and every two of what drafts, its shape, its depth, runner, batch and request."""
+    chosen, everything = chosen_cases(), [*chosen_cases(), *other_cases()]
+    assert len(chosen) < 1.2 * len(NAMES)
+    assert {case.drafter for case in chosen} == set(NAMES)
+    kinds = {kind_of(drafter)[0] for drafter in NAMES}
+    for request in range(len(request_mix())):
+        own = [case for case in chosen if request in case.requests()]
+        assert {kind_of(case.drafter)[0] for case in own} == kinds
+        assert {(case.batch, case.runner) for case in own} == set(product(BATCHES, RUNNERS))
+    for kind in kinds:
+        own = [case for case in chosen if kind_of(case.drafter)[0] == kind]
+        assert {case.runner for case in own} == set(RUNNERS)
+        assert {case.batch for case in own} == set(BATCHES)
+    assert set().union(*map(met, chosen)) == set().union(*map(met, product_of_all()))
+    assert {case.drafter for case in chosen if case.accepts_at_least > 1} == set(AT_LEAST)
+    assert {case.drafter for case in chosen if case.accepts_at_least >= WITH_OWN_ROWS.get(case.drafter, 99)} == {
+        *WITH_OWN_ROWS
+    }
     for drafter in NAMES:
-        assert sorted(chain(*(part_of(drafter, batch) for batch in BATCHES))) == list(range(len(request_mix())))
-        for batch in BATCHES:
-            params = [request_mix()[place].params for place in part_of(drafter, batch)]
-            assert {each.temperature > 0 for each in params} == {False, True}
-            assert sum(each.n for each in params) > batch
+        own = [case for case in everything if case.drafter == drafter]
+        assert {case.runner for case in own} == set(RUNNERS)
+        assert {case.batch for case in own} == set(BATCHES)
+        assert {place for case in own for place in case.requests()} == set(range(len(request_mix())))
+    for case in everything:
+        params = [request_mix()[place].params for place in case.requests()]
+        assert {each.temperature > 0 for each in params} == {False, True}
+        assert sum(each.n for each in params) > case.batch
 
 
 @pytest.mark.parametrize(
@@ -110,8 +146,14 @@ def test_prompts_of_many_times_the_length_of_training(name: str, arguments: dict
     assert all(output.metrics.drafted_at_depth[1] >= output.metrics.steps - 2 for output in got)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("drafter", ["none", "draft tree", "draft itself", "oracle tree"])
+@pytest.mark.parametrize(
+    ("drafter", "runner"),
+    [
+        pytest.param(drafter, runner, marks=[] if place == index % 3 else pytest.mark.slow)
+        for index, drafter in enumerate(["none", "draft tree", "draft itself", "oracle tree"])
+        for place, runner in enumerate(RUNNERS)
+    ],
+)
 def test_prompts_in_chunks_change_nothing(drafter: str, runner: str) -> None:
     """Long prompts are fed over several iterations while neighbours decode."""
     mix, plain = request_mix(), plain_mix(runner)

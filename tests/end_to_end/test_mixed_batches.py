@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.same_text import assert_same_text
-from end_to_end.tiny_llms import WIDTHS, draft_model, drafters, llm, noisy
+from end_to_end.tiny_llms import RUNNERS, WIDTHS, draft_model, drafters, llm, noisy
 
 from foretoken import SamplingParams
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.engine.loop import Engine
 
-DRAFTERS = drafters()
+DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 UNSEEDED = [SamplingParams(temperature=t, top_k=k, max_tokens=20) for t, k in ((0.7, 0), (1.2, 5), (2.0, 1))]
 SEEDED = [SamplingParams(temperature=0.9, seed=seed, max_tokens=20) for seed in range(6)]
 
@@ -36,12 +36,20 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("drafter", NAMES)
-def test_unseeded_neighbours_change_nothing(drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "runner"),
+    [
+        *((name, "lean-native") for name in NAMES), ("draft tree", "generic"), ("eagle3 dynamic", "lean-stock"),
+        *(pytest.param(name, "generic", marks=pytest.mark.slow) for name in NAMES if name != "draft tree"),
+    ],
+)  # fmt: skip
+def test_unseeded_neighbours_change_nothing(drafter: str, runner: str) -> None:
     """Drafts with and without a distribution, greedy, coupled, block and sequential verification side by side."""
     half = slice(NAMES.index(drafter) % 2, None, 2)
-    mix, plain = request_mix()[half], plain_mix()[half]
-    engine = llm(DRAFTERS[drafter](references(plain_mix())), max_num_seqs=7, max_model_len=CONTEXT_LEN)
+    mix, plain = request_mix()[half], plain_mix(runner)[half]
+    engine = llm(
+        DRAFTERS[runner][drafter](references(plain_mix())), max_num_seqs=7, max_model_len=CONTEXT_LEN, runner=runner
+    )
     prompts, params = [], []
     for index, request in enumerate(mix):
         prompts += [request.prompt, [3 + index, 4, 5]]

@@ -1,4 +1,7 @@
-"""What a slot still holds is not read again: the text stays that of plain decoding, and drafters lose nothing."""
+"""What a slot still holds is not read again: the text stays that of plain decoding, and drafters lose nothing.
+
+Slow because every kind of state that is kept by slot has an engine of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+from end_to_end.poison import poison_caches
 from end_to_end.prefix_mix import CONTEXT_LEN, TEXTS, plain_prefix_mix, prefix_mix
 from end_to_end.request_mix import references
 from end_to_end.same_text import assert_same_text
-from end_to_end.test_poison import poison_caches
 from end_to_end.tiny_llms import RUNNERS, draft_model, drafters, llm, target
 
 from foretoken import LLM, RequestOutput, SamplingParams
@@ -53,14 +56,18 @@ def num_cached(outputs: list[RequestOutput]) -> int:
     return sum(output.metrics.num_cached_tokens for output in outputs)
 
 
-CASES = [
-    *((drafter, "lean-native") for drafter in KINDS),
-    *((drafter, "generic") for drafter in ("none", *sorted(STEADY))),
-    *((drafter, "lean-stock") for drafter in ("none", "draft itself tree", "hydra++", "eagle")),
-]
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("drafter", "runner"), CASES)
+@pytest.mark.parametrize(
+    ("drafter", "runner"),
+    [
+        *((drafter, "lean-native") for drafter in KINDS),
+        ("none", "generic"), ("draft itself tree", "generic"), ("none", "lean-stock"), ("eagle", "lean-stock"),
+        *(pytest.param(name, "generic", marks=slow) for name in sorted(STEADY - {"draft itself tree"})),
+        *(pytest.param(name, "lean-stock", marks=slow) for name in ("draft itself tree", "hydra++")),
+    ],
+)  # fmt: skip
 def test_text_is_plain_decodings(drafter: str, runner: str) -> None:
     engine = engine_with(drafter, runner)
     poison_caches(engine)
@@ -68,7 +75,7 @@ def test_text_is_plain_decodings(drafter: str, runner: str) -> None:
     assert_same_text(got, plain_prefix_mix(runner), [r.name for r in prefix_mix()])
     # An LSTM's state is that of its last position, so that only whole texts can be gone on from.
     assert num_cached(got) > (0 if drafter == "falcon" else 150)
-    if drafter in STEADY and runner == "generic":
+    if drafter in STEADY and runner != "lean-stock":
         read = generated(engine_with(drafter, runner, enable_prefix_caching=False))
         assert num_cached(read) == 0
         totals = [GenerationMetrics.total(o.metrics for o in each) for each in (got, read)]
@@ -112,8 +119,15 @@ def test_prompts_whose_tokens_are_scored_are_read_as_a_whole() -> None:
     assert len(again.prompt_logprobs or ()) == 40
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("drafter", ["none", "draft itself", "hydra++", "eagle", "falcon", "spire"])
+@pytest.mark.parametrize(
+    ("drafter", "runner"),
+    [
+        *((drafter, "lean-native") for drafter in ("none", "draft itself", "hydra++", "eagle", "falcon", "spire")),
+        ("draft itself", "generic"), ("falcon", "generic"), ("none", "lean-stock"), ("hydra++", "lean-stock"),
+        *(pytest.param(name, "generic", marks=slow) for name in ("none", "hydra++", "eagle", "spire")),
+        *(pytest.param(name, "lean-stock", marks=slow) for name in ("draft itself", "eagle", "falcon", "spire")),
+    ],
+)  # fmt: skip
 def test_a_conversation_goes_on_where_it_was(drafter: str, runner: str) -> None:
     """All of a text but its last token is there when the next turn repeats it, and its slot goes on."""
     engine = engine_with(drafter, runner)
@@ -132,8 +146,9 @@ def test_a_conversation_goes_on_where_it_was(drafter: str, runner: str) -> None:
 @pytest.mark.parametrize("drafter", ["none", "draft itself", "hydra++", "eagle", "suffix"])
 @pytest.mark.parametrize("prefill_chunk", [16, 64])
 def test_a_prompt_of_several_completions_is_read_once(drafter: str, prefill_chunk: int) -> None:
-    engine = engine_with(drafter, "generic", max_num_seqs=6)
-    plain = llm({}, max_num_seqs=6, max_model_len=CONTEXT_LEN, runner="generic", enable_prefix_caching=False)
+    runner = "generic" if drafter == "none" else "lean-native"
+    engine = engine_with(drafter, runner, max_num_seqs=6)
+    plain = llm({}, max_num_seqs=6, max_model_len=CONTEXT_LEN, runner=runner, enable_prefix_caching=False)
     engine.target.prefill_chunk = prefill_chunk
     params = SamplingParams(temperature=0.8, seed=1, n=4, max_tokens=12, ignore_eos=True)
     got, want = engine.generate([TEXTS[0], TEXTS[1]], params), plain.generate([TEXTS[0], TEXTS[1]], params)
@@ -212,15 +227,18 @@ def of_new_weights(write: str, runner: str) -> list[RequestOutput]:
 @pytest.mark.parametrize(
     ("drafter", "runner", "write"),
     [
-        *(("none", runner, write) for runner in RUNNERS for write in WRITES),
-        *((drafter, "lean-native", "load_state_dict") for drafter in (*sorted(STEADY), "early exit", "suffix")),
+        *(("none", "lean-native", write) for write in WRITES),
+        *(("none", ("generic", "lean-stock")[place % 2], write) for place, write in enumerate(WRITES)),
         *(
-            (drafter, runner, "load_state_dict")
-            for drafter in ("draft itself", "eagle")
-            for runner in list(RUNNERS)[:2]
+            pytest.param("none", ("generic", "lean-stock")[1 - place % 2], write, marks=slow)
+            for place, write in enumerate(WRITES)
         ),
+        *((drafter, "lean-native", "load_state_dict") for drafter in (*sorted(STEADY), "early exit", "suffix")),
+        ("draft itself", "generic", "load_state_dict"), ("eagle", "lean-stock", "load_state_dict"),
+        pytest.param("eagle", "generic", "load_state_dict", marks=slow),
+        pytest.param("draft itself", "lean-stock", "load_state_dict", marks=slow),
     ],
-)
+)  # fmt: skip
 def test_rows_of_old_weights_are_not_used(drafter: str, runner: str, write: str) -> None:
     module = copy.deepcopy(target("llama", RUNNERS[runner]))
     engine = engine_with(drafter, runner, module=module)
@@ -233,8 +251,15 @@ def test_rows_of_old_weights_are_not_used(drafter: str, runner: str, write: str)
     assert num_cached(after) > (0 if drafter == "falcon" else 150), "rows of the new weights are used"
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("drafter", ["none", "draft itself", "eagle", "suffix"])
+@pytest.mark.parametrize(
+    ("drafter", "runner"),
+    [
+        *((drafter, "lean-native") for drafter in ("none", "draft itself", "eagle", "suffix")),
+        ("draft itself", "generic"), ("none", "lean-stock"),
+        *(pytest.param(drafter, "generic", marks=slow) for drafter in ("none", "eagle", "suffix")),
+        *(pytest.param(drafter, "lean-stock", marks=slow) for drafter in ("draft itself", "eagle", "suffix")),
+    ],
+)  # fmt: skip
 def test_requests_that_run_go_on_with_new_weights(drafter: str, runner: str) -> None:
     """Tokens before the write are the old model's; those after it are what the new one writes after that text."""
     module = copy.deepcopy(target("llama", RUNNERS[runner]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
-from end_to_end.tiny_llms import drafters, llm
+from end_to_end.tiny_llms import RUNNERS, drafters, llm
 
 from foretoken import SamplingParams
 from foretoken.core.records import SequenceStep, StepRecord
@@ -16,7 +16,7 @@ from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, T
 from foretoken.drafting.draft_guard import within_node_limits
 from tests.tree_checks import check_tree
 
-DRAFTERS = drafters()
+DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 WAYS: list[dict[str, Any]] = [
     {}, {"speculative": {"enabled": False}}, {"speculative": {"max_nodes": 2}},
     {"speculative": {"enabled": True, "max_nodes": 5}}, {"speculative": {"enabled": False, "max_nodes": 5}},
@@ -24,17 +24,23 @@ WAYS: list[dict[str, Any]] = [
 MOST_DRAFTED = [1000, 0, 1, 4, 0]
 
 
+NAMES = (
+    "ngram", "ngram tree", "suffix tree adaptive", "two lookups", "lookahead", "recycling", "draft itself",
+    "draft itself tree", "draft itself dynamic", "draft widths", "sampled draft and lookahead", "medusa", "heads",
+    "oracle tree",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "drafter",
+    ("drafter", "runner"),
     [
-        "ngram", "ngram tree", "suffix tree adaptive", "two lookups", "lookahead", "recycling", "draft itself",
-        "draft itself tree", "draft itself dynamic", "draft widths", "sampled draft and lookahead", "medusa", "heads",
-        "oracle tree",
+        *((name, "lean-native") for name in NAMES), ("draft itself tree", "generic"), ("two lookups", "lean-stock"),
+        *(pytest.param(name, "generic", marks=pytest.mark.slow) for name in NAMES if name != "draft itself tree"),
     ],
 )  # fmt: skip
-def test_texts_are_those_of_plain_decoding(drafter: str) -> None:
+def test_texts_are_those_of_plain_decoding(drafter: str, runner: str) -> None:
     """The whole mix, greedy and seeded, each request bounded in another way from batch to batch."""
-    mix, plain = request_mix(), plain_mix()
+    mix, plain = request_mix(), plain_mix(runner)
     steps: dict[str, list[SequenceStep]] = defaultdict(list)
 
     def note(record: StepRecord) -> None:
@@ -42,7 +48,8 @@ def test_texts_are_those_of_plain_decoding(drafter: str) -> None:
             steps[step.request_id].append(step)
 
     engine = llm(
-        DRAFTERS[drafter](references(plain)), max_num_seqs=4, max_model_len=CONTEXT_LEN, on_step=note
+        DRAFTERS[runner][drafter](references(plain_mix())), max_num_seqs=4, max_model_len=CONTEXT_LEN, runner=runner,
+        on_step=note,
     )  # fmt: skip
     prompts = [{"prompt_token_ids": each.prompt, **WAYS[i % len(WAYS)]} for i, each in enumerate(mix)]
     outputs = engine.generate(prompts, [each.params for each in mix])
@@ -68,7 +75,7 @@ def test_drawn_drafts_of_others_are_kept(drafter: str) -> None:
     Drafts of the target's own distribution are all accepted as long as they count as drawn.
     """
     records: list[StepRecord] = []
-    engine = llm(DRAFTERS[drafter](None), max_num_seqs=2, on_step=records.append, seed=None)
+    engine = llm(DRAFTERS["generic"][drafter](None), max_num_seqs=2, on_step=records.append, seed=None)
     params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True)
     bounded = {"prompt_token_ids": [6], "speculative": {"enabled": False}}
     free = engine.generate([{"prompt_token_ids": [5]}, bounded], params)[0]
@@ -83,7 +90,7 @@ def test_a_batch_without_drafts_leaves_the_controller_alone() -> None:
     found = []
     for before in (0, 3):
         records: list[StepRecord] = []
-        engine = llm(DRAFTERS["draft itself"](None), max_num_seqs=2, on_step=records.append)
+        engine = llm(DRAFTERS["generic"]["draft itself"](None), max_num_seqs=2, on_step=records.append)
         params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
         for _ in range(before):
             engine.generate({"prompt_token_ids": [6], "speculative": {"enabled": False}}, params)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from end_to_end.poison import poison_caches
 from end_to_end.same_text import assert_same_text
-from end_to_end.test_poison import poison_caches
 from end_to_end.test_quantized_targets import BF16, DRAFTERS, PARAMS, PROMPTS
 from end_to_end.tiny_llms import config, tokenizer
 from tiny_models import tiny_model

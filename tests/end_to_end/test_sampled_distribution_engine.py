@@ -7,7 +7,7 @@ distribution q instead of p have a noncentrality of n sum (q - p)^2 / p, at leas
 misses with probability 1e-3, so that all with d > 0.091 is found. The broken rules, which must be found at the same
 setting, have noncentralities of about 680 (block), 260 (tree) and 220 (pruned), estimated from 4,000 samples. Noise
 that two drafters share makes less of a difference: of 12,000 samples, which that test draws, it has one of 169 at 28
-degrees of freedom, where 112 is missed with probability 1e-3.
+degrees of freedom, where 112 is missed with probability 1e-3. Slow because distributions take thousands of texts.
 """
 
 from __future__ import annotations
@@ -161,8 +161,14 @@ def exact_distribution(setting: str, prompt: Sequence[int] = PROMPT) -> dict[tup
     return dict(zip(texts, chosen.sum((1, 2)).exp().tolist(), strict=True))
 
 
-@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "is_native"),
+    [
+        pytest.param(setting, (place + turn) % 2 == 1, marks=pytest.mark.slow if turn else [])
+        for place, setting in enumerate(SETTINGS) for turn in range(2)
+    ],
+    ids=lambda each: each if isinstance(each, str) else ("torch", "native")[each],
+)  # fmt: skip
 def test_distribution_is_the_targets(setting: str, is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With trees drafted by torch, in float64, and by the native kernels, in float32."""
     distribution = exact_distribution(setting)
@@ -172,8 +178,13 @@ def test_distribution_is_the_targets(setting: str, is_native: bool, monkeypatch:
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("setting", ["block", "sequential, tree", "traversal, tree"])
+@pytest.mark.parametrize(
+    ("setting", "head"),
+    [
+        pytest.param(setting, list(HEADS)[(place + turn) % 2], marks=pytest.mark.slow if turn else [])
+        for place, setting in enumerate(["block", "sequential, tree", "traversal, tree"]) for turn in range(2)
+    ],
+)  # fmt: skip
 def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of logits a level for Medusa, one a node for the speculator; whole trees, whatever passes cost here."""
     monkeypatch.setattr("foretoken.entrypoints.llm.choose_controller", lambda *_, **__: Fixed(64))
@@ -185,7 +196,12 @@ def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch:
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
 
 
-@pytest.mark.parametrize(("rule", "is_broken"), [("sequential", False), ("sequential", True), ("traversal", False)])
+@pytest.mark.parametrize(
+    ("rule", "is_broken"),
+    [
+        ("sequential", False), ("sequential", True), pytest.param("traversal", False, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_two_drafters_that_draw(rule: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of one distribution beside lookups, all in one tree; noise that both share is found."""
     monkeypatch.setattr("foretoken.entrypoints.llm.choose_controller", lambda *_, **__: Fixed(64))

@@ -61,9 +61,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stored")
 
 
+@cache
+def loaded(path: Path, dtype: str) -> Any:
+    return load_model(path, dtype=dtype, device="cpu")
+
+
 def texts(path: Path, arguments: dict[str, Any], dtype: str, **more: Any) -> list[Any]:
-    model = load_model(path, dtype=dtype, device="cpu")
-    engine = LLM(model, tokenizer=tokenizer(), **{"runner": "lean-native"} | more, **arguments)
+    engine = LLM(loaded(path, dtype), tokenizer=tokenizer(), **{"runner": "lean-native"} | more, **arguments)
     return engine.generate(PROMPTS, PARAMS)
 
 

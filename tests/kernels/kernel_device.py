@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
+import pytest
 import torch
+from pairwise import pairwise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda" if os.environ.get("FORETOKEN_TEST_DEVICE") == "cuda" else "cpu"
@@ -65,3 +70,9 @@ def random_parents(nodes: int, reach: int, generator: torch.Generator) -> list[i
     """A tree whose nodes have a parent at most `reach` before them: 1 makes a chain, large numbers make stars."""
     draws = torch.rand(nodes, generator=generator).tolist()
     return [-1, *(i - 1 - int(draws[i] * min(i, reach)) for i in range(1, nodes))]
+
+
+def few(*axes: Sequence[Any]) -> list[Any]:
+    """Cases in which every two options meet, and all other combinations, which are slow."""
+    chosen = pairwise(*axes)
+    return [*chosen, *(pytest.param(*case, marks=pytest.mark.slow) for case in product(*axes) if case not in chosen)]

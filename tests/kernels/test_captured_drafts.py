@@ -1,4 +1,7 @@
-"""Whole drafts as captured graphs, run again with other slots, lengths, tokens and seeds."""
+"""Whole drafts as captured graphs, run again with other slots, lengths, tokens and seeds.
+
+Slow because every captured kernel runs in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -115,12 +118,12 @@ def assert_drafts_agree(captured: HeadDrafter, plain: HeadDrafter, kind: str, sh
     dice, texts = random.Random(shape), Texts(kind)
     for slot, length in enumerate((3, 9, 6)):
         texts.begin([captured, plain], slot, [dice.randrange(VOCAB_SIZE) for _ in range(length)])
-    for round_ in range(5):
+    for round_ in range(4):
         slots = dice.sample(range(3), 2 if round_ % 2 else 3)
         texts.commit([captured, plain], slots)
         asked = context(
             [texts.texts[slot] for slot in slots], slots=slots, params=[PARAMS[slot] for slot in slots],
-            is_coupled=[COUPLED[slot] for slot in slots], max_depth=8 if round_ < 4 else [2] * len(slots),
+            is_coupled=[COUPLED[slot] for slot in slots], max_depth=8 if round_ < 3 else [2] * len(slots),
         )  # fmt: skip
         ours, theirs = captured.propose(asked), plain.propose(asked)
         assert_same_trees(ours, theirs)
@@ -128,8 +131,16 @@ def assert_drafts_agree(captured: HeadDrafter, plain: HeadDrafter, kind: str, sh
             texts.texts[slot] += accepted(row, dice)
 
 
-@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def cases(*kinds: str) -> list[Any]:
+    """Every kind in one shape, another for each; the other shapes are slow."""
+    shapes = ["static", "dynamic", "chain"]
+    return [
+        pytest.param(kind, shape, marks=[] if turn == place else pytest.mark.slow)
+        for place, kind in enumerate(kinds) for turn, shape in enumerate(shapes)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "shape"), cases("eagle", "eagle3"))
 def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
     """Slots change places and lengths differ, so that a graph that kept any of them would draft another tree."""
     captured = head_drafter(kind, **SHAPES[shape])
@@ -141,8 +152,7 @@ def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun
     assert trees.num_runs >= 1
 
 
-@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("kind", ["spire", "spire, no feedback"])
+@pytest.mark.parametrize(("kind", "shape"), cases("spire, no feedback", "spire"))
 def test_spire_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
     captured = spire_drafter(kind, **SHAPES[shape])
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +162,13 @@ def test_spire_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun)
     assert trees.num_runs >= 1
 
 
-@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"tree": "dynamic", "tree_top_k": 3, "max_nodes": 9}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"num_speculative_tokens": 4}, marks=pytest.mark.slow),
+        {"tree": "dynamic", "tree_top_k": 3, "max_nodes": 9},
+    ],
+)
 def test_a_draft_model_drafts_the_trees_of_the_loop(shape: dict[str, Any], trees: Rerun) -> None:
     """A slot's drafted rows are kept although a graph drafts for another slot in between."""
     module = noisy().float()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_device import DEVICE
+from kernel_device import DEVICE, few
 from torch import Tensor
 
 from benchmarks.gpu_suite import cuda_tree
@@ -242,10 +242,9 @@ TREES: dict[str, tuple[list[list[int]] | int, list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("window", [None, 1, 3, 6])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("name", "window", "softcap", "has_sinks"), few(list(TREES), [None, 1, 3, 6], [None, 2.0], [False, True])
+)
 def test_equals_the_definition(
     kernels: KernelModule | None, name: str, window: int | None, softcap: float | None, has_sinks: bool
 ) -> None:
@@ -255,18 +254,22 @@ def test_equals_the_definition(
     )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("widths", [(1, 1), (64, 64), (80, 80), (128, 128), (192, 128), (7, 256), (256, 13)])
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("widths", "dtype", "heads"),
+    few(
+        [(1, 1), (64, 64), (80, 80), (128, 128), (192, 128), (7, 256), (256, 13)], list(TOLERANCES),
+        [(2, 2), (6, 2), (3, 1)],
+    ),
+)  # fmt: skip
 def test_head_sizes_groups_and_dtypes(
     kernels: KernelModule | None, dtype: torch.dtype, widths: tuple[int, int], heads: tuple[int, int]
 ) -> None:
     random_pass([[-1, 0, 0, 1]], [6], heads=heads, widths=widths, dtype=dtype, has_sinks=True).check(kernels)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 8, 17, 18, 19, 20, 21, 4096])
-@pytest.mark.parametrize("spread", [1.5, 60.0])
-@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize(
+    ("chunk", "spread", "threads"), few([1, 2, 3, 8, 17, 18, 19, 20, 21, 4096], [1.5, 60.0], [1, 2, 16])
+)
 def test_chunks_and_threads_change_nothing(
     kernels: KernelModule | None, chunk: int, spread: float, threads: int
 ) -> None:
@@ -412,6 +415,7 @@ int main(int, char **arguments) {
 """
 
 
+@pytest.mark.slow
 @only_emulated
 def test_each_barrier_is_needed_and_none_is_missing(tmp_path: Path) -> None:
     # ThreadSanitizer finds two accesses that no barrier orders, whether or not they met in this run.
@@ -442,7 +446,7 @@ def test_each_barrier_is_needed_and_none_is_missing(tmp_path: Path) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_compiles_for_gpus(arch: str) -> None:
     cubin = compile_source(kernel_source(), arch=arch)
     assert cubin[:4] == b"\x7fELF"

@@ -19,6 +19,7 @@ EXPECTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="the GPU compiles them in every other test")
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm, silu
 
 pytest.importorskip("triton")
 
-from kernel_device import DEVICE, GuardedMemory
+from kernel_device import DEVICE, GuardedMemory, few
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
@@ -30,9 +30,7 @@ def assert_rounded(ours, exact, roundings=3):
     torch.testing.assert_close(ours.double(), exact, rtol=roundings * step, atol=roundings * step)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [32, 44, 600])
-@pytest.mark.parametrize("has_delta", [True, False])
+@pytest.mark.parametrize(("dtype", "width", "has_delta"), few(DTYPES, [32, 44, 600], [True, False]))
 def test_add_and_norm(width, dtype, *, has_delta) -> None:
     x, delta = random(2, 3, width, dtype=dtype), random(2, 3, width, dtype=dtype, seed=1) if has_delta else None
     weight = random(width, dtype=dtype, seed=2)
@@ -69,15 +67,15 @@ def tables_of(positions):
     return tables
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 1, 80), (2, 2, 6)])
-@pytest.mark.parametrize("has_norms", [True, False])
-def test_rotate_and_write(heads, kv_heads, size, dtype, *, has_norms) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "has_norms"), few([(4, 2, 8), (3, 1, 80), (2, 2, 6)], DTYPES, [True, False])
+)
+def test_rotate_and_write(sizes, dtype, *, has_norms) -> None:
     """Queries come back rotated, keys and values stand in the rows of the pass, and no other row is touched.
 
     The last two tokens belong to no sequence.
     """
-    tokens, slots, capacity = 7, 4, 11
+    (heads, kv_heads, size), (tokens, slots, capacity) = sizes, (7, 4, 11)
     joined = random(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
     angles = random(20, size // 2, seed=3)
     cos, sin = angles.cos(), angles.sin()
@@ -114,11 +112,13 @@ def test_rotate_and_write(heads, kv_heads, size, dtype, *, has_norms) -> None:
     assert torch.equal(values.double(), expected_values)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 64])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (128, 256), (192, 384)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_batch_gemm(tokens, outputs, inputs, dtype, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "dtype"),
+    few([1, 3, 16, 17, 64], [(64, 128), (128, 256), (192, 384)], [torch.bfloat16, torch.float16]),
+)
+def test_small_batch_gemm(tokens, sizes, dtype, monkeypatch) -> None:
     """Against float64; in two parts where the inputs can be halved."""
+    outputs, inputs = sizes
     generator = torch.Generator().manual_seed(tokens + outputs)
     x, weight = (
         torch.randn(rows, inputs, generator=generator).to(DEVICE, dtype).contiguous() for rows in (tokens, outputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE
+from kernel_device import DEVICE, few
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -47,9 +47,7 @@ def test_distributions(size: int, dtype: torch.dtype) -> None:
     assert entropy is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(("name", "size", "dtype"), few(list(WEIGHTS), SIZES, [torch.float32, torch.bfloat16]))
 def test_losses_and_gradients(name: str, size: int, dtype: torch.dtype) -> None:
     weights, logits = WEIGHTS[name], numbers(size, 2, dtype)
     taught = numbers(size, 3)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_device import DEVICE, OnDevice, random_parents
+from kernel_device import DEVICE, OnDevice, few, random_parents
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -41,9 +41,9 @@ def assert_walk(tree: TokenTree, chosen: Tensor, walk: Walk) -> None:
     assert torch.equal(walk.next_token.cpu(), expected.next_token)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 8, 31, 33, 64, 65, 511, 512])
-@pytest.mark.parametrize("reach", [1, 3, 600])
-@pytest.mark.parametrize("vocab_size", [1, 2])
+@pytest.mark.parametrize(
+    ("nodes", "reach", "vocab_size"), few([1, 2, 3, 8, 31, 33, 64, 65, 511, 512], [1, 3, 600], [1, 2])
+)
 def test_random_trees(nodes: int, reach: int, vocab_size: int) -> None:
     tree, chosen = random_batch([(nodes, reach)], vocab_size, seed=nodes * 1000 + reach)
     assert_walk(tree, chosen, walked(tree, chosen))

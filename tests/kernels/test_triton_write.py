@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_device import DEVICE, OnDevice
+from kernel_device import DEVICE, OnDevice, few
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
@@ -18,9 +18,10 @@ from foretoken.decoder.slot_cache import LayerShape, SlotCache
 PASS = Pass.of_chains([[0] * 3, [0] * 2], slots=[3, 1], prefix_lens=[5, 0], device=DEVICE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("widths", [(8, 8), (6, 20)])
-@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "widths", "is_strided"),
+    few([torch.float32, torch.bfloat16, torch.float64], [(8, 8), (6, 20)], [False, True]),
+)
 def test_rows_of_a_captured_pass(widths, dtype, *, is_strided) -> None:
     """Each token's row is written, no other one, and tokens of no sequence write nothing; nothing is looked at."""
     generator = torch.Generator().manual_seed(0)
