@@ -245,8 +245,9 @@ def sampled_texts(
 @pytest.mark.parametrize(
     ("rule", "prompt"),
     [
-        pytest.param(rule, (PROMPT, SHORT_PROMPT)[(place + turn) % 2], marks=pytest.mark.slow if turn else [])
-        for place, rule in enumerate(SHAPES) for turn in range(2)
+        ("block", PROMPT), ("sequential", SHORT_PROMPT), ("traversal", SHORT_PROMPT),
+        *(pytest.param(rule, PROMPT, marks=pytest.mark.slow) for rule in SHAPES if rule != "block"),
+        *(pytest.param(rule, SHORT_PROMPT, marks=pytest.mark.slow) for rule in ("block", "kseq", "coupled")),
     ],
     ids=str,
 )  # fmt: skip
