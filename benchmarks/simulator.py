@@ -450,7 +450,7 @@ def controller_of(world: World, control: str = "goodput") -> Controller:
         return Heuristic(most, [each[-1] for each in nodes])
     if control == "smartspec":
         return SmartSpec(world.cost(), timed, nodes, most)
-    is_read = len(nodes) > 1 or world.drafters[0].siblings > 1
+    is_read = len(nodes) > 1 or world.drafters[0].siblings > 1 or not world.drafters[0].level_s
     return Goodput(world.cost(), nodes_by_depth=nodes, max_nodes=64, is_read=is_read, timed=timed)
 
 

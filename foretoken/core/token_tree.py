@@ -145,13 +145,16 @@ class TokenTree:
         Raises:
             TreeError: When a row is invalid; names row and node.
         """
+        for index, row in enumerate(rows):
+            _check_row(index, row)
         width = max(len(row.tokens) for row in rows)
+        if width == 1:  # what a lookup returns most often
+            return cls.roots([row.tokens[0] for row in rows], device=device, has_scores=scores is not None)
         tokens, parents, depths = [], [], []
         roots: list[int] = []
         counts: list[int] = []
         padded: list[list[float]] = []
         for index, row in enumerate(rows):
-            _check_row(index, row)
             row_depths = [0] * len(row.parents)
             for node, parent in enumerate(row.parents):
                 if node:
@@ -175,14 +178,16 @@ class TokenTree:
         )  # fmt: skip
 
     @classmethod
-    def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
+    def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu", has_scores: bool = False) -> TokenTree:
         """Returns a batch of trees with the root alone, for a plain decoding step; the batch may be empty."""
         roots, zeros, ones = list(tokens), [0] * len(tokens), [1] * len(tokens)
         nodes = np.array([roots, [-1] * len(roots), zeros], dtype=np.int64)[:, :, None]
         facts = HostFacts(roots=roots, depths=zeros, num_nodes=ones, num_tokens=max(roots, default=-1) + 1, nodes=nodes)
         return cls._of_nodes(
-            nodes, ones, torch.device(device), max_depth=0, host_facts=facts if min(roots, default=0) >= 0 else None
-        )
+            nodes, ones, torch.device(device), max_depth=0,
+            scores=torch.zeros(len(roots), 1, device=device) if has_scores else None,
+            host_facts=facts if min(roots, default=0) >= 0 else None,
+        )  # fmt: skip
 
     @classmethod
     def _of_nodes(

@@ -338,7 +338,7 @@ class DrafterOptions(BaseModel):
     has_dynamic_trees: ClassVar[bool] = False  # whether it drafts level by level, by probabilities of its own
     prunable_by: ClassVar[frozenset[str]] = frozenset()  # keys of `pruning`: all for methods with draft distributions
     reads_predictions: ClassVar[bool] = False  # whether it drafts from `DraftRequest.prediction` alone
-    can_prune_tree: ClassVar[bool] = False  # whether "tree" is drafted at once, at the same cost for any part of it
+    can_prune_tree: ClassVar[bool] = False  # whether chains and "tree" are drafted at once, at one cost for any part
 
     method: str
     model: str | None = None

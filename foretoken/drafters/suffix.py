@@ -119,17 +119,31 @@ class SuffixDraft(NamedTuple):
     Attributes:
         tokens: Of each node.
         parents: Node 0 is the root, so node i + 1 is entry i.
-        probs: Estimated probability that the path down to each node is accepted.
+        probs: Share of the match's occurrences that the path down to each node followed.
+        agreement: Last tokens of the text that occur in the source of the draft, at most as many as its tree is deep.
     """
 
     tokens: list[int]
     parents: list[int]
     probs: list[float]
+    agreement: int = 0
 
     @property
     def score(self) -> float:
-        """Expected number of accepted tokens."""
+        """Expected number of accepted tokens, if a longer match is no surer."""
         return sum(self.probs)
+
+    def log_probs(self) -> list[float]:
+        """Returns the log-probability that the path down to each node is accepted, of the root first.
+
+        A match of m tokens goes on for d tokens with probability (m + 1) / (m + 1 + d), Laplace's rule of succession;
+        prompt lookup estimates the same.
+        """
+        found, depths, seen = [0.0], [0], self.agreement + 1
+        for parent, prob in zip(self.parents, self.probs, strict=True):
+            depths.append(depths[parent] + 1)
+            found.append(math.log(prob * seen / (seen + depths[-1])))
+        return found
 
 
 NO_DRAFT = SuffixDraft([], [], [])
@@ -181,7 +195,7 @@ def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, k
         draft = draw(matches, match, room, limits, best_score)
         if (draft.score, length) > (best_score, best_length):
             best, best_score, best_length = draft, draft.score, length
-    return best
+    return best if best is known else best._replace(agreement=matches.longest)
 
 
 @lru_cache(maxsize=4096)
@@ -373,7 +387,7 @@ class SuffixDrafter:
             TreeRow([root, *draft.tokens], [-1, *draft.parents])
             for root, draft in zip(context.roots, drafts, strict=True)
         ]
-        scores = [[0.0, *map(math.log, draft.probs)] for draft in drafts]
+        scores = [draft.log_probs() for draft in drafts]
         tree = TokenTree.from_rows(rows, scores=scores, device=self._device)
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.base import Allotment, Continue, Controller, Leaf
     from foretoken.drafting.policies import BatchTable
     from foretoken.grammars.drafts import GrammarBounds
+    from foretoken.runner.costs import CostCurve
     from foretoken.sampling.batch import SamplingBatch
 
 
@@ -120,8 +121,7 @@ def choose_controller(
 
     Returns:
         `Fixed` if options fix the draft size, a stop rule ends drafts, or a caller made the drafter; else `Goodput`. It
-        buys nodes of several drafters, of dynamic trees and of trees drafted at once, and else chooses the depth of
-        whole drafts.
+        buys nodes of several drafters, of lookups and of dynamic trees, and else chooses the depth of whole drafts.
     """
     sizes = most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters]
     if not isinstance(control, str):
@@ -133,20 +133,19 @@ def choose_controller(
         return SmartSpec(target.costs, timed, [drafter.nodes_by_depth for drafter in drafters], sizes[0])
     if control in ("fixed", *STOP_CONTROLS) or not options or not all(each.is_adaptive for each in options):
         return Fixed(*sizes)
-    first, timed = options[0], [time_drafts(drafter, target) for drafter in drafters]
-    is_bought = first.tree == "dynamic" or (first.can_prune_tree and first.tree == "tree")
-    if len(options) > 1:
-        several = _several(drafters, target, timed)
-        key = pair_key(target.model, options) if keeps_acceptance else None
-        if key is not None:
-            several.keep_learned(KeptAcceptance(several.learners, key))
-        return several
-    (drafter,) = drafters
-    return Goodput(
-        target.costs, nodes_by_depth=[drafter.nodes_by_depth], max_nodes=drafter.nodes_by_depth[-1],
-        is_read=is_bought, timed=timed,
-        expected=drafter.expected_acceptance if isinstance(drafter, MeasuredDrafter) else (),
-    )  # fmt: skip
+    timed = [time_drafts(drafter, target) for drafter in drafters]
+    if len(options) == 1 and not options[0].can_prune_tree and options[0].tree != "dynamic":
+        (drafter,) = drafters
+        return Goodput(
+            target.costs, nodes_by_depth=[drafter.nodes_by_depth], max_nodes=drafter.nodes_by_depth[-1],
+            is_read=False, timed=timed,
+            expected=drafter.expected_acceptance if isinstance(drafter, MeasuredDrafter) else (),
+        )  # fmt: skip
+    made = _buying(drafters, target.costs, timed)
+    key = pair_key(target.model, options) if keeps_acceptance and len(options) > 1 else None
+    if key is not None:
+        made.keep_learned(KeptAcceptance(made.learners, key))
+    return made
 
 
 def choose_for_predictions(
@@ -160,19 +159,19 @@ def choose_for_predictions(
         target: What the drafters are attached to.
     """
     if len(drafters) == 1:  # no costs of passes are measured for plain decoding
-        nodes = drafters[0].nodes_by_depth
-        return Goodput(None, nodes_by_depth=[nodes], max_nodes=nodes[-1], is_read=False)
+        return _buying(drafters, None)
     if len(options) < len(drafters) or not all(each.is_adaptive for each in options):
         return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
-    return _several(drafters, target)
+    return _buying(drafters, target.costs)
 
 
-def _several(
-    drafters: Sequence[Drafter], target: TargetHandle, timed: Sequence[Sequence[tuple[int, float]]] = ()
+def _buying(
+    drafters: Sequence[Drafter], cost: CostCurve | None, timed: Sequence[Sequence[tuple[int, float]]] = ()
 ) -> Goodput:
+    """Returns a controller that reads the drafters' trees and buys nodes of them."""
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     return Goodput(
-        target.costs,
+        cost,
         nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
         max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),
         timed=timed,

@@ -3,10 +3,12 @@
 The seconds are those of the cost model (`costs`), the tokens those of the acceptance model (`acceptance`). Both are
 estimates, and both learn only from what is done. `Exploration` is the one rule by which something else is done.
 
-Several drafters are asked one by one, each time the one that adds most, until none adds any. Drafters that cost almost
-nothing are asked first. The proposals of all are merged, lookups continue below the best leaves of others, and the
-nodes that are worth their cost are verified. A chain, or a head's tree of fixed shape, of a single drafter is verified
-whole, so that the host need not read it: there the depth is all that is chosen.
+Drafters that cost almost nothing, such as lookups, are asked first and in every iteration: what they found is judged,
+not what they usually find. An answer without nodes leaves an iteration of plain decoding. Other drafters are asked one
+by one, each time the one that adds most, until none adds any. The proposals of all are merged, lookups continue below
+the best leaves of others, and the nodes that are worth their cost are verified. A chain, or a head's tree of fixed
+shape, of a single drafter that takes time is verified whole, so that the host need not read it: there the depth is all
+that is chosen.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from foretoken.runner.costs import CostCurve
     from foretoken.trees.merge import Graft
 
-_FREE = 0.03  # share of a plain iteration: a cheaper drafter is always asked, and first
+_FREE = 0.03  # share of a plain iteration: a drafter that takes less on average is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
 _DECIDE_EVERY = 8  # most iterations that share a decision once it repeats; fewer at first
 
@@ -86,7 +88,7 @@ class _Known:
 
 
 class _Answer(NamedTuple):
-    """A drafter's trees, as it returned them and on the host."""
+    """A drafter's trees, as it returned them and on the host; no rows if they have no nodes."""
 
     tree: TokenTree
     rows: list[HostRow]
@@ -187,17 +189,23 @@ class Goodput:
         allotment = Allotment(allowances=[Allowance(depth=depth, nodes=self._max_nodes)] * batch_size, first=first)
         if num_prompt_tokens:
             return allotment
-        if len(self._known) == 1 and self._plan is not None and first.depth == self._last_depth:
+        is_repeated = bool(self._free) or (self._plan is not None and first.depth == self._last_depth)
+        if len(self._known) == 1 and is_repeated:
             self._held, self._held_until = allotment, now + min(_DECIDE_EVERY, now // _DECIDE_EVERY)
         self._last_depth = first.depth
         return allotment
 
     def _first(self, plain: float) -> Ask | None:
         if self._is_read:
-            self._free = frozenset(i for i in range(len(self._known)) if self._costs.draft(i)[-1] <= _FREE * plain)
+            self._free = frozenset(i for i in range(len(self._known)) if self._mean_draft_s(i) <= _FREE * plain)
             if self._free:
                 return self._asking(Ask(sorted(self._free)))
         return self.further({})
+
+    def _mean_draft_s(self, i: int) -> float:
+        """Returns the seconds of asking a drafter for its deepest draft, which it may not have."""
+        hits, draft = self._known[i].hits, self._costs.draft(i)
+        return hits * draft[-1] + (1 - hits) * draft[0]
 
     def _is_look_due(self) -> bool:
         is_known = self._costs.num_passes(self._batch) >= 1
@@ -208,7 +216,7 @@ class Goodput:
         candidates = [self._candidate(i) for i in range(len(self._known))]
         plans = [best_depth(stop(nothing, costs), nothing, each, costs) for each in candidates]
         i = max(range(len(plans)), key=lambda i: plans[i].rate)
-        width = max(round(plans[i].width), self._batch + 1)
+        width = min(max(round(plans[i].width), self._batch + 1), len(costs.passes) - 1)
         return Declined(
             width=width,
             pass_cost=costs.passes[width] / costs.passes[self._batch],
@@ -297,9 +305,10 @@ class Goodput:
                 continue
             known = self._known[i]
             depth = self._asked.setdefault(i, known.deepest)
-            self._batch, rows = tree.batch_size, read_rows(tree, known.nodes)
+            self._batch = tree.batch_size
+            rows = read_rows(tree, known.nodes) if tree.width > 1 else []
             self._answers[i] = _Answer(tree, rows)
-            if tree.width < 2:
+            if not rows:
                 continue
             if tree.distributions is not None or any(source & PROBE for row in rows for source in row.sources):
                 most = known.nodes_by_depth[depth if depth < known.deepest else -1] - 1
@@ -378,20 +387,25 @@ class Goodput:
                 widths[d] += _WIDTH_RATE * (counts[d] / self._batch - widths[d])
 
     def learn_step(self, record: StepRecord) -> None:
-        """Learns acceptance and seconds. While nobody is asked, learns from every n-th iteration only."""
-        steps, is_asked = record.sequences, bool(self._asked)
-        is_due = self._exploration.count % _DECIDE_EVERY == 0
-        emitted = sum(step.num_emitted for step in steps)
-        if is_asked and not record.num_prompt_tokens:
-            loss = self._loss(record, emitted)
+        """Learns acceptance and seconds.
+
+        An iteration in which only free drafters were asked, and nothing was verified, is one of plain decoding. It is
+        not charged. Of such iterations, and of those in which nobody is asked, every n-th one teaches seconds.
+        """
+        steps, asked = record.sequences, self._asked
+        is_drafted = any(step.tree_depth for step in steps) or not self._free.issuperset(asked)
+        if is_drafted and not record.num_prompt_tokens:
+            loss = self._loss(record, sum(step.num_emitted for step in steps))
             self._exploration.charge(loss)
             self._gain -= _WIDTH_RATE * (loss + self._gain)
         else:
             self._exploration.charge(0.0)
-        if is_asked or is_due or self._held is None:
+        if is_drafted or self._held is None or self._exploration.count % _DECIDE_EVERY == 0:
             self._costs.learn(record)
-        if not is_asked:
+        if not asked:
             return
+        if not is_drafted and not record.num_prompt_tokens:
+            self._exploration.note(("plain", self._batch))
         if not self._is_read:
             self._learn_depths(steps)
         elif len(steps) == self._batch:  # else the batch failed and was decoded again one by one
@@ -423,13 +437,13 @@ class Goodput:
         before, costly = [0] * self._batch, frozenset[int]()
         for i, answer in self._answers.items():
             known = self._known[i]
-            right = learn_followed(answer.rows, known.nodes, steps)
             hits = [b for b, row in enumerate(answer.rows) if row.drafted()]
             if hits:
+                right = learn_followed(answer.rows, known.nodes, steps)
                 last = [min(self._asked[i], len(steps[b].tokens)) for b in hits]
                 known.after(costly).learn([before[b] for b in hits], [right[b] for b in hits], last)
+                before = list(map(max, before, right))
             known.hits += _WIDTH_RATE * (len(hits) / self._batch - known.hits)
-            before = list(map(max, before, right))
             costly |= {i} - self._free
         for each in self._grafts:
             learn_chain(self._known[each.drafter].grafts, each, steps[each.leaf.row].tokens)

@@ -60,8 +60,24 @@ def test_what_followed_in_the_own_text() -> None:
     tree = lookup.propose(context([text]))
     assert tree.rows()[0].tokens == [3, 9, 8, 4, 1, 2, 3], "six tokens for a match of three"
     assert tree.scores is not None
-    # Two occurrences before the end of the text: both go on with 9, one of them with 8.
-    assert tree.scores[0].tolist() == pytest.approx([0.0, *map(math.log, [1, *[1 / 2] * 5])])
+    # Two occurrences before the end of the text: both go on with 9, one of them with 8. A match of three goes on for d
+    # tokens with probability 4 / (4 + d).
+    shares = [1, *[1 / 2] * 5]
+    expected = [share * 4 / (4 + d) for d, share in enumerate(shares, start=1)]
+    assert tree.scores[0].tolist() == pytest.approx([0.0, *map(math.log, expected)])
+
+
+def test_a_longer_match_is_surer() -> None:
+    """Also where the draft is so deep that the tree has no room for the whole match."""
+
+    def first_prob(num_known: int) -> float:
+        lookup = drafter(max_tree_depth=6)
+        request(lookup, [*range(20), 99, *range(20 - num_known, 20)][:-1])
+        tree = lookup.propose(context([[*range(20), 99, *range(20 - num_known, 20)][:-1]]))
+        assert tree.scores is not None
+        return math.exp(tree.scores[0, 1])
+
+    assert [first_prob(n) for n in (2, 3, 4, 9)] == pytest.approx([2 / 3, 3 / 4, 4 / 5, 6 / 7])
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 2), (3.0, 6), (0.4, 0), (0.0, 0)])
@@ -113,7 +129,7 @@ def test_a_tree_holds_the_frequent_continuations_and_no_rare_ones() -> None:
     tree = lookup.propose(context([[9, 1, 2]]))
     assert tree.rows()[0] == ([2, 3, 4, 5], [-1, 0, 0, 0])
     assert tree.scores is not None
-    assert tree.scores.exp()[0].tolist() == pytest.approx([1.0, 0.6, 0.3, 0.1])
+    assert tree.scores.exp()[0].tolist() == pytest.approx([1.0, *(share * 3 / 4 for share in (0.6, 0.3, 0.1))])
     strict = drafter(tree="tree", max_spec_factor=8.0, min_token_prob=0.2)
     for last, times in ((3, 6), (4, 3), (5, 1)):
         for _ in range(times):
