@@ -74,12 +74,9 @@ class Calls:
         monkeypatch.setattr(self.engine.target, "run", run)
 
 
-@pytest.mark.parametrize("method", ["medusa", "ngram", "hydra++"])
+@pytest.mark.parametrize("method", ["medusa", "hydra++"])
 def test_an_iteration_without_a_draft_is_one_of_plain_decoding(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
-    if method != "ngram":
-        config = adaptive(method)
-    calls = Calls(monkeypatch, DEAR, config)
+    calls = Calls(monkeypatch, DEAR, adaptive(method))
     prompts = [[5, 6, 5, 6], [7, 8, 9]]
     outputs = [calls.engine.generate(prompt, PARAMS)[0].outputs[0].token_ids for prompt in prompts]
     assert outputs == [llm({}).generate(prompt, PARAMS)[0].outputs[0].token_ids for prompt in prompts]
@@ -91,6 +88,18 @@ def test_an_iteration_without_a_draft_is_one_of_plain_decoding(method: str, monk
         return
     assert calls.committed <= len(calls.records) - num_declined + 2 + 2 * len(prompts)
     assert calls.tapped == calls.committed
+
+
+def test_what_a_lookup_found_is_not_verified_where_it_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup is asked, because asking costs next to nothing."""
+    config = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
+    monkeypatch.setattr("foretoken.drafting.drafting.time_drafts", lambda drafter, target: [(1, 1e-7), (4, 1e-7)])
+    calls = Calls(monkeypatch, DEAR, config)
+    output = calls.engine.generate([5, 6, 5, 6], PARAMS)[0].outputs[0].token_ids
+    assert output == llm({}).generate([5, 6, 5, 6], PARAMS)[0].outputs[0].token_ids
+    steps = [step for record in calls.records for step in record.sequences]
+    assert any(step.num_proposed for step in steps)
+    assert not any(step.num_drafted for step in steps)
 
 
 def test_a_draft_after_missed_iterations_has_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:

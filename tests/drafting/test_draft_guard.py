@@ -180,18 +180,17 @@ class RubbishDrafter:
     def release(self, slot: int) -> None: ...
 
 
-@pytest.mark.parametrize("is_trusted", [False, True])
-@pytest.mark.parametrize("batch", [1, 5])
-def test_rubbish_costs_no_text(batch: int, is_trusted: bool) -> None:
-    """Trees without a guarantee are checked wherever they come from."""
-    mix, plain = request_mix(), plain_mix()
+@pytest.mark.parametrize(("batch", "is_trusted", "every"), [(1, True, 4), (5, False, 1)])
+def test_rubbish_costs_no_text(batch: int, is_trusted: bool, every: int) -> None:
+    """Trees without a guarantee are checked wherever they come from; `every`: requests of the mix that are made."""
+    mix, plain = request_mix()[::every], plain_mix()[::every]
     engine = llm(
         {"drafter": RubbishDrafter}, trust_drafter=is_trusted, max_num_seqs=batch,
         max_model_len=CONTEXT_LEN,
     )  # fmt: skip
     got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
-    assert sum(output.metrics.draft_errors for output in got) > 20
+    assert sum(output.metrics.draft_errors for output in got) > 20 / every
 
 
 @pytest.mark.parametrize("call", ["propose", "commit", "release"])

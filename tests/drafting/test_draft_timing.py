@@ -10,10 +10,17 @@ from foretoken import LLM, SamplingParams
 from foretoken.drafting.draft_timing import time_drafts
 
 MODEL = str(Path(__file__).parents[2] / "models/tinycode")
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = ["def read_config(path):\n", "class Queue:\n", "import os\n"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[str]:
+    return [each.outputs[0].text for each in LLM(MODEL, max_num_seqs=3).generate(PROMPTS, PARAMS)]
 
 
 @pytest.mark.parametrize("drafter", ["hass:chain", "draft_model"])
-def test_drafts_of_three_sequences_are_timed_and_leave_nothing_behind(drafter: str) -> None:
+def test_drafts_of_three_sequences_are_timed_and_leave_nothing_behind(drafter: str, plain: list[str]) -> None:
     llm = LLM(MODEL, speculative_config=f"{drafter}:num_speculative_tokens=6", max_num_seqs=3)
     for slot in range(3):
         llm.target.cache.reserve(slot, 64)
@@ -34,7 +41,4 @@ def test_drafts_of_three_sequences_are_timed_and_leave_nothing_behind(drafter: s
     assert all(seconds > 0 for _, seconds in timed)
     for slot in range(3):
         llm.target.cache.trim(slot, 0)
-    params = SamplingParams(temperature=0, max_tokens=24)
-    prompts = ["def read_config(path):\n", "class Queue:\n", "import os\n"]
-    plain = LLM(MODEL, max_num_seqs=3).generate(prompts, params)
-    assert [each.outputs[0].text for each in llm.generate(prompts, params)] == [e.outputs[0].text for e in plain]
+    assert [each.outputs[0].text for each in llm.generate(PROMPTS, PARAMS)] == plain

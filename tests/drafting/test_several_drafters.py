@@ -58,20 +58,21 @@ class World:
         trees: dict[int, TokenTree] = {}
         asked: list[AskedDrafter] = []
 
+        def took(i: int, depth: int) -> float:
+            self.num_asked[i] += 1
+            return 0.001 if i == 0 else self.level_s * depth
+
         def ask(i: int, depth: int) -> None:
             depth = min(depth, DEPTH)
             rows = [TreeRow([0, *each[:depth]], range(-1, len(each[:depth]))) for each in drafts[i]]
             trees[i] = TokenTree.from_rows(rows)
-            took = 0.001 if i == 0 else self.level_s * depth
-            asked.append(AskedDrafter(index=i, name=str(i), depth=trees[i].max_depth, seconds=took))
-            self.num_asked[i] += 1
+            asked.append(AskedDrafter(index=i, name=str(i), depth=trees[i].max_depth, seconds=took(i, depth)))
 
+        draft_s = 0.0
         if made is None:
-            for i in always:
-                ask(i, DEPTH)
-            rows = [list(row.tokens) for tree in trees.values() for row in tree.rows()]
-            width = batch + sum(len(row) - 1 for row in rows)
-            paths = [[row for at, row in enumerate(rows) if at % batch == b] for b in range(batch)]
+            draft_s = sum(took(i, DEPTH) for i in always)
+            paths = [[[0, *drafts[i][b]] for i in always] for b in range(batch)]
+            width = batch + sum(len(path) - 1 for each in paths for path in each)
         else:
             allotment = made.allot(batch)
             ask_now = allotment.first
@@ -83,7 +84,7 @@ class World:
             width = int(tree.num_nodes.sum())
             paths = [_paths(row) for row in tree.rows()]
         accepted = [max((_agreeing(path[1:]) for path in each), default=0) for each in paths]
-        draft_s, verify = sum(each.seconds for each in asked), self.curve(width)
+        draft_s, verify = draft_s + sum(each.seconds for each in asked), self.curve(width)
         self.seconds += draft_s + verify
         self.tokens += batch + sum(accepted)
         self.places = [place + n + 1 for place, n in zip(self.places, accepted, strict=True)]
@@ -145,11 +146,11 @@ def test_nothing_slower_is_chosen(curve: tuple, keys: dict, is_model_worth_it: b
     """No worse than asking nobody, always one, or always both; better than all of these where it depends."""
     world = World(curve, **keys)
     made = controller(world)
-    world.run(made, 300)
-    rate = world.run(made, 700)
-    asked = world.num_asked[1] / 700
+    world.run(made, 200)
+    rate = world.run(made, 400)
+    asked = world.num_asked[1] / 400
     rigid = [world.run(None, 500, always) for always in ((), (0,), (1,), (0, 1))]
-    assert rate >= 0.93 * max(rigid), "the texts are drawn: 700 iterations tell a rate to about 2 %"
+    assert rate >= 0.93 * max(rigid), "the texts are drawn: 400 iterations tell a rate to about 3 %"
     assert asked >= 0.3 if is_model_worth_it else asked <= 0.25
 
 
@@ -166,12 +167,12 @@ def test_the_model_is_asked_where_the_lookup_has_nothing() -> None:
 def test_a_drafter_that_becomes_good_is_found() -> None:
     world = World(FLAT, level_s=0.2, lookup=0.6, model=0.05, hits=0.5)
     made = controller(world)
-    world.run(made, 800)
-    assert world.num_asked[1] < 120
+    world.run(made, 500)
+    assert world.num_asked[1] < 75
     world.model = 0.95
-    world.run(made, 1000)
-    world.run(made, 200)
-    assert world.num_asked[1] > 80
+    world.run(made, 600)
+    world.run(made, 100)
+    assert world.num_asked[1] > 40
 
 
 def test_without_a_free_drafter_iterations_are_declined() -> None:
