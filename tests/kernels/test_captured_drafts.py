@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 import pytest
@@ -131,16 +132,13 @@ def assert_drafts_agree(captured: HeadDrafter, plain: HeadDrafter, kind: str, sh
             texts.texts[slot] += accepted(row, dice)
 
 
-def cases(*kinds: str) -> list[Any]:
-    """Every kind in one shape, another for each; the other shapes are slow."""
-    shapes = ["static", "dynamic", "chain"]
-    return [
-        pytest.param(kind, shape, marks=[] if turn == place else pytest.mark.slow)
-        for place, kind in enumerate(kinds) for turn, shape in enumerate(shapes)
-    ]  # fmt: skip
+def cases(*kinds: str, always: tuple[str, str]) -> list[Any]:
+    """Every kind in every shape; all but one are slow."""
+    every = product(kinds, ["chain", "static", "dynamic"])
+    return [pytest.param(*case, marks=[] if case == always else pytest.mark.slow) for case in every]
 
 
-@pytest.mark.parametrize(("kind", "shape"), cases("eagle", "eagle3"))
+@pytest.mark.parametrize(("kind", "shape"), cases("eagle", "eagle3", always=("eagle3", "dynamic")))
 def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
     """Slots change places and lengths differ, so that a graph that kept any of them would draft another tree."""
     captured = head_drafter(kind, **SHAPES[shape])
@@ -152,7 +150,7 @@ def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun
     assert trees.num_runs >= 1
 
 
-@pytest.mark.parametrize(("kind", "shape"), cases("spire, no feedback", "spire"))
+@pytest.mark.parametrize(("kind", "shape"), cases("spire", "spire, no feedback", always=("spire", "static")))
 def test_spire_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
     captured = spire_drafter(kind, **SHAPES[shape])
     with pytest.MonkeyPatch.context() as patch:
@@ -165,8 +163,9 @@ def test_spire_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun)
 @pytest.mark.parametrize(
     "shape",
     [
+        {"num_speculative_tokens": 2},
         pytest.param({"num_speculative_tokens": 4}, marks=pytest.mark.slow),
-        {"tree": "dynamic", "tree_top_k": 3, "max_nodes": 9},
+        pytest.param({"tree": "dynamic", "tree_top_k": 3, "max_nodes": 9}, marks=pytest.mark.slow),
     ],
 )
 def test_a_draft_model_drafts_the_trees_of_the_loop(shape: dict[str, Any], trees: Rerun) -> None:

@@ -1,4 +1,7 @@
-"""A captured pass, run again with other contents of its tensors, is the pass that those contents describe."""
+"""A captured pass, run again with other contents of its tensors, is the pass that those contents describe.
+
+Slow because every captured kernel runs in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def num_captured(capture):
     return capture.num_captured if DEVICE == "cpu" else 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "mistral"])
 def test_passes_of_one_shape(architecture, capture) -> None:
     """Slots, lengths, sizes and trees change from pass to pass, and how many sequences; features are read as well."""
     lengths = {0: 12, 1: 5, 2: 1}
@@ -124,7 +127,13 @@ def test_passes_of_one_shape(architecture, capture) -> None:
         assert capture.num_captured <= before + 2, "two sequences or three, 9 to 16 nodes, up to 8 of them in a tree"
 
 
-@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma3", "olmo2", "smollm3", "starcoder2"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "phi3", "gemma2", "smollm3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "olmo2", "starcoder2")),
+    ],
+)  # fmt: skip
 def test_blocks_that_the_triton_kernels_know_in_part(architecture, capture) -> None:
     """What they do not know runs in torch's operations, captured with the rest. Partial rotation, layers without."""
     changes = {"phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}}
@@ -219,7 +228,7 @@ def test_graphs_are_bounded(capture, monkeypatch) -> None:
     assert [shape.num_tokens for shape in captured.decoder._graphs.shapes] == [4, 2]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_text_is_plain_decodings(temperature, capture) -> None:
     module = model("llama")
     prompts = [{"prompt_token_ids": ids} for ids in ([3, 4, 5, 3, 4, 5, 3], [7, 8, 7, 8, 7])]

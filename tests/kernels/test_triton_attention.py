@@ -1,6 +1,6 @@
 """The attention kernels against the definition in float64, and against each other.
 
-Cache rows that must not be read hold NaN in every test.
+Cache rows that must not be read hold NaN in every test. Slow because kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
