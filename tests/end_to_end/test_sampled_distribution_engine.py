@@ -199,7 +199,8 @@ def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch:
 @pytest.mark.parametrize(
     ("rule", "is_broken"),
     [
-        ("sequential", False), ("sequential", True), pytest.param("traversal", False, marks=pytest.mark.slow),
+        ("sequential", False), pytest.param("sequential", True, marks=pytest.mark.slow),
+        pytest.param("traversal", False, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_two_drafters_that_draw(rule: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
