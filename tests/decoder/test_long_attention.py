@@ -104,7 +104,7 @@ def tree_pass(slot: int, prefix: int) -> Pass:
     return replace(Pass.of_tree(tree, slots=[slot], prefix_lens=[prefix], last_position=CAPACITY - 1), logit_rows=None)
 
 
-@pytest.mark.parametrize(("spec", "prefix", "stored"), slow_products(SHAPES, [250, 512, 1023, 2100], list(STORED)))
+@pytest.mark.parametrize(("spec", "prefix", "stored"), slow_products(SHAPES, [250, 505, 512, 1023, 2100], list(STORED)))
 def test_a_path_of_a_tree_has_the_bits_of_committed_tokens(spec: dict[str, Any], prefix: int, stored: str) -> None:
     dtype, is_rounded = STORED[stored]
     layers = blocks_of(spec, dtype)

@@ -191,15 +191,15 @@ def test_a_prefix_is_copied_between_shared_rows() -> None:
     cache = SlotCache(
         SHAPES, num_slots=SLOTS, capacity=90, dtype=torch.float64, device=torch.device("cpu"), num_rows=96
     )
-    assert cache.reserve(0, 40)
-    assert cache.reserve(2, 30)
-    (source, place) = cache.places([0, 2])
+    assert cache.reserve(0, 30)
+    assert cache.reserve(2, 40)
+    source, place = cache.places([2, 0])  # the place of slot 0 has its number, that of slot 2 has not
     for part in (*cache.keys, *cache.values):
         part[source, :, :40] = torch.arange(40.0, dtype=torch.float64)[:, None]
-    cache.copy_rows(0, 2, 25)
+    cache.copy_rows(2, 0, 25)
     assert all(bool((p[place, :, :25] == p[source, :, :25]).all()) for p in (*cache.keys, *cache.values))
     with pytest.raises(ValueError, match="rows are copied that a slot does not have"):
-        cache.copy_rows(0, 2, 80)
+        cache.copy_rows(2, 0, 80)
 
 
 @pytest.mark.parametrize("is_gpu", [False, True])
