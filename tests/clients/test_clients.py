@@ -21,6 +21,7 @@ SCRIPTS = {
     "json": '{"city": "Paris", "days": 2}',
     "calls": '[{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}]',
 }
+pytestmark = pytest.mark.slow
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>"

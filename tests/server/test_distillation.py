@@ -35,6 +35,8 @@ class Learning(LiveServer):
 
     distillation: OnlineDistillation
     llm: LLM
+    directory: Path
+    published = 0
 
     def complete(self, **body: Any) -> str:
         """The text of a short completion."""
@@ -49,27 +51,29 @@ class Learning(LiveServer):
 
 @contextmanager
 def learning_server(directory: Path, *, most_tokens: int = 100_000) -> Iterator[Learning]:
-    """A server over the draft model with a real training process."""
+    """A server over the draft model with a real training process; it looks for published weights all the time."""
     llm = LLM(MODEL, speculative_config=CONFIG, max_num_seqs=4)
     engine = AsyncLLM(llm)
     distilled = OnlineDistillation(engine, directory, draft=DRAFT, most_tokens=most_tokens)
     with served(make_app(engine, ServerConfig(names=["tinycode"]), distilled)) as url:
         server = Learning(url, engine)
-        server.distillation, server.llm = distilled, llm
+        server.distillation, server.llm, server.directory = distilled, llm, directory
         yield server
-    assert not any(thread.name.startswith("foretoken-distill") for thread in threading.enumerate())
+    assert not any(thread.is_alive() for thread in distilled._threads)
     assert distilled._process.returncode is not None
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "_LOOK_S", 0.02)
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distillation, "_LOOK_S", 0.02)
+        yield
 
 
-@pytest.fixture
-def learning(tmp_path: Path) -> Iterator[Learning]:
-    """One of them."""
-    with learning_server(tmp_path) as server:
+@pytest.fixture(scope="module")
+def learning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
+    """One of them, for all tests that only publish weights."""
+    with learning_server(tmp_path_factory.mktemp("learning")) as server:
         yield server
 
 
@@ -93,6 +97,20 @@ def publish(directory: Path, number: int, change: Callable[[dict[str, torch.Tens
     return place
 
 
+def publish_next(server: Learning, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Publishes changed weights under the next number of a server."""
+    server.published += 1
+    return publish(server.directory, server.published, change)
+
+
+def swap(server: Learning, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Publishes changed weights and waits until they draft."""
+    swaps = server.figures()["swaps_total"]
+    place = publish_next(server, change)
+    wait_until(lambda: server.figures()["swaps_total"] == swaps + 1)
+    return place
+
+
 def noisy(seed: int) -> Callable[[dict[str, torch.Tensor]], None]:
     """A change of all weights."""
 
@@ -112,8 +130,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("num_swaps", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_texts_stay_while_weights_are_swapped(
-    plain: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_swaps: int, plain: LiveServer, learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and seeded requests, four at once, across swaps in the middle of them."""
     monkeypatch.setattr(distillation, "_MOST_WAIT_S", 0.0)
@@ -124,23 +143,22 @@ def test_texts_stay_while_weights_are_swapped(
         for temperature in (0.0, 0.8)
     ]
     want = [plain.post("/v1/completions", body).json()["choices"][0]["text"] for body in bodies]
-    with learning_server(tmp_path) as server, ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         drafted_during = []
-        for number in range(1, 5):
-            texts = [pool.submit(server.complete, **body) for body in bodies]
-            wait_until(lambda: bool(server.engine.num_running))
-            publish(tmp_path, number, noisy(number))
-            wait_until(lambda number=number: server.figures()["swaps_total"] == number)
-            drafted_during.append(bool(server.engine.num_running))
+        for seed in range(num_swaps):
+            texts = [pool.submit(learning.complete, **body) for body in bodies]
+            wait_until(lambda: bool(learning.engine.num_running))
+            place = swap(learning, noisy(seed))
+            drafted_during.append(bool(learning.engine.num_running))
             assert [text.result() for text in texts] == want
         assert any(drafted_during), "no swap came while requests ran"
-        last = load_file(tmp_path / online.DRAFTS / "00000004" / "model.safetensors")
-        (drafter,) = server.llm.drafters
+        last = load_file(place / "model.safetensors")
+        (drafter,) = learning.llm.drafters
         for name, parameter in drafter.model.module.named_parameters():  # type: ignore[attr-defined]
             assert torch.equal(parameter, last[name].to(parameter.dtype)), name
 
 
-def test_drafts_come_from_the_swapped_weights(learning: Learning, tmp_path: Path) -> None:
+def test_drafts_come_from_the_swapped_weights(learning: Learning) -> None:
     """The published model never drafts what the target writes, so nothing is accepted any more."""
 
     def accepted() -> float:
@@ -151,15 +169,17 @@ def test_drafts_come_from_the_swapped_weights(learning: Learning, tmp_path: Path
     def change(weights: dict[str, torch.Tensor]) -> None:
         weights["model.norm.weight"].neg_()
 
+    swap(learning, lambda weights: None)  # the weights that the draft model has
+    begin = accepted()
     text = learning.complete(max_tokens=40)
     before = accepted()
-    assert before > 5
-    publish(tmp_path, 1, change)
-    wait_until(lambda: learning.figures()["swaps_total"] == 1)
+    assert before > begin + 5
+    swap(learning, change)
     assert learning.complete(max_tokens=40) == text
     assert accepted() <= before + 2
 
 
+@pytest.mark.slow
 def test_a_server_begins_with_the_last_published_draft_model(tmp_path: Path) -> None:
     publish(tmp_path, 3, noisy(3))
     with learning_server(tmp_path) as server:
@@ -188,6 +208,7 @@ def test_what_is_collected(tmp_path: Path) -> None:
     assert all(f"# kept {number}\n" in told for number in range(24))
 
 
+@pytest.mark.slow
 def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation, "_MOST_QUEUED", 2)
     go_on, add = threading.Event(), online.Traffic.add
@@ -200,6 +221,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
         wait_until(lambda: sum(server.figures()[f"tokens_{each}_total"] for each in ("dropped", "collected")) == 6 * 7)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_collection_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,15 +241,18 @@ def test_a_full_disk_ends_the_collection_with_one_warning(
     assert online.numbered(tmp_path / online.TRAFFIC / "train") == []
 
 
-def test_training_that_dies_costs_one_warning(learning: Learning, caplog: pytest.LogCaptureFixture) -> None:
-    text = learning.complete()
-    learning.distillation._process.kill()
-    wait_until(lambda: bool(warnings_of(caplog)))
-    assert learning.complete() == text
+@pytest.mark.slow
+def test_training_that_dies_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with learning_server(tmp_path) as server:
+        text = server.complete()
+        server.distillation._process.kill()
+        wait_until(lambda: bool(warnings_of(caplog)))
+        assert server.complete() == text
     assert [told for told in warnings_of(caplog) if "exit status -9" in told] == warnings_of(caplog)
     assert len(warnings_of(caplog)) == 1
 
 
+@pytest.mark.slow
 def test_training_that_cannot_begin_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its draft model is gone: the process loads nothing, and the server goes on."""
     llm = LLM(MODEL, speculative_config=CONFIG)
@@ -262,33 +287,35 @@ def _spoil(weights: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_a_published_model_that_does_not_fit_costs_one_warning(
-    change: Any, message: str, learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: Any, message: str, learning: Learning, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = learning.complete()
     (drafter,) = learning.llm.drafters
     before = [parameter.clone() for parameter in drafter.model.module.parameters()]  # type: ignore[attr-defined]
-    place = tmp_path / online.DRAFTS / "00000001"
     if change is None:
+        learning.published += 1
+        place = learning.directory / online.DRAFTS / f"{learning.published:08d}"
         place.mkdir(parents=True)
         (place / "model.safetensors").write_bytes(b"damaged")
     else:
-        publish(tmp_path, 1, change)
+        place = publish_next(learning, change)
     wait_until(lambda: bool(warnings_of(caplog)))
     assert learning.complete() == text
     (told,) = warnings_of(caplog)
     assert message.format(place) in told
     after = drafter.model.module.parameters()  # type: ignore[attr-defined]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    publish(tmp_path, 2, noisy(2))
-    wait_until(lambda: learning.figures()["swaps_total"] == 1)
+    swap(learning, noisy(2))
     assert learning.complete() == text
 
 
 def test_without_the_option_there_is_nothing(plain: LiveServer, speculative: LiveServer) -> None:
+    before = threading.enumerate()
     for server in (plain, speculative):
         server.post("/v1/completions", {"prompt": "def main():", "max_tokens": 4, "store": True})
         assert "distill" not in server.get("/metrics").text
-    assert not any(thread.name.startswith("foretoken-distill") for thread in threading.enumerate())
+    begun = [thread for thread in threading.enumerate() if thread not in before]
+    assert not any(thread.name.startswith("foretoken-distill") for thread in begun)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from foretoken.server.ray_batch import RayWorkers, run_ray_batch
 
 MODEL = "models/tinycode"
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 
 
 @pytest.fixture(scope="module", autouse=True)

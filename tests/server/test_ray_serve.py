@@ -23,7 +23,7 @@ from foretoken.server.ray_deployment import RayArguments, app
 
 REPLICA = "ray::ServeReplica:default:replica"
 KEY = "the-key-of-this-test"
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,17 @@ from slow_grammars import HOSTILE, LARGE, Gate, structured
 from foretoken.grammars import compiling
 from foretoken.grammars import compiling as grammar_checks
 
+SMALL = {"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}}
 ASK = {"prompt": "class Queue:\n    def push(self, item):\n", "max_tokens": 48, "temperature": 0.0}
 COMPILING = 12  # requests at once, more than a thread pool of the event loop's has threads on a small machine
 
 
-def test_streams_and_other_requests_go_on_while_a_large_form_compiles(
-    speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("form", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["small", "large"])
+def test_streams_and_other_requests_go_on_while_a_form_compiles(
+    form: dict[str, Any], speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    ask = {"prompt": ASK["prompt"], **structured(LARGE)}
+    ask = {"prompt": ASK["prompt"], **structured(form)}
     with ThreadPoolExecutor(COMPILING) as pool:
         body = {**ASK, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{speculative.url}/v1/completions", json=body, timeout=60) as stream:
@@ -54,6 +56,7 @@ def test_a_form_that_takes_too_long_is_answered_400(speculative: LiveServer, mon
     assert json.loads(answer.json()["choices"][0]["text"]) == "after"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [
@@ -69,7 +72,7 @@ def test_the_widest_forms_that_are_taken_can_be_followed(form: dict[str, Any], s
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_streamed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_form_that_grows_too_large_while_it_is_followed_is_answered_400(
     speculative: LiveServer, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
