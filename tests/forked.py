@@ -81,17 +81,17 @@ class ForkedCommand:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def wait(self, timeout: float = 60) -> int:
-        """Returns the exit code."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit code; by default pytest's own limit alone ends a test that waits."""
         self._process.join(timeout)
         assert self._process.exitcode is not None, "it does not end"
         return self._process.exitcode
 
-    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+    def communicate(self) -> tuple[str, str]:
         """Waits for the end; returns what is left of both outputs."""
         with ThreadPoolExecutor(2) as pool:
             output, errors = (pool.submit(stream.read) for stream in (self.stdout, self.stderr))
-            self.wait(timeout)
+            self.wait()
         return output.result(), errors.result()
 
 

@@ -102,6 +102,7 @@ def test_tokens_after_a_rejection_count_nothing() -> None:
     assert found.weights.tolist() == [1.0, 1.0, 1.0, 0.5, 1.0]
 
 
+@pytest.mark.slow
 def test_rules_that_are_tuned_beat_the_best_fixed_length() -> None:
     """Drafts cost a tenth of a pass a token; the bound is a draft of exactly the accepted tokens."""
     log, seconds = made_log(40, seed=2), [1.0 + n / 10 for n in range(DEPTH + 1)]

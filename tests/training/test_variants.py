@@ -35,8 +35,8 @@ def tinycode() -> tuple[Any, Any]:
 
 @cache
 def texts() -> Texts:
-    """Two dozen prompts with the target's continuations."""
-    return greedy_texts(*tinycode(), load_prompts(limit=24), max_tokens=64, runner="auto")
+    """Ten prompts with the target's continuations."""
+    return greedy_texts(*tinycode(), load_prompts(limit=10), max_tokens=64, runner="auto")
 
 
 def head(method: str) -> HeadCheckpoint:
@@ -78,9 +78,9 @@ def faults(checkpoint: HeadCheckpoint) -> dict[str, Check]:
     ("plant", "variant", "cause"),
     [
         (lambda: with_rotary("eagle", rope_theta=5e5), "rotary base 10000, scaling none", "another rotary embedding"),
-        (
+        pytest.param(
             lambda: with_rotary("hass", rope_scaling={"rope_type": "linear", "factor": 4.0}),
-            "rotary base 10000, scaling none", "Set rope_theta and rope_scaling to those",
+            "rotary base 10000, scaling none", "Set rope_theta and rope_scaling to those", marks=pytest.mark.slow,
         ),
         (with_other_lm_head, "the target's LM head", "Convert it again without an LM head of its own"),
         (lambda: with_draft_vocabulary(has_map=False), "another token map", "`d2t` is missing"),
@@ -93,7 +93,7 @@ def test_a_planted_fault_is_named(plant: Callable[[], HeadCheckpoint], variant: 
     assert cause in found["configuration"].message
 
 
-@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("by", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_taps_of_a_bundled_head_one_block_off(by: int) -> None:
     found = faults(with_options(head("eagle3"), boundaries=(2 - by, 6 - by, 9 - by)))
     assert found.keys() == {"feature"}
@@ -113,7 +113,14 @@ def test_a_dtype_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "With float32 the head is right more often: the dtype in which" in found["configuration"].message
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "hass", "hydra", "medusa", "mlp_speculator"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "eagle",
+        "medusa",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("eagle3", "hass", "hydra", "mlp_speculator")),
+    ],
+)
 def test_a_healthy_head_has_no_finding(method: str) -> None:
     assert faults(head(method)) == {}
 
@@ -124,7 +131,7 @@ def test_a_healthy_head_with_a_draft_vocabulary() -> None:
 
 def test_the_command_names_a_planted_fault(tmp_path: Path) -> None:
     native.write_checkpoint(with_draft_vocabulary(has_map=False), tmp_path / "head")
-    case = Examination(head=tmp_path / "head", prompts=load_prompts(limit=24))
+    case = Examination(head=tmp_path / "head", prompts=load_prompts(limit=10))
     with mock.patch(f"{EXAMINE}.greedy_texts", autospec=True, return_value=texts()):
         checks = {check.name: check for check in examine(*tinycode(), case)}
     assert [name for name, check in checks.items() if check.verdict == "fault"] == ["configuration"]

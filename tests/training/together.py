@@ -29,6 +29,16 @@ def write(at: Path, weights: Any) -> None:
     save_file({key: value.clone() for key, value in weights.items()}, at)
 
 
+def member(out: Path, rank: int, port: int) -> None:
+    """One run in one of two forks."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    write(out / f"{rank}.safetensors", training_runs.trained(out / "run", **SCENARIOS["medusa"]).weights)
+
+
 def main(out: Path) -> None:
     """All runs of one process."""
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "eagle": {"num_steps": 3},
     "eagle3": {"num_steps": 3, "boundaries": [1, 2]},
 }
-STEPS = {"eagle": 200, "eagle3": 100}
+STEPS = {"eagle": 100, "eagle3": 100}
 
 
 @cache
@@ -90,7 +90,7 @@ def trained(
         late: Labels are that many tokens later than they should be.
         steps: Optimiser steps; None for those of `STEPS`.
     """
-    steps = STEPS.get(method, 300) if steps is None else steps
+    steps = STEPS.get(method, 120) if steps is None else steps
     loaded = target(seed)
     shortest = min(map(len, texts(seed).texts))
     tokens = torch.tensor([list(text[-shortest:]) for text in texts(seed).texts])
