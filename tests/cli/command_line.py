@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 from unittest import mock
 
 import typer.main
@@ -50,7 +50,9 @@ def run_main(setup: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_process("-c", code)
 
 
-def run(*arguments: str, stdin: str | bytes = "", stderr: TextIO | None = None, is_terminal: bool = False) -> Finished:
+def run(
+    *arguments: str, stdin: str | bytes | BinaryIO = "", stderr: TextIO | None = None, is_terminal: bool = False
+) -> Finished:
     """Calls the entry point from the repository's root.
 
     Args:
@@ -61,7 +63,8 @@ def run(*arguments: str, stdin: str | bytes = "", stderr: TextIO | None = None, 
     """
     out, err, code = Terminal() if is_terminal else io.StringIO(), io.StringIO(), 0
     on_interrupt = signal.getsignal(signal.SIGINT)
-    given = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
+    stdin = stdin.encode() if isinstance(stdin, str) else stdin
+    given = io.TextIOWrapper(io.BytesIO(stdin) if isinstance(stdin, bytes) else stdin, encoding="utf-8")
     with (
         contextlib.chdir(ROOT),
         mock.patch.object(sys, "argv", ["foretoken", *arguments]),
@@ -74,5 +77,6 @@ def run(*arguments: str, stdin: str | bytes = "", stderr: TextIO | None = None, 
         except SystemExit as stop:
             code = int(stop.code or 0)
         finally:
+            given.detach()  # what was passed is closed by who opened it
             signal.signal(signal.SIGINT, on_interrupt)  # a process of its own would end now
     return Finished(code, out.getvalue(), err.getvalue())

@@ -92,23 +92,17 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "template", "out.jsonl", "plain.jsonl"}
 
 
-def test_a_killed_run_goes_on(tmp_path: Path) -> None:
-    names = [f"request {number}" for number in range(40)]
-    source = write(tmp_path / "in.jsonl", [request(name, prompt=f"def f_{name[8:]}(", max_tokens=64) for name in names])
-    out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
-    with ForkedCommand("batch", str(source), str(out), "--model", MODEL) as process:
-        end = time.monotonic() + 120
-        while not part.exists() or part.read_bytes().count(b"\n") < 3:
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < end
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert not out.exists()
-    whole = part.read_bytes()[: part.read_bytes().rfind(b"\n") + 1]
-    kept = whole.splitlines()
-    assert 3 <= len(kept) < len(names)
-    part.write_bytes(whole + kept[0][: len(kept[0]) // 2])  # in the middle of a line
+def numbered_requests(path: Path, number: int, max_tokens: int) -> Path:
+    """A file of as many requests."""
+    names = [f"request {each}" for each in range(number)]
+    return write(path, [request(name, prompt=f"def f_{name[8:]}(", max_tokens=max_tokens) for name in names])
+
+
+def assert_goes_on(source: Path, out: Path, whole: bytes) -> None:
+    """A run whose answers end in the middle of a line keeps the whole ones; all texts are those of another run."""
+    part, kept = out.with_name(f"{out.name}.part"), whole.splitlines()
+    part.write_bytes(whole + kept[0][: len(kept[0]) // 2])
+    names = [json.loads(line)["custom_id"] for line in source.read_text().splitlines()]
     other = run("batch", str(source), str(out), "--model", MODEL, "--served-model-name", "other")
     assert (other.returncode, "holds answers of the model" in other.stderr) == (2, True)
     finished = run("batch", str(source), str(out), "--model", MODEL)
@@ -120,9 +114,31 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert not part.exists()
     answers = {answer["custom_id"]: text(answer) for answer in read(out)}
     assert (len(read(out)), sorted(answers)) == (len(names), sorted(names))
-    again = tmp_path / "again.jsonl"
+    again = out.with_name("again.jsonl")
     assert run("batch", str(source), str(again), "--model", MODEL).returncode == 0
     assert answers == {answer["custom_id"]: text(answer) for answer in read(again)}
+
+
+def test_a_run_that_broke_off_goes_on(tmp_path: Path) -> None:
+    source, first = numbered_requests(tmp_path / "in.jsonl", 6, 4), tmp_path / "first.jsonl"
+    assert run("batch", str(source), str(first), "--model", MODEL).returncode == 0
+    assert_goes_on(source, tmp_path / "out.jsonl", b"".join(first.read_bytes().splitlines(keepends=True)[:3]))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    source = numbered_requests(tmp_path / "in.jsonl", 40, 64)
+    out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+    with ForkedCommand("batch", str(source), str(out), "--model", MODEL) as process:
+        while not part.exists() or part.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert not out.exists()
+    whole = part.read_bytes()[: part.read_bytes().rfind(b"\n") + 1]
+    assert 3 <= whole.count(b"\n") < 40
+    assert_goes_on(source, out, whole)
 
 
 def test_one_run_at_a_time_and_no_lock_is_left(tmp_path: Path) -> None:

@@ -37,11 +37,7 @@ def check():
 """
 
 
-def test_help_needs_no_torch() -> None:
-    done = run_main(WITHOUT.format(names={"torch", "transformers", "pydantic", "numpy"}), "--help")
-    assert (done.returncode, done.stderr) == (0, "imported nothing")
-
-
+@pytest.mark.slow
 def test_commands_of_the_base_package_need_no_extra() -> None:
     """Every command is loaded before one runs, also where the packages of the extras are not installed."""
     extras = (
@@ -53,7 +49,13 @@ def test_commands_of_the_base_package_need_no_extra() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("rounding", [{"quantization": "int4"}, {"quantization": "int8", "kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "rounding",
+    [
+        pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+    ],
+)
 def test_rounded_targets(rounding: dict[str, str]) -> None:
     """Of the trained model: the text is the same with drafts, heads of the original draft well, verify agrees."""
     named = [(f"--{name.replace('_', '-')}", value) for name, value in rounding.items()]
@@ -132,7 +134,13 @@ def test_bench_measures_the_engine_itself() -> None:
     )
 
 
-@pytest.mark.parametrize("directory", [MODEL, "models/tinycode-medusa", "models/tinycode-hydra"])
+@pytest.mark.parametrize(
+    "directory",
+    [
+        "models/tinycode-hydra",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (MODEL, "models/tinycode-medusa")),
+    ],
+)
 def test_inspect_needs_no_torch(directory: str) -> None:
     done = run_main(WITHOUT.format(names={"torch", "transformers"}), "inspect", directory, "--json")
     assert (done.returncode, done.stderr) == (0, "imported nothing")

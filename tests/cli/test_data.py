@@ -112,6 +112,7 @@ def test_responses_must_outlive_the_directory(texts: Path, tmp_path: Path) -> No
     assert "Expected a file outside" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_ended_continues(texts: Path, tmp_path: Path, ending: signal.Signals) -> None:
     for number in range(3, 64):

@@ -35,16 +35,17 @@ def doctor(place: Path, *arguments: str, is_terminal: bool = False) -> Finished:
     return run("doctor", str(place / "target"), "--prompts", prompts, *sizes, *arguments, is_terminal=is_terminal)
 
 
-def test_a_good_head(place: Path) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(("--train-check",), marks=pytest.mark.slow)], ids=str)
+def test_a_good_head(place: Path, more: tuple[str, ...]) -> None:
     before = {path.name: path.read_bytes() for path in (place / "head").iterdir()}
-    result = doctor(place, str(place / "head"), "--train-check", "--json")
+    result = doctor(place, str(place / "head"), *more, "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     facts = json.loads(result.stdout)
     assert facts["head"] == str(place / "head")
     assert {check["verdict"] for check in facts["checks"]} == {"ok"}
     names = [check["name"] for check in facts["checks"]]
     assert names[:3] == ["target logits", "tree logits", "target served"]
-    assert names[-3:] == ["drafting", "fresh head", "learning"]
+    assert names[-1 - 2 * len(more) :] == ["drafting", "fresh head", "learning"][: 1 + 2 * len(more)]
     assert facts["checks"][0].keys() == {"name", "verdict", "value", "expected", "message"}
     assert {path.name: path.read_bytes() for path in (place / "head").iterdir()} == before
 

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from command_line import MODEL, ROOT, Finished, run, run_process
+from command_line import MODEL, ROOT, Finished, run
 
 from foretoken.files import bounded_reads
 
@@ -60,8 +60,7 @@ def test_a_device_that_never_ends(arguments: tuple[str, ...], sentence: str, tmp
 
 def test_standard_input_that_never_ends() -> None:
     with Path("/dev/zero").open("rb") as endless:
-        result = run_process("-m", "foretoken", "generate", MODEL, stdin=endless)
-    assert_refused(Finished(result.returncode, result.stdout, result.stderr), "standard input holds more than 64 MiB")
+        assert_refused(run("generate", MODEL, stdin=endless), "standard input holds more than 64 MiB")
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "pipe"])

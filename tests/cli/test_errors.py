@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from command_line import MODEL, ROOT, Finished, run
-from forked import ForkedCommand
 
 from foretoken import LLM
 from foretoken.bench.workload import load_prompts
@@ -188,12 +187,6 @@ def test_inspect_of_something_else(tmp_path: Path) -> None:
 def test_ids_outside_the_vocabulary() -> None:
     with pytest.raises(RequestError, match=r"holds token id 999999. Expected integers in 0\.\.6143"):
         LLM(str(ROOT / MODEL)).generate([[1, 2, 999999]])
-
-
-def test_no_traceback_from_a_real_process() -> None:
-    with ForkedCommand("generate", "models/none", "-p", "x") as process:
-        finished = Finished(process.wait(), *process.communicate())
-    assert_refused(finished, "error: there is no model directory")
 
 
 def test_draft_model_with_another_vocabulary(tmp_path: Path) -> None:

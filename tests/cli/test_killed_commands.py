@@ -91,7 +91,9 @@ def places(out: Path, suffixes: tuple[str, ...]) -> list[dict[str, bytes] | byte
     return [contents(out.with_name(f"{out.name}{suffix}")) for suffix in suffixes]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [name if name == "data index" else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+)
 def test_killed_at_every_file(name: str, given: Path, tmp_path: Path) -> None:
     wanted, suffixes, least = COMMANDS[name]
     out = tmp_path / "killed" / "out"
@@ -128,6 +130,7 @@ def _same(found: Any, whole: Any, undisturbed: Path, out: Path) -> bool:
     return bool(found == whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["HOME to read alone", "no HOME"])
 def test_without_the_usual_places(home: str, given: Path, tmp_path: Path) -> None:
     """In a process of its own, with nothing kept from others: it answers, and says at most what is not kept.

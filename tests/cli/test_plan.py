@@ -9,8 +9,18 @@ import pytest
 import yaml
 from command_line import MODEL, run
 
+from foretoken.planning import measure
+
 FAST = ("--bandwidth", "3350", "--flops", "989", "--memory", "80")
 QUICK = ("-s", "ngram", "--num-prompts", "2", "--max-tokens", "24", "--temperature", "0", "--batch-size", "1")
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times each pass twice, for a moment: no figure here has to be true of this machine."""
+    monkeypatch.setattr(measure, "_PASS_ROUNDS", 2)
+    monkeypatch.setattr(measure, "_ROUND_S", 0.05)
+    monkeypatch.setattr(measure, "_DRAFT_ROUNDS", 1)
 
 
 def test_a_measured_plan_of_the_bundled_model(tmp_path: Path) -> None:
@@ -50,7 +60,9 @@ def test_a_described_machine_needs_no_weights(tmp_path: Path) -> None:
     assert "such sequences fit" in done.stdout
 
 
-@pytest.mark.parametrize("drafter", ["recycling:chain", "suffix:chain", "hydra:chain"])
+@pytest.mark.parametrize(
+    "drafter", ["recycling:chain", "hydra:chain", pytest.param("suffix:chain", marks=pytest.mark.slow)]
+)
 def test_lookups_and_heads_of_few_levels_are_measured(drafter: str) -> None:
     """Recycling knows nothing of the text on which drafts are timed; the head has four levels, fewer than are tried."""
     done = run("plan", MODEL, "-s", drafter, *QUICK[2:], "--measure", "--json")
@@ -86,7 +98,10 @@ def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (("--bandwidth", "100"), "--flops is missing"),
-        (("--measure", "-s", "ngram", "--max-tokens", "1", "--num-prompts", "1"), "too few to time iterations"),
+        (
+            ("--measure", "-s", "ngram", "--max-tokens", "1", *QUICK[2:4], "--batch-size", "1"),
+            "too few to time iterations",
+        ),
         ((*FAST, "--measure"), "--measure runs on this machine"),
         (("--bandwidth", "-1", "--flops", "1", "--memory", "1"), "--bandwidth is -1"),
         (("--acceptance", "eagle"), "Expected DRAFTER=PATH"),

@@ -94,7 +94,9 @@ def test_compressed_tensors_reads_the_same_weights(small: Path, tmp_path: Path) 
             assert torch.equal(part.weight, numbers * scales)
 
 
-def test_a_killed_run_goes_on(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [(4,), pytest.param((1, 2, 7, -1), marks=pytest.mark.slow)], ids=str)
+def test_a_killed_run_goes_on(small: Path, tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    """Numbers of the files that it does not bring to disk; -1 for that after the weights."""
     arguments = ["quantize", str(small), "{out}", *SMALL, "--no-compare"]
     whole = tmp_path / "whole"
     setup = "import foretoken.models.quantization.writing as w; w._SHARD_BYTES = 8000\n"
@@ -102,7 +104,7 @@ def test_a_killed_run_goes_on(small: Path, tmp_path: Path) -> None:
     expected: Any = contents(whole)
     shards = [name for name in expected if name.endswith(".safetensors")]
     assert len(shards) > 7
-    for number in (1, 2, 4, 7, 2 * len(shards) + 3):  # a file and its name go to disk one after another
+    for number in (each if each > 0 else 2 * len(shards) + 3 for each in numbers):  # first a file, then its name
         out = tmp_path / str(number) / "whole"
         code, _ = run_killed([each.format(out=out) for each in arguments], number, setup=setup)
         assert code == -signal.SIGKILL

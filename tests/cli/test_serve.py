@@ -54,6 +54,7 @@ def server() -> Iterator[tuple[ForkedCommand, str]]:
         yield one
 
 
+@pytest.mark.slow
 def test_the_log_tells_how_the_model_writes(server: tuple[ForkedCommand, str]) -> None:
     told = server[0].stderr.readline()
     assert told == "parsers, by the chat template or the options: tool calls none, thoughts none\n"
@@ -73,6 +74,7 @@ def test_sigterm_lets_running_requests_end(server: tuple[ForkedCommand, str]) ->
     assert process.wait(60) == -signal.SIGTERM, "the signal is passed on once all is done"
 
 
+@pytest.mark.slow
 def test_a_killed_server_starts_again_on_its_port() -> None:
     """kill -9 in the middle of streams: clients see that their answers broke off; nothing is left behind."""
     asked: dict[str, Any] = {"model": "tiny", "prompt": "def main():", "temperature": 0}
@@ -93,6 +95,7 @@ def test_a_killed_server_starts_again_on_its_port() -> None:
             assert client.completions.create(**asked, max_tokens=40).choices[0].text == whole
 
 
+@pytest.mark.slow
 def test_a_failed_engine_ends_the_process() -> None:
     """Its thread fails at the first request; whatever watches over the process sees that by the exit code."""
     setup = (
@@ -109,6 +112,7 @@ def test_a_failed_engine_ends_the_process() -> None:
         assert "error: the engine failed and serves no requests any more" in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

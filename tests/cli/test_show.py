@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, ROOT, run
+from command_line import MODEL, run
 from end_to_end.tiny_llms import tokenizer
 
 from foretoken.cli.shown_tokens import ShownTokens, has_colours, runs, safe_and_painted
@@ -48,27 +46,18 @@ def test_show_trace_and_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "is_coloured"),
-    [
-        ((), {}, True),
-        ((), {"NO_COLOR": "1"}, False),
-        (("--color",), {"NO_COLOR": "1"}, True),
-        (("--no-color",), {}, False),
-    ],
+    ("wish", "environment", "is_coloured"),
+    [(None, {}, True), (None, {"NO_COLOR": "1"}, False), (True, {"NO_COLOR": "1"}, True), (False, {}, False)],
 )
-def test_on_a_terminal(options: tuple[str, ...], environment: dict[str, str], is_coloured: bool) -> None:
+def test_on_a_terminal(
+    wish: bool | None, environment: dict[str, str], is_coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm", **environment}.items():
+        monkeypatch.setenv(name, value)
     parent, child = pty.openpty()
-    settings = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-    code = (
-        "import sys; from foretoken.cli.shown_tokens import has_colours; "
-        "print(has_colours(sys.stdout, {'--color': True, '--no-color': False}.get((sys.argv + [''])[1])))"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, *options], stdout=child, cwd=ROOT, check=True, timeout=60,
-        env={**settings, "TERM": "xterm", **environment},
-    )  # fmt: skip
-    os.close(child)
-    assert os.read(parent, 100).decode().strip() == str(is_coloured)
+    with os.fdopen(child, "w") as terminal:
+        assert has_colours(terminal, wish) == is_coloured
     os.close(parent)
 
 

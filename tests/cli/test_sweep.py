@@ -49,6 +49,7 @@ def shown(result: Finished) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_killed_sweep_goes_on_where_it_was(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

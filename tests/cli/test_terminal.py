@@ -198,7 +198,14 @@ def assert_sentence(result: subprocess.CompletedProcess[str], code: int, part: s
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("arguments", [("inspect", HEAD), ("--help",), ("inspect", HEAD, "--json")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", HEAD),
+        pytest.param(("--help",), marks=pytest.mark.slow),
+        pytest.param(("inspect", HEAD, "--json"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_standard_output(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         assert_sentence(finished(*arguments, stdout=full, stderr=subprocess.PIPE), 2, "No space left on device")
@@ -240,12 +247,29 @@ def test_a_standard_error_that_cannot_be_written_changes_no_result(
         result = run(*arguments, stderr=errors)
     assert (result.returncode, result.stdout) == (whole.returncode, whole.stdout) == (code, whole.stdout)
     assert whole.stderr or code == 0
-    if arguments[1] in (HEAD, "--bogus"):  # in a process of its own too: the interpreter flushes once more at its end
-        with stream() as errors:
-            ended = finished(*arguments, stdout=subprocess.PIPE, stderr=errors)
-        assert (ended.returncode, ended.stdout) == (code, whole.stdout)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    ("stream", "option", "code"),
+    [
+        (full, "--bogus", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((full, HEAD, 0), (unread, "--bogus", 2), (unread, HEAD, 0))
+        ),
+    ],
+)
+def test_a_standard_error_that_cannot_be_written_at_the_end_of_a_process(
+    stream: Callable[[], AbstractContextManager[TextIO]], option: str, code: int
+) -> None:
+    """The interpreter flushes once more."""
+    with stream() as errors:
+        ended = finished("inspect", option, stdout=subprocess.PIPE, stderr=errors)
+    assert (ended.returncode, ended.stdout) == (code, run("inspect", option).stdout)
+
+
+@pytest.mark.slow
 def test_both_streams_full() -> None:
     with Path("/dev/full").open("w") as full:
         assert finished("inspect", HEAD, stdout=full, stderr=full).returncode == 2
@@ -262,7 +286,13 @@ def test_standard_streams_that_are_closed() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("twin", "--help"), ("inspect", HEAD), ("inspect", MODEL, "--json")]
+    "arguments",
+    [
+        ("--help",),
+        ("inspect", MODEL, "--json"),
+        pytest.param(("twin", "--help"), marks=pytest.mark.slow),
+        pytest.param(("inspect", HEAD), marks=pytest.mark.slow),
+    ],
 )
 def test_a_reader_that_goes_away(arguments: tuple[str, ...]) -> None:
     """What rich and typer make of it on their own is exit code 1."""
@@ -271,6 +301,7 @@ def test_a_reader_that_goes_away(arguments: tuple[str, ...]) -> None:
     assert (result.returncode, result.stderr) == (141, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="locales of POSIX")
 def test_prompts_in_utf_8_under_a_locale_of_ascii(tmp_path: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -307,6 +338,7 @@ def test_ctrl_c_keeps_the_text_so_far() -> None:
     assert rest.endswith("\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_command_is_ending() -> None:
     """What libraries do at exit is cut short without their tracebacks."""
     code = (

@@ -325,6 +325,7 @@ def test_loss_that_is_no_number(refuse: Callable[..., str], tmp_path: Path) -> N
     assert "the loss is nan for 5 steps in a row, up to step 5" in text
 
 
+@pytest.mark.slow
 def test_told_to_stop(shared: Path, tmp_path: Path) -> None:
     """The exit code says which signal; the state is there, the head is not."""
     out = tmp_path / "head"

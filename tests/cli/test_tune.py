@@ -69,32 +69,27 @@ def test_values_in_files(tmp_path: Path) -> None:
     assert "there is no file" in run("verify", MODEL, "-s", f"hydra:tree=@{tmp_path / 'none'}").stderr
 
 
-def test_stop_rules_are_kept_beside_the_weights_and_calibrated(tmp_path: Path) -> None:
-    """Errors of calibration are those on texts that trained nothing."""
+@pytest.mark.parametrize(
+    ("num_prompts", "max_tokens", "most_error"), [(4, 16, 1.0), pytest.param(48, 64, 0.05, marks=pytest.mark.slow)]
+)
+def test_stop_rules_are_kept_beside_the_weights_and_calibrated(
+    tmp_path: Path, num_prompts: int, max_tokens: int, most_error: float
+) -> None:
+    """Errors of calibration are those on texts that trained nothing; few texts calibrate nothing."""
     draft = tmp_path / "draft"
     shutil.copytree(f"{MODEL}-draft", draft)
     setup = f"draft_model:model={draft}"
-    command = (
-        "bench",
-        MODEL,
-        "-s",
-        f"{setup}:control=disco",
-        "-s",
-        f"{setup}:control=specdec_pp",
-        "--num-prompts",
-        "2",
-    )
+    command = ("bench", MODEL, "-s", f"{setup}:control=disco", "-s", f"{setup}:control=specdec_pp", *QUICK[:1], "2")
     refused = run(*command)
     assert refused.returncode == 2
     assert f"Train it: foretoken tune stop {MODEL} -s {setup}" in " ".join(refused.stderr.split())
-    result = run(
-        "tune", "stop", MODEL, "-s", setup, "--num-prompts", "48", "--max-tokens", "64", "--depth", "8", "--json"
-    )
+    texts = ("--num-prompts", str(num_prompts), "--max-tokens", str(max_tokens))
+    result = run("tune", "stop", MODEL, "-s", setup, *texts, "--depth", "8", "--json")
     assert result.returncode == 0, result.stderr
     fixed, *rules = json.loads(result.stdout)["rules"]
     assert [fixed["control"], *(rule["control"] for rule in rules)] == ["fixed", "disco", "specdec_pp"]
     for rule in rules:
-        assert rule["calibration_error"] < 0.05
+        assert rule["calibration_error"] < most_error
         assert 0 < rule["threshold"] < 1
         assert 1 <= rule["max_depth"] <= 8
         assert 1 < rule["tau"] <= 9
