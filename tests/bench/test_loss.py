@@ -89,7 +89,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return Loaded(target, tokenizer, plain, cases(TARGET, str(head), texts))
 
 
-@pytest.mark.parametrize("name", sorted(COSTS))
+# Each cause is the first of one of the others.
+MIXED = ("long chain, one right", "work at each draft and commit")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in MIXED else name for name in sorted(COSTS)]
+)
 def test_the_constructed_cause_comes_first(name: str, loaded: Loaded) -> None:
     config, *constructed = loaded.cases[name]
     config = {key: value for key, value in config.items() if not key.endswith("_ms")}  # no work on the real clock

@@ -47,8 +47,14 @@ def test_lines_go_along_the_key_that_sizes_trees_most_finely() -> None:
     assert list(alone) == [(Series("hydra", ""), "")]
 
 
-@pytest.mark.parametrize("chart", CHARTS)
-@pytest.mark.parametrize("theme", [LIGHT, DARK])
+@pytest.mark.parametrize(
+    ("chart", "theme"),
+    [
+        pytest.param(chart, theme, marks=() if (chart is SPEED) == (theme is DARK) else pytest.mark.slow)
+        for chart in CHARTS
+        for theme in (LIGHT, DARK)
+    ],
+)
 def test_every_point_and_the_front_are_drawn_and_nothing_overlaps(chart, theme) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("matplotlib")
     figure = draw(chart, panels(), theme, "a model, a machine")
