@@ -216,6 +216,11 @@ def test_calls_that_are_cut_are_content(written: tuple[str, LiveServer]) -> None
         choice = ask(server, max_tokens=num).choices[0]
         assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
         assert without_ids(put_together(ask(server, max_tokens=num, stream=True))[0]) == without_ids(same_of(choice))
+    within_the_second = ask(server).usage.completion_tokens - 4
+    choice = ask(server, max_tokens=within_the_second).choices[0]
+    assert choice.finish_reason == "length", "also behind a call that is whole"
+    streamed = put_together(ask(server, max_tokens=within_the_second, stream=True))[0]
+    assert without_ids(streamed) == without_ids(same_of(choice))
 
 
 @pytest.fixture(scope="module", params=["the model begins thoughts", "the template does"])
