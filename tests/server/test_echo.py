@@ -88,6 +88,7 @@ def test_the_first_chunk_of_every_choice_has_all_of_the_prompt(max_tokens: int, 
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(speculative.client().completions.create(**more, stream=True, stream_options=options))
     assert [chunk.usage.completion_tokens for chunk in chunks][-1] == whole.usage.completion_tokens == 4 * max_tokens
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}, "of both prompts"
     prompts = [CODE, speculative.engine.llm.decode(IDS)]
     for choice in whole.choices:
         parts = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
