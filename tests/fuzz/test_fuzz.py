@@ -1,4 +1,7 @@
-"""A few cases of every target in every test run, and proof that the harness sees what it is there to see."""
+"""A few cases of every target in every test run, and proof that the harness sees what it is there to see.
+
+Slow because every target has cases in processes with engines of their own.
+"""
 
 from __future__ import annotations
 

@@ -155,6 +155,7 @@ def test_loss_by_context_compares_the_same_tokens() -> None:
     assert result["by_position"][512] == pytest.approx(float(losses[:, 256:].mean()))
 
 
+@pytest.mark.slow
 def test_a_run_by_the_clock_ends_in_a_checkpoint_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

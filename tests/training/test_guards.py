@@ -1,4 +1,7 @@
-"""A trained head passes every guard rail; broken in one way, exactly the right one finds it and names the cause."""
+"""A trained head passes every guard rail; broken in one way, exactly the right one finds it and names the cause.
+
+Slow because every kind of fault needs a head that was trained with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each fault of a configuration that raises no error, planted in a bundled head, is named; healthy heads pass."""
+"""Each fault of a configuration that raises no error, planted in a bundled head, is named; healthy heads pass.
+
+Slow because bundled heads are examined on text that the bundled target writes, once for each variant.
+"""
 
 from __future__ import annotations
 
