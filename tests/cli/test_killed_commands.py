@@ -20,7 +20,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "data": (("data", MODEL, "--text", "{in}/texts", "--out", "{out}"), ("",), 4),
     "data index": (("data", "index", "{in}/data", "--out", "{out}"), ("",), 2),
     "twin": (
-        ("twin", "{in}/small", "{out}", "--layers", "4", "--hidden-size", "128", "--heads", "{in}/small-medusa"),
+        ("twin", "{in}/small", "{out}", "--layers", "4", "--hidden-size", "32", "--heads",
+         "{in}/small-medusa"),
         ("", "-medusa"), 4,
     ),
     "tune tree": (
