@@ -10,7 +10,6 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
-from foretoken.models.config_checks import is_gguf
 
 if TYPE_CHECKING:
     from foretoken.bench.loss import Loss
@@ -42,6 +41,8 @@ def inspect(
     tensors that are missing, unknown or of a wrong shape, are errors. With --verify a target's tensors are compared
     with its architecture, and their numbers are read.
     """
+    from foretoken.models.config_checks import is_gguf
+
     directory = _local(place)
     is_file = is_gguf(directory)
     is_quick = target is None and original is None and not verify

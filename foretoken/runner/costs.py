@@ -27,8 +27,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.library import kernels_version
 from foretoken.decoder.slot_cache import SlotCache, affordable_rows
 from foretoken.files.user_cache import KeptEntries, is_number
-from foretoken.runner.decoders import DECODERS, layer_shapes
-from foretoken.runner.self_test import NUM_ROWS
+from foretoken.runner.decoders import layer_shapes, make_decoder
+from foretoken.runner.self_test import NUM_ROWS, refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 LIMIT_S = 2.0
 # Of one width; a choice: the fastest pass counts, so a longer burst hides more interruptions and loads slower.
 _BURST_S = 0.005
-_LONG_S = 1.0  # a pass of which the first is believed; a choice: warming up takes tenths of a second at most
+_LONG_S = 1.0  # the first pass counts if it takes longer; a choice: warming up takes tenths of a second at most
 
 
 class CostCurve:
@@ -115,7 +115,7 @@ class CostCurve:
 
 
 def _doubling_first(widths: Sequence[int]) -> list[int]:
-    """Returns widths of which each at least doubles the one before, ascending, then the others, ascending.
+    """Returns widths that at least double from one to the next, then the others, both ascending.
 
     >>> _doubling_first((1, 2, 3, 4, 5, 6, 8))
     [1, 2, 4, 8, 3, 5, 6]
@@ -251,13 +251,13 @@ def measure_costs(
     needed = max(2 * prefix, prefix + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
     rows = max(NUM_ROWS, min(rows, needed))
     cache = SlotCache(shapes, num_slots=num_slots, capacity=rows, **kinds)
-    made = DECODERS[decoder](model, cache, ())
-    passes = _Passes(model, cache, made, prefix)
-    return PassCosts(
-        tree=CostCurve.measure(passes.tree, passes.tree_widths, limit_s=limit_s),
-        step=CostCurve.measure(passes.step, _STEP_WIDTHS, limit_s=limit_s / 6),
-        prompt=CostCurve.measure(passes.prompt, passes.prompt_widths, limit_s=limit_s / 6, longest_s=_LONGEST_PROMPT_S),
-    )
+    passes = _Passes(model, cache, make_decoder(decoder, model, cache, ()), prefix)
+    with refusing(model.module, f"cannot be timed on {decoder}", "It cannot be used as a target."):
+        tree = CostCurve.measure(passes.tree, passes.tree_widths, limit_s=limit_s)
+        step = CostCurve.measure(passes.step, _STEP_WIDTHS, limit_s=limit_s / 6)
+        widths = passes.prompt_widths
+        prompt = CostCurve.measure(passes.prompt, widths, limit_s=limit_s / 6, longest_s=_LONGEST_PROMPT_S)
+    return PassCosts(tree, step, prompt)
 
 
 _SEEN_PASSES = 5  # of a width before it can contradict; a choice: the median ignores two interrupted passes

@@ -91,18 +91,26 @@ def check_architecture(name: str, model: LoadedModel) -> None:
         read_weights(model, 1)
 
 
+def make_decoder(name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> Decoder:
+    """Makes a decoder, one of `DECODERS`, without a self-test.
+
+    Raises `ModelError` if the decoder does not know the model or cannot run here, has no kernels for rounded KV rows,
+    or a tap cannot be read.
+    """
+    if cache.is_rounded and name != NativeDecoder.name:
+        raise UnsuitableError(f"it has no kernels for a KV cache in int8, only {NativeDecoder.name} has.")
+    return DECODERS[name](model, cache, taps)
+
+
 def proven_decoder(
     name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, context_len: int
 ) -> Decoder:
     """Makes a decoder, one of `DECODERS`, and proves on the model that it computes trees correctly.
 
     No sequence is in the cache. The first rows of its first and last slot are written, see `check_tree_attention`.
-    Raises `ModelError` if the decoder does not know the model or cannot run here, has no kernels for rounded KV rows, a
-    tap cannot be read, or the model ignores the attention plug-in.
+    Raises `ModelError` as `make_decoder` does, and if the model ignores the attention plug-in.
     """
-    if cache.is_rounded and name != NativeDecoder.name:
-        raise UnsuitableError(f"it has no kernels for a KV cache in int8, only {NativeDecoder.name} has.")
-    decoder = DECODERS[name](model, cache, taps)
+    decoder = make_decoder(name, model, cache, taps)
     with_taps = None if name == GenericDecoder.name else partial(DECODERS[name], model, cache)
     check_tree_attention(model, decoder, cache, context_len=context_len, with_taps=with_taps)
     return decoder

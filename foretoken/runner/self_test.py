@@ -47,7 +47,7 @@ _PATHS = (((0, 1, 3), (0, 2, 4), (0, 2, 5)), ((0, 1, 2), (0, 1, 3)))  # from the
 _PATH_LEN = 3  # levels of both trees
 NUM_ROWS = max(_PROMPT_LENS) + max(map(len, _PARENTS))  # cache rows of the self-test
 _SAMPLED_WEIGHTS = 150_000_000  # of the tested blocks; a choice: unpacking them takes about a second
-_ATTEMPTS = 3  # texts, of which one has to be right; a choice: chance may exceed `_RATIO` once, hardly three times
+_ATTEMPTS = 3  # texts; one has to pass. A choice: rounding may exceed `_RATIO` once by chance, hardly three times
 # A decoder's error in units of what rounding explains. Right decoders reach 2.4 in blocks of tiny models, 1.9 in four
 # real ones of 0.1 to 1.5 billion weights. Planted faults give 4 and more (`tests/runner/test_planted_faults.py`).
 _RATIO = 3.0

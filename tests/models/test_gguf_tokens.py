@@ -21,7 +21,7 @@ from gguf_texts import SHORT_TEXTS, texts
 from foretoken.core.errors import ModelError
 from foretoken.models.quantization.gguf import gguf_tokenizer
 from foretoken.models.quantization.gguf_file import read_gguf
-from foretoken.models.quantization.gguf_vocabulary import Vocabulary, read_vocabulary
+from foretoken.models.quantization.gguf_vocabulary import GgufVocabulary, read_vocabulary
 
 SPLITS = json.loads((Path(__file__).parent / "gguf_ids_of_splits.json").read_text())["ids"]
 REAL = json.loads((Path(__file__).parent / "gguf_ids_of_real_files.json").read_text())["vocabularies"]
@@ -134,7 +134,7 @@ def add_ends(writer: GGUFWriter, special: list[str], ids: dict[str, str]) -> Non
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", len(LETTERS) + special.index(token))
 
 
-def vocabulary_of(path: Path, *adds: Callable[[GGUFWriter], None]) -> Vocabulary:
+def vocabulary_of(path: Path, *adds: Callable[[GGUFWriter], None]) -> GgufVocabulary:
     return read_vocabulary(read_gguf(write_header(path / "model.gguf", *adds)))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.models.quantization.gguf_file import GgufFile
-    from foretoken.models.quantization.gguf_vocabulary import Vocabulary
+    from foretoken.models.quantization.gguf_vocabulary import GgufVocabulary
 
 
 class _Split(NamedTuple):
@@ -165,7 +165,7 @@ _SPLITS = {
 }  # fmt: skip
 
 
-def build_tokenizer(file: GgufFile, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a vocabulary, with the file's chat template.
 
     Raises:
@@ -199,7 +199,7 @@ def build_tokenizer(file: GgufFile, vocabulary: Vocabulary) -> PreTrainedTokeniz
     )
 
 
-def _byte_pairs(file: GgufFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+def _byte_pairs(file: GgufFile, vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool]:
     """Returns a tokenizer that merges the pair of the lowest rank first, and whether it adds BOS by default."""
     name = "gemma4" if vocabulary.model == "gemma4" else file.values.get("tokenizer.ggml.pre") or "default"
     split = _SPLITS.get(name) if isinstance(name, str) else None
@@ -230,7 +230,7 @@ def _byte_pairs(file: GgufFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
     return backend, split.adds_bos
 
 
-def _sentence_pieces(file: GgufFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+def _sentence_pieces(file: GgufFile, vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool]:
     """Returns a tokenizer that merges the pair of the highest score first, and True: it adds BOS by default."""
     scores = file.array("tokenizer.ggml.scores")
     if scores is None or len(scores) < len(vocabulary.tokens):

@@ -57,7 +57,7 @@ _PRINTED = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class GgufVocabulary:
     """The tokens of a file.
 
     Attributes:
@@ -75,7 +75,7 @@ class Vocabulary:
     ends: list[int]
 
 
-def read_vocabulary(file: GgufFile) -> Vocabulary:
+def read_vocabulary(file: GgufFile) -> GgufVocabulary:
     """Returns the vocabulary of a file; if the file has no tokens, the ids that it names all the same.
 
     Raises:
@@ -100,7 +100,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
         token = _named_token(file, name)
         if token is not None and (not tokens or token < len(tokens)):
             ids[name] = token
-    return Vocabulary(model=str(model), tokens=tokens, types=types, ids=ids, ends=_find_ends(by_text, types, ids))
+    return GgufVocabulary(model=str(model), tokens=tokens, types=types, ids=ids, ends=_find_ends(by_text, types, ids))
 
 
 def _tokens(file: GgufFile) -> list[str]:
