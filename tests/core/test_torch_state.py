@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.tiny_llms import draft_model, llm, noisy, target
+from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.backend import _autocast_nesting, own_torch_state, restored_torch_state
@@ -39,9 +40,9 @@ def wanted(runner: str) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in made(runner, is_drafting=False).generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("is_drafting", [False, True])
+@pytest.mark.parametrize(
+    ("runner", "state", "is_drafting"), slow_products(list(RUNNERS), list(STATES), [False, True], each=1)
+)
 def test_calls_and_engines_made_inside_a_state(runner: str, state: str, is_drafting: bool) -> None:
     """Engines are made in it and outside, and called in it and outside, in every order."""
     want = wanted(runner)
@@ -192,8 +193,10 @@ class Careless:
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize("left_on", LEFT_ON)
-@pytest.mark.parametrize("call", ["creation", "attach", "begin", "propose", "commit", "release", "on_step"])
+@pytest.mark.parametrize(
+    ("call", "left_on"),
+    slow_products(["creation", "attach", "begin", "propose", "commit", "release", "on_step"], list(LEFT_ON), each=1),
+)
 def test_a_drafter_or_callback_that_leaves_something_on(call: str, left_on: str) -> None:
     want = wanted("generic")
     if call == "on_step":

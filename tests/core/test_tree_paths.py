@@ -71,7 +71,7 @@ def test_word_boundaries(count: int, window: int) -> None:
     assert_masks_and_paths([random_row(count, count, window), random_row(1, 0, 1)])
 
 
-@pytest.mark.parametrize("window", [2, 500])
+@pytest.mark.parametrize("window", [pytest.param(2, marks=pytest.mark.slow), 500])
 def test_largest_trees(window: int) -> None:
     assert_masks_and_paths([random_row(512, 3, window)])
 

@@ -78,7 +78,7 @@ def decoded(llm: LLM) -> CompletionOutput:
 
 
 @pytest.mark.parametrize(
-    ("move", "runner", "dtype"), slow_products(list(MOVES), RUNNERS, [torch.float32, torch.bfloat16])
+    ("move", "runner", "dtype"), slow_products(list(MOVES), RUNNERS, [torch.float32, torch.bfloat16], each=1)
 )
 def test_text_stays_what_it_was_when_weights_move(move: str, runner: str, dtype: torch.dtype) -> None:
     module = tiny_model("llama_tied").to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import torch
 
 from foretoken.core.errors import ConfigError
 from foretoken.decoder import library
+from foretoken.decoder.native_linear import NativeLinear
 
 pytestmark = pytest.mark.native
 
@@ -54,9 +56,30 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(
-    ("can_end", "threads_of_child"), [("can", 2), pytest.param("cannot", 1, marks=pytest.mark.slow)]
-)
+def test_a_child_has_threads_of_its_own() -> None:
+    """One of this process, which waits for ever for threads that it does not have: the alarm ends it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        linear, x, many = NativeLinear(torch.randn(400, 300)), torch.randn(4, 300), torch.randn(1 << 18)
+        expected = linear(x), many.exp()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            code = 1
+            try:
+                same = torch.equal(linear(x), expected[0]) and torch.equal(many.exp(), expected[1])
+                code = 0 if same and library.kernel_threads() == torch.get_num_threads() == 2 else 3
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(linear(x), expected[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("can_end", "threads_of_child"), [("can", 2), ("cannot", 1)])
 def test_children_write_the_same_text(can_end: str, threads_of_child: int) -> None:
     """With the model of their parent and with one of their own."""
     environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_WAIT_POLICY": "passive"}

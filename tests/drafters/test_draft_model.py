@@ -141,7 +141,7 @@ def test_full_acceptance_costs_one_pass_to_catch_up(monkeypatch: pytest.MonkeyPa
 def test_a_draft_model_with_a_shorter_context_stops_drafting_there() -> None:
     """Learned positions end; sequences at the end share batches with others that go on."""
     module = tiny_model("gpt2", seed=1, dtype=torch.float64, n_positions=24, max_position_embeddings=24)
-    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (60, 30, 10)]
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (30, 14, 6)]
     prompts = [[4], [5] * 15, list(range(3, 25))]
     target = tiny_model("gpt2", dtype=torch.float64)
     plain = LLM(target).generate(prompts, params)

@@ -123,7 +123,9 @@ class Drafts:
         return self.parts.lm_head(steps[len(path)][0, end - 1]).log_softmax(0)
 
 
-@pytest.mark.parametrize(("block", "mode", "shape"), slow_products([2, 3], ["recurrent", "per_position"], list(SHAPES)))
+@pytest.mark.parametrize(
+    ("block", "mode", "shape"), slow_products([2, 3], ["recurrent", "per_position"], list(SHAPES), each=1)
+)
 def test_trees(block: int, mode: str, shape: str) -> None:
     drafts = Drafts(block=block, lstm_mode=mode)
     for slot, count in enumerate((5, block, 9)):

@@ -96,7 +96,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("max_depth", "requests", "decoder"), slow_products([DEPTH, [9, 1, 4], [0, 7, 3]], list(REQUESTS), ON_CPUS)
+    ("max_depth", "requests", "decoder"),
+    slow_products([DEPTH, [9, 1, 4], [0, 7, 3]], list(REQUESTS), ON_CPUS, each=1),
 )
 def test_chains_are_those_without_guesses(decoder: str, requests: str, max_depth: int | Sequence[int]) -> None:
     """Whatever is guessed. The last text ends three tokens before the context does."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.tiny_llms import drafters, llm
+from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.passes import Pass
@@ -39,8 +40,12 @@ def spoil(
     monkeypatch.setattr(engine.target, "run", run)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("drafter", ["none", "oracle [3, 0, 5]", "draft itself tree"])
+@pytest.mark.parametrize(
+    ("drafter", "value"),
+    slow_products(
+        ["none", "oracle [3, 0, 5]", "draft itself tree"], [float("-inf"), float("nan"), float("inf")], each=1
+    ),
+)
 def test_only_the_request_with_bad_logits_ends(drafter: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = llm({}, max_num_seqs=1).generate(PROMPTS, PARAMS)
     known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]

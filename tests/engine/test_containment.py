@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.tiny_llms import drafters, llm, tokenizer
+from pairwise import slow_products
 from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -112,8 +113,7 @@ def plain_alone() -> list[CompletionOutput]:
     return [llm({}).generate(prompt, params)[0].outputs[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("drafter", ["none", "draft itself tree"])
+@pytest.mark.parametrize(("drafter", "fault"), slow_products(["none", "draft itself tree"], list(FAULTS), each=1))
 def test_the_others_go_on(drafter: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_alone()
     # A fixed bound: by measured times a prompt's last token may come in a pass of its own, where it looks like a tree.
@@ -236,9 +236,10 @@ def plain_other() -> list[int]:
     return llm({}).generate([[7]], OTHER)[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("reason", IMPOSSIBLE)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", ["none", "ngram", "drafters.adversarial"])
+@pytest.mark.parametrize(
+    ("method", "temperature", "reason"),
+    slow_products(["none", "ngram", "drafters.adversarial"], [0.0, 0.8], list(IMPOSSIBLE), each=1),
+)
 def test_a_request_without_a_possible_token_ends_with_an_error(method: str, temperature: float, reason: str) -> None:
     """Token 0 for ever was the answer."""
     params = SamplingParams(temperature=temperature, max_tokens=20, **IMPOSSIBLE[reason])
@@ -290,7 +291,7 @@ class Poorer:
         return {token: index for token, index in self._inner.get_vocab().items() if index < self._size}
 
 
-@pytest.mark.parametrize("name", ["none", "draft itself tree", "ngram"])
+@pytest.mark.parametrize("name", ["none", "draft itself tree", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_ids_that_the_tokenizer_lacks_are_not_generated_unless_asked_for(name: str) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=40, seed=3, ignore_eos=True, logprobs=VOCAB_SIZE)
     arguments = {**DRAFTERS[name](None)}

@@ -50,8 +50,9 @@ def callers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.parametrize(
     "drafter",
-    ["none", "oracle [3, 0, 5]", "oracle tree", "ngram tree", "medusa", "hydra++", "draft tree", "hydra dynamic",
-     "draft dynamic", "eagle", "eagle3", "eagle dynamic", "eagle3 dynamic"],
+    ["none", "oracle [3, 0, 5]", "oracle tree", "ngram tree", "medusa", "random hydra++", "draft tree",
+     "hydra dynamic", "draft dynamic", "eagle", "random eagle3", "eagle dynamic",
+     *(pytest.param(name, marks=pytest.mark.slow) for name in ("hydra++", "eagle3", "eagle3 dynamic"))],
 )  # fmt: skip
 def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic, "reads_are_free", lambda _: False)

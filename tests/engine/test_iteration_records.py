@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.tiny_llms import drafters, llm
+from pairwise import slow_products
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.records import StepRecord
@@ -28,8 +29,10 @@ def run(drafter: str, batch: int) -> tuple[LLM, list[RequestOutput], list[StepRe
     return engine, engine.generate([r.prompt for r in mix], [r.params for r in mix]), records
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft tree", "oracle [3, 0, 5]", "oracle tree", "random wide"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("batch", "drafter"),
+    slow_products([4, 1], ["none", "ngram", "draft tree", "oracle [3, 0, 5]", "oracle tree", "random wide"], each=1),
+)
 def test_bounds_and_sums(drafter: str, batch: int) -> None:
     engine, outputs, records = run(drafter, batch)
     steps: dict[str, list] = {output.request_id: [] for output in outputs}
@@ -70,8 +73,10 @@ def test_bounds_and_sums(drafter: str, batch: int) -> None:
         assert metrics.lossy_tv == 0.0
 
 
-@pytest.mark.parametrize("is_free", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("drafter", ["draft dynamic", "eagle dynamic", "eagle3 dynamic", "eagle"])
+@pytest.mark.parametrize(
+    ("is_free", "drafter"),
+    slow_products([True, False], ["draft dynamic", "eagle dynamic", "eagle3 dynamic", "eagle"], each=1),
+)
 def test_acceptance_by_depth_is_that_of_the_verified_trees(
     drafter: str, is_free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from end_to_end.tiny_llms import drafters, llm
+from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.passes import Pass
@@ -60,8 +61,10 @@ def give_clock(engine: LLM, clock: Clock) -> None:
     engine._engine._memory = MemoryPressure(torch.device("cpu"), now=clock)
 
 
-@pytest.mark.parametrize("name", ["draft itself", "draft itself tree", "ngram", "random wide", "oracle [3, 0, 5]"])
-@pytest.mark.parametrize("most", [3, 7])
+@pytest.mark.parametrize(
+    ("most", "name"),
+    slow_products([3, 7], ["draft itself", "draft itself tree", "ngram", "random wide", "oracle [3, 0, 5]"], each=1),
+)
 def test_narrower_trees_write_the_same_text(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain(), strict=True)]
     engine = llm(DRAFTERS[name](contexts), max_num_seqs=3)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from end_to_end.tiny_llms import drafters, llm
+from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
@@ -39,14 +41,20 @@ def watched(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, lis
     return seen
 
 
-@pytest.mark.parametrize("limit", [None, 1, 4, 7, 64])
-@pytest.mark.parametrize("drafter", ["none", "ngram tree", "draft itself tree"])
+@cache
+def plain_texts() -> list[list[int]]:
+    """Each prompt in an engine of its own."""
+    return [llm({}).generate([prompt], PARAMS)[0].outputs[0].token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "limit"), slow_products(["none", "ngram tree", "draft itself tree"], [None, 1, 4, 7, 64], each=1)
+)
 def test_texts_do_not_depend_on_the_budget(drafter: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = [llm({}).generate([prompt], PARAMS)[0].outputs[0].token_ids for prompt in PROMPTS]
     engine = llm(drafters()[drafter](None), max_num_seqs=3, max_num_batched_tokens=limit)
     passes = watched(engine, monkeypatch)
     got = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
-    assert got == plain
+    assert got == plain_texts()
     mixed = [(count, chunks) for count, chunks in passes if count and chunks]
     assert mixed, "or nothing was shown"
     if limit is not None:

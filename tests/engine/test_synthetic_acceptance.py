@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from end_to_end.tiny_llms import drafters, llm
+from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams
 from foretoken.acceptance.synthetic import joint_rates
@@ -53,7 +54,7 @@ def tinycode_run(batch_size: int, temperature: float, max_tokens: int) -> tuple[
     return records, engine.generate([PROMPT] * 4, params)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_a_thousand_iterations_have_the_rates(temperature: float) -> None:
     """In batches of 4, within 0.01: the mean acceptance length, and the acceptance at each position."""
     records, _ = tinycode_run(4, temperature, 760)
@@ -67,7 +68,7 @@ def test_a_thousand_iterations_have_the_rates(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_depend_on_the_seed_alone(temperature: float) -> None:
     """Neither on the batch nor on the engine; greedy texts too, for the seed sets where the schedule begins."""
-    alone, together = (tinycode_run(size, temperature, 60)[1] for size in (1, 4))
+    alone, together = (tinycode_run(size, temperature, 30)[1] for size in (1, 4))
     assert [each.outputs[0].token_ids for each in alone] == [each.outputs[0].token_ids for each in together]
     assert len({tuple(each.outputs[0].token_ids) for each in alone}) > 1
 
@@ -91,8 +92,14 @@ def test_every_result_says_that_it_is_synthetic(caplog: pytest.LogCaptureFixture
     assert output.metrics.num_synthetic == 0
 
 
-@pytest.mark.parametrize("name", ["random hydra", "medusa choices", "random wide", "eagle dynamic"])
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}, {"logit_bias": {3: 1}}])
+@pytest.mark.parametrize(
+    ("name", "params"),
+    slow_products(
+        ["random hydra", "medusa choices", "random wide", "eagle dynamic"],
+        [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}, {"logit_bias": {3: 1}}],
+        each=1,
+    ),
+)
 def test_trees_accept_along_the_best_children(name: str, params: dict[str, Any]) -> None:
     """Every accepted node is the best child of the one before, and no path is shorter than scheduled but at a leaf."""
     records: list[StepRecord] = []

@@ -36,7 +36,7 @@ from foretoken.core.records import StepRecord
 from foretoken.core.results import StreamChunk
 from foretoken.engine.loop import Engine
 from foretoken.entrypoints.async_llm import RequestStream
-from foretoken.entrypoints.shared_engine import Throughput
+from foretoken.entrypoints.shared_engine import Throughput, _at_exit
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -92,7 +92,7 @@ async def chunks_of(stream: RequestStream) -> dict[int, list[StreamChunk]]:
     return chunks
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram tree"])
+@pytest.mark.parametrize("drafter", [pytest.param("none", marks=pytest.mark.slow), "ngram tree"])
 def test_64_threads_and_200_tasks_get_the_texts_of_single_calls(drafter: str) -> None:
     """Tasks of one loop, threads with loops of their own, and threads that call the `LLM` itself, over eight slots.
 
@@ -658,6 +658,26 @@ def _outcome_in_child(engine: AsyncLLM, stream: RequestStream) -> int:
     return 0 if ids_of(texts[0]) == ids_of(texts[1]) else 4
 
 
+def test_what_runs_at_the_end_of_a_program_is_aborted() -> None:
+    """In a forked child, whose threads are its own."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(PATIENCE_S)  # ends the child where it would hang
+        code = 1
+        try:
+            engine = AsyncLLM(llm({}, on_step=(gate := Gate())))
+            stream = engine.submit([5], LONG)
+            gate.wait()  # in the middle of an iteration
+            threading.Timer(0.01, gate.open).start()
+            _at_exit()
+            reason = asyncio.run(stream.output()).outputs[0].finish_reason
+            code = 0 if reason == "abort" and not engine._thread._thread.is_alive() else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.slow
 def test_a_program_may_end_while_requests_run() -> None:
     code = (
         "from foretoken import LLM, AsyncLLM, SamplingParams\n"

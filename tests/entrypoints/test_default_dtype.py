@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.tiny_llms import drafters, llm, target
+from pairwise import slow_products
 
 from foretoken import LLM, RequestOutput, SamplingParams
 
@@ -42,18 +43,18 @@ def outputs(name: str, runner: str, rule: str | None) -> list[RequestOutput]:
     return engine.generate(PROMPTS, PARAMS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize(
-    ("name", "runner", "rule"),
-    [
-        ("none", "generic", None), ("none", "lean-native", None), ("none", "lean-stock", None),
-        ("oracle tree", "generic", "typical"), ("draft tree", "generic", None), ("medusa", "generic", "sequential"),
-        ("medusa", "lean-native", None), ("hydra++", "lean-native", "lenient"),
-        ("mlp_speculator chain", "generic", "block"),
-    ],
-)  # fmt: skip
-def test_the_default_dtype_changes_nothing(name: str, runner: str, rule: str | None, dtype: torch.dtype) -> None:
+SETUPS = [
+    ("none", "generic", None), ("none", "lean-native", None), ("none", "lean-stock", None),
+    ("oracle tree", "generic", "typical"), ("draft tree", "generic", None), ("medusa", "generic", "sequential"),
+    ("medusa", "lean-native", None), ("hydra++", "lean-native", "lenient"),
+    ("mlp_speculator chain", "generic", "block"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setup", "dtype"), slow_products(SETUPS, [torch.float64, torch.float16], each=1))
+def test_the_default_dtype_changes_nothing(setup: tuple[str, str, str | None], dtype: torch.dtype) -> None:
     """To the last bit of every log-probability, with every kind of rule, and with drafts that are as good."""
+    name, runner, rule = setup
     want = outputs(name, runner, rule)
     with default_dtype(dtype):
         got = outputs(name, runner, rule)

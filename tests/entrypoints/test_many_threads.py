@@ -47,8 +47,12 @@ def is_idle(engine: LLM) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "runner"), [("none", "lean-native"), ("draft itself tree", "generic"), ("ngram", "lean-native")]
-)
+    ("drafter", "runner"),
+    [
+        pytest.param("none", "lean-native", marks=pytest.mark.slow), ("draft itself tree", "generic"),
+        ("ngram", "lean-native"),
+    ],
+)  # fmt: skip
 def test_texts_are_those_of_single_calls(drafter: str, runner: str) -> None:
     """Calls and streams of 16 threads at once, over three slots, some streams closed or forgotten on the way."""
     mix, plain = request_mix(), plain_mix(runner)
@@ -61,7 +65,7 @@ def test_texts_are_those_of_single_calls(drafter: str, runner: str) -> None:
     engine = llm(arguments, runner=runner, max_num_seqs=3, max_model_len=CONTEXT_LEN, on_step=note)
 
     def work(index: int) -> None:
-        order = random.Random(index).sample(range(len(mix)), 6)
+        order = random.Random(index).sample(range(len(mix)), 3)
         for number, request in enumerate(order):
             prompt, params = mix[request].prompt, mix[request].params
             want = [completion.token_ids for completion in plain[request].outputs]
@@ -99,7 +103,7 @@ def test_a_busy_thread_does_not_keep_others_from_joining() -> None:
     """Turns go in the order of asking: a short request joins a long one and ends long before it."""
     engine = llm({}, max_num_seqs=2)
     long_ended, begun = threading.Event(), threading.Event()
-    rounds = 20
+    rounds = 6
 
     def run_long() -> None:
         for _ in range(rounds):

@@ -58,13 +58,16 @@ def test_a_call_without_parameters_has_the_models(model: str) -> None:
     """Three calls of equally seeded engines: the second one names what the first one has by itself."""
     named = SamplingParams(**DEFAULTS, max_tokens=12)
     calls: list[tuple[dict[str, Any], Any]] = [({}, None), ({}, named), ({"generation_config": "vllm"}, None)]
-    outputs = [LLM(model, seed=7, **more).generate([PROMPT, "import os"], params) for more, params in calls]
+    engines = [LLM(model, seed=7, **more) for more, _ in calls]
+    outputs = [
+        engine.generate([PROMPT, "import os"], params) for engine, (_, params) in zip(engines, calls, strict=True)
+    ]
     texts = [[output.outputs[0].text for output in each] for each in outputs]
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
     assert len(outputs[0][0].outputs[0].token_ids) == 12
-    assert LLM(model).get_default_sampling_params() == named
-    assert LLM(model, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    assert engines[0].get_default_sampling_params() == named
+    assert engines[2].get_default_sampling_params() == SamplingParams()
 
 
 def test_chats_entries_of_none_and_async_calls_have_them_too(own: LLM) -> None:

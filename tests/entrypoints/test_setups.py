@@ -68,14 +68,15 @@ def test_paths_may_hold_colons(name: str, tmp_path: Path) -> None:
         assert parse_setup(f"ngram+{place}{text}").config == {"drafters": [LOOKUP, {"model": str(place), **rest}]}
 
 
-@pytest.fixture
-def beside(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a draft model and EAGLE heads beside it, one of them under the name of how it was trained."""
-    place = tmp_path / "small"
+    directory_of_all = tmp_path_factory.mktemp("beside")
+    place = directory_of_all / "small"
     target().module.save_pretrained(place)
     target().module.save_pretrained(f"{place}-draft")
     for kind, name in (("eagle", "eagle"), ("eagle3", "eagle3"), ("eagle", "hass")):
-        native.write_checkpoint(read_head(directory(kind))[1], tmp_path / f"small-{name}")
+        native.write_checkpoint(read_head(directory(kind))[1], directory_of_all / f"small-{name}")
     return place
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.tiny_llms import drafters, llm, tokenizer
+from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams, StreamChunk
 from foretoken.core.errors import RequestError
@@ -52,8 +53,9 @@ def is_idle(engine: LLM) -> bool:
     return sorted(loop._scheduler._slots.free) == list(range(len(loop._scheduler._slots.free))) and not loop.has_work
 
 
-@pytest.mark.parametrize("drafter", ["none", "oracle tree", "draft itself tree"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("batch", "drafter"), slow_products([4, 1], ["none", "oracle tree", "draft itself tree"], each=1)
+)
 def test_chunks_make_up_text_and_tokens(drafter: str, batch: int) -> None:
     mix, plain = request_mix(), plain_mix()
     engine = llm(DRAFTERS[drafter](references(plain)), max_num_seqs=batch, max_model_len=CONTEXT_LEN)
@@ -123,7 +125,14 @@ def test_text_waits_for_characters_and_stop_strings() -> None:
     assert withheld > 10
 
 
-@pytest.mark.parametrize("drafter", ["none", "draft itself tree", "oracle [3, 0, 5]", "ngram"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "none",
+        "draft itself tree",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("oracle [3, 0, 5]", "ngram")),
+    ],
+)
 def test_closing_a_stream_frees_its_slots(drafter: str) -> None:
     """In prefill, while decoding, and with more waiting than running; the next call is exact."""
     mix, plain = request_mix(), plain_mix()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.tiny_llms import tokenizer
+from pairwise import slow_products
 from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -529,8 +530,7 @@ BY_TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("runner", ["auto", "generic"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "runner"), slow_products(list(CHANGES), ["auto", "generic"], each=1))
 def test_changes_of_the_model_take_effect(name: str, runner: str, model: Any, log: pytest.LogCaptureFixture) -> None:
     with accelerate(model, runner=runner):
         before = model.generate(**batch(), max_new_tokens=24)
@@ -598,11 +598,10 @@ def test_a_model_that_became_unusable_is_left_to_transformers(model: Any, log: p
     assert "generate() is served by transformers, without speculation: " in log.text
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [[1, 1, -1, 1, 1], [2, 2, 2, 2, 2], [-1, 0, 1, 1, 1], [0.5, 0.5, 1, 1, 1], [0.0, 0.0, 1.0, 1.0, 1.0], [1.5] * 5],
-)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+MASKS = [[1, 1, -1, 1, 1], [2, 2, 2, 2, 2], [-1, 0, 1, 1, 1], [0.5, 0.5, 1, 1, 1], [0.0, 0.0, 1.0, 1.0, 1.0], [1.5] * 5]
+
+
+@pytest.mark.parametrize(("mask", "architecture"), slow_products(MASKS, ["llama", "qwen2"], each=1))
 def test_values_of_attention_masks(mask: list[float], architecture: str) -> None:
     """transformers counts positions by them; whatever is not 0 is seen."""
     model = tiny_model(architecture, dtype=torch.float64)

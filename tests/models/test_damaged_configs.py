@@ -21,7 +21,6 @@ from model_files import (
     refusal,
     saved,
 )
-from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.checks import shown
@@ -50,7 +49,14 @@ def serve(directory: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is bounded by Linux's limits")
-@pytest.mark.parametrize(("architecture", "share"), slow_products(ARCHITECTURES, range(_SHARES), each=1))
+@pytest.mark.parametrize(
+    ("architecture", "share"),
+    [
+        pytest.param(architecture, share, marks=() if share == place else pytest.mark.slow)
+        for place, architecture in enumerate(ARCHITECTURES)
+        for share in range(_SHARES)
+    ],
+)
 def test_no_field_can_do_harm(architecture: str, share: int, tmp_path: Path, bounded: None) -> None:
     """Every field damaged in some ways, which are others for the next field and in the other shares."""
     directory = saved(tmp_path / "tiny", architecture)

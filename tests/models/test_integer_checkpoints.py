@@ -70,7 +70,7 @@ def test_speculative_text_is_plain_text(name: str, tmp_path: Path) -> None:
     write(tmp_path, small_config(), SCHEMES[name])
     model = load_model(tmp_path, dtype="bfloat16")
     prompts = [[t + i for t in TOKENS[: 4 + i]] for i in range(4)]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     texts = []
     for config in (None, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}):
         llm = LLM(model, speculative_config=config, max_num_seqs=2)
