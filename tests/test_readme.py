@@ -99,6 +99,7 @@ def test_synthetic_acceptance_says_that_it_is_lossy(run_python: Callable[[str], 
     assert int(passes) == pytest.approx(63 / float(tau))
 
 
+@pytest.mark.slow
 def test_quick_start_text_does_not_depend_on_the_drafter() -> None:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=64)
     texts = []
@@ -132,7 +133,10 @@ def test_a_drafter_of_another_package_runs(run_python: Callable[[str], str]) -> 
 
 
 @pytest.mark.usefixtures("my_package")
-def test_a_head_with_a_kv_cache_of_its_own_drafts_like_the_bundled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_slots", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_head_with_a_kv_cache_of_its_own_drafts_like_the_bundled_one(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In at most 80 lines; in batches of sequences of different lengths, two slots for five of them."""
     assert len(python_blocks("docs/drafters.md")[1].splitlines()) <= 80
     monkeypatch.chdir(ROOT)
@@ -149,16 +153,13 @@ def test_a_head_with_a_kv_cache_of_its_own_drafts_like_the_bundled_one(monkeypat
     bundled = {"method": "eagle", "tree": "chain", "quantization": "none", **config}
     eagle = LLM("models/tinycode", speculative_config=bundled)
     expected = [output.metrics.num_accepted for output in eagle.generate(prompts, params)]
-    for num_slots in (1, 2):
-        llm = LLM(
-            "models/tinycode", speculative_config={"method": "my_package.my_head", **config}, max_num_seqs=num_slots
-        )
-        outputs = llm.generate(prompts, params)
-        assert [output.outputs[0].token_ids for output in outputs] == plain
-        assert sum(output.metrics.draft_errors for output in outputs) == 0
-        for output, accepted, each in zip(outputs, expected, params, strict=True):
-            if each.temperature == 0:  # sampled drafts of the bundled one share the target's noise
-                assert abs(output.metrics.num_accepted - accepted) <= 2  # whose sums round in another order
+    llm = LLM("models/tinycode", speculative_config={"method": "my_package.my_head", **config}, max_num_seqs=num_slots)
+    outputs = llm.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == plain
+    assert sum(output.metrics.draft_errors for output in outputs) == 0
+    for output, accepted, each in zip(outputs, expected, params, strict=True):
+        if each.temperature == 0:  # sampled drafts of the bundled one share the target's noise
+            assert abs(output.metrics.num_accepted - accepted) <= 2  # whose sums round in another order
     assert sum(expected) > 100
 
 

@@ -36,7 +36,8 @@ def _found(path: Path, avoided: dict[str, str]) -> list[str]:
     return [
         f"{path.name}:{1 + sum(end <= match.start() for end in ends)}: '{match[0]}', where the glossary has '{word}'"
         for phrase, word in avoided.items()
-        for match in re.finditer(rf"\b{phrase}s?\b", text)
+        if phrase in text
+        for match in re.finditer(rf"\b{re.escape(phrase)}s?\b", text)
     ]
 
 

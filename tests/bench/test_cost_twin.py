@@ -101,18 +101,16 @@ def logits(path: Path, decoder: str, dtype: str) -> torch.Tensor:
     return found
 
 
-def architectures_and_fills(*architectures: str) -> list[Any]:
-    """All of both; by default each architecture with one of the fills in turn."""
+def in_turn(*names: str) -> list[Any]:
+    """All names and fills; by default each name with one of the fills in turn."""
     return [
-        pytest.param(architecture, fill, marks=() if (number + is_random) % 2 else pytest.mark.slow)
-        for number, architecture in enumerate(architectures)
+        pytest.param(name, fill, marks=() if (number + is_random) % 2 else pytest.mark.slow)
+        for number, name in enumerate(names)
         for is_random, fill in enumerate(("zeros", "random"))
     ]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fill"), architectures_and_fills("llama", "llama_tied", "mistral", "qwen2", "qwen3")
-)
+@pytest.mark.parametrize(("architecture", "fill"), in_turn("llama", "llama_tied", "mistral", "qwen2", "qwen3"))
 def test_logits_are_those_of_the_small_model(tmp_path: Path, architecture: str, fill: Any) -> None:
     model = small(tmp_path / "small", architecture)
     [part] = made(model, tmp_path / "twin", num_layers=5, fill=fill)
@@ -136,8 +134,7 @@ def test_any_power_of_four(tmp_path: Path, factor: int) -> None:
     assert torch.equal(logits(model, "lean-native", "float32"), logits(tmp_path / "twin", "lean-native", "float32"))
 
 
-@pytest.mark.parametrize("fill", ["zeros", "random"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "fill"), in_turn(*HEADS))
 def test_every_head_says_the_same_of_padded_features(name: str, fill: Any) -> None:
     """In float64, with features, embeddings and LM head that end in zeros."""
     head = random_head(HEADS[name], torch.float64, acceptance=[[0.5, 0.25], [0.5], [0.5]], choices=[[0], [1]])
@@ -367,7 +364,7 @@ def test_growth(sizes: tuple[int, int], factor: int | None) -> None:
     assert growth(*sizes) == factor
 
 
-@pytest.mark.parametrize(("architecture", "fill"), architectures_and_fills("llama", "llama_tied"))
+@pytest.mark.parametrize(("architecture", "fill"), in_turn("llama", "llama_tied"))
 def test_a_twin_in_memory_is_the_one_of_files(tmp_path: Path, architecture: str, fill: Any) -> None:
     """The same weights, a head and a draft model that fit, and no file of weights of the target."""
     model = small(tmp_path / "small", architecture)

@@ -144,16 +144,24 @@ def test_files_may_name_categories(tmp_path: Path) -> None:
             categorised_prompts(str(file))
 
 
+BENCH = (
+    "bench", MODEL, "-s", "ngram:num_speculative_tokens=3", "--prompts", "all", "--num-prompts", "3", "--max-tokens",
+    "8", "--temperature", "0", "--batch-size", "1", "--batch-size", "3",
+)  # fmt: skip
+
+
 def test_bench_prints_one_line_a_batch_size_and_category() -> None:
-    arguments = ("bench", MODEL, "-s", "ngram:num_speculative_tokens=3", "--prompts", "all", "--num-prompts", "3")
-    arguments += ("--max-tokens", "8", "--temperature", "0", "--batch-size", "1", "--batch-size", "3")
-    finished = run(*arguments)
+    finished = run(*BENCH)
     assert finished.returncode == 0, finished.stderr
     table = finished.stdout.partition("as SPEED-Bench reports it")[2]
     rows = [line.split() for line in table.splitlines() if line.split()[:1] in (["plain"], ["ngram"])]
     assert [(row[-3 - 8 - 3 : -3 - 8] or row) and row for row in rows]
     names = [next(word for word in row if word in ("all", "completion", "edits", "prose")) for row in rows]
     assert names == ["all", "completion", "edits", "prose"] * 4
-    measurements: list[dict[str, Any]] = json.loads(run(*arguments, "--json").stdout)["measurements"]
+
+
+@pytest.mark.slow
+def test_bench_tells_figures_of_each_batch_size_and_category() -> None:
+    measurements: list[dict[str, Any]] = json.loads(run(*BENCH, "--json").stdout)["measurements"]
     assert [each["speed_bench"]["concurrency"] for each in measurements] == [1, 1, 3, 3]
     assert {*measurements[0]["speed_bench"]["categories"]} == {"completion", "edits", "prose"}

@@ -11,7 +11,7 @@ import pytest
 from command_line import Finished, run
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
-from trained_heads import MAX_TOKENS, PROMPTS, trained, write_target
+from trained_heads import MAX_TOKENS, PROMPTS, good, trained, write_target
 
 from foretoken.formats import native
 
@@ -21,7 +21,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a head that was trained for it and for its texts, one that was not, and the prompts."""
     directory = tmp_path_factory.mktemp("doctor")
     write_target(directory / "target")
-    native.write_checkpoint(trained(), directory / "head")
+    native.write_checkpoint(good(), directory / "head")
     native.write_checkpoint(trained(late=1), directory / "late")
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
     (directory / "prompts.jsonl").write_text(lines)
@@ -59,7 +59,7 @@ def test_a_fault(place: Path) -> None:
     assert "head 0 looks like head 1" in words
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_table_fits_a_terminal(place: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     shown = doctor(place, str(place / "late"), is_terminal=True).stdout

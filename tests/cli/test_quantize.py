@@ -14,6 +14,7 @@ import pytest
 import torch
 from cli.test_killed_commands import contents, run_killed
 from command_line import MODEL, ROOT, run
+from pairwise import slow_products
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
@@ -39,7 +40,9 @@ def small(tmp_path: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(each, marks=pytest.mark.slow) if each == "W8A16" else each for each in SCHEMES]
+)
 def test_a_model_is_rounded_written_and_read(scheme: str, small: Path, tmp_path: Path) -> None:
     out, more = tmp_path / "out", SMALL if scheme == "W4A16" else ()
     done = run("quantize", str(small), str(out), "--scheme", scheme, *more, "--json")
@@ -225,8 +228,7 @@ def saved_experts(architecture: str, directory: Path) -> Any:
     return module
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(("architecture", "scheme"), slow_products(["qwen3_moe", "mixtral"], ["W4A16", "W8A8"], each=1))
 def test_experts_are_rounded_written_and_read(architecture: str, scheme: str, tmp_path: Path) -> None:
     original, out = saved_experts(architecture, tmp_path / "small"), tmp_path / "out"
     done = run("quantize", str(tmp_path / "small"), str(out), "--scheme", scheme, *(SMALL if scheme == "W4A16" else ()))

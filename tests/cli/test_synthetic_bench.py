@@ -14,7 +14,7 @@ RATES = ("--synthetic-acceptance", "0.8,0.7,0.6")
 DRAFTER = ("-s", "draft_model:chain:num_speculative_tokens=3")
 SYNTHETIC = ("-s", "ngram:acceptance=synthetic:synthetic_acceptance_length=2")
 LOAD = ("--temperature", "0", "--max-tokens", "160", "--num-prompts", "4", "--batch-size", "4")
-SHORT = ("--max-tokens", "50", "--num-prompts", "2")
+SHORT = ("--max-tokens", "40", "--num-prompts", "2")
 
 
 def measured(*arguments: str) -> dict[str, Any]:

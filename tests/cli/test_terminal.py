@@ -19,6 +19,7 @@ from command_line import MODEL, ROOT, Terminal, run, run_main, run_process
 from forked import ForkedCommand
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import slow_products
 
 from foretoken.cli.terminal import fact, percent_by_depth, print_note, print_table, progress, step_progress, visible
 from foretoken.training.trainer import StepReport
@@ -82,7 +83,7 @@ def test_names_and_errors_are_shown(tmp_path: Path) -> None:
     assert "\\x1b[31m\\nb" in shown
 
 
-@pytest.mark.parametrize("command", ["bench", "verify"])
+@pytest.mark.parametrize("command", ["bench", pytest.param("verify", marks=pytest.mark.slow)])
 def test_tables_fit_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     setup = '{"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "tree": "tree", "max_nodes": 12}'
@@ -227,21 +228,25 @@ def unread() -> Iterator[TextIO]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("stream", [full, unread])
 @pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (("generate", MODEL, "-p", "import os\n", "--max-tokens", "2"), 0),
-        (("verify", MODEL, "--num-prompts", "1", "--max-tokens", "2", "--threads", "1"), 0),
-        (("inspect", HEAD), 0),
-        (("inspect", "models/none"), 2),
-        (("inspect", "--bogus"), 2),
-    ],
+    ("stream", "called"),
+    slow_products(
+        [full, unread],
+        [
+            (("generate", MODEL, "-p", "import os\n", "--max-tokens", "2"), 0),
+            (("verify", MODEL, "--num-prompts", "1", "--max-tokens", "2", "--threads", "1"), 0),
+            (("inspect", HEAD), 0),
+            (("inspect", "models/none"), 2),
+            (("inspect", "--bogus"), 2),
+        ],
+        each=1,
+    ),
 )
 def test_a_standard_error_that_cannot_be_written_changes_no_result(
-    arguments: tuple[str, ...], code: int, stream: Callable[[], AbstractContextManager[TextIO]]
+    stream: Callable[[], AbstractContextManager[TextIO]], called: tuple[tuple[str, ...], int]
 ) -> None:
     """What a command says beside its result, its own error, and that of the parser of options."""
+    arguments, code = called
     whole = run(*arguments)
     with stream() as errors:
         result = run(*arguments, stderr=errors)
@@ -275,21 +280,21 @@ def test_both_streams_full() -> None:
         assert finished("inspect", HEAD, stdout=full, stderr=full).returncode == 2
 
 
-def test_standard_streams_that_are_closed() -> None:
-    def close(number: int) -> subprocess.CompletedProcess[str]:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return finished("inspect", HEAD, **pipes, preexec_fn=lambda: os.close(number))
-
-    assert_sentence(close(1), 2, "standard output is closed")
-    assert "hydra" in close(0).stdout
-    assert "hydra" in close(2).stdout
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+def test_standard_streams_that_are_closed(number: int) -> None:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    result = finished("inspect", HEAD, **pipes, preexec_fn=lambda: os.close(number))
+    if number == 1:
+        assert_sentence(result, 2, "standard output is closed")
+    else:
+        assert "hydra" in result.stdout
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ("--help",),
-        ("inspect", MODEL, "--json"),
+        pytest.param(("inspect", MODEL, "--json"), marks=pytest.mark.slow),
         pytest.param(("twin", "--help"), marks=pytest.mark.slow),
         pytest.param(("inspect", HEAD), marks=pytest.mark.slow),
     ],
@@ -321,8 +326,8 @@ def test_prompts_in_utf_8_under_a_locale_of_ascii(tmp_path: Path) -> None:
 
 def test_an_encoding_without_the_characters() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    result = finished("inspect", "modèles/x", env=environment)
-    assert_sentence(result, 2, r"mod\xe8les/x")
+    result = finished("inspect", "--modèles", env=environment)
+    assert_sentence(result, 2, r"--mod\xe8les")
 
 
 def test_ctrl_c_keeps_the_text_so_far() -> None:

@@ -11,6 +11,7 @@ from command_line import MODEL, run
 
 from foretoken.drafters.registry import drafter_options
 from foretoken.entrypoints.config import parse_setup
+from foretoken.training import report
 from foretoken.trees.choices import TreeShape, best_nodes
 
 QUICK = ("--num-prompts", "1", "--max-tokens", "12", "--temperature", "0")
@@ -22,14 +23,14 @@ def test_the_tree_it_writes_is_taken_by_every_command(tmp_path: Path) -> None:
         "tune", "tree", MODEL, "-s", "hydra", "--nodes", "9", "--depth", "3", "--out", str(file), *QUICK, "--json"
     )
     assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    told = json.loads(result.stdout)
     choices = json.loads(file.read_text())
-    assert choices == report["tree"]
-    bought = best_nodes(report["acceptance"][:3], 64)
+    assert choices == told["tree"]
+    bought = best_nodes(told["acceptance"][:3], 64)
     shape = TreeShape.from_choices(choice for choice, value in bought[:8] if value > 0)
     assert TreeShape.parse(choices) == shape
-    assert report["tokens_by_nodes"].keys() == {"8", "9", "16", "32", "64"}
-    assert report["tokens_by_nodes"]["9"] == pytest.approx(1 + sum(value for _, value in bought[:8]))
+    assert told["tokens_by_nodes"].keys() == {"8", "9", "16", "32", "64"}
+    assert told["tokens_by_nodes"]["9"] == pytest.approx(1 + sum(value for _, value in bought[:8]))
     setup = parse_setup(f"hydra:tree=@{file}")
     assert setup.config is not None
     assert drafter_options(setup.config).tree == shape
@@ -119,8 +120,9 @@ def test_what_training_of_stop_rules_refuses(arguments: tuple[str, ...], message
     assert message in " ".join(result.stderr.split())
 
 
-def test_a_head_is_measured_again(tmp_path: Path) -> None:
+def test_a_head_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights stay; rates, tau and card are of the prompts given now."""
+    monkeypatch.setattr(report, "_MAX_TOKENS", 32)
     head, made = Path(f"{MODEL}-medusa"), tmp_path / "measured"
     result = run("tune", "acceptance", MODEL, str(head), "--out", str(made), "--num-prompts", "1", "--json")
     assert result.returncode == 0, result.stderr

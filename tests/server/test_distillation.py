@@ -20,6 +20,7 @@ from served_app import served
 from server.live_server import LiveServer
 
 from foretoken import LLM, AsyncLLM
+from foretoken.core.errors import ConfigError
 from foretoken.server import distillation
 from foretoken.server.app import ServerConfig, make_app
 from foretoken.server.distillation import OnlineDistillation
@@ -334,6 +335,15 @@ def test_what_cannot_learn_is_refused(options: list[str], message: str, tmp_path
     assert not (tmp_path / "new").exists()
 
 
+def test_a_directory_with_other_files_is_unsuitable(tmp_path: Path) -> None:
+    for name in (online.TRAFFIC, online.DRAFTS):
+        (tmp_path / "own" / name).mkdir(parents=True)
+    distillation.check_directory(tmp_path / "own")
+    with pytest.raises(ConfigError, match=r"--distill-to '.*' holds other files \(own\)\."):
+        distillation.check_directory(tmp_path)
+
+
+@pytest.mark.slow
 def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("text", encoding="utf-8")
     finished = run("serve", MODEL, "-s", "draft_model", "--distill-to", str(tmp_path))

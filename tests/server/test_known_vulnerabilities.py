@@ -50,7 +50,7 @@ def others_served(server: LiveServer) -> Iterator[None]:
 
 
 # The others by default in tests of the engine alone.
-SERVED = ("random", "raises", "nan", "out_of_vocabulary", "wrong_parents")
+SERVED = ("random", "raises")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "chat, prediction": {"messages": TALK, **GREEDY, "prediction": {"type": "content", "content": "def push(self"}},
 }  # fmt: skip
 MIXED = ["greedy", "seeded", "n", "stop", "logprobs", "chat", "chat, schema", "token ids"]
+# By default asked for with others at once only, or with more beside it.
+ELSEWHERE = {*MIXED, "echo", "echo, logprobs"} - {"greedy"}
 
 
 def create(client: Any, name: str, **more: Any) -> Any:
@@ -90,7 +92,9 @@ def streamed(client: Any, name: str) -> tuple[list[dict[str, Any]], Any]:
     return [made[index] for index in sorted(made)], last
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each in ELSEWHERE else each for each in REQUESTS]
+)
 def test_speculation_changes_no_answer(name: str, speculative: LiveServer, plain: LiveServer) -> None:
     answers = [create(server.client(), name) for server in (plain, speculative)]
     expected, got = (choices_of(answer) for answer in answers)
@@ -209,7 +213,7 @@ def test_every_chunk_tells_the_tokens_used(speculative: LiveServer) -> None:
     assert counts[-2:] == [alone.completion_tokens] * 2, "of the last chunk with text, and of that for usage"
 
 
-@pytest.mark.parametrize("name", ["greedy", "stop", "chat, seeded", "echo"])
+@pytest.mark.parametrize("name", [pytest.param("greedy", marks=pytest.mark.slow), "stop", "chat, seeded", "echo"])
 def test_chunks_tell_which_tokens_were_drafted(name: str, speculative: LiveServer) -> None:
     more = {**REQUESTS[name].get("extra_body", {}), "return_token_origins": True}
     texts, told, origins = ["", ""], ["", ""], []

@@ -52,6 +52,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def requests(*quick: str) -> list[Any]:
+    """All of `REQUESTS` as parameters; those that are not named are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in REQUESTS]
+
+
 def respond(server: LiveServer, name: str, **more: Any) -> Any:
     """Sends one of `REQUESTS`."""
     return server.client().responses.create(model="tinycode", **{**REQUESTS[name][0], **more})
@@ -97,7 +102,7 @@ def test_usage_tells_the_prompt_tokens_that_were_not_read(plain: LiveServer) -> 
     assert [each.input_tokens_details.cached_tokens for each in usage] == [0, usage[0].input_tokens - 1]
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", requests("logprobs", "schema", "stop"))
 def test_events_make_up_the_response(name: str, speculative: LiveServer) -> None:
     whole = respond(speculative, name)
     events = list(respond(speculative, name, stream=True))
@@ -248,7 +253,7 @@ def test_numbers_beyond_all_range_are_refused(field: str, is_streamed: str, spec
     assert "1e999" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", requests("instructions", "schema", "stop"))
 def test_a_line_of_a_batch_is_answered_as_a_request(name: str, speculative: LiveServer) -> None:
     fields = dict(REQUESTS[name][0])
     body = {"model": "tinycode", **fields.pop("extra_body", {}), **fields}

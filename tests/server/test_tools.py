@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairwise import slow_products
 from server.live_server import LiveServer, live_server
 from server.scripted_model import save_scripted_model
 
@@ -413,8 +414,8 @@ def forced(server: LiveServer, choice: Any, **more: Any) -> Any:
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
-@pytest.mark.parametrize("seed", [0, 1, 3])  # with 2 the model goes on calling until its tokens run out
+# With seed 2 the model goes on calling until its tokens run out.
+@pytest.mark.parametrize(("choice", "seed"), slow_products(["required", NAMED], [0, 1, 3], each=1))
 def test_calls_that_are_forced_are_valid(choice: Any, seed: int, speculative: LiveServer, plain: LiveServer) -> None:
     """By a model that never saw a tool, whose every answer the form makes a call; drafts change none."""
     answers = [forced(server, choice, seed=seed) for server in (speculative, plain)]

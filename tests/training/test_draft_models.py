@@ -382,7 +382,13 @@ def test_acceptance_rates_of_a_draft_model() -> None:
 # --- runs
 
 
-@pytest.mark.parametrize("weights", [{"on_policy": 0.6, "teacher": 0.2}, {"on_policy": 1.0, "refresh_steps": 3}, {}])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"on_policy": 0.6, "teacher": 0.2},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"on_policy": 1.0, "refresh_steps": 3}, {})),
+    ],
+)
 def test_a_run_that_is_stopped_after_every_step_ends_with_the_same_bits(
     tmp_path: Path, weights: dict[str, Any]
 ) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trained_heads import MAX_TOKENS, PROMPTS, SIZES, target, texts, tokenizer, trained
+from trained_heads import MAX_TOKENS, PROMPTS, SIZES, good, target, texts, tokenizer, trained
 
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.drafters.base import Committed
@@ -47,8 +46,13 @@ from foretoken.training.doctor.readings import (
 )
 from foretoken.training.teacher import Teacher
 
-good = cache(trained)
 _UNDERTRAINED = (1, 3, 20)
+_QUICK = {"medusa": 1, "mlp_speculator": 3, "hydra": 20}  # what is not slow
+
+
+def methods(*quick: str) -> list[Any]:
+    """All methods as parameters; those that are not named are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in sorted(SIZES)]
 
 
 def faults(checks: list[Check]) -> dict[str, str]:
@@ -71,7 +75,7 @@ def with_weights(change: Callable[[dict[str, Tensor]], object]) -> HeadCheckpoin
     return replace(good(), weights=weights)
 
 
-@pytest.mark.parametrize("method", sorted(SIZES))
+@pytest.mark.parametrize("method", methods("eagle3", "medusa"))
 def test_a_trained_head_passes_all(method: str, tmp_path: Path) -> None:
     native.write_checkpoint(good(method), tmp_path)
     case = Examination(head=tmp_path, prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
@@ -93,7 +97,10 @@ def test_a_trained_head_passes_all(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reading", "sentence"),
-    [(PRE_NORM, "was trained on pre-norm features"), (NORMED_TWICE, "went through the final norm twice")],
+    [
+        (PRE_NORM, "was trained on pre-norm features"),
+        pytest.param(NORMED_TWICE, "went through the final norm twice", marks=pytest.mark.slow),
+    ],
 )
 def test_another_place_of_the_feature(reading: str, sentence: str, tmp_path: Path) -> None:
     found = faults(examined(trained(feature=lambda readings: readings[reading], steps=300), tmp_path))
@@ -103,7 +110,10 @@ def test_another_place_of_the_feature(reading: str, sentence: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("reading", "sentence"),
-    [(EARLIER, "wants the feature of the position before"), (LATER, "wants the feature of the position after")],
+    [
+        (EARLIER, "wants the feature of the position before"),
+        pytest.param(LATER, "wants the feature of the position after", marks=pytest.mark.slow),
+    ],
 )
 def test_a_feature_of_another_position(reading: str, sentence: str, tmp_path: Path) -> None:
     found = faults(examined(trained("hydra", feature=lambda readings: readings[reading]), tmp_path))
@@ -123,6 +133,7 @@ def test_taps_one_block_off(by: int, tmp_path: Path) -> None:
     assert f"was trained on 1, 2, and its configuration says {1 - by}, {2 - by}" in found["feature"]
 
 
+@pytest.mark.slow
 def test_a_feature_of_another_position_of_taps(tmp_path: Path) -> None:
     found = faults(examined(trained("eagle3", feature=lambda readings: readings[EARLIER]), tmp_path))
     assert found.keys() == {"feature"}
@@ -154,7 +165,9 @@ def test_the_feature_that_tells_the_label_is_no_mistake_of_training() -> None:
     """The feature of the position after holds the first step's label: a head that repeats it is right more often."""
     good, later = table([0.6, 0.1, 0.1, 0.1]), {LATER: [[0.9, 0.1, 0.1, 0.1]]}
     both = replace(good, table={**good.table, **later}, next_token={**good.next_token, LATER: [0.9]}, reads_tokens=True)
-    assert faults(check_agreement(both)).keys() == {"feature"}
+    found = faults(check_agreement(both))
+    assert found.keys() == {"feature"}
+    assert "wants the feature of the position after" in found["feature"]
     fed = replace(both, is_autoregressive=True)
     assert faults(check_agreement(fed)) == {}
     trained_on_it = replace(
@@ -170,7 +183,7 @@ def test_the_feature_that_tells_the_label_is_no_mistake_of_training() -> None:
 @pytest.mark.parametrize(
     ("late", "sentence", "by"),
     [
-        (1, "head 0 looks like head 1; head 1 looks like head 2", "one token more"),
+        pytest.param(1, "head 0 looks like head 1; head 1 looks like head 2", "one token more", marks=pytest.mark.slow),
         pytest.param(2, "head 0 looks like head 2; head 1 looks like head 3", "2 tokens more", marks=pytest.mark.slow),
         (-1, "head 0 says the target's own next token; head 1 looks like head 0", "one token less"),
     ],
@@ -185,8 +198,8 @@ def test_shifted_labels(late: int, sentence: str, by: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
-        pytest.param(method, steps, marks=() if steps == _UNDERTRAINED[index % 3] else pytest.mark.slow)
-        for index, method in enumerate(sorted(SIZES))
+        pytest.param(method, steps, marks=() if _QUICK.get(method) == steps else pytest.mark.slow)
+        for method in sorted(SIZES)
         for steps in _UNDERTRAINED
     ],
 )
@@ -224,7 +237,7 @@ def test_the_head_of_another_target(tmp_path: Path) -> None:
     assert found.keys() == {"head fits"}
     assert "trained for another target (tiny-1): it has weights" in found["head fits"]
     assert "skipped" in {check.verdict for check in checks if check.name == "feature"}
-    allowed = examined(trained(seed=1, steps=300), tmp_path, allow_other_target=True)
+    allowed = examined(trained(seed=1, steps=60), tmp_path, allow_other_target=True)
     assert {check.name: check.verdict for check in allowed}["head fits"] == "warning"
     assert faults(allowed).keys() == {"head fits", "knowledge"}
 
@@ -241,7 +254,7 @@ def test_a_random_head(tmp_path: Path) -> None:
     assert "heads predict the same whatever the text" in found["knowledge"]
 
 
-@pytest.mark.parametrize("method", sorted(SIZES))
+@pytest.mark.parametrize("method", methods("eagle3", "medusa"))
 def test_an_untrained_head(method: str, tmp_path: Path) -> None:
     parts = target_parts(target(), dtype=torch.float32)
     head = fresh_head(head_config(method, target(), SIZES[method]), parts, seed=0)
@@ -327,7 +340,7 @@ def test_a_drafter_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("no features")
 
     monkeypatch.setattr(LastFeatures, "of", fail)
-    assert "drafting" in faults(examined(good("mlp_speculator"), tmp_path))
+    assert "drafting" in faults(examined(good(), tmp_path))
 
 
 def test_serving_reads_another_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,17 +372,14 @@ def test_a_teacher_with_the_wrong_feature(tmp_path: Path, monkeypatch: pytest.Mo
     assert "normed twice" in found["target logits"]
 
 
-def test_before_training() -> None:
-    verdicts = {}
-    for method, sizes in SIZES.items():
-        checks = examine_training(target(), head_config(method, target(), sizes), texts())
-        verdicts[method] = {check.name: check.verdict for check in checks}
-        first, last = checks[1].value
-        assert last < 0.9 * first
-        assert f"from {first:.4f} to {last:.4f}" in checks[1].message
-    assert verdicts["medusa"] == verdicts["hydra"] == {"fresh head": "ok", "learning": "ok"}
-    assert verdicts["eagle"] == {"fresh head": "ok", "learning": "ok"}
-    assert verdicts["mlp_speculator"] == verdicts["eagle3"] == {"fresh head": "skipped", "learning": "ok"}
+@pytest.mark.parametrize("method", methods("medusa", "mlp_speculator"))
+def test_before_training(method: str) -> None:
+    checks = examine_training(target(), head_config(method, target(), SIZES[method]), texts())
+    first, last = checks[1].value
+    assert last < 0.9 * first
+    assert f"from {first:.4f} to {last:.4f}" in checks[1].message
+    fresh = "skipped" if method in ("mlp_speculator", "eagle3") else "ok"
+    assert {check.name: check.verdict for check in checks} == {"fresh head": fresh, "learning": "ok"}
 
 
 def test_data_without_labels() -> None:

@@ -119,7 +119,7 @@ def test_equal_prompts_are_on_one_side_and_outputs_are_labels(tmp_path: Path) ->
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> online.OnlineTraining:
     """Short rounds on the code of this file."""
-    for name, value in {"_LENGTH": 64, "_BATCH_SIZE": 4, "_STEPS": 12, "_HELD_OUT_WINDOWS": 6}.items():
+    for name, value in {"_LENGTH": 64, "_BATCH_SIZE": 4, "_STEPS": 6, "_HELD_OUT_WINDOWS": 6}.items():
         monkeypatch.setattr(online, name, value)
     made = online.OnlineTraining.of_files(MODEL, DRAFT, tmp_path, dtype="float32", pause=lambda _: None)
     traffic = online.Traffic(tmp_path, PackedForm.of(made.tokenizer), most_tokens=100_000)
@@ -145,7 +145,7 @@ def test_what_drafts_better_is_published_and_the_next_process_begins_with_it(
         assert one is not None
         assert one.draft is not None
         assert sum(one.alpha_after) > sum(one.alpha_before)
-        assert one.tokens == 12 * 4 * 64
+        assert one.tokens == 6 * 4 * 64
     drafts = [place.name for place in online.numbered(tmp_path / online.DRAFTS)]
     assert drafts == ["00000002", "00000003"], "the first one has left"
     assert not (tmp_path / online.RUN).exists()

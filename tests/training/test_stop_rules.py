@@ -81,7 +81,9 @@ def made_log(num_texts: int, seed: int) -> list[LoggedText]:
     return log
 
 
-@pytest.mark.parametrize("control", TRAINED)
+@pytest.mark.parametrize(
+    "control", [pytest.param(each, marks=pytest.mark.slow) if each == "disco" else each for each in TRAINED]
+)
 def test_networks_learn_probabilities(control: str) -> None:
     """Labels of 0 and 1; the weight of rejections lowers the estimates of SpecDec++, and is known."""
     network = stopping.train_network(control, stopping.examples_of(made_log(60, seed=0)))
@@ -125,7 +127,7 @@ def test_greatest_lengths_bound_drafts() -> None:
         assert lengths == [min(length, depth or DEPTH) for length in whole]
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle"])
+@pytest.mark.parametrize("name", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_logged_drafts_of_heads_are_those_of_the_engine(name: str) -> None:
     """A head's guesses depend on how deep they are drafted."""
     params = Workload(prompts=PROMPTS, max_tokens=LENGTH).params(0.0)

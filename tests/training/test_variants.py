@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import trained_heads
-from trained_heads import MAX_TOKENS, PROMPTS, target, tokenizer, trained
+from trained_heads import MAX_TOKENS, PROMPTS, good, target, tokenizer, trained
 
 from foretoken.bench.workload import load_prompts
 from foretoken.entrypoints.model_arguments import load_target
@@ -38,8 +38,8 @@ def tinycode() -> tuple[Any, Any]:
 
 @cache
 def texts() -> Texts:
-    """Ten prompts with the target's continuations."""
-    return greedy_texts(*tinycode(), load_prompts(limit=10), max_tokens=64, runner="auto")
+    """Five prompts with the target's continuations."""
+    return greedy_texts(*tinycode(), load_prompts(limit=5), max_tokens=64, runner="auto")
 
 
 def head(method: str) -> HeadCheckpoint:
@@ -96,7 +96,8 @@ def test_a_planted_fault_is_named(plant: Callable[[], HeadCheckpoint], variant: 
     assert cause in found["configuration"].message
 
 
-@pytest.mark.parametrize("by", [1, pytest.param(-1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default with a tiny head in test_guards.py
+@pytest.mark.parametrize("by", [1, -1])
 def test_taps_of_a_bundled_head_one_block_off(by: int) -> None:
     found = faults(with_options(head("eagle3"), boundaries=(2 - by, 6 - by, 9 - by)))
     assert found.keys() == {"feature"}
@@ -120,8 +121,10 @@ def test_a_dtype_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     "method",
     [
         "eagle",
-        "medusa",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("eagle3", "hass", "hydra", "mlp_speculator")),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("eagle3", "hass", "hydra", "medusa", "mlp_speculator")
+        ),
     ],
 )
 def test_a_healthy_head_has_no_finding(method: str) -> None:
@@ -134,7 +137,7 @@ def test_a_healthy_head_with_a_draft_vocabulary() -> None:
 
 def test_the_command_names_a_planted_fault(tmp_path: Path) -> None:
     native.write_checkpoint(with_draft_vocabulary(has_map=False), tmp_path / "head")
-    case = Examination(head=tmp_path / "head", prompts=load_prompts(limit=10))
+    case = Examination(head=tmp_path / "head", prompts=load_prompts(limit=5))
     with mock.patch(f"{EXAMINE}.greedy_texts", autospec=True, return_value=texts()):
         checks = {check.name: check for check in examine(*tinycode(), case)}
     assert [name for name, check in checks.items() if check.verdict == "fault"] == ["configuration"]
@@ -145,7 +148,7 @@ def test_the_command_names_a_planted_fault(tmp_path: Path) -> None:
 TEMPLATE = "t9 t8 {{ messages[0]['content'] }} t7 {% if enable_thinking %}t6{% else %}t5{% endif %} t4"
 
 
-@pytest.mark.parametrize("is_thinking", [True, False])
+@pytest.mark.parametrize("is_thinking", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_prompts_that_a_head_was_trained_on(
     is_thinking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +158,7 @@ def test_the_prompts_that_a_head_was_trained_on(
     written = greedy_texts(target(), chats, prompts, max_tokens=MAX_TOKENS, runner="generic")
     case = Examination(head=tmp_path, prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
 
-    native.write_checkpoint(trained(), tmp_path)
+    native.write_checkpoint(good(), tmp_path)
     (check,) = (check for check in examine(target(), chats, case) if check.name == "chat template")
     assert check.verdict == "ok"
     assert list(check.value) == [

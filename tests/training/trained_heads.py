@@ -113,6 +113,9 @@ def trained(
     return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(loaded))
 
 
+good = cache(trained)  # not to be changed
+
+
 def write_target(directory: Path, seed: int = 0) -> Path:
     """The target as a directory."""
     module: Any = target(seed).module
