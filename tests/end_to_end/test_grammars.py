@@ -66,6 +66,7 @@ DRAFTERS: dict[str, Any] = {
     "noise": {"method": "drafters.adversarial", "behaviour": "random", "num_speculative_tokens": 4},
     "several": {"drafters": [{"method": "ngram", "tree": "tree"}, {"method": "suffix"}]},
 }
+ALIKE = {"ngram", "hydra"}  # a lookup, as among the several, and heads that draft as others do under a grammar
 
 
 def requests(temperature: float) -> list[SamplingParams]:
@@ -96,7 +97,9 @@ def plain(temperature: float) -> list[RequestOutput]:
 @pytest.mark.parametrize(
     ("drafter", "temperature"),
     [
-        pytest.param(drafter, (0.0, 0.8)[(place + turn) % 2], marks=pytest.mark.slow if turn else [])
+        pytest.param(
+            drafter, (0.0, 0.8)[(place + turn) % 2], marks=pytest.mark.slow if turn or drafter in ALIKE else []
+        )
         for place, drafter in enumerate(DRAFTERS) for turn in range(2)
     ],
 )  # fmt: skip

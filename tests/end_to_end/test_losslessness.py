@@ -28,6 +28,7 @@ from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_m
 from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_heads import STEP_HEADS, head
 from end_to_end.tiny_llms import RUNNERS, drafters, llm
+from pairwise import slow_products
 from tiny_models import tiny_model
 
 from foretoken import SamplingParams
@@ -80,8 +81,9 @@ def test_without_poison(drafter: str, runner: str) -> None:
     check(Case(drafter, runner, 8, (0, 2)), is_poisoned=False)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("drafter", ["none", "oracle tree", "draft itself"])
+@pytest.mark.parametrize(
+    ("drafter", "runner"), slow_products(["none", "oracle tree", "draft itself"], list(RUNNERS), each=1)
+)
 def test_control_one_committed_row_is_noticed(drafter: str, runner: str) -> None:
     """The same poison one row further up must end every request that decodes on."""
     mix = [r for r in request_mix() if r.params.n == 1 and r.params.max_tokens == 24]

@@ -60,8 +60,17 @@ def test_unseeded_neighbours_change_nothing(drafter: str, runner: str) -> None:
     assert all(o.metrics.draft_errors == 0 for o in outputs)
 
 
-@pytest.mark.parametrize("rule", ["block", "sequential", "traversal", "kseq"], indirect=True)
-@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"tree": WIDTHS}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        pytest.param(
+            rule, shape, marks=[] if (rule == "block") == (name == "chain") else pytest.mark.slow, id=f"{name}-{rule}"
+        )
+        for name, shape in (("chain", {"num_speculative_tokens": 3}), ("tree", {"tree": WIDTHS}))
+        for rule in ("block", "sequential", "traversal", "kseq")
+    ],
+    indirect=["rule"],
+)  # fmt: skip
 def test_a_seed_is_reproducible_under_the_other_rules_too(rule: str, shape: dict[str, Any]) -> None:
     """Same seed, drafter and shape: same text, alone, in a batch, and among greedy requests."""
     prompts = [[5 + index, 6, 7] for index in range(len(SEEDED))]

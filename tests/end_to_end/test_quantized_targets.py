@@ -12,6 +12,7 @@ import torch
 from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_heads import head
 from end_to_end.tiny_llms import config, draft_model, drafters, fixed, noisy, tokenizer
+from pairwise import slow_products
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -72,8 +73,9 @@ def plain_texts(quantization: str | None) -> list[Any]:
     return texts(quantization, {}, max_num_seqs=1)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8", "w4a8", "w8a8"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "quantization"), slow_products(list(DRAFTERS), ["int4", "int8", "w4a8", "w8a8"], each=1)
+)
 def test_text_is_plain_decodings(name: str, quantization: str) -> None:
     got = texts(quantization, DRAFTERS[name](known_texts(quantization)), max_num_seqs=3)
     assert_same_text(got, plain_texts(quantization), [name] * len(PROMPTS))
@@ -84,8 +86,10 @@ def stand_in(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
     return quantized(weight, quantization, dtype=torch.float32).dequantized()
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("architecture", "quantization"),
+    slow_products(["llama", "phi3", "gemma2", "qwen3", "qwen3_moe", "mixtral"], ["int4", "int8"], each=1),
+)
 def test_rounded_targets_are_the_models_of_their_weights(architecture: str, quantization: Quantization) -> None:
     """In float32, where inputs are rounded to 24 bits."""
     module = tiny_model(architecture, dtype=torch.float32)
@@ -117,8 +121,9 @@ def test_the_transformers_model_multiplies_by_the_same_weights() -> None:
         texts("int8", {}, module=module, runner="lean-stock")
 
 
-@pytest.mark.parametrize("quantization", ["int4", "w8a8"])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("architecture", "quantization"), slow_products(["qwen3_moe", "mixtral"], ["int4", "w8a8"], each=1)
+)
 def test_text_of_experts_is_plain_decodings(architecture: str, quantization: str) -> None:
     module = tiny_model(architecture, dtype=BF16)
     made: Any = quantize_model(wrap_model(module, name="tiny"), quantization)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from end_to_end.poison import poison_caches
 from end_to_end.same_text import assert_same_text
 from end_to_end.test_quantized_targets import BF16, DRAFTERS, PARAMS, PROMPTS
 from end_to_end.tiny_llms import config, tokenizer
+from pairwise import slow_products
 from tiny_models import tiny_model
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.results import GenerationMetrics
 from foretoken.models.loading import wrap_model
@@ -25,10 +27,15 @@ def engine(arguments: dict[str, Any] | None = None, **more: Any) -> LLM:
     return LLM(tiny_model("llama", dtype=options.pop("weights", BF16)), **options, **(arguments or {}))
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@cache
+def plain_texts(quantization: str | None) -> list[RequestOutput]:
+    """Plain decoding, one at a time."""
+    return engine(max_num_seqs=1, quantization=quantization).generate(PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize(("name", "quantization"), slow_products(list(DRAFTERS), [None, "int4"], each=1))
 def test_text_is_plain_decodings(name: str, quantization: str | None) -> None:
-    plain = engine(max_num_seqs=1, quantization=quantization).generate(PROMPTS, PARAMS)
+    plain = plain_texts(quantization)
     known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]
     drafting = engine(DRAFTERS[name](known), max_num_seqs=3, quantization=quantization)
     assert drafting.target.cache.keys[0].dtype == torch.int8
@@ -38,8 +45,10 @@ def test_text_is_plain_decodings(name: str, quantization: str | None) -> None:
     assert all(output.metrics.draft_errors == 0 for output in got)
 
 
-@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "qwen3", "qwen3_moe", "mistral"])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    slow_products(["phi3", "gemma2", "qwen3", "qwen3_moe", "mistral"], [torch.float32, BF16], each=1),
+)
 def test_architectures(architecture: str, dtype: torch.dtype) -> None:
     made = [
         LLM(tiny_model(architecture, dtype=dtype), tokenizer=tokenizer(), kv_cache_dtype="int8", **arguments)

@@ -199,7 +199,8 @@ def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch:
 @pytest.mark.parametrize(
     ("rule", "is_broken"),
     [
-        ("sequential", False), pytest.param("sequential", True, marks=pytest.mark.slow),
+        pytest.param("sequential", False, marks=pytest.mark.slow),
+        pytest.param("sequential", True, marks=pytest.mark.slow),
         pytest.param("traversal", False, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -215,8 +216,13 @@ def test_two_drafters_that_draw(rule: str, is_broken: bool, monkeypatch: pytest.
     assert metrics.num_drafted > 2 * metrics.steps, "both drew"
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-@pytest.mark.parametrize("setting", [PRUNED, "traversal, pruned"])
+@pytest.mark.parametrize(
+    ("setting", "is_broken"),
+    [
+        (PRUNED, False), (PRUNED, True), ("traversal, pruned", False),
+        pytest.param("traversal, pruned", True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_draws_that_fall_short_stay(setting: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruned trees of sampled requests; to leave out draws for their own tokens is found."""
     if is_broken:
@@ -233,7 +239,13 @@ def test_trees_that_requests_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
 
 
-@pytest.mark.parametrize("setting", ["block", "sequential, tree", "traversal, tree", "kseq"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "sequential, tree",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "traversal, tree", "kseq")),
+    ],
+)
 def test_broken_residual_is_found(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Correction tokens from the target's own distribution instead of the residual."""
     for module in (foretoken.acceptance.rules, foretoken.acceptance.traversal, foretoken.acceptance.kseq):
@@ -242,8 +254,13 @@ def test_broken_residual_is_found(setting: str, monkeypatch: pytest.MonkeyPatch)
     assert chi_square_level(texts, exact_distribution(setting)) < LEVEL
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-@pytest.mark.parametrize("setting", STOPPED)
+@pytest.mark.parametrize(
+    ("setting", "is_broken"),
+    [
+        ("block, stopped", False), ("sequential, stopped tree", False), ("sequential, stopped tree", True),
+        pytest.param("block, stopped", True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_the_draw_that_ends_a_draft_is_verified(setting: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of sampled requests that a stop rule ends; to leave out the draw that ended the draft is found."""
     if is_broken:

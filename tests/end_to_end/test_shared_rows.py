@@ -44,9 +44,11 @@ KINDS = [
     "falcon", "medusa", "mlp_speculator", "early exit", "early exit dynamic", "ngram", "suffix", "lookahead",
     "recycling", "heads", "raises",
 ]  # fmt: skip
+ALIKE = {"draft itself", "eagle", "medusa", "early exit"}  # whose state is kept like another's, or less of it
 CASES = [
-    *((drafter, "lean-native") for drafter in KINDS),
-    ("draft itself tree", "generic"), ("none", "lean-stock"), ("eagle", "lean-stock"),
+    *(pytest.param(name, "lean-native", marks=pytest.mark.slow if name in ALIKE else []) for name in KINDS),
+    ("draft itself tree", "generic"), ("eagle", "lean-stock"),
+    pytest.param("none", "lean-stock", marks=pytest.mark.slow),
     *(
         pytest.param(drafter, "generic", marks=pytest.mark.slow)
         for drafter in ("none", "eagle dynamic", "early exit", "lookahead")
@@ -110,7 +112,9 @@ def test_without_and_with_prefixes(keeps_prefixes: bool) -> None:
         assert_same_text(engine.generate(PROMPTS, params()), plain("lean-native"), NAMES)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    "runner", [pytest.param(name, marks=[] if name == "lean-native" else pytest.mark.slow) for name in RUNNERS]
+)
 def test_control_rows_that_stay_behind_are_noticed(runner: str) -> None:
     """Rows that are not copied to where their slot goes on change what is written."""
     engine, reserve = engine_with("none", runner), RowPool.reserve

@@ -189,7 +189,13 @@ def test_int8(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("instruction_set", [name for name in INSTRUCTION_SETS if name != "native"])
+@pytest.mark.parametrize(
+    "instruction_set",
+    [
+        pytest.param(name, marks=[] if name == "x86-64-v3" else pytest.mark.slow)  # which `test_int8` compiles too
+        for name in INSTRUCTION_SETS if name != "native"
+    ],
+)  # fmt: skip
 @torch.inference_mode()
 def test_older_processors(instruction_set: str, dtype: torch.dtype) -> None:
     rounds = instruction_set == "cooperlake"  # tokens that meet int8 to bfloat16, and a last bit to another one

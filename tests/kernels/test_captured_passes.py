@@ -108,7 +108,9 @@ def num_captured(capture):
     return capture.num_captured if DEVICE == "cpu" else 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "mistral"])
+@pytest.mark.parametrize(
+    "architecture", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
+)
 def test_passes_of_one_shape(architecture, capture) -> None:
     """Slots, lengths, sizes and trees change from pass to pass, and how many sequences; features are read as well."""
     lengths = {0: 12, 1: 5, 2: 1}
@@ -142,11 +144,11 @@ def test_blocks_that_the_triton_kernels_know_in_part(architecture, capture) -> N
     lengths = {0: 6, 1: 3, 2: 9}
     plain, captured = prefilled(lengths, model(architecture, **changes.get(architecture, own)))
     runs = capture.num_runs if DEVICE == "cpu" else 0
-    for seed, slots in enumerate(((0, 2), (1, 2), (0, 1))):
+    for seed, slots in enumerate(((0, 2), (1, 0))):
         work = captured.verification(slots, [lengths[slot] for slot in slots], random_tree([6, 4], seed))
         assert_same(work, plain, captured)
     if DEVICE == "cpu":
-        assert capture.num_runs == runs + 3
+        assert capture.num_runs == runs + 2
 
 
 @pytest.mark.usefixtures("capture")

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 import triton
 from kernel_device import DEVICE, GuardedMemory, OnDevice, random_parents
+from pairwise import slow_products
 
 from benchmarks.gpu_suite.triton_masked import masked_attention_triton
 from foretoken.attention.dispatch import reference_attention
@@ -305,8 +306,13 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN.keys())
-@pytest.mark.parametrize("most", [2, 40])
+@pytest.mark.parametrize(
+    ("most", "case"),
+    [
+        pytest.param(most, case, marks=[] if place % 2 == turn else pytest.mark.slow, id=f"{most}-{name}")
+        for turn, most in enumerate((2, 40)) for place, (name, case) in enumerate(PLAIN.items())
+    ],
+)  # fmt: skip
 def test_weights_of_some_tokens_equal_the_definition(case: Case, most: int) -> None:
     """Of the first and last tokens, and of up to 40; every third sequence has none."""
     given, ends = prepare(case), accumulate(case.counts)
@@ -367,9 +373,7 @@ def test_padding_and_bounds_change_no_bit(num_splits: int, window: int | None, m
     guarded.check()
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-@pytest.mark.parametrize("max_prefix", [0, 1 << 20])
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("window", "max_prefix", "num_splits"), slow_products([None, 50], [0, 1 << 20], [1, 4]))
 def test_lengths_are_read_on_the_device(num_splits: int, max_prefix: int, window: int | None) -> None:
     # What a captured launch relies on: the bound that shaped it is not the length.
     case = Case(prefix=(130, 5), window=window)
