@@ -55,7 +55,9 @@ def slow_products(*axes: Sequence[Any], each: int = 2, allowed: Callable[..., bo
     for case in every:
         values = [axis[place] for axis, place in zip(axes, case, strict=True)]
         marks = () if case in quick else pytest.mark.slow
-        parameters.append(pytest.param(*values, marks=marks, id="-".join(map(str, values))))
+        parameters.append(
+            pytest.param(*values, marks=marks, id="-".join(getattr(value, "__name__", str(value)) for value in values))
+        )
     return parameters
 
 

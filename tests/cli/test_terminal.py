@@ -241,7 +241,6 @@ def unread() -> Iterator[TextIO]:
         ],
         each=1,
     ),
-    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_standard_error_that_cannot_be_written_changes_no_result(
     stream: Callable[[], AbstractContextManager[TextIO]], called: tuple[tuple[str, ...], int]
