@@ -6,7 +6,7 @@ distribution q instead of p have a noncentrality of n sum (q - p)^2 / p, at leas
 3,000 samples leave at most 17 degrees of freedom: the level is a statistic of 60.1, which a noncentrality of 98.7
 misses with probability 1e-3, so that all with d > 0.091 is found. The broken rules, which must be found at the same
 setting, have noncentralities of about 680 (block), 260 (tree) and 220 (pruned), estimated from 4,000 samples. Noise
-that two drafters share makes less of a difference: of 12,000 samples, which that test draws, it has one of 169 at 28
+that two drafters share makes less of a difference: of 18,000 samples, which that test draws, it has one of 254 at 28
 degrees of freedom, where 112 is missed with probability 1e-3. Slow because distributions take thousands of texts.
 """
 

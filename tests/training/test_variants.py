@@ -38,8 +38,8 @@ def tinycode() -> tuple[Any, Any]:
 
 @cache
 def texts() -> Texts:
-    """Five prompts with the target's continuations."""
-    return greedy_texts(*tinycode(), load_prompts(limit=5), max_tokens=64, runner="auto")
+    """Two dozen prompts with the target's continuations."""
+    return greedy_texts(*tinycode(), load_prompts(limit=24), max_tokens=64, runner="auto")
 
 
 def head(method: str) -> HeadCheckpoint:
