@@ -23,12 +23,13 @@ from foretoken.drafters.base import DrafterOptions
 from foretoken.heads import head_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from foretoken.drafters.base import Drafter
     from foretoken.models.loading import LoadedModel
 
 _GROUP = "foretoken.drafters"
+_Dated = tuple[tuple[str, int | None], ...]  # folders, and when each has changed
 # Files that methods share. `heads` holds the methods with a network and no file of their own.
 _SHARED = {
     "base", "captured", "datastore", "guesses", "head_drafter", "head_features", "heads", "levels", "registry",
@@ -57,17 +58,26 @@ def known_methods() -> list[str]:
 
 
 def _files() -> set[str]:
-    return {module.name for module in pkgutil.iter_modules(foretoken.drafters.__path__)} - _SHARED
-
-
-def _installed() -> Mapping[str, str]:
-    return _entry_points(tuple((place, _changed_at(place)) for place in sys.path))
+    return _modules(_dated(foretoken.drafters.__path__)) - _SHARED
 
 
 @lru_cache(maxsize=1)
-def _entry_points(search_path: tuple[tuple[str, int | None], ...]) -> Mapping[str, str]:  # noqa: ARG001 - the key
+def _modules(search_path: _Dated) -> set[str]:
+    return {module.name for module in pkgutil.iter_modules([place for place, _ in search_path])}
+
+
+def _installed() -> Mapping[str, str]:
+    return _entry_points(_dated(sys.path))
+
+
+@lru_cache(maxsize=1)
+def _entry_points(search_path: _Dated) -> Mapping[str, str]:  # noqa: ARG001 - the key
     """Reads the metadata of every installed package, which takes 40 ms; cached until a folder on the path changes."""
     return {point.name: point.value for point in entry_points(group=_GROUP)}
+
+
+def _dated(places: Iterable[str]) -> _Dated:
+    return tuple((place, _changed_at(place)) for place in places)
 
 
 def _changed_at(place: str) -> int | None:

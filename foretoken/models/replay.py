@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from foretoken.decoder.quantized import QuantizedLinear, round_rows, rounded_inputs
 from foretoken.models.generic import block_list, first_output, own_attention
+from foretoken.models.placement import copies_of_empty_parts
 from foretoken.models.plugin import ATTENTION_NAME
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class _Stage(nn.Module):
 
 def _copied(block: nn.Module, config: Any) -> nn.Module:
     """Returns a copy of a block with dense matrices."""
-    known: dict[int, Any] = {id(config): config}
+    known = {**copies_of_empty_parts(block), id(config): config}
     for part in block.modules():
         if isinstance(part, QuantizedLinear):
             known[id(part)] = _Dense(part)
