@@ -16,7 +16,8 @@ def mend_interpreter() -> None:
 
     At each launch and at each call of a device function, the interpreter replaces all functions of Triton's language.
     This takes longer than most kernels of a test. Here the functions stay replaced: no kernel can be compiled in this
-    process afterwards, as in any process with TRITON_INTERPRET=1.
+    process afterwards, as in any process with TRITON_INTERPRET=1. Two more things take half of what is left: a table of
+    dtypes that is made for every value, and the types of all sizes of a shape, which nothing reads.
     """
     try:
         import numpy
@@ -51,3 +52,20 @@ def mend_interpreter() -> None:
     module._patch_lang = patch_once
     module._patch_lang_tensor = patch_and_mend
     module.InterpreterBuilder.create_dot = multiply_bfloat16
+    numpy_dtype, make_tuple = cache(module._get_np_dtype), language.core.tuple.__init__
+
+    def make_without_type(self: Any, args: Any, type: Any = None) -> None:  # noqa: A002 - Triton's name
+        self.values, self.kind = list(args), None
+        if type is not None:
+            make_tuple(self, args, type)
+
+    def kind_of(self: Any) -> Any:
+        self.kind = self.kind or language.core._type_for_tuple_values(self.values)
+        return self.kind
+
+    def numpy_dtype_of(dtype: Any) -> Any:
+        return numpy_dtype(language.uint64 if dtype.scalar.is_ptr() else dtype.scalar)
+
+    module._get_np_dtype = numpy_dtype_of
+    language.core.tuple.__init__ = make_without_type
+    language.core.tuple.type = property(kind_of, lambda self, kind: setattr(self, "kind", kind))

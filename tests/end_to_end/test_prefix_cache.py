@@ -15,8 +15,9 @@ import pytest
 import torch
 from end_to_end.poison import poison_caches
 from end_to_end.prefix_mix import CONTEXT_LEN, TEXTS, plain_prefix_mix, prefix_mix
-from end_to_end.request_mix import references
+from end_to_end.request_mix import plain_mix, references
 from end_to_end.same_text import assert_same_text
+from end_to_end.tiny_heads import HEADS
 from end_to_end.tiny_llms import RUNNERS, draft_model, drafters, llm, target
 from pairwise import slow_products
 
@@ -44,7 +45,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 def engine_with(drafter: str, runner: str, **more: Any) -> LLM:
     """An engine over fewer slots than there are requests."""
-    known = references(plain_prefix_mix())
+    is_trained = bool({"heads", *HEADS} & {drafter, drafter.removesuffix(" dynamic")})
+    known = references(plain_mix() if is_trained else plain_prefix_mix())  # heads are those of other tests
     arguments = {"max_num_seqs": 3, "max_model_len": CONTEXT_LEN, "runner": runner, **more}
     return llm(DRAFTERS[runner][drafter](known), **arguments)
 

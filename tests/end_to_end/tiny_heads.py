@@ -33,7 +33,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "spire": ("spire", {"num_steps": 4, "sinks": 2, "window": 12}),
 }
 STEP_HEADS = ("medusa", "hydra", "hydra++", "mlp_speculator")
-_STEPS = dict.fromkeys(HEADS, 150) | {"spire": 40}  # whose steps take four times as long
+_STEPS = dict.fromkeys(HEADS, 80) | {"spire": 40}  # whose steps take four times as long
 _Text = tuple[int, ...]
 
 
@@ -88,7 +88,7 @@ def _train(name: str, architecture: str, steps: int, texts: tuple[_Text, ...], d
             for parameter in made.parameters():
                 torch.nn.init.normal_(parameter, std=0.3)
         objective = objective_config(method, {"ce_weight": 1.0, "kl_weight": 0.2, "head_decay": 1.0})
-        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=2e-2)
         longest = max(map(len, texts))
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
         supervised = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import trained_heads
+from made_once import made_once
 from trained_heads import MAX_TOKENS, PROMPTS, good, target, tokenizer, trained
 
 from foretoken.bench.workload import load_prompts
@@ -38,8 +39,14 @@ def tinycode() -> tuple[Any, Any]:
 
 @cache
 def texts() -> Texts:
-    """Two dozen prompts with the target's continuations."""
-    return greedy_texts(*tinycode(), load_prompts(limit=24), max_tokens=64, runner="auto")
+    """Two dozen prompts with the target's continuations, which one process of a run writes."""
+
+    def write(directory: Path) -> None:
+        made = greedy_texts(*tinycode(), load_prompts(limit=24), max_tokens=64, runner="auto")
+        torch.save((made.prompts, made.texts), directory / "texts.pt")
+
+    prompts, written = torch.load(made_once("tinycode-texts", "24 of 64", write) / "texts.pt")
+    return Texts(prompts=prompts, texts=written, device=torch.device("cpu"))
 
 
 def head(method: str) -> HeadCheckpoint:
