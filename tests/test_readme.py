@@ -1,4 +1,7 @@
-"""What the README and the pages of docs/ show works as shown."""
+"""What the README and the pages of docs/ show works as shown.
+
+Slow because every example that is shown runs, most of them on a bundled model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The commands do what they say, on the bundled model, on real weights."""
+"""The commands do what they say, on the bundled model, on real weights.
+
+Slow because every command loads the bundled model.
+"""
 
 from __future__ import annotations
 

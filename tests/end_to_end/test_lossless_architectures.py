@@ -1,4 +1,7 @@
-"""The same promise over other architectures in float32."""
+"""The same promise over other architectures in float32.
+
+Slow because every architecture is decoded plainly and with several drafters by every runner.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trees of EAGLE heads in one call of the native kernels: those of the same heads level by level in torch."""
+"""Trees of EAGLE heads in one call of the native kernels: those of the same heads level by level in torch.
+
+Slow because kernels are compiled for each instruction set, once on a machine.
+"""
 
 from __future__ import annotations
 

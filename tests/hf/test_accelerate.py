@@ -1,4 +1,7 @@
-"""An accelerated model's `generate` gives what transformers' own gives, and leaves no trace when released."""
+"""An accelerated model's `generate` gives what transformers' own gives, and leaves no trace when released.
+
+Slow because models are accelerated and released for each change that a caller can make to them.
+"""
 
 from __future__ import annotations
 
