@@ -284,8 +284,8 @@ class LLM(BuiltPerProcess):
 
     def chat_prompts(self, messages: Seq[Message] | Seq[Seq[Message]], **form: Any) -> list[dict[str, Any]]:
         """Returns the prompts of conversations, for `generate` and `stream`. Arguments and errors as in `chat`."""
-        with self.shared.turn():
-            return self._requests.chats(messages, chat_format(form))
+        self.shared.check_outside()  # without a turn, so that others are served meanwhile
+        return self._requests.chats(messages, chat_format(form))
 
     def reset_prefix_cache(self) -> bool:
         """Drops all cached KV rows; returns whether the model can run on the weights.

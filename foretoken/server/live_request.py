@@ -42,6 +42,8 @@ is_large: ContextVar[bool] = ContextVar("is_large", default=False)
 """Whether the current task serves a request with a large body."""
 # Large requests have their own threads and processors, so that other requests never wait for them.
 _large = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), thread_name_prefix="foretoken-large")
+# Chat templates may take seconds: conversations wait for each other and leave threads to other requests.
+_rendering = ThreadPoolExecutor(2, thread_name_prefix="foretoken-chats")
 
 
 async def in_thread(call: Callable[_Given, _Result], *given: _Given.args, **options: _Given.kwargs) -> _Result:
@@ -111,7 +113,8 @@ class BodyReader:
         messages, form = await read_body(chat_form, chat)
         if self._llm.tokenizer is not None and not self.has_template:
             raise ApiError(f"The model has no chat template. {self._advice}", param="messages")
-        (prompt,) = await in_thread(self._llm.chat_prompts, messages, chat_template=self._template, **form)
+        render = partial(self._llm.chat_prompts, messages, chat_template=self._template, **form)
+        (prompt,) = await in_pool(_large if is_large.get() else _rendering, render)
         return prompt
 
 

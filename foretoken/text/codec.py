@@ -88,15 +88,15 @@ REPLACEMENT = "\ufffd"  # decoding gives it for bytes that make no character
 
 
 class Codec:
-    """Converts text to token ids and back."""
+    """Converts text to token ids and back; `lock`: for calls of the tokenizer, unless any thread may make them."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock: AbstractContextManager[None] = ForkLock()
+        self.lock: AbstractContextManager[None] = ForkLock()
         if getattr(tokenizer, "is_fast", False) is True:
             with suppress(Exception):  # `encode` reports errors
                 tokenizer("")  # switches off truncation and padding for later calls
-            self._lock = nullcontext()
+            self.lock = nullcontext()
         self._alone: dict[tuple[int, bool], str] = {}
         self._added: dict[tuple[int, bool], str | None] = {}
         self._longest: int | None = None  # bytes of one token; found when a text is long
@@ -121,7 +121,7 @@ class Codec:
         of the target's vocabulary.
         """
         expected = "a call that gives a mapping with 'input_ids', as transformers tokenizers do"
-        with _telling(f"encode {where}", expected), self._lock:
+        with _telling(f"encode {where}", expected), self.lock:
             encoding = self._tokenizer(text, **options)
             ids = encoding["input_ids"]
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
@@ -133,7 +133,7 @@ class Codec:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Returns the text of tokens; raises `RequestError` if the tokenizer fails or returns no text."""
-        with _telling("decode token ids", "what transformers tokenizers take and give"), self._lock:
+        with _telling("decode token ids", "what transformers tokenizers take and give"), self.lock:
             text = self._tokenizer.decode(
                 tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )

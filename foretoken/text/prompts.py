@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
-from jinja2 import UndefinedError
 from torch import Tensor
 
 from foretoken.core.checks import check_boolean, check_integer, check_text, checked_token_ids, shown
 from foretoken.core.errors import ConfigError, RequestError, foreign_errors_as, one_line
 from foretoken.core.sampling_params import OtherField, check_other_keywords
+from foretoken.files.helper_process import HelperProcess, TooSlow
+from foretoken.files.processes import ForkLock
+from foretoken.models import chat_templates
 
 if TYPE_CHECKING:
     from foretoken.runner.runner import Runner
@@ -319,32 +321,64 @@ def chat_prompts(
 def _prompt(
     conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, form: ChatFormat, context_len: int
 ) -> dict[str, Any]:
-    with foreign_errors_as(RequestError, lambda err: f"the chat template refuses the conversation: {one_line(err)}."):
-        text = _rendered(conversation, tokenizer, form)
+    with foreign_errors_as(
+        RequestError,
+        lambda err: f"the chat template refuses the conversation: {one_line(err)}.",
+        passing=(RequestError,),
+    ):
+        text = _rendered(conversation, tokenizer, codec, form)
     check_text("what the chat template makes", text)
     codec.check_length(text, "the conversation", context_len - 1, "one less than the context length")
     return {"prompt": text, "prompt_token_ids": codec.encode(text, "the conversation", add_special_tokens=False)}
 
 
-def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, form: ChatFormat) -> Any:
-    forms = _CALL_FORMS if any("tool_calls" in message for message in conversation) else _CALL_FORMS[:1]
-    for as_text, content in forms:
-        messages = [_with_arguments(message, as_text=as_text, content=content) for message in conversation]
-        try:
-            return tokenizer.apply_chat_template(
-                messages, chat_template=form.chat_template, add_generation_prompt=form.add_generation_prompt,
-                continue_final_message=form.continue_final_message, tools=form.tools, tokenize=False,
-                **form.chat_template_kwargs,
-            )  # fmt: skip
-        except (TypeError, UndefinedError):
-            if (as_text, content) == forms[-1]:
-                raise
-    raise AssertionError("the last form was rendered, or raised")
+def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, form: ChatFormat) -> Any:
+    """Returns the text of a conversation: by another process, unless the tokenizer has code of its own for it."""
+    options = {
+        "add_generation_prompt": form.add_generation_prompt, "continue_final_message": form.continue_final_message,
+        "tools": form.tools, **form.chat_template_kwargs,
+    }  # fmt: skip
+    if getattr(tokenizer.apply_chat_template, "__module__", None) != "transformers.tokenization_utils_base":
+        given = {"chat_template": form.chat_template, "tokenize": False, **options}
+        with codec.lock:
+            return chat_templates.rendered(conversation, partial(tokenizer.apply_chat_template, **given))
+    question = {
+        "conversation": conversation, "options": options,
+        "template": tokenizer.get_chat_template(form.chat_template, form.tools),
+        "special_tokens": tokenizer.special_tokens_map,
+    }  # fmt: skip
+    is_long = sum(len(message["content"] or "") for message in conversation) > _LONG_CONVERSATION
+    process, lock = _TEMPLATES[is_long]
+    try:
+        with lock:
+            return process.ask(question, _LONGEST_S, default=_plain)["text"]
+    except TooSlow as err:
+        raise RequestError(
+            f"the chat template takes more than {err} for the conversation. Expected milliseconds. Shorten the "
+            "conversation, or pass another template."
+        ) from err
 
 
-# Whether arguments are text, and the value of missing content. Most templates take objects and check for content.
-# DeepSeek's joins both with text, Llama 4's iterates over the content. A template raises for forms that it cannot take.
-_CALL_FORMS: tuple[tuple[bool, str | None], ...] = ((False, None), (True, None), (False, ""), (True, ""))
+_LONGEST_S = 5.0  # to render one conversation; a choice: conversations take milliseconds, those of 8 MB half a second
+_LONG_CONVERSATION = 1 << 16  # characters; a choice: shorter conversations never wait for longer ones
+
+
+def _renderer() -> tuple[HelperProcess, ForkLock]:
+    advice = "Render conversations elsewhere, and pass their text to generate"
+    setup = {"most_bytes": chat_templates.MOST_BYTES}
+    return HelperProcess(chat_templates.__file__, "renders conversations", advice, lambda: setup), ForkLock()
+
+
+_TEMPLATES = _renderer(), _renderer()  # for short and for long conversations; of all models
+
+
+def _plain(value: Any) -> Any:
+    """Returns a part of a conversation as JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if callable(value):
+        return chat_templates.schema_of(value)
+    raise TypeError(f"it holds {shown(value)}, not text, a number, a list or a mapping")
 
 
 def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
@@ -378,25 +412,6 @@ def _check_calls(calls: Any) -> None:
     if not functions or not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
         expected = "Expected [{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}]."
         raise RequestError(f"the tool_calls of a message are {shown(calls)}. {expected}")
-
-
-def _with_arguments(message: dict[str, Any], *, as_text: bool, content: str | None) -> dict[str, Any]:
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"), as_text)}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "content": content if message["content"] is None else message["content"], "tool_calls": calls}
-
-
-def _arguments(given: Any, as_text: bool) -> Any:
-    try:
-        told = json.loads(given) if isinstance(given, str) else given
-        text = given if isinstance(given, str) else json.dumps(given)
-    except (ValueError, TypeError, RecursionError):
-        return given
-    return text if as_text or not isinstance(told, Mapping) else told
 
 
 def _text(content: Any) -> str:
