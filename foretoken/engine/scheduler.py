@@ -1,13 +1,14 @@
 """Decides which sequences run, in which slots, and over how many KV rows.
 
 Sequences join in order of arrival, when a slot is free and the KV rows for all of their tokens fit. Clients with fewer
-running sequences come first. If no slot is free and a waiting client has at least two sequences fewer than another
-client, the last sequence that joined for the other client is preempted. A sequence waits while another sequence reads
-the same prefix, with a slot kept free, and then reuses the rows.
+running sequences come first, and among the requests of a client those with fewer. If slots or rows are missing and a
+waiting client has at least two sequences fewer than another client, the last sequence that joined for the other client
+is preempted; so it is among the requests of one client. A sequence waits while another sequence reads the same prefix,
+with a slot kept free, and then reuses the rows.
 
 A running sequence needs more rows with every token. When shared rows run out, prefixes in free slots are dropped first,
-the oldest first. Then the sequence that joined last is preempted: it goes to the head of the queue, and all of its
-tokens are read again later. Its text does not change.
+the oldest first. Then a sequence is preempted, the last that joined for the client with most sequences: it goes to the
+head of the queue, and all of its tokens are read again later. Its text does not change.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.records import StepRecord
     from foretoken.drafting.drafting import Drafting
-    from foretoken.engine.sequence import Sequence
+    from foretoken.engine.sequence import Client, Sequence
     from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import HistoryTable
 
@@ -204,6 +205,11 @@ class SlotPool:
             self._free.insert(0, Held(held.slot, (), 0, None))
 
 
+def _parts(client: Client) -> list[Client]:
+    """Returns the client itself, and then its part."""
+    return [client[: length + 1] for length in range(len(client))]
+
+
 class Scheduler:
     """Waiting and running sequences; `running`: sequences with a slot, in the order in which they joined."""
 
@@ -244,12 +250,12 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
         self._waiting.append(sequence)
-        self._has_clients |= sequence.client is not None
+        self._has_clients |= bool(sequence.client)
 
     def schedule(self) -> None:
         """Gives slots to waiting sequences, and KV rows for a pass over the widest tree to all running ones."""
         while len(self.running) > 1 and not self._fits(self.running):
-            self._preempt(self.running[-1])
+            self._preempt(self._last_of(()))
         for sequence in self.running if self._target.cache.is_shared else ():
             if sequence.slot is not None:
                 self._reserve(sequence.slot, self._rows_of(sequence))
@@ -257,8 +263,11 @@ class Scheduler:
             return
         if not self._slots.num_free:
             self._make_way()
+        in_turn = self._in_turn() if self._slots.num_free else []
+        if in_turn and not self._fits([*self.running, in_turn[0]]) and self._make_way():
+            in_turn = self._in_turn()
         held_back: list[Sequence] = []  # these stay in the queue
-        for sequence in self._in_turn() if self._slots.num_free else ():
+        for sequence in in_turn:
             if self._slots.num_free == len(held_back) or not self._fits([*self.running, *held_back, sequence]):
                 break
             if self._is_being_read(sequence):
@@ -276,8 +285,8 @@ class Scheduler:
 
     def fewest_first(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Returns sequences in the order in which prompts are read: clients with the fewest running sequences first."""
-        counts = Counter(s.client for s in self.running if s.client is not None)
-        return sorted(sequences, key=lambda sequence: counts[sequence.client])
+        counts = self._num_running()
+        return sorted(sequences, key=lambda sequence: [counts[part] for part in _parts(sequence.client)])
 
     def remove_finished(self) -> None:
         """Frees the slots of finished sequences."""
@@ -296,23 +305,41 @@ class Scheduler:
                 self._counts.end(sequence)
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
 
-    def _in_turn(self) -> list[Sequence]:
-        """Returns the queue, clients with the fewest sequences that run or wait ahead first."""
-        if not self._has_clients:
-            return [*self._waiting]
-        counts = Counter(s.client for s in self.running)
-        ranks = []
-        for sequence in self._waiting:
-            ranks.append(counts[sequence.client] if sequence.client is not None else 0)
-            counts[sequence.client] += 1
-        return [sequence for _, sequence in sorted(zip(ranks, self._waiting, strict=True), key=itemgetter(0))]
+    def _num_running(self) -> Counter[Client]:
+        """Returns the number of running sequences of each client, and of each of its requests."""
+        return Counter(part for sequence in self.running for part in _parts(sequence.client))
 
-    def _make_way(self) -> None:
-        """Preempts a sequence if a waiting client has at least two running sequences fewer than another client."""
-        counts = Counter(s.client for s in self.running if s.client is not None)
-        client, most = next(iter(counts.most_common(1)), (None, 0))
-        if most > 1 and any(s.client is not None and counts[s.client] + 1 < most for s in self._waiting):
-            self._preempt([s for s in self.running if s.client == client][-1])
+    def _in_turn(self) -> list[Sequence]:
+        """Returns the queue, clients with the fewest sequences that run or wait ahead first, and so their requests."""
+        in_turn, counts = [*self._waiting], self._num_running()
+        for depth in range(max(map(len, {s.client for s in in_turn}), default=0), 0, -1):  # the last order decides
+            ranks = []
+            for sequence in in_turn:
+                part = sequence.client[:depth]
+                ranks.append(counts[part] if len(part) == depth else 0)
+                counts[part] += len(part) == depth
+            in_turn = [s for _, s in sorted(zip(ranks, in_turn, strict=True), key=itemgetter(0))]
+        return in_turn
+
+    def _make_way(self) -> bool:
+        """Preempts a sequence if a waiting client or request has at least two running sequences fewer than another."""
+        if not self._has_clients:
+            return False
+        counts = self._num_running()
+        fewest: dict[Client, int] = {}  # of the parts that wait, by what they are part of
+        for part in {part for client in {s.client for s in self._waiting} for part in _parts(client)}:
+            fewest[part[:-1]] = min(counts[part], fewest.get(part[:-1], counts[part]))
+        for part, most in counts.most_common():
+            if fewest.get(part[:-1], most) + 1 < most:
+                self._preempt(self._last_of(part))
+                return True
+        return False
+
+    def _last_of(self, client: Client) -> Sequence:
+        """Returns the running sequence to preempt: the last one of a client's part that has most sequences."""
+        counts = self._num_running()
+        mine = [s for s in self.running if s.client[: len(client)] == client]
+        return max(reversed(mine), key=lambda sequence: [counts[part] for part in _parts(sequence.client)])
 
     def _fits(self, sequences: Iterable[Sequence]) -> bool:
         return self._target.cache.fits([self._rows_of(s) for s in sequences])

@@ -6,6 +6,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from foretoken.sampling.batch import SamplingRequest
     from foretoken.sampling.grammar import GrammarState
     from foretoken.text.codec import Codec
+
+Client = tuple[Hashable, ...]
+"""A client, and perhaps a part of its requests; empty for calls that share nothing."""
 
 NOT_FOLLOWED = "the grammar cannot be followed any further"
 
@@ -58,7 +62,7 @@ class Sequence:
         cache_salt: See `foretoken.drafters.base.DraftRequest`.
         grammar: State of the grammar after the output; None without a grammar.
         max_nodes: Cap on the nodes of a tree, root included; None for no cap.
-        client: The client, for sharing slots among clients; None for no client.
+        client: The client, for sharing slots among clients; empty for no client.
     """
 
     def __init__(  # noqa: PLR0913 - facts of a completion, each by its name
@@ -84,7 +88,7 @@ class Sequence:
         self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
         self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
         self.slot: int | None = None
-        self.client: object = None
+        self.client: Client = ()
         self.has_begun = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

@@ -255,8 +255,9 @@ class AsyncLLM(BuiltPerProcess):
             prompt: One prompt, in any of the forms of `LLM.generate`.
             sampling_params: None for `llm.get_default_sampling_params()`.
             request_id: Name in results; no other live request may have it. None for a new name.
-            client: Any value that can be a key of a dictionary. Clients share slots evenly, however many requests and
-                completions each has. None for a client of its own.
+            client: Any value that can be a key of a dictionary. Clients share slots and the queue evenly, however many
+                requests and completions each has. A tuple names a client and a part of its requests: the parts share
+                the client's slots evenly. None for a client of its own.
             check: Called with the number of prompt tokens before the request waits; may refuse by raising.
 
         Returns:
@@ -308,17 +309,17 @@ class AsyncLLM(BuiltPerProcess):
             check_text("request_id", request_id)
             if not 0 < len(request_id) <= _LONGEST_ID:
                 raise RequestError(f"request_id has {len(request_id)} characters. Expected 1 to {_LONGEST_ID}.")
+        who = client if isinstance(client, tuple) and client else (object() if client is None else client,)
         self._thread.check_alive()
-        self._queue.check_room()  # before the prompt is read, which is slower
+        self._queue.check_room(who)  # before the prompt is read, which is slower
         request_id = self._new_id() if request_id is None else str(request_id)
         request = self.llm.shared.requests.read_one(prompt, sampling_params, request_id)
         if call is not None:
             request.check_new_parts(call)
         if check is not None:
             check(request.num_prompt)
-        client = object() if client is None else client
         for sequence in request.sequences:
-            sequence.client = client
+            sequence.client = who
         served = self._queue.add(request, self._thread.hand_over)
         return RequestStream(self, served, partial(self._thread.abort, served))
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from foretoken.core.results import StreamChunk
+    from foretoken.engine.sequence import Client
     from foretoken.runner.runner import Runner
 
 
@@ -46,6 +47,11 @@ class Request:
     def has_begun(self) -> bool:
         """Whether any completion has or had a slot, or is over."""
         return any(s.has_begun or s.finish_reason is not None for s in self.sequences)
+
+    @property
+    def client(self) -> Client:
+        """Who asks."""
+        return self.sequences[0].client
 
     @property
     def num_prompt(self) -> int:

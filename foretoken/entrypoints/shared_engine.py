@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
 
     from foretoken.engine.loop import Engine
-    from foretoken.engine.sequence import Sequence
+    from foretoken.engine.sequence import Client, Sequence
     from foretoken.entrypoints.requests import Request, RequestReader
 
 _INTERRUPTED = (
@@ -217,7 +216,8 @@ class Throughput:
 class RequestQueue:
     """The requests of an `AsyncLLM`, for its thread and for threads that submit.
 
-    Requests join in order of arrival. While a slot is free, a request is never refused.
+    Requests join in order of arrival. A request is never refused while a slot is free, or while its client has less
+    than an even share of a full queue.
 
     Attributes:
         running: Requests that have begun, by id; only the engine's thread changes it.
@@ -247,10 +247,10 @@ class RequestQueue:
         """Returns a request that is alive, or None."""
         return self._waiting.get(request_id) or self.running.get(request_id)
 
-    def check_room(self) -> None:
-        """Raises `QueueFull` if no other request may wait. Called before the prompt is read."""
+    def check_room(self, client: Client) -> None:
+        """Raises `QueueFull` if no other request of a client may wait. Called before the prompt is read."""
         with self._lock:
-            self._check_room(0)
+            self._check_room(0, client)
 
     def add(self, request: Request, hand_over: Callable[[QueuedRequest], None]) -> QueuedRequest:
         """Adds a request; raises `RequestError` if its id is in use, `QueueFull` if it cannot wait.
@@ -263,21 +263,19 @@ class RequestQueue:
                     f"request_id '{request.request_id}' is that of a request that is not over. Expected another one. "
                     "Leave it out to be given one."
                 )
-            self._check_room(request.num_prompt)
+            self._check_room(request.num_prompt, request.client)
             served = QueuedRequest(request)
             hand_over(served)
             self._waiting[request.request_id] = served
         return served
 
-    def move_begun(self, *, are_all_looked_at: bool) -> None:
-        """Moves requests that have begun to `running`; looks beyond the first that waits if `are_all_looked_at`."""
+    def move_begun(self) -> None:
+        """Moves requests that have begun to `running`: not in order of arrival where clients share slots."""
         with self._lock:
             for request_id, served in list(self._waiting.items()):
                 if served.request.has_begun:
                     self.running[request_id] = served  # added before removed: `get` takes no lock
                     del self._waiting[request_id]
-                elif not are_all_looked_at:
-                    break
 
     def remove(self, request_id: str) -> None:
         """Removes a request that has begun."""
@@ -292,7 +290,7 @@ class RequestQueue:
             self._waiting.clear()
         return requests
 
-    def _check_room(self, num_prompt: int) -> None:
+    def _check_room(self, num_prompt: int, client: Client) -> None:
         free, queued = self._num_free_slots(), list[QueuedRequest]()
         for served in self._waiting.values():
             if served.request.has_begun:
@@ -303,12 +301,16 @@ class RequestQueue:
                 queued.append(served)
         if free > 0:
             return
-        tokens = sum(served.request.num_prompt for served in queued)
-        if len(queued) >= self._max_requests:
+        # A client that fills the queue keeps no other client out. The share falls with the number of clients, so
+        # c of them exceed the cap at most 1 + 1/2 + ... + 1/c times.
+        mine = [served for served in queued if served.request.client[:1] == client[:1]]
+        share = len({client[:1], *(served.request.client[:1] for served in queued)})
+        tokens, own = (sum(served.request.num_prompt for served in some) for some in (queued, mine))
+        if len(queued) >= self._max_requests and len(mine) >= self._max_requests // share:
             full = f"{len(queued)} requests are waiting. Expected at most {self._max_requests}, max_waiting_requests."
-        elif self._max_tokens is not None and tokens + num_prompt > self._max_tokens:
+        elif (most := self._max_tokens) is not None and tokens + num_prompt > most and own + num_prompt > most // share:
             full = (
-                f"{tokens} prompt tokens are waiting, and {num_prompt} more came. Expected at most {self._max_tokens}, "
+                f"{tokens} prompt tokens are waiting, and {num_prompt} more came. Expected at most {most}, "
                 "max_waiting_tokens."
             )
         else:
@@ -321,18 +323,13 @@ class RequestQueue:
         )
 
 
-class _Order(Enum):
-    ABORT = "move aborted requests out of the queue"
-    CLOSE = "end all requests, and yourself"
-
-
 class ServingThread:
     """A thread that serves the requests of a queue until it is closed or fails; `stopped` says why, or is None."""
 
     def __init__(self, shared: SharedEngine, queue: RequestQueue) -> None:
         self.stopped: str | None = None
         self._shared, self._queue = shared, queue
-        self._inbox: SimpleQueue[QueuedRequest | _Order] = SimpleQueue()  # `put` may be called anywhere
+        self._inbox: SimpleQueue[QueuedRequest | None] = SimpleQueue()  # None: the end. `put` may be called anywhere
         self._iteration_began: float | None = None  # monotonic seconds; None between iterations
         self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
         _threads.add(self)
@@ -362,11 +359,10 @@ class ServingThread:
     def abort(self, served: QueuedRequest) -> None:
         """Aborts a request before the next iteration. Takes no lock."""
         self._shared.abort_at_next_turn(served.request.sequences)
-        self._inbox.put(_Order.ABORT)
 
     def close(self) -> None:
         """Orders the thread to end all requests and itself. Takes no lock."""
-        self._inbox.put(_Order.CLOSE)
+        self._inbox.put(None)
 
     def join(self) -> None:
         """Waits for the end of the thread; returns at once in the thread itself."""
@@ -383,18 +379,17 @@ class ServingThread:
             self._stop(_FAILED.format(error=described(err)), error=_BROKEN_OFF.format(error=described(err)))
 
     def _serve_once(self) -> bool:
-        orders = self._orders()
-        if _Order.CLOSE in orders:
+        new = self._new_requests()
+        if None in new:
             return False
         with self._shared.turn():
-            for served in orders:
-                if isinstance(served, QueuedRequest):
-                    for sequence in served.request.sequences:
-                        if sequence.finish_reason is None:  # else it was aborted before it arrived
-                            self._shared.engine.add(sequence)
+            for served in filter(None, new):
+                for sequence in served.request.sequences:
+                    if sequence.finish_reason is None:  # else it was aborted before it arrived
+                        self._shared.engine.add(sequence)
             if self._shared.engine.has_work:
                 self._step()
-            self._queue.move_begun(are_all_looked_at=_Order.ABORT in orders)
+            self._queue.move_begun()
             self._hand_out(list(self._queue.running.values()))
         return True
 
@@ -407,16 +402,16 @@ class ServingThread:
         generated = sum(served.num_generated for served in running) - before
         self._queue.throughput.add_iteration(generated, time.perf_counter() - begin)
 
-    def _orders(self) -> list[QueuedRequest | _Order]:
-        """Returns all new orders; waits for one while no request is alive."""
-        orders = []
+    def _new_requests(self) -> list[QueuedRequest | None]:
+        """Returns all new requests; waits for one while no request is alive."""
+        new = []
         if self._queue.is_empty:
-            orders.append(self._inbox.get())
+            new.append(self._inbox.get())
         try:
             while True:
-                orders.append(self._inbox.get_nowait())
+                new.append(self._inbox.get_nowait())
         except Empty:
-            return orders
+            return new
 
     def _hand_out(self, requests: list[QueuedRequest]) -> None:
         for served in requests:

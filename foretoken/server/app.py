@@ -17,7 +17,7 @@ import foretoken
 from foretoken.core.errors import ForetokenError
 from foretoken.report.page import render_inlined
 from foretoken.server.answers import seconds_since_1970
-from foretoken.server.guards import Guards, check_origins, open_to
+from foretoken.server.guards import CLIENT, Guards, check_origins, open_to
 from foretoken.server.json_body import ApiError, api_error, parse_object
 from foretoken.server.live_request import (
     GENERATING,
@@ -225,7 +225,7 @@ class _Server:
         shape = await self._reader.shape(path, await self._body(request))
         distillation = self._distillation if shape.request.may_be_learned else None
         on_end = None if distillation is None else distillation.add
-        live = await LiveRequest.submit(self._engine, shape, self.metrics, on_end)
+        live = await LiveRequest.submit(self._engine, shape, self.metrics, on_end, request.scope[CLIENT])
         return await live.response(request.receive, self.metrics.count_disconnect)
 
     async def models(self, _: Request) -> Response:

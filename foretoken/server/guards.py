@@ -10,6 +10,7 @@ import hmac
 import os
 import re
 from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
@@ -58,11 +59,15 @@ _BODY_SECONDS = 30.0  # a choice: a client that sends slowly holds a connection 
 _MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # choices: bounds on reading the rest of a refused body
 _MOST_HEADERS = 256  # a choice: clients and proxies send a few dozens
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", re.IGNORECASE)
+CLIENT = "foretoken.client"  # key of ASGI scopes
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 
 
 class Guards:
-    """Refuses requests with wrong keys or too many headers, and compressed, too large and too slow bodies."""
+    """Refuses requests with wrong keys or too many headers, and compressed, too large and too slow bodies.
+
+    Tells the application in `CLIENT` of the scope whose request it is: that of an API key, else of an address.
+    """
 
     def __init__(self, app: App, *, api_keys: Sequence[str], refused: Callable[[int], None]) -> None:
         """Guards an ASGI application, if there are keys; calls `refused` with the status of every refusal."""
@@ -75,7 +80,8 @@ class Guards:
             return
         incoming = _Body(receive)
         try:
-            self._check_headers(scope)
+            key = self._check_headers(scope)
+            scope.setdefault(CLIENT, key or _address(scope))  # in a replica the front has told it
             body = await incoming.whole()
         except ApiError as err:
             self._refused(err.status)
@@ -92,7 +98,8 @@ class Guards:
 
         await self._app(scope, receive_again, send)
 
-    def _check_headers(self, scope: MutableMapping[str, Any]) -> None:
+    def _check_headers(self, scope: MutableMapping[str, Any]) -> str | None:
+        """Returns a name for the API key, None without keys; raises `ApiError` if the headers are refused."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if len(headers) > _MOST_HEADERS:
             raise ApiError(f"The request has {len(headers)} headers. Expected at most {_MOST_HEADERS}.", status=431)
@@ -100,7 +107,8 @@ class Guards:
         if scope.get("http_version") == "1.1" and num_hosts != 1:
             raise ApiError(f"The request has {num_hosts} Host headers. Expected one.")
         # Compares `scope["path"]`, not a URL: the client chooses the Host header in a URL.
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+        key = self._key(headers)
+        if self._keys and scope["path"] not in OPEN_PATHS and key is None:
             message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'."
             raise ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         named = dict(headers)
@@ -109,13 +117,23 @@ class Guards:
         length = named.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > MOST_BODY_BYTES:
             raise _too_large()
+        return key
 
-    def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Whether the request has an accepted key. The time of the comparison does not depend on the keys."""
+    def _key(self, headers: list[tuple[bytes, bytes]]) -> str | None:
+        """Returns a name for the accepted key of a request. The time of the comparison does not depend on the keys."""
         given = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return any(matches) and scheme.lower() == b"bearer"
+        return f"key {matches.index(True)}" if any(matches) and scheme.lower() == b"bearer" else None
+
+
+def _address(scope: MutableMapping[str, Any]) -> str:
+    """Returns the address of the client; of IPv6 the network, in which one machine has all addresses."""
+    address = (scope.get("client") or ("",))[0]
+    with suppress(ValueError):
+        if ip_address(address).version == 6:
+            return str(ip_network((address.partition("%")[0], 64), strict=False))
+    return str(address)
 
 
 def check_origins(origins: Sequence[str]) -> None:

@@ -147,8 +147,11 @@ class LiveRequest:
         envelope: Envelope,
         metrics: ServerMetrics | None,
         on_end: Callable[[Sequence[RequestOutput]], None] | None = None,
+        client: str | None = None,
     ) -> LiveRequest:
         """Submits every prompt, or none. `on_end` gets the results when all of them are there.
+
+        Requests of one `client` share its slots evenly; None for a client of its own.
 
         Raises errors of `AsyncLLM.submit` and `EchoedPrompt.of_prompt`, and `ApiError` when the context has no room for
         the requested tokens. Prompts submitted before are aborted.
@@ -156,7 +159,7 @@ class LiveRequest:
         streams: list[RequestStream] = []
         echoes: list[EchoedPrompt] = []
         request, lengths = envelope.request, list[int]()
-        call = partial(engine.submit, sampling_params=request.params, client=object())  # of all prompts
+        call = partial(engine.submit, sampling_params=request.params, client=(client or object(), object()))
         submit = in_thread if request.params.structured_outputs is None else partial(in_pool, _compiling)
 
         def check(num_prompt: int) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray.exceptions
 import ray.serve.exceptions
 
+from foretoken.server.guards import CLIENT
 from foretoken.server.json_body import ApiError, disconnect, send_json
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _beginning(asked: dict[str, Any], length: int) -> Any:
     return prompt[:length] if isinstance(prompt, str | list) else None
 
 
-_PASSED_ON = ("http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
+_PASSED_ON = ("http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers", CLIENT)
 
 
 def portable_scope(scope: Mapping[str, Any]) -> dict[str, Any]:

@@ -400,6 +400,35 @@ def test_a_client_that_asks_for_much_lets_others_in(drafter: str) -> None:
     assert is_idle(shared)
 
 
+@pytest.mark.parametrize(
+    ("many", "who", "options"),
+    [
+        ([("many", i) for i in range(8)], "new", {}),  # a client with a request for each slot
+        ([("many", 0)] * 20, ("new", 0), {}),  # with more completions than slots, in one request
+        ([("many", 0)] * 2, "new", {"kv_cache_memory_bytes": 4 << 20}),  # with all KV rows, and most slots free
+        ([("many", i) for i in range(5)] + [("another", 0)] * 2 + [("third", 0)], ("new", 0), {}),
+    ],
+)
+def test_a_new_client_gets_a_slot_within_16_iterations(many: list[Any], who: Any, options: Any) -> None:
+    gate, prompts = Gate(), [[5 + i, *range(100, 229)] for i in range(len(many))]
+    shared = LLM("models/tinycode", max_num_seqs=8, max_model_len=256, on_step=gate, **options)
+    alone = LLM("models/tinycode", max_num_seqs=1, max_model_len=256).generate([*prompts, [9] * 60], GREEDY)
+
+    async def run() -> list[RequestOutput]:
+        engine = AsyncLLM(shared)
+        streams = [engine.submit(prompt, GREEDY, client=each) for prompt, each in zip(prompts, many, strict=True)]
+        await asyncio.to_thread(gate.wait)
+        streams.append(engine.submit([9] * 60, GREEDY, client=who, request_id="one"))
+        gate.open()
+        outputs = await within_patience(*(stream.output() for stream in streams))
+        await asyncio.to_thread(engine.close)
+        return outputs
+
+    assert [ids_of(output) for output in asyncio.run(run())] == [ids_of(output) for output in alone]
+    took_part = [any(step.request_id == "one" for step in record.sequences) for record in gate.records]
+    assert took_part.index(True) <= 16
+
+
 def test_prompts_of_clients_that_ask_for_little_are_read_first() -> None:
     gate, few = Gate(), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     shared = llm({}, max_num_seqs=4, max_num_batched_tokens=8, on_step=gate)
