@@ -30,7 +30,7 @@ from foretoken.server.live_request import (
 )
 from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.metrics import ServerMetrics
-from foretoken.server.request_fields import token_request
+from foretoken.server.request_fields import check_booleans, token_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -247,6 +247,7 @@ class _Server:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
+        check_booleans(body)
         llm = self._engine.llm
         if body.get("messages") is not None:
             tokens: list[int] = (await self._reader.conversation(body))["prompt_token_ids"]

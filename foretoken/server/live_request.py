@@ -19,7 +19,7 @@ from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import EchoedPrompt, Envelope, running_usage, without_tokens
 from foretoken.server.json_body import ApiError, api_error, disconnect, dumped, dumped_in_pieces
-from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
+from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, check_booleans, completion_request
 from foretoken.server.responses import ResponseEnvelope, as_chat, told_back
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class BodyReader:
 
     async def shape(self, path: str, body: dict[str, Any]) -> Envelope:
         """Checks a body and returns the shape of its answer; raises `ApiError` or `RequestError` for invalid fields."""
+        check_booleans(body)
         is_response = path == GENERATING["responses"]
         log, defaults = self._unknown, self._llm.sampling_defaults
         if path == GENERATING["completions"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
 from foretoken.core.errors import RequestError
-from foretoken.core.sampling_params import MOST_TOKENS, OTHER_FIELDS, SamplingParams
+from foretoken.core.sampling_params import MOST_TOKENS, OTHER_FIELDS, OtherField, SamplingParams
 from foretoken.core.structured_outputs import StructuredOutputsParams
 from foretoken.server.json_body import ApiError
 from foretoken.server.tools import tool_use
@@ -39,6 +39,15 @@ _IGNORED = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "request_id",
     "reasoning_effort", "verbosity", "return_tokens_as_token_ids",
 })  # fmt: skip
+# Switches of any path. Text, numbers and lists are refused: "false" and 0 would be taken for true or for false.
+_BOOLEANS = (
+    "stream", "echo", "store", "parallel_tool_calls", "return_token_ids", "return_token_origins",
+    "return_tokens_as_token_ids", "add_special_tokens", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
+_BOOLEANS_INSIDE = {
+    "stream_options": ("include_usage", "continuous_usage_stats", "include_obfuscation"),
+    "chat_template_kwargs": ("enable_thinking", "thinking"),
+}
 # For each unsupported field: the neutral values, besides null, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "Text is only continued at its end. Leave it out."),
@@ -83,11 +92,11 @@ _REFUSED |= {
     "repeat_penalty": ((1,), "Pass repetition_penalty."),
     "truncate": ((), "Shorten the prompt."),
     "custom_logit_processor": ((), "Use logit_bias, bad_words, allowed_token_ids and penalties."),
-    "samplers": (([],), _SAMPLER),
+    "samplers": (([],), _SAMPLER), "watermark": ((False,), _SAMPLER),
     **dict.fromkeys(("typical_p", "tfs", "tfs_z", "guidance_scale"), ((1,), _SAMPLER)),
     **dict.fromkeys((
         "top_a", "top_n_sigma", "mirostat", "mirostat_mode", "dynatemp_range", "xtc_probability", "dry_multiplier",
-        "smoothing_factor", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "penalty_alpha", "watermark",
+        "smoothing_factor", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "penalty_alpha",
     ), ((0, -1), _SAMPLER)),
     **dict.fromkeys(("lora", "lora_path", "lora_name", "lora_request", "adapter_id"), (([], {}, ""), _ADAPTER)),
     "vllm_xargs": (({},), "No plug-in reads them. Leave it out."),
@@ -152,10 +161,17 @@ class UnknownFields:
                 _log.warning("requests have the unknown field %s, which is ignored", ascii(name))
 
 
+def check_booleans(body: Mapping[str, Any]) -> None:
+    """Raises `ApiError` if a switch of a body, whatever its path, is neither true, false nor null."""
+    for given, names in ((body, _BOOLEANS), *((body.get(name), inner) for name, inner in _BOOLEANS_INSIDE.items())):
+        for name in names if isinstance(given, Mapping) else ():
+            checked_boolean(given, name)
+
+
 def completion_request(body: Mapping[str, Any], unknown: UnknownFields, defaults: Mapping[str, Any]) -> ServedRequest:
     """Reads a body of /v1/completions; `defaults` fill missing fields. Logs unknown fields; raises `ApiError`."""
     given = _known(body, unknown, {"prompt", "echo"})
-    is_echoed = checked_boolean(given, "echo")
+    is_echoed = given.get("echo", False)
     num_logprobs = checked_integer(given, "logprobs", 0, _MOST_LOGPROBS)
     prompts = [_with_extras(prompt, given) for prompt in _prompts(given.get("prompt"))]
     more = {"is_echoed": is_echoed, "has_prompt_logprobs": "prompt_logprobs" in given}
@@ -243,12 +259,10 @@ def supported(body: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ..
 
     Raises `ApiError` for values of `refused` fields that are not neutral.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in refused.keys() & given.keys():
-        neutral, instead = refused[name]
-        if given.pop(name) not in neutral:
-            raise ApiError(f"{name} = {shown(body[name])} is not supported. {instead}", param=name)
-    return given
+    for name in refused.keys() & body.keys():
+        with _named(name):
+            OtherField(*refused[name]).check(name, body[name])
+    return {name: value for name, value in body.items() if value is not None and name not in refused}
 
 
 def _known(body: Mapping[str, Any], unknown: UnknownFields, own: set[str]) -> dict[str, Any]:
@@ -276,7 +290,7 @@ def _request(
     if metrics not in (None, "none", "summary"):
         message = f"spec_decode_metrics is {shown(metrics)}. Expected 'none' or 'summary'."
         raise ApiError(message, param="spec_decode_metrics")
-    is_streamed, form = checked_boolean(given, "stream"), more.get("message_form")
+    is_streamed, form = given.get("stream", False), more.get("message_form")
     params = _params(
         given, defaults, n, more["num_top_logprobs"], max_tokens=None if is_chat else 16,
         thoughts=None if form is None else form.thoughts,
@@ -287,10 +301,10 @@ def _request(
         has_max_tokens=given.get("max_tokens") is not None,
         is_chat=is_chat,
         is_streamed=is_streamed,
-        has_usage=is_streamed and checked_boolean(options, "include_usage"),
-        has_running_usage=is_streamed and checked_boolean(options, "continuous_usage_stats"),
-        has_token_ids=checked_boolean(given, "return_token_ids"),
-        has_origins=is_streamed and checked_boolean(given, "return_token_origins"),
+        has_usage=is_streamed and options.get("include_usage") is True,
+        has_running_usage=is_streamed and options.get("continuous_usage_stats") is True,
+        has_token_ids=given.get("return_token_ids", False),
+        has_origins=is_streamed and given.get("return_token_origins", False),
         has_draft_metrics=None if metrics is None else metrics == "summary",
         may_be_learned=given.get("store") is not False and "cache_salt" not in given,
         **more,
@@ -341,11 +355,11 @@ def structured_outputs(form: Any, name: str = "response_format") -> dict[str, An
         return {"json_object": True} if schema is None else {"json": schema}
     if kind == "json_schema" and isinstance(form.get("json_schema"), Mapping):
         schema = form["json_schema"].get("schema")
-        if isinstance(schema, Mapping):
+        if isinstance(schema, Mapping) and isinstance(form["json_schema"].get("strict"), bool | None):
             return {"json": schema}
     raise ApiError(
-        f"{name} is {shown(form)}. Expected a type 'text', 'json_object', or 'json_schema' with a schema. "
-        "For other forms pass structured_outputs.",
+        f"{name} is {shown(form)}. Expected a type 'text', 'json_object', or 'json_schema' with a schema and perhaps "
+        "strict, true or false. For other forms pass structured_outputs.",
         param=name.partition(".")[0],
     )
 

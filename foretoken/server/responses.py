@@ -175,7 +175,7 @@ def _part(part: Any) -> dict[str, Any]:
 def _format(text: Any) -> Any:
     form = (text.get("format") or {"type": "text"}) if isinstance(text, Mapping) else text
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+        form = {"type": "json_schema", "json_schema": {name: form.get(name) for name in ("schema", "strict")}}
     structured_outputs(form, "text.format")
     return form
 

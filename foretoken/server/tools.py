@@ -74,13 +74,11 @@ def tool_use(body: Mapping[str, Any]) -> ToolUse | None:
         raise ApiError("two tools have the same name. Expected a different name for each.", param="tools")
     if len(json.dumps(tools)) > _MOST_CHARACTERS:
         raise ApiError(f"tools have more than {_MOST_CHARACTERS} characters. Expected fewer.", param="tools")
-    is_parallel = body.get("parallel_tool_calls")
-    if not isinstance(is_parallel, bool | None):
-        message = f"parallel_tool_calls is {shown(is_parallel)}. Expected true or false."
-        raise ApiError(message, param="parallel_tool_calls")
     forced = _forced(choice, schemas)
     choice = "required" if forced is not None else choice or "auto"
-    return ToolUse(schemas=schemas, choice=choice, forced=forced, is_parallel=is_parallel is not False)
+    return ToolUse(
+        schemas=schemas, choice=choice, forced=forced, is_parallel=body.get("parallel_tool_calls") is not False
+    )
 
 
 def _schema(tool: Any) -> tuple[str, dict[str, Any]]:
@@ -97,6 +95,10 @@ def _schema(tool: Any) -> tuple[str, dict[str, Any]]:
         raise ApiError(message, param="tools")
     if not isinstance(parameters, Mapping | None):
         raise ApiError(f"the tool {name} has parameters {shown(parameters)}. Expected a JSON schema.", param="tools")
+    if not isinstance(function.get("strict"), bool | None):
+        raise ApiError(
+            f"the tool {name} has strict {shown(function['strict'])}. Expected true or false.", param="tools"
+        )
     return name, {"type": "object", **(parameters or {})}
 
 

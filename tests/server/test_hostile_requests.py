@@ -572,3 +572,63 @@ def test_an_engine_that_stopped(speculative: LiveServer) -> None:
         server.engine.close()
         assert_error(server.get("/health"), 503, "serves no requests")
         assert_error(server.post("/v1/completions", COMPLETION), 503, "serves no requests")
+
+
+BOOLEANS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "completions": (
+        "/v1/completions", COMPLETION,
+        [
+            "stream", "echo", "store", "return_token_ids", "return_token_origins", "return_tokens_as_token_ids",
+            "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "use_beam_search",
+            "stream_options.include_usage", "stream_options.continuous_usage_stats", "speculative.enabled",
+            "structured_outputs.json_object", "structured_outputs.disable_any_whitespace", "guided_json_object",
+            "no_stop_trim", "do_sample", "n",
+        ],
+    ),
+    "chat": (
+        "/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]},
+        [
+            "stream", "echo", "store", "logprobs", "parallel_tool_calls", "add_generation_prompt",
+            "continue_final_message", "chat_template_kwargs.enable_thinking", "tools.0.function.strict",
+            "response_format.json_schema.strict",
+        ],
+    ),
+    "responses": (
+        "/v1/responses", {"input": "Hi", "tools": [{"type": "function", "name": "f"}]},
+        [
+            "stream", "store", "background", "parallel_tool_calls", "logprobs", "return_token_ids", "tools.0.strict",
+            "text.format.strict",
+        ],
+    ),
+    "tokenize": ("/tokenize", {"prompt": "a"}, ["add_special_tokens", "add_generation_prompt"]),
+    "tokenize a chat": (
+        "/tokenize", {"messages": CHAT["messages"]}, ["add_generation_prompt", "continue_final_message"]
+    ),
+}  # fmt: skip
+AROUND = {
+    "structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_schema", "schema": {}}},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+}  # fmt: skip
+
+
+def with_switch(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The body with a value at a path; n: at a number where true would be 1."""
+    *outer, last = path.split(".")
+    made = json.loads(json.dumps({**{name: AROUND[name] for name in outer[:1] if name in AROUND}, **body}))
+    inner = made
+    for name in outer:
+        inner = inner[int(name)] if isinstance(inner, list) else inner.setdefault(name, {})
+    inner[last] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "name"), [(endpoint, name) for endpoint, (_, _, names) in BOOLEANS.items() for name in names]
+)
+def test_a_boolean_is_a_boolean(endpoint: str, name: str, speculative: LiveServer) -> None:
+    """Text, numbers and lists are not taken for true, nor for false."""
+    path, body, _ = BOOLEANS[endpoint]
+    for value in ("false", "no", 0, 1, 0.0, [], {}) if name != "n" else (True, False):
+        answer = speculative.post(path, with_switch(body, name, value))
+        assert answer.status_code == 400, f"{name} = {value!r}: {answer.text[:200]}"
+        assert name.rsplit(".", 1)[-1] in answer.json()["error"]["message"]

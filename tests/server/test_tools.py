@@ -479,7 +479,7 @@ FUNCTION = TOOLS[0]["function"]
         ({"tool_choice": {"type": "function", "function": {"name": "get_rain"}}}, "tool_choice",
          "names the unknown tool 'get_rain'. Expected one of get_weather, get_time."),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "without tools. Pass tools."),
-        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "Expected true or false."),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "Expected True or False."),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, None, "exclude each other"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters":
           {"properties": {"b": {"type": "text"}}}}}]}, None, "does not compile"),
