@@ -11,6 +11,7 @@ import os
 import re
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
@@ -58,6 +59,7 @@ MOST_BODY_BYTES = 8 << 20  # RESULTS, "What one client's dearest requests cost"
 _BODY_SECONDS = 30.0  # a choice: a client that sends slowly holds a connection for no longer
 _MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # choices: bounds on reading the rest of a refused body
 _MOST_HEADERS = 256  # a choice: clients and proxies send a few dozens
+MOST_HEADER_BYTES = 256 << 10  # a choice, far above what proxies allow
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", re.IGNORECASE)
 CLIENT = "foretoken.client"  # key of ASGI scopes
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
@@ -101,8 +103,11 @@ class Guards:
     def _check_headers(self, scope: MutableMapping[str, Any]) -> str | None:
         """Returns a name for the API key, None without keys; raises `ApiError` if the headers are refused."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if len(headers) > _MOST_HEADERS:
-            raise ApiError(f"The request has {len(headers)} headers. Expected at most {_MOST_HEADERS}.", status=431)
+        size = sum(len(each) for each in (scope["path"], scope.get("query_string", b""), *chain(*headers)))
+        if len(headers) > _MOST_HEADERS or size > MOST_HEADER_BYTES:
+            message = f"The request has {len(headers)} headers and {size} bytes in address and headers."
+            expected = f"Expected at most {_MOST_HEADERS} headers and {MOST_HEADER_BYTES} bytes."
+            raise ApiError(f"{message} {expected}", status=431)
         num_hosts = sum(name == b"host" for name, _ in headers)
         if scope.get("http_version") == "1.1" and num_hosts != 1:
             raise ApiError(f"The request has {num_hosts} Host headers. Expected one.")

@@ -9,10 +9,15 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from foretoken.server.guards import MOST_HEADER_BYTES
+
 _DRAIN_SECONDS = 30  # for running answers after a signal; a choice: supervisors kill after 30 seconds or more
 _KEEP_ALIVE_SECONDS = 30  # a choice: clients use connections again, idle ones hold a descriptor
 _HEADER_SECONDS = 10.0  # a choice: a client that sends headers slowly holds a connection for no longer
-_MOST_HEADER_BYTES = 256 << 10  # a choice, far above what proxies allow
+# Bytes around a body: sizes of chunks, trailers. A choice: 8 MiB in chunks of one byte occupied the server for seconds.
+_MOST_FRAMING_BYTES, _FRAMING_SHARE = 32 << 10, 64  # and a 64th of the body: chunks of 512 bytes or more always pass
+_MOST_PIPELINED = 16  # requests that a connection may send before it gets an answer; a choice: clients send one
+_PIECE_BYTES = 16 << 10  # of received data; a choice: limits are checked after each piece
 _READ_SECONDS = 30.0  # without any progress of a client that reads an answer; a choice
 _SEND_BUFFER_BYTES = 256 << 10  # SO_SNDBUF of each connection; a choice: larger hides that a client does not read
 _MOST_UNREAD_BYTES = 256 << 20  # unread bytes of all clients together; a choice: bounds memory
@@ -37,15 +42,18 @@ class GuardedProtocol(_HTTPProtocol):
     """An HTTP connection with limits on slow clients.
 
     Closes the connection if the request headers are incomplete 10 seconds after the connection or after their first
-    byte, or are larger than 256 KiB. Drops it, and the answer, if the client reads nothing for 30 seconds. If the
-    unread bytes of all connections exceed a bound, drops the connections with most of them. A client that only ends
-    its sending gets its answer.
+    byte, or are larger than 256 KiB. Closes it if a body comes in tiny chunks or with large trailers, or if many
+    requests come before the first is answered: parsing them would delay other requests. Drops it, and the answer, if
+    the client reads nothing for 30 seconds. If the unread bytes of all connections exceed a bound, drops the
+    connections with most of them. A client that only ends its sending gets its answer.
     """
 
+    pipeline: Any = ()  # requests that wait for the answer before them; the protocol for h11 has none
     _timer: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None  # the next check whether the client reads
     _has_read = False  # since the last check
     _num_header_bytes = 0  # since the last request
+    _num_body_bytes = _num_framing_bytes = 0  # of the present request
 
     def connection_made(self, transport: Any) -> None:
         """Starts to wait for headers."""
@@ -62,16 +70,41 @@ class GuardedProtocol(_HTTPProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Passes bytes on; without a request in progress they are headers, so the limit on headers applies."""
+        """Passes bytes on, and closes the connection at the first piece beyond a limit."""
+        for at in range(0, len(data), _PIECE_BYTES):
+            if self.transport.is_closing():
+                return
+            self._receive(data[at : at + _PIECE_BYTES])
+
+    def _receive(self, data: bytes) -> None:
+        cycle, is_body = self.cycle, self._is_answering() and self.cycle.more_body
+        before = len(cycle.body) if is_body else 0
         super().data_received(data)
         self._num_header_bytes += len(data)
+        if self.cycle is not cycle:
+            self._num_body_bytes = self._num_framing_bytes = 0
+        elif is_body:
+            self._num_body_bytes += len(cycle.body) - before
+            self._num_framing_bytes += len(data) - (len(cycle.body) - before)
         if self._is_answering():
             self._stop_watching()
             self._num_header_bytes = 0
-        elif self._num_header_bytes > _MOST_HEADER_BYTES and not self.transport.is_closing():  # httptools keeps all
-            self.send_400_response(f"The headers are larger than {_MOST_HEADER_BYTES >> 10} KiB.")
         elif self._timer is None:
             self._watch_reader()
+        if self._num_header_bytes > MOST_HEADER_BYTES:  # httptools keeps all
+            self._refuse(f"The headers are larger than {MOST_HEADER_BYTES >> 10} KiB.")
+        elif self._num_framing_bytes > _MOST_FRAMING_BYTES + self._num_body_bytes // _FRAMING_SHARE:
+            self._refuse("The body comes in too small chunks, or with too large trailers. Send larger chunks.")
+        elif len(self.pipeline) > _MOST_PIPELINED:
+            self._refuse(f"More than {_MOST_PIPELINED} requests came before an answer. Send one after the other.")
+
+    def _refuse(self, reason: str) -> None:
+        if self.transport.is_closing():
+            return
+        if self._is_answering() and (self.cycle.response_started or not self.cycle.more_body):
+            self.transport.close()
+        else:
+            self.send_400_response(reason)
 
     def eof_received(self) -> bool:
         """Returns True, which keeps the connection, if a complete request is being answered."""

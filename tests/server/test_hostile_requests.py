@@ -397,6 +397,9 @@ def test_bodies_that_are_too_large_or_encoded(speculative: LiveServer) -> None:
     assert_error(answer, 415, "compressed")
     answer = speculative.get("/version", headers=[(f"x-{i}", "1") for i in range(300)])
     assert_error(answer, 431, "Expected at most 256")
+    assert speculative.get("/version", headers={"x-long": "a" * (250 << 10)}).status_code == 200
+    answer = speculative.get("/version", headers={"x-long": "a" * (256 << 10)})
+    assert_error(answer, 431, "Expected at most 256 headers and 262144 bytes")
 
 
 @pytest.mark.parametrize("header", [{}, {"Transfer-Encoding": "chunked"}, {"Content-Encoding": "gzip"}], ids=str)

@@ -88,6 +88,56 @@ def test_headers_that_are_too_large_close_the_connection() -> None:
         assert b"HTTP/1.1 400" in read_all(connection)
 
 
+async def measuring_app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the length of the body."""
+    length, is_over = 0, False
+    while not is_over:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        length, is_over = length + len(message["body"]), not message["more_body"]
+    told = b"%d" % length
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(told))]})
+    await send({"type": "http.response.body", "body": told})
+
+
+_POST = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def answer_to(url: str, data: bytes) -> bytes:
+    """Whatever comes back; nothing if the connection was reset meanwhile."""
+    with connect(url) as connection, suppress(OSError):
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        return read_all(connection)
+    return b""
+
+
+@pytest.mark.parametrize(
+    ("data", "most"),
+    [
+        (_POST + b"1\r\nx\r\n" * (1 << 18) + b"0\r\n\r\n", 0),
+        (_POST + b"10;" + b"e" * (1 << 18) + b"\r\n" + b"x" * 16 + b"\r\n0\r\n\r\n", 0),
+        (_POST + b"1\r\nx\r\n0\r\n" + b"a: b\r\n" * (1 << 16) + b"\r\n", 0),
+        (b"GET / HTTP/1.1\r\nHost: here\r\nX: " + b"a" * 300_000 + b"\r\n\r\n", 0),
+        (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 5000, 100),
+    ],
+    ids=["tiny chunks", "extensions of chunks", "trailers", "headers that come whole", "pipelined requests"],
+)
+def test_requests_that_are_long_to_parse_are_refused(data: bytes, most: int) -> None:
+    with answering(measuring_app) as url:
+        assert answer_to(url, data).count(b"HTTP/1.1 200") <= most
+        ordinary = [b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4, _POST + b"1\r\nx\r\n" * 2000 + b"0\r\na: b\r\n\r\n"]
+        assert [answer_to(url, each).count(b"HTTP/1.1 200") for each in ordinary] == [4, 1]
+
+
+@pytest.mark.parametrize("size", [512, 4096, 1 << 20])
+def test_bodies_in_ordinary_chunks_come_whole(size: int) -> None:
+    chunk = b"%x\r\n" % size + b"x" * size + b"\r\n"
+    with answering(measuring_app) as url:
+        assert answer_to(url, _POST + chunk * ((8 << 20) // size) + b"0\r\n\r\n").endswith(b"\r\n\r\n8388608")
+
+
 def test_answers_may_take_longer_than_headers(url: str) -> None:
     with httpx.Client(base_url=url) as client:
         assert [client.get("/slow").text for _ in range(2)] == ["012", "012"]
