@@ -1,4 +1,4 @@
-"""The dearest requests of at most 8 MiB that one client can send: every path, and every field that multiplies work."""
+"""The dearest requests that one client can send: every path, every field that multiplies work, and odd connections."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ _COMPLETIONS, _CHAT, _RESPONSES = "/v1/completions", "/v1/chat/completions", "/v
 
 
 class DearRequest(NamedTuple):
-    """A request, and what is dear about it."""
+    """A request, and what is dear about it.
+
+    Attributes:
+        content: The body; without a `path` all bytes that a connection sends.
+        copies: Sent at the same time.
+    """
 
     name: str
     path: str
     content: bytes
+    copies: int = 1
 
 
 def dear_requests(context_len: int) -> Iterator[DearRequest]:
@@ -26,8 +32,9 @@ def dear_requests(context_len: int) -> Iterator[DearRequest]:
     for name, (path, make) in _REQUESTS.items():
         body = make(context_len)
         yield DearRequest(
-            name, path, body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
-        )
+            name, path, body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode(),
+            _COPIES.get(name, 1),
+        )  # fmt: skip
 
 
 def _text(unit: str) -> str:
@@ -55,6 +62,24 @@ def _tools(num_bytes: int) -> list[dict[str, Any]]:
 
 def _user(text: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
+
+
+def _calls(count: int) -> list[dict[str, Any]]:
+    """A conversation with so many calls of functions."""
+    function = {"name": "find", "arguments": '{"x": [1, 2, 3], "text": "' + "x" * 1000 + '"}'}
+    calls = [{"id": f"call_{i}", "type": "function", "function": function} for i in range(count)]
+    return [*_user("Hi"), {"role": "assistant", "content": None, "tool_calls": calls}]
+
+
+def _wire(body: bytes, after: bytes = b"") -> bytes:
+    """What a connection sends for a body that is chunked already."""
+    begin = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return begin + body + b"0\r\n" + after + b"\r\n"
+
+
+def _long(most: int, **more: Any) -> dict[str, Any]:
+    """Completions of 900 tokens, or of as many as there is room for."""
+    return {"max_tokens": min(900, most - 100), "temperature": 0, "ignore_eos": True, **more}
 
 
 def _form(**form: Any) -> dict[str, Any]:
@@ -129,4 +154,28 @@ _REQUESTS: dict[str, tuple[str, Callable[[int], Any]]] = {
     ),
     "a response told back": (_RESPONSES, lambda _: {"input": "x", "text": {"more": _text("x")}, "stream": True}),
     "input of a response": (_RESPONSES, lambda _: {"input": [{"role": "user", "content": ""}] * 200_000}),
+    "a chat of 4 MiB": (_CHAT, lambda _: {"messages": _user("def a_b(x): return 1\n" * 199_728), "max_tokens": 1}),
+    "a chat of 8 MB, one letter": (_CHAT, lambda _: {"messages": _user(_text("x")), "max_tokens": 1}),
+    "/tokenize of a chat of code": ("/tokenize", lambda _: {"messages": _user(_text("def a_b(x): return 1\n"))}),
+    "a response to 8 MB": (_RESPONSES, lambda _: {"input": _text("def a_b(x): return 1\n")}),
+    "4,000 tool calls": (_CHAT, lambda _: {"messages": _calls(4000), "max_tokens": 1}),
+    "128 tools of 500 kB": (
+        _CHAT, lambda _: {"messages": _user("Hi"), "tools": [*_tools(400_000)], "max_tokens": 1},
+    ),
+    "a template that does not end": (_CHAT, lambda _: {"messages": _user("forever"), "max_tokens": 1}),
+    "a template that fills the memory": (_CHAT, lambda _: {"messages": _user("memory"), "max_tokens": 1}),
+    "9 prompts of 900 tokens": (_COMPLETIONS, lambda most: _long(most, prompt=["def area(self):"] * 9)),
+    "128 prompts of 300 tokens": (
+        _COMPLETIONS, lambda most: _long(most, prompt=["def area(self):"] * 128) | {"max_tokens": 300},
+    ),
+    "8 requests of 900 tokens": (_COMPLETIONS, lambda most: _long(most, prompt="def area(self):")),
+    "24 requests of 8 prompts": (
+        _COMPLETIONS, lambda most: _long(most, prompt=[f"def area{i}(self):" for i in range(8)]) | {"max_tokens": 100},
+    ),
+    "8 MiB in chunks of one byte": ("", lambda _: _wire(b"1\r\nx\r\n" * (8 << 20))),
+    "chunks with extensions": ("", lambda _: _wire((b"1;" + b"e" * 1000 + b"\r\nx\r\n") * 8000)),
+    "trailers of 8 MB": ("", lambda _: _wire(b"1\r\nx\r\n", b"a: b\r\n" * 1_300_000)),
+    "headers of 300 kB": ("", lambda _: b"GET / HTTP/1.1\r\nHost: here\r\nX: " + b"a" * 300_000 + b"\r\n\r\n"),
+    "20,000 requests before an answer": ("", lambda _: b"GET /version HTTP/1.1\r\nHost: here\r\n\r\n" * 20_000),
 }  # fmt: skip
+_COPIES = {"8 requests of 900 tokens": 8, "24 requests of 8 prompts": 24, "a template that does not end": 3}

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,19 +24,22 @@ import httpx
 
 from benchmarks.rivals.environments import DEFAULT_ENV_DIR
 from benchmarks.rivals.machine import commit, describe_machine
-from benchmarks.serving.dear_requests import dear_requests
+from benchmarks.serving.dear_requests import DearRequest, dear_requests
 from benchmarks.serving.servers import Server, Setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _TEMPLATE = (
+    "{% if messages[-1].content == 'forever' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% elif messages[-1].content == 'memory' %}{{ '%1000000000d' % 1 }}{% endif %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}# {{ m.role }}: {{ m.content }}"
     "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}"
 )
 _PAUSE_S = 0.01  # between two probes of one kind
 _AFTER_S = 0.5  # that probes go on after an answer
 _LONGEST_S = 60.0
+_ANOTHER = {"X-Forwarded-For": "192.0.2.1"}  # the address of the client that probes
 _COMPLETION = {"prompt": "def main():", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
@@ -66,7 +69,7 @@ class Probes:
                 thread.join()
 
     def _ask(self, kind: str, is_over: threading.Event) -> None:
-        with httpx.Client(base_url=self.url, timeout=_LONGEST_S) as client:
+        with httpx.Client(base_url=self.url, timeout=_LONGEST_S, headers=_ANOTHER) as client:
             while not is_over.is_set():
                 begin = time.perf_counter()
                 if kind == "health":
@@ -125,13 +128,13 @@ def _measured(url: str, only: str) -> dict[str, Any]:
         with undisturbed.asking():
             time.sleep(warm_up)
     made: dict[str, Any] = {"median": undisturbed.median(), "undisturbed": undisturbed.worst(), "requests": []}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # reading answers disturbs no probe
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # sending and reading disturb no probe
         for request in dear_requests(context_len):
             if only not in request.name:
                 continue
             probes = Probes(url)
             with probes.asking():
-                status, num_bytes, seconds = pool.submit(_sent, url, request.path, request.content).result()
+                status, num_bytes, seconds = pool.submit(_sent_at_once, url, request).result()
                 time.sleep(_AFTER_S)
             worst = {kind: most - made["median"][kind] for kind, most in probes.worst().items()}
             row = {"name": request.name, "bytes": len(request.content), "status": status, "answer_bytes": num_bytes}
@@ -140,21 +143,36 @@ def _measured(url: str, only: str) -> dict[str, Any]:
     return made
 
 
-def _sent(url: str, path: str, content: bytes) -> tuple[int, int, float]:
-    """Status, bytes and seconds of an answer; the client leaves, status 0, where nothing comes for long."""
-    begin, status, size = time.perf_counter(), 0, 0
+def _sent_at_once(url: str, request: DearRequest) -> tuple[int, int, float]:
+    """Status of the last copy, bytes of all answers, and seconds until the last one."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(request.copies) as pool:
+        sent = [pool.submit(_sent, url, request.path, request.content) for _ in range(request.copies)]
+        answers = [each.result() for each in sent]
+    return answers[-1][0], sum(size for _, size in answers), time.perf_counter() - begin
+
+
+def _sent(url: str, path: str, content: bytes) -> tuple[int, int]:
+    """Status and bytes of an answer; the client leaves, status 0, where nothing comes for long or the server leaves."""
+    status, size = 0, 0
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_LONGEST_S)
     try:
-        connection.request("POST", path, content, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
+        if path:
+            connection.request("POST", path, content, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+        else:
+            connection.connect()
+            answer = http.client.HTTPResponse(connection.sock)
+            connection.sock.sendall(content)
+            answer.begin()
         status = answer.status
         while part := answer.read(1 << 20):
             size += len(part)
-    except TimeoutError:
+    except (TimeoutError, ConnectionError, http.client.HTTPException):
         pass
     finally:
         connection.close()
-    return status, size, time.perf_counter() - begin
+    return status, size
 
 
 def markdown(made: Mapping[str, Any]) -> str:

@@ -51,18 +51,15 @@ class HelperProcess:
         """Id of the process; None before the first question."""
         return None if self._process is None else self._process.pid
 
-    def ask(
-        self, question: Mapping[str, Any], longest_s: float, default: Callable[[Any], Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the answer to a question; `default` turns objects into what JSON has.
+    def ask(self, question: str, longest_s: float) -> dict[str, Any]:
+        """Returns the answer to a question, both as JSON objects.
 
-        Raises `TooSlow` after `longest_s`, `ValueError` with the answer's "error" or if the process crashes,
-        `ForetokenError` if the process cannot be started, and what `default` raises.
+        Raises `TooSlow` after `longest_s`, `ValueError` with the answer's "error" or if the process crashes, and
+        `ForetokenError` if the process cannot be started.
         """
-        asked = _as_line({**question, "longest_s": longest_s}, default)
         process = self._running()
         with undone_on_error(self.end):  # after an interrupt its answer would be taken for that of the next question
-            line = _exchange(process, asked)
+            line = _exchange(process, f"{longest_s} {question}")
         if not line:
             status = process.wait()
             self.end()
@@ -70,6 +67,8 @@ class HelperProcess:
                 raise TooSlow(f"{longest_s:g} s")
             raise ValueError(f"the process that {self._work} crashed, exit status {status}")
         answer: dict[str, Any] = json.loads(line)
+        if answer.pop("is_full", False):
+            self.end()  # the next process has all of its memory again
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer
@@ -96,7 +95,7 @@ class HelperProcess:
             ) from err
         self._process, self._owner = process, os.getpid()
         self.end = weakref.finalize(self, _ended, process, self._owner)
-        if _exchange(process, _as_line(setup)) != _READY:
+        if _exchange(process, json.dumps(setup)) != _READY:
             self.end()
             raise ForetokenError(
                 f"the process that {self._work} ended with exit status {process.returncode} before the first answer. "
@@ -106,11 +105,11 @@ class HelperProcess:
         return process
 
 
-def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+def _exchange(process: subprocess.Popen[bytes], line: str) -> bytes:
     assert process.stdin is not None, "it has pipes"
     assert process.stdout is not None, "it has pipes"
     try:
-        process.stdin.write(line)
+        process.stdin.write(f"{line}\n".encode("utf-8", "surrogatepass"))
         process.stdin.flush()
     except OSError:
         return b""
@@ -122,10 +121,6 @@ def _ended(process: subprocess.Popen[bytes], owner: int) -> None:
     if owner == os.getpid():
         process.kill()
         process.communicate()
-
-
-def _as_line(value: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    return json.dumps(value, ensure_ascii=False, default=default).encode("utf-8", "surrogatepass") + b"\n"
 
 
 def serve(prepared: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
@@ -144,16 +139,21 @@ def serve(prepared: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[s
 
 
 def _answered(answer: Callable[[dict[str, Any]], dict[str, Any]], line: bytes, most_bytes: int) -> bytes:
+    longest_s, _, question = line.partition(b" ")
     try:
-        question = json.loads(line)
-        faulthandler.dump_traceback_later(question.pop("longest_s"), exit=True)  # by a thread that needs no lock
-        return _as_line(answer(question))
+        asked = json.loads(question)
+        faulthandler.dump_traceback_later(float(longest_s), exit=True)  # by a thread that needs no lock
+        return _as_line(answer(asked))
     except MemoryError:
-        return _as_line({"error": f"it needs more than {most_bytes >> 20} MiB of memory"})
+        return _as_line({"error": f"it needs more than {most_bytes >> 20} MiB of memory", "is_full": True})
     except BaseException as err:  # noqa: BLE001 - among them the panics of Rust
         return _as_line({"error": one_line(err)})
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _as_line(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
 def _bound_memory(most_bytes: int) -> None:

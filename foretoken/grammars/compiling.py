@@ -54,7 +54,7 @@ class GrammarChecks:
 
     def grammar(self, form: Form) -> str:
         """Returns a form in llguidance's own syntax, after it was compiled once; raises as `HelperProcess.ask` does."""
-        asked = {**form._asdict(), "options": json.loads(form.options)}
+        asked = json.dumps({**form._asdict(), "options": json.loads(form.options)})
         return str(self.process.ask(asked, _LONGEST_S)["grammar"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -342,16 +343,16 @@ def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, 
         given = {"chat_template": form.chat_template, "tokenize": False, **options}
         with codec.lock:
             return chat_templates.rendered(conversation, partial(tokenizer.apply_chat_template, **given))
-    question = {
+    asked = {
         "conversation": conversation, "options": options,
         "template": tokenizer.get_chat_template(form.chat_template, form.tools),
         "special_tokens": tokenizer.special_tokens_map,
     }  # fmt: skip
-    is_long = sum(len(message["content"] or "") for message in conversation) > _LONG_CONVERSATION
-    process, lock = _TEMPLATES[is_long]
+    question = json.dumps(asked, ensure_ascii=False, default=_plain)
+    process, lock = _TEMPLATES[len(question) > _LONG_QUESTION]
     try:
         with lock:
-            return process.ask(question, _LONGEST_S, default=_plain)["text"]
+            return process.ask(question, _LONGEST_S)["text"]
     except TooSlow as err:
         raise RequestError(
             f"the chat template takes more than {err} for the conversation. Expected milliseconds. Shorten the "
@@ -360,7 +361,7 @@ def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, 
 
 
 _LONGEST_S = 5.0  # to render one conversation; a choice: conversations take milliseconds, those of 8 MB half a second
-_LONG_CONVERSATION = 1 << 16  # characters; a choice: shorter conversations never wait for longer ones
+_LONG_QUESTION = 1 << 17  # characters, with tools and template; a choice: shorter ones never wait for longer ones
 
 
 def _renderer() -> tuple[HelperProcess, ForkLock]:
