@@ -57,7 +57,7 @@ def _arguments(given: Any, as_text: bool) -> Any:
 
 def schema_of(function: Any) -> dict[str, Any]:
     """Returns the description of a Python function as a tool, made from its docstring and types."""
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     made: dict[str, Any] = get_json_schema(function)
     return made

@@ -348,7 +348,7 @@ def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, 
         "template": tokenizer.get_chat_template(form.chat_template, form.tools),
         "special_tokens": tokenizer.special_tokens_map,
     }  # fmt: skip
-    question = json.dumps(asked, ensure_ascii=False, default=_plain)
+    question = json.dumps(asked, ensure_ascii=False, default=_as_json)
     process, lock = _TEMPLATES[len(question) > _LONG_QUESTION]
     try:
         with lock:
@@ -373,13 +373,13 @@ def _renderer() -> tuple[HelperProcess, ForkLock]:
 _TEMPLATES = _renderer(), _renderer()  # for short and for long conversations; of all models
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Returns a part of a conversation as JSON has it."""
     if isinstance(value, Mapping):
         return dict(value)
     if callable(value):
         return chat_templates.schema_of(value)
-    raise TypeError(f"it holds {shown(value)}, not text, a number, a list or a mapping")
+    raise TypeError(f"it holds a value {shown(value)}, not text, a number, a list or a mapping")
 
 
 def _conversations(messages: Any) -> list[list[dict[str, Any]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -123,6 +124,25 @@ def test_a_tokenizer_that_is_slow_with_a_conversation_stops_no_other_call() -> N
         finally:
             may_end.set()
         assert slow.result()[0].prompt == "slow"
+
+
+def find(x: list[float], y: int = 1) -> str:
+    """Finds a number.
+
+    Args:
+        x: Where to look.
+        y: What to find.
+    """
+    return f"{x}{y}"
+
+
+def test_functions_are_tools_and_other_objects_are_refused(llm: LLM) -> None:
+    template = "{{ tools | tojson }}"
+    (prompt,) = llm.chat_prompts(TALK, chat_template=template, tools=[find, MappingProxyType(TOOL)])
+    expected = llm.get_tokenizer().apply_chat_template(TALK, chat_template=template, tools=[find, TOOL], tokenize=False)
+    assert prompt["prompt"] == expected
+    with pytest.raises(RequestError, match="not text, a number, a list or a mapping"):
+        llm.chat_prompts(TALK, chat_template=template, chat_template_kwargs={"x": object()})
 
 
 CALLS = [{"id": "a", "type": "function", "function": {"name": "find", "arguments": {"x": [1, 2.5, None, "é\n"]}}}]
