@@ -68,9 +68,10 @@ def _renderer(_: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def answered(asked: dict[str, Any]) -> dict[str, Any]:
         tokenizer: Any = SimpleNamespace(
-            get_chat_template=lambda _, __: asked["template"], special_tokens_map=asked["special_tokens"]
+            get_chat_template=lambda template, _: template, special_tokens_map=asked["special_tokens"]
         )
-        render = partial(PreTrainedTokenizerBase.apply_chat_template, tokenizer, tokenize=False, **asked["options"])
+        apply = PreTrainedTokenizerBase.apply_chat_template
+        render = partial(apply, tokenizer, **asked["options"], **asked["variables"])
         text = rendered(asked["conversation"], render)
         if len(text) > _MOST_CHARACTERS:
             return {"error": f"it makes more than {_MOST_CHARACTERS} characters of it"}

@@ -164,7 +164,7 @@ class UnknownFields:
 def check_booleans(body: Mapping[str, Any]) -> None:
     """Raises `ApiError` if a switch of a body, whatever its path, is neither true, false nor null."""
     for outer, names in {"": _BOOLEANS, **_BOOLEANS_INSIDE}.items():
-        given = body.get(outer) if outer else body
+        given: Any = body.get(outer) if outer else body
         for name in names if isinstance(given, dict) else ():
             checked_boolean(given, name)
 

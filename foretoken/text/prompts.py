@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.checks import check_boolean, check_integer, check_text, checked_token_ids, shown
-from foretoken.core.errors import ConfigError, RequestError, foreign_errors_as, one_line
+from foretoken.core.errors import ConfigError, ForetokenError, RequestError, foreign_errors_as, one_line
 from foretoken.core.sampling_params import OtherField, check_other_keywords
 from foretoken.files.helper_process import HelperProcess, TooSlow
 from foretoken.files.processes import ForkLock
@@ -325,7 +325,7 @@ def _prompt(
     with foreign_errors_as(
         RequestError,
         lambda err: f"the chat template refuses the conversation: {one_line(err)}.",
-        passing=(RequestError,),
+        passing=(ForetokenError,),
     ):
         text = _rendered(conversation, tokenizer, codec, form)
     check_text("what the chat template makes", text)
@@ -335,17 +335,18 @@ def _prompt(
 
 def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, form: ChatFormat) -> Any:
     """Returns the text of a conversation: by another process, unless the tokenizer has code of its own for it."""
-    options = {
+    options: dict[str, Any] = {
         "add_generation_prompt": form.add_generation_prompt, "continue_final_message": form.continue_final_message,
-        "tools": form.tools, **form.chat_template_kwargs,
+        "tools": form.tools, "tokenize": False,
     }  # fmt: skip
     if getattr(tokenizer.apply_chat_template, "__module__", None) != "transformers.tokenization_utils_base":
-        given = {"chat_template": form.chat_template, "tokenize": False, **options}
+        options["chat_template"] = form.chat_template
         with codec.lock:
-            return chat_templates.rendered(conversation, partial(tokenizer.apply_chat_template, **given))
+            render = partial(tokenizer.apply_chat_template, **options, **form.chat_template_kwargs)
+            return chat_templates.rendered(conversation, render)
+    options["chat_template"] = tokenizer.get_chat_template(form.chat_template, form.tools)
     asked = {
-        "conversation": conversation, "options": options,
-        "template": tokenizer.get_chat_template(form.chat_template, form.tools),
+        "conversation": conversation, "options": options, "variables": form.chat_template_kwargs,
         "special_tokens": tokenizer.special_tokens_map,
     }  # fmt: skip
     question = json.dumps(asked, ensure_ascii=False, default=_as_json)

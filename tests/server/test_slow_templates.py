@@ -141,6 +141,8 @@ def test_functions_are_tools_and_other_objects_are_refused(llm: LLM) -> None:
     (prompt,) = llm.chat_prompts(TALK, chat_template=template, tools=[find, MappingProxyType(TOOL)])
     expected = llm.get_tokenizer().apply_chat_template(TALK, chat_template=template, tools=[find, TOOL], tokenize=False)
     assert prompt["prompt"] == expected
+    with pytest.raises(RequestError, match="multiple values for keyword argument 'tools'"):
+        llm.chat_prompts(TALK, chat_template=template, chat_template_kwargs={"tools": []})
     with pytest.raises(RequestError, match="not text, a number, a list or a mapping"):
         llm.chat_prompts(TALK, chat_template=template, chat_template_kwargs={"x": object()})
 
