@@ -125,7 +125,8 @@ class Codec:
             encoding = self._tokenizer(text, **options)
             ids = encoding["input_ids"]
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or any(isinstance(i, Sequence) for i in ids):
+        is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
+        if not is_list or any(issubclass(kind, Sequence) for kind in set(map(type, ids))):  # fast for long lists
             raise RequestError(
                 f"what the tokenizer gives as input_ids of {where} is {shown(ids)}. Expected a flat list of token ids."
             )
