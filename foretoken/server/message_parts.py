@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.server.tools import FORCED, Call, CallEnd, Tags, ToolFormat, ToolUse, thinking_tags, tool_format
+from foretoken.server.tools import FORCED, Tags, ToolFormat, ToolUse, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.entrypoints.llm import LLM
-    from foretoken.server.tools import Schemas
+    from foretoken.server.call_syntax import ReadCalls, Schemas
 
+_LONGEST_PIECE = 4096  # characters that are read at once; a choice: failed attempts copy no more
+_MOST_REREAD = 1 << 23  # characters of one message that are read again; a choice: bounds the work of hostile texts
 _MOST_SPACES = 64  # white space that may precede the opening tag of thoughts; a choice
 
 
@@ -129,13 +132,17 @@ class MessageReader:
     """Reads the text of one message piece by piece.
 
     Any division into pieces gives the same message. Text that may begin a call or end thoughts is held back until more
-    text decides. A call is returned whole; a text that does not parse as a call is content. Time is linear in the text.
+    text decides. A call is returned whole. If a text does not parse as a call, its marker is content, and the text
+    behind the marker is read again. Time is linear in the text.
     """
 
     def __init__(self, form: MessageForm) -> None:
         self._form, self._rest, self._mark = form, "", ""
+        self._unread: deque[str] = deque()
+        self._num_reread = 0
         self._thoughts, self._content = _Spaced(is_begun=False), _Spaced(is_begun=True)
         self._held: list[str] = []
+        self._stray = ""  # a closing marker that may be doubled
         self.num_calls = 0
         self._step = self._find_thoughts if form.tags is not None else self._after_thoughts()
         self._markers = () if form.calls is None else form.calls.markers
@@ -144,9 +151,14 @@ class MessageReader:
     def push(self, text: str) -> MessageParts:
         """Reads the next piece of text and returns the parts it adds."""
         parts = MessageParts()
-        self._rest += text
-        while self._step(parts):
-            pass
+        self._unread.append(text)
+        while self._unread:
+            piece = self._unread.popleft()
+            if len(piece) > _LONGEST_PIECE:
+                self._unread.appendleft(piece[_LONGEST_PIECE:])
+            self._rest += piece[:_LONGEST_PIECE]
+            while self._step(parts):
+                pass
         return parts
 
     def finish(self) -> MessageParts:
@@ -154,13 +166,13 @@ class MessageReader:
         parts = MessageParts()
         if self._step == self._find_thoughts:
             self._step = self._read_thoughts if self._form.is_certain else self._after_thoughts()
+            parts = self.push("")
+        while self._step == self._read_call:
+            self._end_call(parts, self._reader.finish())
+            parts = joined(parts, self.push(""))
         if self._step == self._read_thoughts:
             parts.reasoning += self._thoughts.add(self._rest)
-        elif self._step == self._read_call:
-            self._end_call(parts, is_closed=bool(self._form.calls and self._form.calls.close))
-            parts.content += self._content.add(self._rest)
         else:
-            self._step(parts)
             parts.content += self._content.add(self._rest)
         self._rest = ""
         if not self.num_calls:
@@ -194,17 +206,22 @@ class MessageReader:
         return bool(end)
 
     def _read_edge(self, parts: MessageParts) -> bool:
+        """Reads the start of the text, or what follows a call: another call without a marker, or a doubled marker."""
         form = self._form.calls
-        if form is not None and form.bare:
-            text = self._rest.lstrip(form.between + " \t\r\n")
-            parts.content += self._content.add(self._rest[: len(self._rest) - len(text)], is_space=True)
-            self._rest = text
-            if not text:
-                return False
-            if text[0] in form.bare:
-                self._begin_call("")
-                return True
-        self._step = self._read_content
+        if form is None or not (form.bare or self._stray):
+            self._step = self._read_content
+            return True
+        text = self._rest.lstrip(form.between + " \t\r\n")
+        parts.content += self._content.add(self._rest[: len(self._rest) - len(text)], is_space=True)
+        self._rest = text
+        if not text or (self._stray and self._stray.startswith(text) and text != self._stray):
+            return False
+        if self._stray and text.startswith(self._stray):
+            self._rest = text[len(self._stray) :]
+        elif form.bare and text[0] == form.bare:
+            self._begin_call("")
+        else:
+            self._step = self._read_content
         return True
 
     def _read_content(self, parts: MessageParts) -> bool:
@@ -224,36 +241,38 @@ class MessageReader:
 
     def _begin_call(self, mark: str) -> None:
         assert self._form.calls is not None, "there are calls"
-        self._mark, self._held, self._end, self._step = mark, [], CallEnd(self._form.calls), self._read_call
+        self._mark, self._held, self._step = mark, [], self._read_call
+        self._reader = self._form.calls.reader(mark, self._form.schemas)
 
     def _read_call(self, parts: MessageParts) -> bool:
-        end = self._end.feed(self._rest)
-        self._held.append(self._rest[:end])
-        self._rest = "" if end is None else self._rest[end:]
-        if end is not None:
-            self._end_call(parts)
-        return end is not None
+        piece, self._rest = self._rest, ""
+        self._held.append(piece)
+        found = self._reader.feed(piece)
+        if found is not None:
+            self._end_call(parts, found)
+        return found is not None
 
-    def _end_call(self, parts: MessageParts, *, is_closed: bool = True) -> None:
-        text = "".join(self._held)
-        calls = self._calls(text) if is_closed else []
+    def _end_call(self, parts: MessageParts, found: ReadCalls) -> None:
+        """Adds the calls, or the text that turned out to be none; the text behind is read next."""
+        form, text = self._form.calls, "".join(self._held)
+        assert form is not None, "there are calls"
+        is_certain = bool(self._mark) and self._mark not in form.weak
+        calls, end = found.calls, found.end
+        if calls and not (is_certain or all(call.name in self._form.schemas for call in calls)):
+            calls, end = (), 0
         if calls:
             self._content.drop()
             for call in calls:
                 self._add_call(parts, call.name, call.arguments)
+            self._stray, self._step = form.opens.get(self._mark, ""), self._read_edge
+            self._stray = "" if self._mark in form.weak else self._stray
         else:
-            parts.content += self._content.add(self._mark + text)
-        self._step = self._read_edge if calls else self._read_content
-
-    def _calls(self, text: str) -> Sequence[Call]:
-        form = self._form.calls
-        assert form is not None, "there are calls"
-        try:
-            calls = form.parse(text.removesuffix(form.close) if form.close else text, self._form.schemas)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return []
-        is_known = bool(self._mark) or all(call.name in self._form.schemas for call in calls)
-        return calls if is_known else []
+            self._num_reread += len(text) - end
+            end = end if self._num_reread <= _MOST_REREAD else len(text)
+            parts.content += self._content.add(self._mark + text[:end])
+            self._step = self._read_content
+        self._unread.appendleft(text[end:] + self._rest)
+        self._rest = ""
 
     def _read_arguments(self, parts: MessageParts) -> bool:
         text, self._rest = self._rest, ""

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import secrets
 import string
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.core.checks import lone_surrogate, shown
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.server.call_syntax import JSON, PYTHON, BracketReader, XmlReader
 from foretoken.server.json_body import ApiError
 
 if TYPE_CHECKING:
-    Schemas = Mapping[str, Mapping[str, Any]]  # the parameters of every tool, by its name
+    from foretoken.server.call_syntax import Brackets, CallReader, Schemas
 
 _MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar
 _MOST_TOOLS = 128  # OpenAI's limit
@@ -129,43 +129,28 @@ def _moved(schema: Any, place: str) -> Any:
     }  # fmt: skip
 
 
-_DEEPEST_CALL = 64  # nested brackets; a choice: bounds the work of the JSON and Python parsers
-_IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
-_ESCAPES = "\n\\'\"abfnrtv0123xNuU"  # characters that Python accepts after a backslash without a warning
-
-
-class Call(NamedTuple):
-    """A tool call; arguments: the text of a JSON object."""
-
-    name: str
-    arguments: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """The tool call format of a family of models.
 
     Attributes:
         clues: Texts that identify the family's chat templates; one of them suffices.
-        parse: Parses the text between the markers, given the tools' schemas. Raises `ValueError`, `SyntaxError`,
-            `TypeError`, `RecursionError` or `MemoryError` for a text that is not a call.
-        opens: Markers that begin a call.
-        close: The marker that ends a call; "" if its last bracket ends it.
-        bare: Brackets that begin a call without a marker, at the start of the text or after another call.
+        syntax: The syntax between the markers; None for the XML of `qwen3_coder`.
+        opens: Markers that begin a call, each with the marker that ends the call; "" if the last bracket ends it.
+        weak: Markers that other text has too: their calls must name a tool of the request.
+        bare: The bracket that begins a call without a marker, at the start of the text or after another call.
         between: Characters between calls without markers, besides white space.
-        quotes: Quotation marks. A string between them cannot end a call.
         silent: Markers that are removed from the text.
         new_id: Makes the id of a call.
     """
 
     names: tuple[str, ...]
     clues: tuple[str, ...]
-    parse: Callable[[str, Schemas], list[Call]]
-    opens: tuple[str, ...] = ()
-    close: str = ""
+    syntax: Brackets | None = JSON
+    opens: Mapping[str, str] = field(default_factory=dict)
+    weak: tuple[str, ...] = ()
     bare: str = ""
     between: str = ""
-    quotes: str = '"'
     silent: tuple[str, ...] = ()
     new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
 
@@ -173,6 +158,13 @@ class ToolFormat:
     def markers(self) -> tuple[str, ...]:
         """The markers to look for outside calls."""
         return (*self.opens, *self.silent)
+
+    def reader(self, mark: str, schemas: Schemas) -> CallReader:
+        """Returns the reader of a call behind a marker, or of a call without one if `mark` is empty."""
+        if self.syntax is None:
+            return XmlReader(schemas)
+        close = self.opens.get(mark, "")
+        return BracketReader(self.syntax, close, [mark] if mark and mark != close else [])
 
 
 class Tags(NamedTuple):
@@ -184,161 +176,9 @@ class Tags(NamedTuple):
     is_certain: bool = False
 
 
-class CallEnd:
-    """Finds the end of a call in a text that comes in pieces, in time linear in the text."""
-
-    def __init__(self, form: ToolFormat) -> None:
-        self._close, self._quotes = form.close, form.quotes
-        self._skipped = () if form.close else form.silent  # brackets in markers are not counted
-        ends = form.close[0] if form.close else "()[]{}"
-        self._next = re.compile(f"[{re.escape(ends + form.quotes)}]" if ends + form.quotes else "(?!)")
-        self._depth, self._quote, self._tail = 0, "", ""
-
-    def feed(self, piece: str) -> int | None:
-        """Returns the number of characters up to the end of the call; None if the call goes on."""
-        text, start, at = self._tail + piece, len(self._tail), 0
-        self._tail = ""
-        while at < len(text):
-            found = (_IN_STRING[self._quote] if self._quote else self._next).search(text, at)
-            if found is None:
-                return None
-            at = found.start()
-            step = self._in_string(text, at) if self._quote else self._outside(text, at)
-            if step is None:  # the next piece decides
-                self._tail = text[at:]
-                return None
-            at += step
-            if self._depth < 0:
-                return max(0, at - start)
-        return None
-
-    def _in_string(self, text: str, at: int) -> int | None:
-        """Returns the length of an escape or a closing quote; None if the piece cuts it off."""
-        if text[at] == "\\":
-            return 2 if at + 1 < len(text) else None
-        self._quote = ""
-        return 1
-
-    def _outside(self, text: str, at: int) -> int | None:
-        """Returns the length of a marker, or 1; None if the piece cuts it off. A negative depth ends the call."""
-        for marker in filter(None, (self._close, *self._skipped)):
-            if text.startswith(marker, at):
-                self._depth = -1 if marker == self._close else self._depth
-                return len(marker)
-            if marker.startswith(text[at : at + len(marker)]):
-                return None
-        if text[at] in self._quotes:
-            self._quote = text[at]
-        elif not self._close:
-            self._depth += 1 if text[at] in "([{" else -1
-            if not 0 < self._depth <= _DEEPEST_CALL:
-                self._depth = -1
-        return 1
-
-
-def _arguments(value: Any) -> str:
-    if isinstance(value, str):
-        value = _loaded(value)
-    if not isinstance(value, dict):
-        raise ValueError("no object")
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if lone_surrogate(text) is None else json.dumps(value)  # a lone surrogate has no UTF-8, its escape has
-
-
-def _loaded(text: str) -> Any:
-    """Parses JSON; accepts line breaks in strings, which models write."""
-    return json.loads(text, strict=False)
-
-
-def _called(name: Any, arguments: Any) -> Call:
-    if not isinstance(name, str) or not name.strip() or lone_surrogate(name) is not None:
-        raise ValueError("no name")
-    return Call(name.strip(), _arguments({} if arguments is None else arguments))
-
-
-def _json_calls(text: str, _: Schemas) -> list[Call]:
-    told = _loaded(text)
-    calls = told if isinstance(told, list) else [told]
-    if not calls or not all(isinstance(each, dict) for each in calls):
-        raise ValueError("no objects")
-    return [_called(each.get("name"), each.get("arguments", each.get("parameters"))) for each in calls]
-
-
-def _mistral_calls(text: str, _: Schemas) -> list[Call]:
-    """Parses a JSON list of calls, or one call as `NAME[CALL_ID]ID[ARGS]{...}`; `[CALL_ID]ID` may be missing."""
-    if text.lstrip().startswith(("[", "{")):
-        return _json_calls(text, {})
-    name, bracket, rest = text.partition("{")
-    return [_called(name.partition("[CALL_ID]")[0].partition("[ARGS]")[0], _loaded(bracket + rest))]
-
-
 def _marker(words: str) -> str:
     """Returns a marker of DeepSeek, which has full-width bars."""
     return f"<\uff5c{words.replace(' ', '▁')}\uff5c>"
-
-
-def _deepseek_calls(text: str, _schemas: Schemas) -> list[Call]:
-    name, separator, rest = text.partition(_marker("tool sep"))
-    if not separator:
-        raise ValueError("no separator")
-    if not rest.lstrip().startswith("{"):
-        name, _, block = rest.partition("```json")
-        rest = block.rstrip().removesuffix("```")
-    return [_called(name, _loaded(rest))]
-
-
-def _python_calls(text: str, _: Schemas) -> list[Call]:
-    # Doubles the backslash of unknown escapes, for which Python would warn.
-    text = re.sub(r"\\(.)", lambda found: found[0] if found[1] in _ESCAPES else "\\" + found[0], text, flags=re.DOTALL)
-    body = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(body, ast.List) or not body.elts:
-        raise ValueError("no list")
-    return [_python_call(node) for node in body.elts]
-
-
-def _python_call(node: ast.expr) -> Call:
-    if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
-        raise ValueError("no call with keywords")
-    return _called(ast.unparse(node.func), {each.arg: ast.literal_eval(each.value) for each in node.keywords})
-
-
-def _xml_calls(text: str, schemas: Schemas) -> list[Call]:
-    calls = []
-    before, *functions = text.split("<function=")
-    if before.strip() or not functions:
-        raise ValueError("no function")
-    for function in functions:
-        inner, end, behind = function.partition("</function>")
-        name, has_name, rest = inner.partition(">")
-        if not end or not has_name or behind.strip():
-            raise ValueError("no function")
-        known = schemas.get(name.strip(), {}).get("properties", {})
-        parts = [part.partition(">") for part in rest.split("<parameter=")[1:]]
-        if not all(separator for _, separator, _ in parts):
-            raise ValueError("no name")
-        calls.append(_called(name, {key: _xml_value(value, known, key) for key, _, value in parts}))
-    return calls
-
-
-def _xml_value(value: str, known: Any, key: str) -> Any:
-    text = value.rstrip().removesuffix("</parameter>").removeprefix("\n").removesuffix("\n")
-    schema = known.get(key) if isinstance(known, dict) else None
-    kinds = _kinds(schema) if isinstance(schema, dict) else ["string"]
-    if "string" in kinds and not (text == "null" and "null" in kinds):
-        return text
-    try:
-        return _loaded(text)
-    except ValueError:
-        return text
-
-
-def _kinds(schema: Mapping[str, Any]) -> list[Any]:
-    if "$ref" in schema:
-        return []
-    kinds, several = schema.get("type"), schema.get("anyOf")
-    if kinds is None and isinstance(several, list):
-        kinds = [kind for each in several if isinstance(each, dict) for kind in _kinds(each)]
-    return kinds if isinstance(kinds, list) else [kinds or "string"]
 
 
 def _short_id() -> str:
@@ -346,33 +186,53 @@ def _short_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-FORCED = ToolFormat(names=(), clues=(), parse=_json_calls, bare="{", between="[],")
+# Text between a marker and the arguments: `[NAME]`, with the marks of Mistral and of both versions of DeepSeek.
+_MISTRAL = JSON._replace(
+    head=re.compile(
+        r"\s{0,64}(?:(?P<name>[\w.\-]{1,64})\s{0,64}(?:\[CALL_ID\][\w\-]{1,64}\s{0,64})?(?:\[ARGS\]\s{0,64})?(?=\{)"
+        r"|(?=[\[{]))"
+    ),
+    allowed=re.compile(r"[\w.\-\s\[\]]*"),
+)
+_SEP = _marker("tool sep")
+_DEEPSEEK = JSON._replace(
+    head=re.compile(
+        rf"\s{{0,64}}(?P<kind>[\w\-]{{1,64}}{_SEP})?(?P<name>[\w.\-]{{1,64}})(?(kind)\s{{0,64}}```json|{_SEP})\s{{0,64}}(?=\{{)"
+    ),
+    allowed=re.compile(r"[^{]*"),
+    fence="```",
+)
+_FENCED = JSON._replace(
+    head=re.compile(r"(?:json)?\s{0,64}(?=[\[{])"), allowed=re.compile(r"[json\s]*")
+)  # Qwen2.5-Coder's block of code
+
+FORCED = ToolFormat(names=(), clues=(), bare="{", between="[],")
 """The list of objects that `ToolUse.forced_form` demands."""
 
 TOOL_FORMATS = (
     ToolFormat(
-        names=("qwen3_coder", "qwen3_xml"), clues=("<function=",), parse=_xml_calls, opens=("<tool_call>",),
-        close="</tool_call>", quotes="",
+        names=("qwen3_coder", "qwen3_xml"), clues=("<function=",), syntax=None, opens={"<tool_call>": "</tool_call>"},
     ),
     ToolFormat(
-        names=("hermes",), clues=("<tool_call>",), parse=_json_calls, opens=("<tool_call>",), close="</tool_call>",
+        names=("hermes", "qwen2_5_coder"), clues=("<tool_call>",), syntax=_FENCED,
+        opens={"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```": "```"}, weak=("<tools>", "```"),
     ),
     ToolFormat(
-        names=("mistral",), clues=("[TOOL_CALLS]",), parse=_mistral_calls, opens=("[TOOL_CALLS]",),
+        names=("mistral",), clues=("[TOOL_CALLS]",), syntax=_MISTRAL, opens={"[TOOL_CALLS]": ""},
         silent=("[ARGS]", "[CALL_ID]"), new_id=_short_id,
     ),
     ToolFormat(
-        names=("deepseek_v3", "deepseek_v31"), clues=(_marker("tool calls begin"),), parse=_deepseek_calls,
-        opens=(_marker("tool call begin"),), close=_marker("tool call end"), quotes="",
+        names=("deepseek_v3", "deepseek_v31"), clues=(_marker("tool calls begin"),), syntax=_DEEPSEEK,
+        opens={_marker("tool call begin"): _marker("tool call end")},
         silent=(_marker("tool calls begin"), _marker("tool calls end")),
     ),
     ToolFormat(
-        names=("pythonic", "llama4_pythonic"), clues=("func_name1(", "<|python_start|>"), parse=_python_calls, bare="[",
-        quotes="'\"", silent=("<|python_start|>", "<|python_end|>"),
+        names=("pythonic", "llama4_pythonic"), clues=("func_name1(", "<|python_start|>"), syntax=PYTHON, bare="[",
+        silent=("<|python_start|>", "<|python_end|>"),
     ),
     ToolFormat(
         names=("llama3_json", "llama4_json"), clues=("<|python_tag|>", '"parameters": dictionary of argument name'),
-        parse=_json_calls, opens=("<|python_tag|>",), bare="{", between=";",
+        opens={"<|python_tag|>": ""}, bare="{", between=";",
     ),
 )  # fmt: skip
 TAGS = (

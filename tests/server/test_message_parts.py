@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from foretoken.server.message_parts import (
     joined,
     whole_message,
 )
-from foretoken.server.tools import FORCED, TAGS, TOOL_FORMATS, CallEnd, ToolFormat, ToolUse, thinking_tags, tool_format
+from foretoken.server.tools import FORCED, TAGS, TOOL_FORMATS, ToolFormat, ToolUse, thinking_tags, tool_format
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -152,6 +153,191 @@ def test_what_is_no_call_is_content(name: str) -> None:
         assert (parts.content, parts.calls) == (text, []), text[:80]
 
 
+FILES: dict[str, Any] = {
+    "write": {"type": "object", "required": ["text", "path"],
+              "properties": {"path": {"type": "string"}, "text": {"type": "string"}, "mode": {"type": "integer"}}},
+    "shell": {"type": "object", "properties": {"command": {"type": "string"}}},
+}  # fmt: skip
+
+
+def tags(name: str, **given: Any) -> str:
+    """A call as Qwen3-Coder writes it."""
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+QUOTES = "\"'\\ ' " + "'" * 3 + '"' * 3 + ")]}"
+# Texts about the markers of every format, as a tool gets them that writes documentation.
+ABOUT_MARKERS = [
+    "close it with </parameter> or </function> or </tool_call>, begin it with <tool_call>",
+    "</tool_call>", "a\n</tool_call>\nb", "a\n</function>\n</tool_call>\nb",
+    "a\n</parameter>\n</function>\n</tool_call>\nb", "<tool_call>\n<function=shell>", "<function=shell>",
+    "a <parameter=command> b", "a\n<parameter=command>\nb\n</parameter>\nc", "<parameter=path>", "<parameter=mode>\n2",
+    "a\n</parameter>\n<parameter=other>\nb", tags("shell", command="rm -r x"), tags("write", text="b", path="c"),
+    f"First:\n{tags('shell', command='ls')}\n{tags('now')}\nEnd.",
+    '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>', "```json\n{}\n```\n</tools>",
+    '[TOOL_CALLS]shell[ARGS]{"command": "ls"}', f'{BEGIN}{V31.format("shell", "{}")}{END}', "[shell(command='ls')]",
+    '<|python_tag|>{"name": "shell"}; {', QUOTES, "<think>x</think>",
+]  # fmt: skip
+
+
+def written_by(form: ToolFormat, name: str, given_: dict[str, Any]) -> str:
+    """One call, as a model of the format writes it."""
+    made = json.dumps({"name": name, "arguments": given_}, ensure_ascii=False)
+    return {
+        "qwen3_coder": tags(name, **given_), "hermes": f"<tool_call>\n{made}\n</tool_call>",
+        "mistral": f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given_)}",
+        "deepseek_v3": BEGIN + V3.format(name, json.dumps(given_)) + END,
+        "pythonic": f"[{name}({', '.join(f'{key}={value!r}' for key, value in given_.items())})]",
+        "llama3_json": f"<|python_tag|>{made}",
+    }[form.names[0]]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.names[0])
+@pytest.mark.parametrize("order", [("path", "text"), ("text", "path"), ("text",)], ids="-".join)
+def test_markers_within_arguments_are_text(form: ToolFormat, order: tuple[str, ...]) -> None:
+    read = MessageForm(calls=form, schemas=FILES)
+    for text in ABOUT_MARKERS:
+        sent = {key: {"path": "a.md", "text": text}[key] for key in order}
+        written = "" if form.bare else "I write it.\n"
+        calls = [written_by(form, "write", sent), written_by(form, "shell", {"command": "ls"})]
+        message = written + (
+            calls[0] if form.bare == "[" else {"llama3_json": "; "}.get(form.names[0], "\n").join(calls)
+        )
+        expected = [("write", sent), ("shell", {"command": "ls"})][: 1 + (form.bare != "[")]
+        assert told(whole_message(read, message)) == ("", written.strip(), expected), text
+        assert told(in_pieces(read, message, list(range(len(message))))) == ("", written.strip(), expected), text
+        assert told(in_pieces(read, message, list(range(0, len(message), 7)))) == ("", written.strip(), expected), text
+
+
+@pytest.mark.parametrize("form", [form for form in TOOL_FORMATS if form.opens], ids=lambda form: form.names[0])
+def test_prose_about_markers_hides_no_call(form: ToolFormat) -> None:
+    read, marks = MessageForm(calls=form, schemas=FILES), [*form.opens]
+    call = written_by(form, "shell", {"command": "ls"})
+    for mark in marks:
+        for prose in (f"The {mark} tag opens a call.\n", f"{mark}\n", f"`{mark}`, then {mark} {{name}} and [x]: ",
+                      f'{mark}{{"name": "shell", and so on\n', f'Write {mark}{{"a": 1}} first.\n'):  # fmt: skip
+            made = whole_message(read, prose + call)
+            assert told(made)[2] == [("shell", {"command": "ls"})], prose
+            assert re.sub(r"\s", "", made.content) == re.sub(r"\s|" + "|".join(map(re.escape, form.silent)), "", prose)
+            assert told(in_pieces(read, prose + call, list(range(400)))) == told(whole_message(read, prose + call))
+
+
+def test_prose_that_shows_the_tags_of_a_call_in_a_line() -> None:
+    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    prose = "<tool_call><function=shell><parameter=command> opens a call.\n"
+    made = whole_message(read, prose + tags("shell", command="ls"))
+    assert told(made) == ("", prose.strip(), [("shell", {"command": "ls"})])
+
+
+ENDS = ["</parameter>", "</function>", "</tool_call>"]
+
+
+@pytest.mark.parametrize("closing", [*ENDS, "\n".join(ENDS[:2]), "\n".join(ENDS[1:]), "\n".join(ENDS)])
+def test_doubled_closing_tags_are_no_text(closing: str) -> None:
+    text = tags("shell", command="ls").replace(closing, f"{closing}\n{closing}")
+    json_call = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>\n</tool_call>'
+    for name, message in (("qwen3_coder", text), ("hermes", json_call)):
+        read = MessageForm(calls=tool_format(name, ""), schemas=FILES)
+        for end in ("", "\n" + message):
+            expected = ("", "", [("shell", {"command": "ls"})] * (1 + bool(end)))
+            assert told(whole_message(read, message + end)) == expected
+            assert told(in_pieces(read, message + end, list(range(400)))) == expected
+
+
+def test_a_call_that_is_cut_off_is_no_call() -> None:
+    """Also where its text shows a whole call."""
+    whole = tags("write", path="a.md", text=f"For example:\n{tags('shell', command='rm -r x')}\nand so on")
+    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    for length in range(20, len(whole) - len("</tool_call>\n")):
+        made = told(whole_message(read, whole[:length]))
+        if whole[:length].rstrip().endswith("</tool_call>"):
+            continue  # the end of the example may be the end of the call
+        assert made == ("", whole[:length].rstrip() if made[1] != whole[:length] else whole[:length], []), length
+
+
+def test_tags_that_a_model_leaves_out() -> None:
+    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    whole = tags("write", path="a.md", text="x")
+    for message in (whole.replace("</parameter>\n", ""), whole.replace("</parameter>\n", "", 1),
+                    whole.removesuffix("</tool_call>")):  # fmt: skip
+        assert told(whole_message(read, message))[2] == [("write", {"path": "a.md", "text": "x"})]
+
+
+TYPED: list[tuple[Any, str, Any]] = [
+    ({"oneOf": [{"type": "object"}, {"type": "array"}]}, '{"x": 1}', {"x": 1}),
+    ({"allOf": [{"type": "integer"}, {"minimum": 1}]}, "5", 5),
+    ({"enum": [1, 2]}, "2", 2), ({"const": True}, "true", True), ({"enum": ["1", "2"]}, "2", "2"),
+    ({"enum": ["null", None]}, "null", "null"), ({"enum": ["a", None]}, "None", None),
+    ({"properties": {"x": {"type": "integer"}}}, '{"x": 1}', {"x": 1}), ({"items": {}}, "[1]", [1]),
+    ({"minimum": 0}, "5", 5), ({"minLength": 1}, "5", "5"), ({}, "[1, 2]", [1, 2]), (True, "[1]", [1]),
+    ({}, "some text", "some text"), ({"$ref": "#/$defs/A"}, "5", 5), ({"anyOf": [{"$ref": "#/$defs/A"}]}, "5", 5),
+    ({"$ref": "#/$defs/B"}, "5", "5"), ({"$ref": "#/$defs/C"}, "5", 5), ({"$ref": "#/$defs/none"}, "{}", {}),
+    ({"type": "boolean"}, "True", True), ({"type": "boolean"}, "False", False),
+    ({"type": ["integer", "null"]}, "None", None), ({"type": ["string", "null"]}, "None", None),
+    ({"type": "object"}, "{'x': True, 'y': None, 'z': false}", {"x": True, "y": None, "z": False}),
+    ({"type": "array"}, "['a', \"b\"]", ["a", "b"]), ({"type": "string"}, "True", "True"),
+    ({"type": "string"}, '{"x": 1}', '{"x": 1}'), ({"type": ["string", "object"]}, '{"x": 1}', {"x": 1}),
+    ({"type": ["string", "number"]}, "1.10", "1.10"), ({"type": ["string", "number"]}, "1.5", 1.5),
+    ({"type": "number"}, "NaN", "NaN"), ({"type": "number"}, "1e999", "1e999"), ({"type": "integer"}, "many", "many"),
+    ({"type": "integer", "nullable": True}, "null", None), ({"type": "object"}, "{1, 2}", "{1, 2}"),
+    ({"type": "integer"}, "9" * 5000, "9" * 5000), ({"type": "array"}, "[" * 5000, "[" * 5000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), TYPED)
+def test_xml_arguments_have_the_types_of_their_schema(schema: Any, text: str, value: Any) -> None:
+    inner = {"A": {"type": "integer"}, "B": {"type": "string"}, "C": {"allOf": [{"$ref": "#/$defs/A"}]}}
+    for tool in (
+        {"properties": {"a": schema}, "$defs": inner},
+        {"allOf": [{"$ref": "#/$defs/All"}], "$defs": {**inner, "All": {"properties": {"a": schema}}}},
+        {"additionalProperties": schema, "$defs": inner} if schema is not True else {"properties": {"a": True}},
+    ):
+        read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas={"f": {"type": "object", **tool}})
+        assert told(whole_message(read, tags("f", a=text)))[2] == [("f", {"a": value})]
+
+
+def test_a_schema_is_read_once_a_call() -> None:
+    """A schema that repeats itself without end, and one with thousands of forms for thousands of parameters."""
+    loop = {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}
+    many = {f"p{i}": {"anyOf": [{"type": "integer"}] * 2000} for i in range(5)}
+    for tool in ({"properties": {"p0": loop}, "$defs": {"A": loop}}, {"properties": many}):
+        read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas={"f": tool})
+        text = "<tool_call>\n<function=f>\n" + "<parameter=p0>\n5\n</parameter>\n" * 3000 + "</function>\n</tool_call>"
+        assert len(whole_message(read, text).calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("true", True), ("null", None), ('{"x": false}', {"x": False}), ("[True, null]", [True, None]),
+     ('"true"', "true"), ('\'\'\'a "b" ) ]\'\'\'', 'a "b" ) ]'), ('""', ""), ("-1.5", -1.5)],
+)  # fmt: skip
+def test_python_calls_take_the_words_of_json(value: str, expected: Any) -> None:
+    read = MessageForm(calls=tool_format("pythonic", ""), schemas={"f": {}})
+    assert told(in_pieces(read, f"[f(a={value})]", list(range(60)))) == ("", "", [("f", {"a": expected})])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "count"),
+    [
+        ('```json\n{"name": "shell", "arguments": {"command": "ls"}}\n```', "", 1),
+        ('So:\n```\n{"name": "shell", "arguments": {"command": "ls"}}\n```\nDone.', "So:\nDone.", 1),
+        ('<tools>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tools>', "", 1),
+        ('<tools>\n{"name": "shell", "arguments": {"command": "ls"}}\n{"name": "shell", "arguments": {"command": "ls"}}'
+         "\n</tools>", "", 2),
+        ('```json\n[{"name": "shell", "arguments": {"command": "ls"}}]', "", 1),
+        ('```json\n{"name": "other", "arguments": {}}\n```', None, 0), ('```json\n{"a": 1}\n```', None, 0),
+        ("```python\nx = {1: 2}\n```", None, 0), ("<tools> are listed above", None, 0),
+    ],
+)  # fmt: skip
+def test_forms_of_a_call_of_qwen_coder(text: str, content: str | None, count: int) -> None:
+    for name in ("hermes", "qwen2_5_coder"):
+        read = MessageForm(calls=tool_format(name, ""), schemas=FILES)
+        expected = ("", text if content is None else content, [("shell", {"command": "ls"})] * count)
+        assert told(whole_message(read, text)) == expected
+        assert told(in_pieces(read, text, list(range(400)))) == expected
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(WRITTEN),
@@ -168,7 +354,8 @@ FRAGMENTS = st.lists(st.sampled_from([
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now", "arguments": {}}', "{", "}", "[", "]",
     "(", ")", '"', "'", "\\", "[TOOL_CALLS]", "[ARGS]", BEGIN, END, V31.format("now", "{}"), "now", "=", ",", ";", " ",
     "\n\n", "x", "<", "<tool", "<|python_tag|>", "[now()]", "<function=now>", "</function>", "<parameter=a>",
-    "</parameter>", "é",
+    "</parameter>", "é", "<tools>", "</tools>", "```", "json", "<parameter=city>", tags("weather", city="x"), QUOTES,
+    "<|python_start|>", "[CALL_ID]", "true", "\n</function>\n</tool_call>",
 ]), max_size=24).map("".join)  # fmt: skip
 
 
@@ -241,15 +428,18 @@ def test_arguments_of_a_named_tool_come_in_pieces() -> None:
 
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.names[0])
 def test_time_is_linear_in_the_text(form: ToolFormat) -> None:
-    """What is looked at again with the next piece is short, however much is held back."""
-    mark = form.opens[0] if form.opens else ""
-    for begin, unit in ((mark, '"\\" '), (mark + form.bare, "[ ] { } "), ("", "<tool_cal"), (mark, "    "), ("", "\n")):
-        text = begin + unit * 2000
-        reader, made = MessageReader(MessageForm(calls=form, tags=TAGS[0], schemas=SCHEMAS)), MessageParts()
-        for at in range(0, len(text), 3):
-            made = joined(made, reader.push(text[at : at + 3]))
-            assert len(reader._rest) + len(getattr(reader, "_end", CallEnd(form))._tail) < 128
-        assert joined(made, reader.finish()).content == text
+    """Time that grew with the square of these texts would be hours."""
+    mark = next(iter(form.opens), "")
+    xml = f"{mark}<function=now><parameter=a>"
+    for begin, unit in (
+        (mark, '"\\" '), (mark + form.bare, "[ ] { } "), ("", "<tool_cal"), (mark, "    "), ("", "\n"),
+        ("", mark + '{"'), ("", mark + '["x", " '), (mark + '{"', mark + '{\\"'), ("", xml), ("", "```json\n["),
+    ):  # fmt: skip
+        text = begin + unit * (200_000 // len(unit))
+        made = whole_message(MessageForm(calls=form, tags=TAGS[0], schemas=SCHEMAS), text)
+        assert (made.content, made.calls) == (text, [])
+        short = text[:12_000]
+        assert in_pieces(MessageForm(calls=form, schemas=SCHEMAS), short, list(range(0, 12_000, 3))).content == short
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.names[0])

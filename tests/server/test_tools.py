@@ -183,7 +183,7 @@ def test_a_conversation_with_calls_goes_on(written: tuple[str, LiveServer]) -> N
     (prompt,) = server.engine.llm.chat_prompts([sent], tools=TOOLS)
     assert f"tool: rain{message.tool_calls[0].id}" in prompt["prompt"]
     marker = {"pythonic": '[get_weather(city="Paris"', "llama3_json": '{"name": "get_weather", "parameters": {"city"'}
-    opens = next(form.opens for form in TOOL_FORMATS if name in form.names)
+    opens = next(list(form.opens) for form in TOOL_FORMATS if name in form.names)
     assert marker.get(name) or opens[0] in prompt["prompt"].partition("assistant:")[2]
     assert '"{' not in prompt["prompt"], "arguments were no text within JSON"
 
