@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
+from codecs import BOM_UTF8
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ def read_lines(path: Path) -> Iterator[Line]:
                     data = file.readline(_PIECE_BYTES)
                     if not data:
                         break
+                data = data.removeprefix(BOM_UTF8)  # of editors on Windows, also between files put together
                 if is_too_long or data.strip():
                     yield Line(number, None if is_too_long else data)
     except OSError as err:

@@ -16,7 +16,7 @@ from limits import full_disk
 from foretoken import LLM
 from foretoken.cli.batch import _Progress
 from foretoken.core.errors import ConfigError
-from foretoken.server.batch import AnswerFile, BatchCounts, held
+from foretoken.server.batch import AnswerFile, BatchCounts, OpenLines, count_lines, held
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -48,6 +48,17 @@ def text(answer: dict[str, Any]) -> str:
 def contents(body: dict[str, Any]) -> list[dict[str, Any]]:
     """What the messages of a response hold."""
     return [part for message in body.get("output", ()) for part in message["content"]]
+
+
+def test_a_byte_order_mark_belongs_to_no_line(tmp_path: Path) -> None:
+    """Files of Windows begin with one, and files that are put together have one in the middle."""
+    mark, (first, second) = b"\xef\xbb\xbf", [json.dumps(request(name, prompt="x")).encode() for name in "ab"]
+    source, answers = tmp_path / "in.jsonl", AnswerFile(tmp_path / "out.jsonl", MODEL)
+    source.write_bytes(mark + first + b"\r\n" + mark + second + b"\r\n" + mark + b"\r\n" + mark)
+    asked = [given for _, given in OpenLines(source, answers)]
+    assert asked == [json.loads(first), json.loads(second)]
+    assert count_lines(source) == 2
+    answers.close()
 
 
 def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None:
