@@ -36,6 +36,23 @@ class RequestError(ForetokenError):
     """A prompt or a sampling parameter that cannot be served."""
 
 
+class FormError(RequestError):
+    """Raised for a form of output that cannot be followed.
+
+    `place` is the way to the keyword of a JSON schema that is at fault, or empty.
+    """
+
+    def __init__(self, kind: str, fault: str, advice: str, place: tuple[str, ...] = ()) -> None:
+        """`kind` is a field of `structured_outputs`, which begins the sentence that `fault` ends."""
+        self.fault, self.advice, self.place = fault, advice, place
+        super().__init__(self.about(f"{kind} of structured_outputs", place, advice))
+
+    def about(self, subject: str, place: tuple[str, ...], advice: str) -> str:
+        """Returns the message for another name of the form."""
+        at = f" at {'.'.join(place)[:200]}" if place else ""
+        return f"{subject}{at} {self.fault}. {advice}"
+
+
 class QueueFull(ForetokenError):
     """The queue is full; `retry_after_s` are the seconds until waiting requests have probably been served."""
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import RequestError, foreign_errors_as, one_line
+from foretoken.core.errors import FormError, RequestError, foreign_errors_as, one_line
 from foretoken.files.helper_process import HelperProcess, TooSlow
 from foretoken.files.processes import ForkLock
 from foretoken.grammars import checking_process
+from foretoken.grammars.schemas import refused_place, without_unknown_formats
 from foretoken.sampling.grammar import Ends, GrammarState
 
 if TYPE_CHECKING:
@@ -137,20 +139,20 @@ class Grammars:
         state = GrammarState(matcher.deep_copy(), vocab_size=self._vocab_size, ends=Ends(self._eos_ids, unwanted))
         if state.error is not None or state.is_over:
             reason = "it matches the empty text alone" if state.is_over else one_line(ValueError(state.error))
-            raise RequestError(
-                f"{kind} of structured_outputs cannot be followed: {reason}. Expected a form that text of this model's "
-                "tokens can have."
-            )
+            advice = "Expected a form that text of this model's tokens can have."
+            raise FormError(kind, f"cannot be followed: {reason}", advice)
         return state
 
     def _thoughts(self, begin: str, end: str) -> str:
-        tokens = getattr(self._tokenizer, "added_tokens_decoder", {})
-        special = {str(token): id_ for id_, token in tokens.items() if token.special}
-        first, last = (f"<[{special[tag]}]>" if tag in special else json.dumps(tag) for tag in (begin, end))
-        # No text holds a special token; any other tag ends the shortest text that it can end.
-        thoughts = f"TEXT {last}\nTEXT: /(?s:.*)/" if end in special else f"text\ntext[suffix={last}]: /(?s:.*)/"
+        """Returns what may precede a form. A tag is spelled out, or a token of its own, which matches no text."""
+        known = {str(token): id_ for id_, token in getattr(self._tokenizer, "added_tokens_decoder", {}).items()}
+        first = f"(<[{known[begin]}]> | {json.dumps(begin)})" if begin in known else json.dumps(begin)
+        tag = re.escape(end).replace("/", r"\/")
+        token = f"INNER <[{known[end]}]> | " if end in known else ""
+        inner = f"INNER: /(?s:.*)/ & ~/(?s:.*){tag}(?s:.*)/\n" if token else ""
         start = f"({first} thoughts SPACE)?" if begin else "thoughts SPACE"
-        return f"start: {start} @form\nthoughts: {thoughts}\nSPACE: /[ \\n]{{0,4}}/\n"
+        spelled = f"text[suffix={json.dumps(end)}]: /(?s:.*)/\n{inner}"
+        return f"start: {start} @form\nthoughts: {token}text\n{spelled}SPACE: /[ \\n]{{0,4}}/\n"
 
     def _matcher(self, form: Form, kind: str) -> Any:
         """Returns a matcher at the beginning of a form; callers must not advance it. One thread at a time compiles."""
@@ -163,16 +165,14 @@ class Grammars:
             try:
                 grammar = self._checks.grammar(form)
             except TooSlow as err:
-                raise RequestError(
-                    f"{kind} of structured_outputs takes more than {err} to compile. Expected less. Make it smaller or "
-                    "simpler."
-                ) from err
+                fault = f"takes more than {err} to compile"
+                raise FormError(kind, fault, "Expected less. Make it smaller or simpler.") from err
             except ValueError as err:
-                raise _refused(kind, str(err)) from err
+                raise _refused(kind, str(err), form) from err
             limits = self._library.LLParserLimits(**_LIMITS, verbose_errors=False)
             matcher = self._library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
             if matcher.is_error():
-                raise _refused(kind, matcher.get_error())
+                raise _refused(kind, matcher.get_error(), form)
             self._matchers.put(form, matcher, _BYTES_A_GRAMMAR + _BYTES_A_CHARACTER * len(grammar))
         return matcher
 
@@ -225,11 +225,17 @@ def _form(asked: StructuredOutputsParams, kind: str) -> Form:
     options: dict[str, Any] = {"whitespace_flexible": not asked.disable_any_whitespace}
     if asked.whitespace_pattern is not None:
         options["whitespace_pattern"] = asked.whitespace_pattern
-    return Form("json", asked.schema, json.dumps(options))
+    text = asked.schema
+    if '"format"' in text:
+        text = json.dumps(without_unknown_formats(json.loads(text)))
+    return Form("json", text, json.dumps(options))
 
 
-def _refused(kind: str, reason: str) -> RequestError:
-    return RequestError(
-        f"{kind} of structured_outputs does not compile: {one_line(ValueError(reason))}. Expected a JSON schema, "
-        "regular expression or grammar within what llguidance supports."
+def _refused(kind: str, reason: str, form: Form) -> FormError:
+    place = refused_place(json.loads(form.text), reason) if form.kind == "json" else ()
+    return FormError(
+        kind,
+        f"does not compile: {one_line(ValueError(reason))}",
+        "Expected a JSON schema, regular expression or grammar within what llguidance supports.",
+        place,
     )

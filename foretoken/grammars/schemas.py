@@ -40,7 +40,7 @@ def without_unknown_formats(schema: Any) -> Any:
     """Returns a schema without `format` keywords that llguidance would refuse; `format` is an annotation."""
     if not isinstance(schema, Mapping):
         return schema
-    made = {}
+    made: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "format" and not (isinstance(value, str) and value in _KNOWN_FORMATS):
             continue
@@ -134,7 +134,8 @@ class ParameterTypes:
         if "$ref" in schema:
             yield from self._parts(self._target(schema["$ref"]), depth + 1)
         for key in ("allOf", "anyOf", "oneOf"):
-            for each in schema.get(key) if isinstance(schema.get(key), list) else ():
+            branches = schema.get(key)
+            for each in branches if isinstance(branches, list) else ():
                 yield from self._parts(each, depth + 1)
 
     def _types(self, schema: Any, depth: int) -> frozenset[str]:

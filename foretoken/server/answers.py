@@ -105,10 +105,14 @@ class Envelope:
             echo = echoes[at] if echoes else None
             choices += [self._choice(at * n + each.index, each, echo) | more for each in output.outputs]
         kind = "chat.completion" if self.request.is_chat else "text_completion"
-        more = {"usage": usage(outputs, self.request.message_form), **self._metrics(outputs)}
+        more = {"usage": usage(outputs, self.request.message_form), **self._metrics(outputs), **self._warning}
         if self.request.has_token_ids and self.request.is_chat:
             more["prompt_token_ids"] = outputs[0].prompt_token_ids
         return self._body(kind, choices, **more)
+
+    @property
+    def _warning(self) -> dict[str, Any]:
+        return {"metadata": self.request.warning} if self.request.warning else {}
 
     def _metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return {"metrics": {"speculative_decoding": draft_metrics(outputs)}} if self.has_draft_metrics else {}
@@ -170,7 +174,9 @@ class Envelope:
         delta = {"role": "assistant", "content": ""}
         return [
             self._body(
-                "chat.completion.chunk", [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+                "chat.completion.chunk",
+                [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
+                **self._warning,
             )
             for index in range(self.request.params.n)
         ]

@@ -120,6 +120,7 @@ class BracketReader:
         """Reads until the last bracket closes. `at` moves through the text, so that taking it costs once a piece."""
         at, text = 0, self._text
         while at < len(text):
+            step: int | None
             if self._quote:
                 step = self._in_string(text, at)
             else:
@@ -237,7 +238,8 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 def _python(text: str) -> ast.expr:
     # Doubles the backslash of unknown escapes, for which Python would warn.
     text = re.sub(r"\\(.)", lambda found: found[0] if found[1] in _ESCAPES else "\\" + found[0], text, flags=re.DOTALL)
-    return _WithJsonNames().visit(ast.parse(text.strip(), mode="eval")).body
+    parsed: ast.Expression = _WithJsonNames().visit(ast.parse(text.strip(), mode="eval"))
+    return parsed.body
 
 
 class _WithJsonNames(ast.NodeTransformer):

@@ -10,20 +10,28 @@ from contextlib import aclosing, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from starlette.responses import Response
 
-from foretoken.core.errors import ForetokenError, undone_on_error
+from foretoken.core.errors import ForetokenError, FormError, RequestError, undone_on_error
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import EchoedPrompt, Envelope, running_usage, without_tokens
 from foretoken.server.json_body import ApiError, api_error, disconnect, dumped, dumped_in_pieces
-from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, check_booleans, completion_request
+from foretoken.server.request_fields import (
+    UnknownFields,
+    chat_form,
+    chat_request,
+    check_booleans,
+    completion_request,
+    continued_message,
+)
 from foretoken.server.responses import ResponseEnvelope, as_chat, told_back
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, MutableMapping, Sequence
     from concurrent.futures import Executor
 
     from foretoken.core.results import Logprob, RequestOutput, StreamChunk
@@ -102,7 +110,9 @@ class BodyReader:
         else:
             chat = await read_body(as_chat, body) if is_response else body
             prompt = await self.conversation(chat)
-            request = await read_body(chat_request, chat, log, defaults, prompt, self._formats)
+            begun = await self._begun(chat, prompt["prompt"])
+            form_name = "text.format" if is_response else "response_format"
+            request = await read_body(chat_request, chat, log, defaults, prompt, self._formats, begun, form_name)
         has_metrics = self._has_draft_metrics if request.has_draft_metrics is None else request.has_draft_metrics
         if not is_response:
             return Envelope(request=request, model=self._model, has_draft_metrics=has_metrics)
@@ -114,11 +124,32 @@ class BodyReader:
         messages, form = await read_body(chat_form, chat)
         if self._llm.tokenizer is not None and not self.has_template:
             raise ApiError(f"The model has no chat template. {self._advice}", param="messages")
+        return await self._rendered(messages, form)
+
+    async def _rendered(self, messages: Any, form: Mapping[str, Any]) -> Any:
         render = partial(self._llm.chat_prompts, messages, chat_template=self._template, **form)
         (prompt,) = await in_pool(_large if is_large.get() else _rendering, render)
         return prompt
 
+    async def _begun(self, chat: dict[str, Any], prompt: str) -> str:
+        """Returns the assistant's part of a prompt: what it has in common with the same answer to a short question."""
+        if self._formats.tags is None:
+            return ""
+        _, form = await read_body(chat_form, chat)
+        continued = continued_message(chat)
+        messages = [{"role": "user", "content": _QUESTION}, *([] if continued is None else [continued])]
+        form = {name: value for name, value in form.items() if name != "tools"}
+        try:
+            short = await self._rendered(messages, form)
+        except RequestError:  # a template that renders some conversations alone
+            return prompt[-_LONGEST_END:]
+        end = short["prompt"].rpartition(_QUESTION)[2]
+        same = takewhile(lambda signs: signs[0] == signs[1], zip(reversed(prompt), reversed(end), strict=False))
+        return prompt[len(prompt) - sum(1 for _ in same) :]
 
+
+_QUESTION = "question 7f3a"  # any text that no template has
+_LONGEST_END = 32  # characters of a prompt that may open or close thoughts; a choice
 _Answer = TypeVar("_Answer")
 _MOST_LOGPROBS = 1 << 18  # of one answer, some 20 MB of JSON; RESULTS, "What one client's dearest requests cost"
 # Compiling structured output takes long: these requests wait for each other and leave threads to other requests.
@@ -172,7 +203,10 @@ class LiveRequest:
         _check_entries(request, [len(prompt.get("prompt_token_ids", ())) for prompt in request.prompts])
         with undone_on_error(lambda: _abort(streams)):
             for prompt in request.prompts:  # reading a long prompt would delay other requests' chunks
-                streams.append(await submit(partial(call, prompt, check=check)))
+                try:
+                    streams.append(await submit(partial(call, prompt, check=check)))
+                except FormError as err:
+                    raise request.form_error(err) from err
                 if request.is_echoed:
                     given = prompt.get("prompt"), streams[-1].prompt_token_ids
                     echoes.append(await in_thread(EchoedPrompt.of_prompt, engine.llm, *given))

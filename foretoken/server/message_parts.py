@@ -91,17 +91,25 @@ class AnswerFormats:
         calls, thoughts = self.calls and self.calls.names[0], self.tags and self.tags.names[0]
         return f"tool calls {calls or 'none'}, thoughts {thoughts or 'none'}"
 
-    def form(self, prompt: str, tools: ToolUse | None) -> MessageForm | None:
-        """Returns how to read an answer to a rendered conversation; None if all text is content."""
-        text, tags = prompt.rstrip(), self.tags
-        if tags is not None and text.endswith(tags.end):
-            tags = None
+    def form(self, begun: str, tools: ToolUse | None, *, is_continued: bool = False) -> MessageForm | None:
+        """Returns how to read an answer; None if all text is content.
+
+        Args:
+            begun: The assistant's part of the prompt. Its last tag says whether thoughts are open or over.
+            tools: The tools of the request.
+            is_continued: Whether the answer goes on with text of the prompt, so that it cannot begin with thoughts.
+        """
+        tags, is_thinking = self.tags, False
+        if tags is not None:
+            begin, end = begun.rfind(tags.begin), begun.rfind(tags.end)
+            is_thinking = begin > end
+            tags = tags if is_thinking or (end < 0 and not is_continued) else None
         use = tools if tools is not None and tools.choice != "none" else None
         calls = None if use is None else FORCED if use.choice == "required" else self.calls
         if tags is None and calls is None:
             return None
         return MessageForm(
-            tags=tags, is_thinking=tags is not None and text.endswith(tags.begin), calls=calls,
+            tags=tags, is_thinking=is_thinking, calls=calls,
             schemas=use.schemas if use else {}, forced=use.forced if use else None,
             is_parallel=use is None or use.is_parallel, decode=self.decode,
         )  # fmt: skip

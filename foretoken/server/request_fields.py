@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
-from foretoken.core.errors import RequestError
+from foretoken.core.errors import RequestError, listed
 from foretoken.core.sampling_params import MOST_TOKENS, OTHER_FIELDS, OtherField, SamplingParams
 from foretoken.core.structured_outputs import StructuredOutputsParams
 from foretoken.server.json_body import ApiError
-from foretoken.server.tools import tool_use
+from foretoken.server.tools import functions_of, tool_use
 
 if TYPE_CHECKING:
+    from foretoken.core.errors import FormError
     from foretoken.server.message_parts import AnswerFormats, MessageForm
+    from foretoken.server.tools import ToolUse
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +125,9 @@ class ServedRequest:
         has_origins: Whether chunks of a stream say which text was drafted.
         has_draft_metrics: Whether the answer has draft metrics; None for the server's default.
         message_form: How to read the text of a message; None if all of the text is content.
+        form_name: The field that asks for a form of output.
+        forced_tools: The tools of a request whose answer is forced to call them; their schemas are the form.
+        left_out: The types of tools that were left out.
         may_be_learned: Whether `foretoken serve --distill-to` may collect the text: not with `store` false, nor with a
             cache salt, whose text must not change the drafts of other clients.
     """
@@ -142,7 +147,25 @@ class ServedRequest:
     has_origins: bool = False
     has_draft_metrics: bool | None = None
     message_form: MessageForm | None = None
+    form_name: str = "structured_outputs"
+    forced_tools: ToolUse | None = None
+    left_out: Sequence[str] = ()
     may_be_learned: bool = True
+
+    @property
+    def warning(self) -> dict[str, str]:
+        """What the answer's metadata say about tools that were left out."""
+        told = f"tools that this server does not run were left out: {listed(set(self.left_out))}"
+        return {"warning": told} if self.left_out else {}
+
+    def form_error(self, error: FormError) -> ApiError:
+        """Returns the answer for a form that cannot be followed, in the names of the request's fields."""
+        if self.forced_tools is not None:
+            return self.forced_tools.form_error(error)
+        if self.form_name == "structured_outputs":
+            return ApiError(str(error))
+        message = error.about(f"the schema of {self.form_name}", error.place, error.advice)
+        return ApiError(message, param=self.form_name.partition(".")[0])
 
 
 class UnknownFields:
@@ -190,12 +213,17 @@ def chat_request(
     defaults: Mapping[str, Any],
     prompt: Mapping[str, Any],
     formats: AnswerFormats,
+    begun: str,
+    form_name: str = "response_format",
 ) -> ServedRequest:
-    """Reads a body of /v1/chat/completions like `completion_request`; `prompt` is the rendered conversation."""
+    """Reads a body of /v1/chat/completions like `completion_request`; `prompt` is the rendered conversation.
+
+    `begun` is the assistant's part of the prompt. `form_name` is what the client calls `response_format`.
+    """
     own = {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM}
     given = _known(body, unknown, own)
     tools = tool_use(given)
-    form = formats.form(prompt["prompt"], tools)
+    form = formats.form(begun, tools, is_continued=continued_message(given) is not None)
     if form is not None and formats.has_special_markers:
         given["skip_special_tokens"] = False  # the parsers need the markers
     if tools is not None and tools.choice == "required":
@@ -212,12 +240,20 @@ def chat_request(
     num_logprobs, has_prompt = (num_top or 0) if has_logprobs else None, "prompt_logprobs" in given
     return _request(
         given, [_with_extras(prompt, given)], defaults, is_chat=True, num_top_logprobs=num_logprobs,
-        has_prompt_logprobs=has_prompt, message_form=form,
+        has_prompt_logprobs=has_prompt, message_form=form, form_name=form_name,
+        forced_tools=tools if tools is not None and tools.choice == "required" else None,
+        left_out=tools.left_out if tools is not None else (),
     )  # fmt: skip
 
 
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _FORM = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+def continued_message(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the message that the answer of a chat continues; None if the answer is a message of its own."""
+    last = body["messages"][-1:] if body.get("continue_final_message") is True else []
+    return last[0] if last and last[0].get("content") else None
 
 
 def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -230,7 +266,7 @@ def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     form = {name: body[name] for name in _FORM if body.get(name) is not None}
     tools = tool_use(body)
     if tools is not None and tools.choice != "none":
-        form["tools"] = body["tools"]
+        form["tools"] = functions_of(body["tools"])
     if form.get("continue_final_message") is True:
         form.setdefault("add_generation_prompt", False)
     variables = form.get("chat_template_kwargs", {})
@@ -292,9 +328,12 @@ def _request(
         message = f"spec_decode_metrics is {shown(metrics)}. Expected 'none' or 'summary'."
         raise ApiError(message, param="spec_decode_metrics")
     is_streamed, form = given.get("stream", False), more.get("message_form")
+    more["form_name"] = (
+        "structured_outputs" if "structured_outputs" in given else more.get("form_name", "response_format")
+    )
     params = _params(
         given, defaults, n, more["num_top_logprobs"], max_tokens=None if is_chat else 16,
-        thoughts=None if form is None else form.thoughts,
+        thoughts=None if form is None else form.thoughts, form_name=more["form_name"],
     )  # fmt: skip
     return ServedRequest(
         prompts=prompts,
@@ -314,7 +353,7 @@ def _request(
 
 def _params(
     given: Mapping[str, Any], defaults: Mapping[str, Any], n: int, num_logprobs: int | None, *,
-    max_tokens: int | None, thoughts: tuple[str, str] | None,
+    max_tokens: int | None, thoughts: tuple[str, str] | None, form_name: str,
 ) -> SamplingParams:  # fmt: skip
     """Returns the sampling parameters of a request; the engine checks their values.
 
@@ -333,7 +372,11 @@ def _params(
     if form is not None:
         if "structured_outputs" in values:
             raise ApiError("response_format and structured_outputs exclude each other. Pass one of them.")
-        values["structured_outputs"] = form
+        try:
+            values["structured_outputs"] = StructuredOutputsParams.read(form)
+        except RequestError as err:
+            message = f"the schema of {form_name} cannot be followed: {err}"
+            raise ApiError(message, param=form_name.partition(".")[0]) from err
     try:
         if thoughts is not None and "structured_outputs" in values:
             asked = StructuredOutputsParams.read(values["structured_outputs"])

@@ -362,7 +362,7 @@ class ResponseEnvelope(Envelope):
             "model": self.model, "output": output, "error": None, "incomplete_details": None, "usage": None,
             "temperature": params.temperature, "top_p": params.top_p, "background": False, "store": False,
             "previous_response_id": None,
-            "truncation": "disabled", **self.told,
+            "truncation": "disabled", **self.told, "metadata": {**self.told["metadata"], **self.request.warning},
         }  # fmt: skip
 
     def _entries(self, entries: Sequence[dict[int, Logprob]] | None) -> list[dict[str, Any]]:

@@ -7,16 +7,19 @@ import re
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urljoin
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.errors import ConfigError, RequestError, listed, nearest_name_hint
+from foretoken.core.structured_outputs import StructuredOutputsParams
 from foretoken.server.call_syntax import JSON, PYTHON, BracketReader, XmlReader
 from foretoken.server.json_body import ApiError
 
 if TYPE_CHECKING:
+    from foretoken.core.errors import FormError
     from foretoken.server.call_syntax import Brackets, CallReader, Schemas
 
 _MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar
@@ -28,23 +31,34 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request, their choice ("none", "auto" or "required"), and the tool that it names, or None."""
+    """The tools of a request, their choice ("none", "auto" or "required"), and the tool that it names, or None.
+
+    `left_out` has the types of tools that other servers run themselves, such as `web_search`.
+    """
 
     schemas: Mapping[str, Mapping[str, Any]]
     choice: str
     forced: str | None = None
     is_parallel: bool = True
+    left_out: Sequence[str] = ()
 
     def forced_form(self) -> dict[str, Any] | None:
         """Returns the `structured_outputs` of a forced call; None if the model may answer without a call.
 
+        Raises `ApiError` for a schema that is too large or too deep.
+
         If the request names a tool, the answer is its arguments. With "required" the answer is a list of objects with
         the name and the parameters of a tool, as in vLLM.
         """
-        if self.forced is not None:
-            return {"json": self.schemas[self.forced], "whitespace_pattern": _SPACE}
         if self.choice != "required":
             return None
+        for name, schema in self.schemas.items() if self.forced is None else [(self.forced, self.schemas[self.forced])]:
+            try:
+                StructuredOutputsParams(json=schema)
+            except RequestError as err:
+                raise ApiError(f"the schema of the tool {name} cannot be followed: {err}", param="tools") from err
+        if self.forced is not None:
+            return {"json": self.schemas[self.forced], "whitespace_pattern": _SPACE}
         calls = [
             {
                 "type": "object", "required": ["name", "parameters"], "additionalProperties": False,
@@ -52,10 +66,19 @@ class ToolUse:
             }
             for name in self.schemas
         ]  # fmt: skip
-        inner = {name: _moved(schema, f"#/$defs/{name}") for name, schema in self.schemas.items()}
+        inner = {name: _with_id(name, schema) for name, schema in self.schemas.items()}
         most = {} if self.is_parallel else {"maxItems": 1}
         schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": inner}
         return {"json": schema, "whitespace_pattern": _SPACE}
+
+    def form_error(self, error: FormError) -> ApiError:
+        """Returns the answer to a request whose `forced_form` cannot be followed; names the tool."""
+        place, names = error.place, [self.forced] if self.forced is not None else list(self.schemas)
+        if self.forced is None and place[:1] == ("$defs",):
+            names, place = [place[1]], place[2:]
+        subject = f"the schema of the tool {names[0]}" if len(names) == 1 else f"a schema of the tools {listed(names)}"
+        advice = "Leave the keyword out of the schema, or set tool_choice to 'auto', which compiles no schema."
+        return ApiError(error.about(subject, place, advice), param="tools")
 
 
 def tool_use(body: Mapping[str, Any]) -> ToolUse | None:
@@ -69,16 +92,31 @@ def tool_use(body: Mapping[str, Any]) -> ToolUse | None:
         return None
     if len(tools) > _MOST_TOOLS:
         raise ApiError(f"tools has {len(tools)} items. Expected at most {_MOST_TOOLS}.", param="tools")
-    schemas = dict(_schema(tool) for tool in tools)
-    if len(schemas) < len(tools):
+    functions = functions_of(tools)
+    left_out = [tool["type"] for tool in tools if tool not in functions]
+    schemas = dict(_schema(tool) for tool in functions)
+    if len(schemas) < len(functions):
         raise ApiError("two tools have the same name. Expected a different name for each.", param="tools")
     if len(json.dumps(tools)) > _MOST_CHARACTERS:
         raise ApiError(f"tools have more than {_MOST_CHARACTERS} characters. Expected fewer.", param="tools")
     forced = _forced(choice, schemas)
     choice = "required" if forced is not None else choice or "auto"
+    if not schemas and choice == "required":
+        message = f"tool_choice is 'required', and tools has no function, only {listed(left_out)}. Pass functions."
+        raise ApiError(message, param="tool_choice")
     return ToolUse(
-        schemas=schemas, choice=choice, forced=forced, is_parallel=body.get("parallel_tool_calls") is not False
+        schemas=schemas,
+        choice=choice if schemas else "none",
+        forced=forced,
+        is_parallel=body.get("parallel_tool_calls") is not False,
+        left_out=left_out,
     )
+
+
+def functions_of(tools: Sequence[Any]) -> list[Any]:
+    """Returns the tools without those of another type than "function", which nobody here runs."""
+    return [tool for tool in tools if not isinstance(tool, Mapping) or tool.get("type") in (None, "function")
+            or not isinstance(tool["type"], str)]  # fmt: skip
 
 
 def _schema(tool: Any) -> tuple[str, dict[str, Any]]:
@@ -116,17 +154,14 @@ def _forced(choice: Any, schemas: Mapping[str, Any]) -> str | None:
     return name
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Returns a schema with its references moved to `place` in another schema."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        key: place + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for key, value in schema.items()
-    }  # fmt: skip
+def _with_id(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema that keeps its references to itself inside another schema, by an `$id`."""
+    own = schema.get("$id")
+    base = urljoin(f"https://tools.invalid/{name}/", own) if isinstance(own, str) else f"https://tools.invalid/{name}/"
+    return {"$id": base.partition("#")[0], **{key: value for key, value in schema.items() if key not in _DIALECT}}
+
+
+_DIALECT = ("$id", "$schema")  # llguidance reads no mixture of dialects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,7 +224,7 @@ def test_a_form_that_is_null_asks_for_text(text: Any, speculative: LiveServer) -
         ({"previous_response_id": "resp_1"}, "previous_response_id", "Send the whole conversation as input."),
         ({"conversation": "conv_1"}, "conversation", "Send the whole conversation as input."),
         ({"background": True}, "background", "set stream"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "{'type': 'function', 'name': ..., "),
+        ({"tools": [{"name": "f"}]}, "tools", "{'type': 'function', 'name': ..., "),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "the name 'a b'. Expected 1 to 64"),
         ({"tools": {}}, "tools", "tools is {}. Expected a list of functions."),
         ({"tool_choice": "required"}, "tool_choice", "without tools."),

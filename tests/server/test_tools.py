@@ -301,6 +301,45 @@ def test_there_may_be_no_thoughts(thinking: LiveServer) -> None:
     assert ask(thinking, said("none"), tools=[], extra_body=whole).choices[0].message.content == "No thoughts."
 
 
+@pytest.fixture(scope="module")
+def continuing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    scripts = {"hm": "What else?</think>\nYes, it is.", "answer": "<think> is a tag"}
+    template = (
+        "<think></think>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if not loop.last %}\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    folder = save_scripted_model(tmp_path_factory.mktemp("on"), scripts, template, plain=["<think>", "</think>"])
+    with live_server(LLM(folder, max_num_seqs=1), names=["scripted"]) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("begun", "script", "thoughts", "content"),
+    [
+        ("Let me think: <think>\nHm.", "hm", "What else?", "Yes, it is."),  # thoughts that the message opens
+        ("<think>\nHm.\n</think>\n\nThe answer:", "answer", "", "<think> is a tag"),  # thoughts that it closes
+        ("The answer:", "answer", "", "<think> is a tag"),
+    ],
+)
+@pytest.mark.parametrize("asked", ["Why?", "What does <think> mean?", "What does </think> mean?", "<think>"])
+def test_thoughts_of_a_message_that_is_continued(
+    begun: str, script: str, thoughts: str, content: str, asked: str, continuing: LiveServer
+) -> None:
+    """Tags of the user's text change nothing. The tags are tokens here, as in real models."""
+    talk = [*said(asked), {"role": "assistant", "content": f"{begun}<|begin:{script}"}]
+    fields: dict[str, Any] = {"continue_final_message": True}
+    for form in ({}, {"structured_outputs": {"regex": "Yes, .*"}}) if thoughts else ({},):
+        message = ask(continuing, talk, extra_body={**fields, **form}, tools=[]).choices[0].message.to_dict()
+        assert (message.get("reasoning_content", ""), message["content"]) == (thoughts, content)
+
+
+def test_tags_that_a_user_writes_change_no_thoughts(thinking: LiveServer) -> None:
+    talk = [*said("<think>"), {"role": "assistant", "content": "<think>a</think>b"}, *said("thoughts")]
+    for messages in (talk, [*said("What is </think>?"), *said("thoughts")], [*said("a <think> b"), *said("thoughts")]):
+        message = ask(thinking, messages, tools=[]).choices[0].message
+        assert (message.to_dict()["reasoning_content"], message.content) == ("Should I?", "Yes.")
+
+
 def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
     """Mistral's, which texts leave out where a request does not say otherwise."""
     scripts = {"text": f"[THINK]Hm.[/THINK] {json.dumps(GIVEN)}"}
@@ -463,7 +502,9 @@ FUNCTION = TOOLS[0]["function"]
         ({"tools": {}}, "tools", "tools is {}. Expected a list of functions."),
         ({"tools": [5]}, "tools", "tools has the item 5. Expected {'type': 'function'"),
         ({"tools": [{"type": "function"}]}, "tools", "Expected {'type': 'function'"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "Expected {'type': 'function'"),
+        ({"tools": [{"name": "f"}]}, "tools", "Expected {'type': 'function'"),
+        ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", "no function, only mcp. Pass"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "Expected 'none', 'auto'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "the name 'a b'. Expected 1 to 64"),
         ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools", "Expected 1 to 64"),
         ({"tools": [{"type": "function", "function": {"name": "a\n"}}]}, "tools", "Expected 1 to 64"),
@@ -482,7 +523,8 @@ FUNCTION = TOOLS[0]["function"]
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "Expected True or False."),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, None, "exclude each other"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters":
-          {"properties": {"b": {"type": "text"}}}}}]}, None, "does not compile"),
+          {"properties": {"b": {"type": "text"}}}}}]}, "tools",
+         "the schema of the tool a at properties.b.type does not compile: Invalid type: text. Leave"),
         ({"functions": [FUNCTION]}, "functions", "Pass tools."),
         ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, None, "the tool_calls of a message are [5]."),
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, None, "the tool_calls of a message are 'x'."),
@@ -495,3 +537,105 @@ def test_fields_that_do_not_fit(fields: dict[str, Any], param: str | None, part:
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert part in error["message"]
+
+
+REFUSED_KEYS = {
+    "uniqueItems": {"type": "array", "uniqueItems": True}, "not": {"not": {"type": "string"}},
+    "if": {"if": {}, "then": {}}, "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
+    "contains": {"type": "array", "contains": {}}, "pattern": {"type": "string", "pattern": "^(?=a)b"},
+    "patternProperties": {"type": "object", "patternProperties": {"a(?!b)": {}}}, "$ref": {"$ref": "#/$defs/none"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REFUSED_KEYS)
+def test_a_schema_that_is_not_followed_is_named_as_the_client_sent_it(key: str, plain: LiveServer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"tags": {"anyOf": [REFUSED_KEYS[key]]}, "uniqueItems": {"enum": ["not"]}},
+    }
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    body = {"messages": ASKED, "max_tokens": 4}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    place = f"at properties.tags.anyOf.0.{key} does not compile: "
+    named = {"type": "function", "function": {"name": "find"}}
+    for path, fields, param, begin in (
+        ("chat/completions", {"tools": [*TOOLS, tool], "tool_choice": "required"}, "tools", "schema of the tool find"),
+        ("chat/completions", {"tools": [tool, *TOOLS], "tool_choice": named}, "tools", "schema of the tool find"),
+        ("chat/completions", {"response_format": form}, "response_format", "schema of response_format"),
+        ("responses", {"messages": None, "max_tokens": None, "input": "x", "text": {"format": {
+            "type": "json_schema", "name": "x", "schema": schema}}}, "text", "schema of text.format"),
+        ("chat/completions", {"structured_outputs": {"json": schema}}, None, "json of structured_outputs"),
+    ):  # fmt: skip
+        answer = plain.post(f"/v1/{path}", {**body, **fields})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), error
+        assert f"{begin} {place}" in error["message"]
+    assert plain.post("/v1/chat/completions", {**body, "tools": [tool]}).status_code == 200, "nothing follows it"
+
+
+def test_a_schema_of_a_tool_that_is_too_large(plain: LiveServer) -> None:
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"properties": {
+        "a": {"enum": [str(number) for number in range(3000)]}}}}}  # fmt: skip
+    body = {"messages": ASKED, "tools": [*TOOLS, tool], "tool_choice": "required"}
+    error = plain.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "tools"
+    assert error["message"].startswith("the schema of the tool find cannot be followed: json holds a list of 3000")
+
+
+ITEM = {"type": "integer", "minimum": 1, "maximum": 3}
+OWN_REFERENCES: list[dict[str, Any]] = [
+    {"$id": "https://example.com/a.json", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": ITEM}},
+    {"$id": "a.json", "properties": {"a": {"$ref": "a.json#/$defs/A"}}, "$defs": {"A": ITEM}},
+    {"$id": "https://example.com/a.json", "properties": {"a": {"$ref": "b.json"}},
+     "$defs": {"A": {"$id": "b.json", **ITEM}}},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"a": {"$ref": "#/definitions/A"}},
+     "definitions": {"A": ITEM}},
+    {"properties": {"a": {"$ref": "#A"}}, "$defs": {"A": {"$anchor": "A", **ITEM}}},
+    {"properties": {"a": ITEM, "b": {"const": {"$ref": "#/x"}}, "c": {"enum": [{"$ref": "#/y", "$id": "z"}]}}},
+    {"properties": {"a": ITEM, "const": {"$ref": "#/$defs/A"}, "$ref": {"type": "null"}}, "$defs": {"A": ITEM}},
+    {"properties": {"a": {**ITEM, "format": "int32"}, "s": {"type": "string", "format": "my-own", "maxLength": 3}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("at", range(len(OWN_REFERENCES)))
+def test_schemas_that_refer_to_themselves_or_hold_data(at: int, plain: LiveServer) -> None:
+    inner = OWN_REFERENCES[at]
+    schema = {"type": "object", "additionalProperties": False, **inner, "required": list(inner["properties"])}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
+    for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+        calls = forced(plain, choice, tools=tools if choice != "required" else [*tools[:1], *TOOLS[1:]],
+                       parallel_tool_calls=False).choices[0].message.tool_calls  # fmt: skip
+        given = json.loads(calls[0].function.arguments)
+        if calls[0].function.name in ("f", "g"):
+            assert 1 <= given["a"] <= 3
+            for key, value in (("b", {"$ref": "#/x"}), ("c", {"$ref": "#/y", "$id": "z"})):
+                assert given.get(key, value) == value
+
+
+BUILT_IN: list[dict[str, Any]] = [
+    {"type": "web_search"}, {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+    {"type": "mcp", "server_label": "x"}, {"type": "local_shell"}, {"type": "text_editor_20250728", "name": "edit"},
+]  # fmt: skip
+LEFT_OUT = (
+    "tools that this server does not run were left out: custom, local_shell, mcp, text_editor_20250728, web_search"
+)
+
+
+@pytest.mark.parametrize("written", ["hermes"], indirect=True)
+def test_tools_that_nobody_here_runs_are_left_out(written: tuple[str, LiveServer]) -> None:
+    _, server = written
+    answer = ask(server, tools=[*BUILT_IN, *TOOLS])
+    assert answer.to_dict()["metadata"] == {"warning": LEFT_OUT}
+    assert answer.usage.prompt_tokens == ask(server).usage.prompt_tokens, "the template does not show them"
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["get_weather", "get_time"]
+    first, *others = ask(server, tools=[*BUILT_IN, *TOOLS], stream=True)
+    assert first.to_dict()["metadata"] == {"warning": LEFT_OUT}
+    assert not any("metadata" in chunk.to_dict() for chunk in others)
+    response = respond(server, ASKED[0]["content"], tools=[*BUILT_IN, *FLAT], metadata={"a": "b"})
+    assert response.metadata == {"a": "b", "warning": LEFT_OUT}
+    assert [item.type for item in response.output] == ["message", "function_call", "function_call"]
+    *_, last = respond(server, ASKED[0]["content"], tools=[*BUILT_IN, *FLAT], stream=True)
+    assert last.response.metadata == {"warning": LEFT_OUT}
+    alone = ask(server, tools=BUILT_IN)
+    assert (alone.choices[0].message.tool_calls, alone.to_dict()["metadata"]) == (None, {"warning": LEFT_OUT})
+    assert "metadata" not in ask(server).to_dict()
