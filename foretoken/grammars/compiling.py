@@ -225,10 +225,7 @@ def _form(asked: StructuredOutputsParams, kind: str) -> Form:
     options: dict[str, Any] = {"whitespace_flexible": not asked.disable_any_whitespace}
     if asked.whitespace_pattern is not None:
         options["whitespace_pattern"] = asked.whitespace_pattern
-    text = asked.schema
-    if '"format"' in text:
-        text = json.dumps(without_unknown_formats(json.loads(text)))
-    return Form("json", text, json.dumps(options))
+    return Form("json", without_unknown_formats(asked.schema), json.dumps(options))
 
 
 def _refused(kind: str, reason: str, form: Form) -> FormError:

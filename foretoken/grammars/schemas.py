@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,9 +13,8 @@ _ONE = frozenset({
 })  # fmt: skip
 _LIST = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-_KNOWN_FORMATS = frozenset({  # of llguidance 1.9
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
-})  # fmt: skip
+# Of llguidance 1.9; a tuple, since any value may be compared with it.
+_KNOWN_FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 
 
 def subschemas(schema: Any, *place: str) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
@@ -36,21 +36,13 @@ def subschemas(schema: Any, *place: str) -> Iterator[tuple[tuple[str, ...], Mapp
             yield from subschemas(value, *place, key)
 
 
-def without_unknown_formats(schema: Any) -> Any:
+def without_unknown_formats(text: str) -> str:
     """Returns a schema without `format` keywords that llguidance would refuse; `format` is an annotation."""
-    if not isinstance(schema, Mapping):
-        return schema
-    made: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "format" and not (isinstance(value, str) and value in _KNOWN_FORMATS):
-            continue
-        if key in _NAMED and isinstance(value, Mapping):
-            made[key] = {name: without_unknown_formats(each) for name, each in value.items()}
-        elif key in _LIST and isinstance(value, list):
-            made[key] = [without_unknown_formats(each) for each in value]
-        else:
-            made[key] = without_unknown_formats(value) if key in _ONE else value
-    return made
+    schema = json.loads(text)
+    for _, each in subschemas(schema):
+        if isinstance(each, dict) and each.get("format", "date") not in _KNOWN_FORMATS:
+            del each["format"]
+    return json.dumps(schema)
 
 
 def refused_place(schema: Any, reason: str) -> tuple[str, ...]:
@@ -83,7 +75,7 @@ _MEANT = {
     "string": ("pattern", "minLength", "maxLength", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-_MOST_VISITS = 2_000  # schemas read for one tool; a choice: references can repeat without end
+_MOST_VISITS = 2_000  # schemas read for one parameter; a choice: references can repeat without end
 
 
 class ParameterTypes:
@@ -118,6 +110,7 @@ class ParameterTypes:
 
     def _read(self, name: str) -> tuple[frozenset[str], frozenset[str]]:
         if name not in self._known:
+            self._visits = 0
             schemas = self._declared.get(name) or [each for each in self._others if isinstance(each, Mapping)]
             types = frozenset[str]().union(*(self._types(each, 0) for each in schemas)) if schemas else {"string"}
             lists = [_constants(each) or [] for each in schemas if isinstance(each, Mapping)]

@@ -35,6 +35,24 @@ class Call(NamedTuple):
     arguments: str
 
 
+class KnownTools:
+    """The tools of a request; reads the schema of each once."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        """Reads nothing yet; schemas: the parameters of every tool, by its name."""
+        self._schemas, self._types = schemas, dict[str, ParameterTypes]()
+
+    def has(self, name: str) -> bool:
+        """Whether the request has a tool of this name."""
+        return name in self._schemas
+
+    def types(self, name: str) -> ParameterTypes:
+        """Returns the parameters of a tool; any parameters for a tool that is not known."""
+        if name not in self._types:
+            self._types[name] = ParameterTypes(self._schemas.get(name, {}))
+        return self._types[name]
+
+
 class ReadCalls(NamedTuple):
     """The result of a reader: its first `end` characters are calls, or content if there are no calls."""
 
@@ -287,9 +305,9 @@ class XmlReader:
     next call begins, or the text ends: further closing tags show that the tags before them belong to a value.
     """
 
-    def __init__(self, schemas: Schemas) -> None:
+    def __init__(self, tools: KnownTools) -> None:
         """Reads the text behind a first `<tool_call>`."""
-        self._schemas = schemas
+        self._tools = tools
         self._held: list[str] = []
         self._length, self._tail = 0, ""  # of all text, and what may begin a mark
         self._depth = 1
@@ -356,14 +374,14 @@ class XmlReader:
 
     def _functions(self, body: str) -> list[Call]:
         """Returns the calls in the text between the markers of a call."""
-        inner = [mark.end("close") for mark in _NEXT.finditer(body) if mark[2].strip() in self._schemas]
+        inner = [mark.end("close") for mark in _NEXT.finditer(body) if self._tools.has(mark[2].strip())]
         calls = []
         for start, end in pairwise([0, *inner, len(body)]):
             begun = _BEGIN.match(body, start)
             if begun is None or not body.endswith("</function>", start, end):
                 raise ValueError("no function")
             name = begun[1].strip()
-            types = ParameterTypes(self._schemas.get(name, {}))
+            types = self._tools.types(name)
             values = _values(body[begun.end() : end - len("</function>")], types)
             calls.append(_called(name, {key: typed_value(text, types, key) for key, text in values.items()}))
         return calls

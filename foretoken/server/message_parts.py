@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from foretoken.server.call_syntax import KnownTools
 from foretoken.server.tools import FORCED, Tags, ToolFormat, ToolUse, thinking_tags, tool_format
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class MessageReader:
         self._form, self._rest, self._mark = form, "", ""
         self._unread: deque[str] = deque()
         self._num_reread = 0
+        self._tools = KnownTools(form.schemas)
         self._thoughts, self._content = _Spaced(is_begun=False), _Spaced(is_begun=True)
         self._held: list[str] = []
         self._stray = ""  # a closing marker that may be doubled
@@ -250,7 +252,7 @@ class MessageReader:
     def _begin_call(self, mark: str) -> None:
         assert self._form.calls is not None, "there are calls"
         self._mark, self._held, self._step = mark, [], self._read_call
-        self._reader = self._form.calls.reader(mark, self._form.schemas)
+        self._reader = self._form.calls.reader(mark, self._tools)
 
     def _read_call(self, parts: MessageParts) -> bool:
         piece, self._rest = self._rest, ""

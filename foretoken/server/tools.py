@@ -20,7 +20,7 @@ from foretoken.server.json_body import ApiError
 
 if TYPE_CHECKING:
     from foretoken.core.errors import FormError
-    from foretoken.server.call_syntax import Brackets, CallReader, Schemas
+    from foretoken.server.call_syntax import Brackets, CallReader, KnownTools
 
 _MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar
 _MOST_TOOLS = 128  # OpenAI's limit
@@ -66,7 +66,9 @@ class ToolUse:
             }
             for name in self.schemas
         ]  # fmt: skip
-        inner = {name: _with_id(name, schema) for name, schema in self.schemas.items()}
+        inner: dict[str, dict[str, Any]] = {}
+        for name, schema in self.schemas.items():
+            inner[name] = _with_id(name, schema, {each["$id"] for each in inner.values()})
         most = {} if self.is_parallel else {"maxItems": 1}
         schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": inner}
         return {"json": schema, "whitespace_pattern": _SPACE}
@@ -77,7 +79,8 @@ class ToolUse:
         if self.forced is None and place[:1] == ("$defs",):
             names, place = [place[1]], place[2:]
         subject = f"the schema of the tool {names[0]}" if len(names) == 1 else f"a schema of the tools {listed(names)}"
-        advice = "Leave the keyword out of the schema, or set tool_choice to 'auto', which compiles no schema."
+        mend = "Leave the keyword out of the schema" if error.place else "Make the schema simpler"
+        advice = f"{mend}, or set tool_choice to 'auto', which compiles no schema."
         return ApiError(error.about(subject, place, advice), param="tools")
 
 
@@ -154,11 +157,12 @@ def _forced(choice: Any, schemas: Mapping[str, Any]) -> str | None:
     return name
 
 
-def _with_id(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema that keeps its references to itself inside another schema, by an `$id`."""
-    own = schema.get("$id")
-    base = urljoin(f"https://tools.invalid/{name}/", own) if isinstance(own, str) else f"https://tools.invalid/{name}/"
-    return {"$id": base.partition("#")[0], **{key: value for key, value in schema.items() if key not in _DIALECT}}
+def _with_id(name: str, schema: Mapping[str, Any], taken: set[str]) -> dict[str, Any]:
+    """Returns a schema that keeps its references to itself inside another schema, by an `$id` that no other has."""
+    own, base = schema.get("$id"), f"https://tools.invalid/{name}/"
+    named = urljoin(base, own).partition("#")[0] if isinstance(own, str) else base
+    rest = {key: value for key, value in schema.items() if key not in _DIALECT}
+    return {"$id": base if named in taken else named, **rest}
 
 
 _DIALECT = ("$id", "$schema")  # llguidance reads no mixture of dialects
@@ -194,10 +198,10 @@ class ToolFormat:
         """The markers to look for outside calls."""
         return (*self.opens, *self.silent)
 
-    def reader(self, mark: str, schemas: Schemas) -> CallReader:
+    def reader(self, mark: str, tools: KnownTools) -> CallReader:
         """Returns the reader of a call behind a marker, or of a call without one if `mark` is empty."""
         if self.syntax is None:
-            return XmlReader(schemas)
+            return XmlReader(tools)
         close = self.opens.get(mark, "")
         return BracketReader(self.syntax, close, [mark] if mark and mark != close else [])
 

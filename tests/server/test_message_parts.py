@@ -300,11 +300,12 @@ def test_xml_arguments_have_the_types_of_their_schema(schema: Any, text: str, va
 def test_a_schema_is_read_once_a_call() -> None:
     """A schema that repeats itself without end, and one with thousands of forms for thousands of parameters."""
     loop = {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}
-    many = {f"p{i}": {"anyOf": [{"type": "integer"}] * 2000} for i in range(5)}
+    many = {f"p{i}": {"anyOf": [{"type": "integer"}] * 2000} for i in range(500)}
     for tool in ({"properties": {"p0": loop}, "$defs": {"A": loop}}, {"properties": many}):
         read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas={"f": tool})
         text = "<tool_call>\n<function=f>\n" + "<parameter=p0>\n5\n</parameter>\n" * 3000 + "</function>\n</tool_call>"
         assert len(whole_message(read, text).calls) == 1
+        assert len(whole_message(read, tags("f", p0="5") * 1000).calls) == 1000
 
 
 @pytest.mark.parametrize(

@@ -573,6 +573,17 @@ def test_a_schema_that_is_not_followed_is_named_as_the_client_sent_it(key: str, 
     assert plain.post("/v1/chat/completions", {**body, "tools": [tool]}).status_code == 200, "nothing follows it"
 
 
+def test_tools_with_the_same_id_have_their_own_references(plain: LiveServer) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {
+            "$id": "https://example.com/a.json", "type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}},
+            "required": ["a"], "additionalProperties": False, "$defs": {name: {"const": name}}}}}
+        for name in ("f", "g")
+    ]  # fmt: skip
+    for call in forced(plain, "required", tools=tools).choices[0].message.tool_calls:
+        assert json.loads(call.function.arguments) == {"a": call.function.name}
+
+
 def test_a_schema_of_a_tool_that_is_too_large(plain: LiveServer) -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": {"properties": {
         "a": {"enum": [str(number) for number in range(3000)]}}}}}  # fmt: skip
