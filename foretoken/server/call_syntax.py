@@ -289,6 +289,7 @@ _NAMES = r"[^<>\n]{1,128}"
 _SPACES = rf"\s{{0,{_MOST_SPACES}}}"
 _OPEN = rf"<tool_call>{_SPACES}<function={_NAMES}>"
 _MARK = re.compile(rf"(?P<open>{_OPEN})|</function>{_SPACES}</tool_call>")
+_NEXT_CALL = re.compile(rf"\s*(?:{_OPEN}|\Z)")
 _LONGEST_MARK = 256  # characters of a text that `_MARK` matches
 _BEGIN = re.compile(rf"{_SPACES}<function=({_NAMES})>{_SPACES}(?=<parameter={_NAMES}>|</function>)")
 _PARAMETER = re.compile(rf"<parameter=({_NAMES})>|</parameter>")
@@ -346,16 +347,18 @@ class XmlReader:
 
     def finish(self) -> ReadCalls:
         """Returns the calls, also without the last closing marker; text of a call that is cut off is content."""
+        if self._begun is None:
+            return ReadCalls(0)
         if not self._depth:
             return self._found(self._ends[-1])
         text = "".join(self._held)
         if self._ends:  # a value or a sentence mentions a tag that nothing closes, or the text is cut off
-            is_inline = self._begun is not None and "\n" not in self._begun[0]
-            marked = (at for at in self._opens if text.startswith("<tool_call>\n", at))
-            if is_inline and (genuine := next(marked, None)) is not None:
-                return ReadCalls(genuine)
-            is_next = re.compile(rf"\s*(?:{_OPEN}|\Z)").match
-            end = next((end for end in self._ends if is_next(text, end)), None)
+            if "\n" not in self._begun[0] or not self._tools.has(self._begun[1].strip()):
+                for at in self._opens:
+                    begun = _BEGIN.match(text, at + len("<tool_call>"))
+                    if begun is not None and "\n" in begun[0] and self._tools.has(begun[1].strip()):
+                        return ReadCalls(at)  # prose about tags comes before the call
+            end = next((end for end in self._ends if _NEXT_CALL.match(text, end)), None)
             return ReadCalls(len(text)) if end is None else self._found(end)
         is_whole = not self._opens and text.rstrip().endswith("</function>")
         return self._found(len(text)) if is_whole else ReadCalls(len(text))
@@ -441,10 +444,11 @@ def _read_values(
 
 
 def _inner(text: str) -> str:
-    """Returns a value without its closing tag, which may be doubled."""
+    """Returns a value without its closing tag, which may be doubled in the same layout."""
+    closing = "\n</parameter>" if text.startswith("\n") else "</parameter>"
     text = text.rstrip().removesuffix("</parameter>")
     for _ in range(_MOST_DOUBLED):
-        if text.rstrip().endswith("</parameter>") and text.count("</parameter>") > text.count("<parameter="):
+        if text.rstrip().endswith(closing) and text.count("</parameter>") > text.count("<parameter="):
             text = text.rstrip().removesuffix("</parameter>")
     return text.removeprefix("\n").removesuffix("\n")
 

@@ -170,7 +170,7 @@ QUOTES = "\"'\\ ' " + "'" * 3 + '"' * 3 + ")]}"
 # Texts about the markers of every format, as a tool gets them that writes documentation.
 ABOUT_MARKERS = [
     "close it with </parameter> or </function> or </tool_call>, begin it with <tool_call>",
-    "</tool_call>", "a\n</tool_call>\nb", "a\n</function>\n</tool_call>\nb",
+    "</tool_call>", "a</parameter>", "a\n</tool_call>\nb", "a\n</function>\n</tool_call>\nb",
     "a\n</parameter>\n</function>\n</tool_call>\nb", "<tool_call>\n<function=shell>", "<function=shell>",
     "a <parameter=command> b", "a\n<parameter=command>\nb\n</parameter>\nc", "<parameter=path>", "<parameter=mode>\n2",
     "a\n</parameter>\n<parameter=other>\nb", tags("shell", command="rm -r x"), tags("write", text="b", path="c"),
@@ -223,11 +223,19 @@ def test_prose_about_markers_hides_no_call(form: ToolFormat) -> None:
             assert told(in_pieces(read, prose + call, list(range(400)))) == told(whole_message(read, prose + call))
 
 
-def test_prose_that_shows_the_tags_of_a_call_in_a_line() -> None:
+@pytest.mark.parametrize(
+    "prose",
+    [
+        "<tool_call><function=shell><parameter=command> opens a call.", "Use <tool_call>\n<function=NAME>\n.",
+        "Use <tool_call>\n<function=NAME>\n<parameter=KEY>\nand so on.", "<tool_call><function=shell>...</tool_call>",
+        "Use <tool_call><function=NAME>...</function></tool_call>.", "`<tool_call>`, `<function=a>`, `</tool_call>`",
+    ],
+)  # fmt: skip
+def test_prose_that_shows_the_tags_of_a_call(prose: str) -> None:
     read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
-    prose = "<tool_call><function=shell><parameter=command> opens a call.\n"
-    made = whole_message(read, prose + tags("shell", command="ls"))
-    assert told(made) == ("", prose.strip(), [("shell", {"command": "ls"})])
+    text = f"{prose}\n{tags('shell', command='ls')}"
+    assert told(whole_message(read, text)) == ("", prose, [("shell", {"command": "ls"})])
+    assert told(in_pieces(read, text, list(range(len(text))))) == ("", prose, [("shell", {"command": "ls"})])
 
 
 ENDS = ["</parameter>", "</function>", "</tool_call>"]
