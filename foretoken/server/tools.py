@@ -225,7 +225,7 @@ def _short_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-# Text between a marker and the arguments: `[NAME]`, with the marks of Mistral and of both versions of DeepSeek.
+# The name of a tool stands between the marker and the arguments.
 _MISTRAL = JSON._replace(
     head=re.compile(
         r"\s{0,64}(?:(?P<name>[\w.\-]{1,64})\s{0,64}(?:\[CALL_ID\][\w\-]{1,64}\s{0,64})?(?:\[ARGS\]\s{0,64})?(?=\{)"
