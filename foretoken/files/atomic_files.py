@@ -23,6 +23,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from safetensors import SafetensorError
+
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError, one_line, undone_on_error
 from foretoken.files.bounded_reads import MIB, read_regular
@@ -128,13 +130,16 @@ def new_directory(
 
 @contextmanager
 def told_as(error: type[ForetokenError], what: str, advice: str) -> Iterator[None]:
-    """Turns an `OSError` of the block into one sentence of type `error`: what cannot be written, why, and `advice`."""
+    """Turns an error of writing into one sentence of type `error`: what cannot be written, why, and `advice`.
+
+    Catches `OSError`, and what safetensors raises for files that cannot be written.
+    """
     try:
         yield
     except BrokenPipeError:  # standard output was closed; no file is concerned
         raise
-    except OSError as err:
-        reason = " ".join((err.strerror or str(err) or type(err).__name__).split()).rstrip(".")
+    except (OSError, SafetensorError) as err:
+        reason = " ".join((getattr(err, "strerror", None) or str(err) or type(err).__name__).split()).rstrip(".")
         unchanged = "" if isinstance(err, NotPutBackError) else "Nothing was changed there. "
         raise error(f"{what} cannot be written: {reason}. {unchanged}{advice}") from err
 

@@ -270,22 +270,15 @@ def whole_files(directory: Path, *, replaces: bool = False) -> Iterator[Path]:
         yield new
 
 
-@contextmanager
-def safetensors_errors() -> Iterator[None]:
-    """Turns errors of safetensors about files that cannot be written into `OSError`."""
-    try:
-        yield
-    except SafetensorError as err:
-        raise OSError(one_line(err)) from err
-
-
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors, each with its own memory: safetensors, or a pickle by the name's ending; raises `OSError`."""
+    """Writes tensors, each with its own memory: safetensors, or a pickle by the name's ending.
+
+    Raises `OSError` or `SafetensorError` when they cannot be written; see `told_as`.
+    """
     if path.suffix == ".safetensors":
         path.touch()
         mode = path.stat().st_mode  # safetensors makes its files readable by their owner alone
-        with safetensors_errors():
-            save_file(dict(tensors), path, metadata={"format": "pt"})
+        save_file(dict(tensors), path, metadata={"format": "pt"})
         path.chmod(mode)
         return
     with path.open("wb") as file:

@@ -20,7 +20,6 @@ from foretoken.core.results import GenerationMetrics
 from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
-from foretoken.formats.files import safetensors_errors
 from foretoken.heads.base import AutoregressiveConfig, HeadConfig
 from foretoken.models.loading import LoadedModel, load_config, load_model
 from foretoken.models.placement import DTYPES
@@ -325,8 +324,7 @@ def saved_draft_model(
         **{key: value for key, value in notes.items() if key not in ("settings", "curve", "command")},
     }
     with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
-        with safetensors_errors():
-            module.save_pretrained(place)
+        module.save_pretrained(place)
         tokenizer.save_pretrained(place)
         acceptance = None
         if workload is not None:
@@ -372,7 +370,7 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
     """
     if training_processes().process_index == 0:
         module: Any = target.module
-        with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place, safetensors_errors():
+        with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
             module.to(_stored_dtype(load_config(like).get_text_config(), target.dtype)).save_pretrained(place)
             tokenizer.save_pretrained(place)
         module.to(target.dtype)  # with the rounding of the written weights

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.files.atomic_files import new_file
-from foretoken.formats.files import safetensors_errors
 from foretoken.models.generic import Taps, own_attention
 from foretoken.models.plugin import ForwardPass, running
 
@@ -99,9 +98,9 @@ class FeatureCache:
         if self._size + size > self._max_bytes:
             return
         try:
-            with new_file(self._directory / f"{name}.safetensors") as new, safetensors_errors():
+            with new_file(self._directory / f"{name}.safetensors") as new:
                 save_file({"features": features.detach().cpu().contiguous()}, new)
             self._size += size
-        except OSError as err:  # a full disk: continue without
+        except (OSError, SafetensorError) as err:  # a full disk: continue without
             _log.warning("no more features are kept in '%s', but computed every time: %s", self._directory, err)
             self._max_bytes = 0

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cli.test_killed_commands import contents, run_killed
 from command_line import MODEL, ROOT, run
+from limits import full_disk
 from pairwise import slow_products
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
@@ -184,6 +185,30 @@ def test_speculative_text_of_a_written_model_is_plain_text(tmp_path: Path) -> No
         assert llm.target.name == "lean-native"
         texts.append([each.outputs[0].text for each in llm.generate(prompts, params)])
     assert texts[0] == texts[1]
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Files of three sizes: none fits, the first ones fit, and all but the index do."""
+    model, out = tmp_path / "small", tmp_path / "out"
+    tiny_model("llama", vocab_size=8).bfloat16().save_pretrained(model)
+    arguments = (str(model), str(out), "--scheme", "W8A16", "--no-compare")
+    kept: dict[str, int] = {}
+    with mock.patch.object(writing, "_SHARD_BYTES", 6000):
+        for room in (64, 3600, 5000):
+            with full_disk(room):
+                errors = refused(*arguments)
+            assert errors.count("\n") == 1
+            assert "cannot be written: " in errors
+            assert "File too large" in errors
+            assert "it goes on after the last whole file" in errors
+            assert not (out / "config.json").exists()
+            found = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+            assert found.items() >= kept.items()
+            kept = found
+        assert len(kept) == 12  # the index alone was missing
+        assert run("quantize", *arguments).returncode == 0
+    assert all((out / name).stat().st_mtime_ns == made for name, made in kept.items())
+    assert load_model(out, device="cpu").quantization == "compressed-tensors W8A16"
 
 
 def refused(*arguments: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.quantized import round_groups, round_rows
 from foretoken.decoder.quantized_experts import is_plain_experts
-from foretoken.files.atomic_files import is_begun, new_file, write_file
+from foretoken.files.atomic_files import is_begun, new_file, told_as, write_file
 from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
 from foretoken.files.processes import is_lock, run_lock
 from foretoken.models.config_checks import check_model_files
@@ -36,6 +36,7 @@ _INDEX = "model.safetensors.index.json"
 _WHOLE = (_RECORD, _INDEX, "config.json")
 _SHARD_BYTES = 256 << 20  # of the source's tensors, for each file; a choice: so much is in memory, and lost by a kill
 _AT_ONCE = 1 << 24  # weights that are in float32 at once, 64 MiB; a choice
+_ADVICE = "Make room there, and run the command again: it goes on after the last whole file."
 _BESIDE = {".json", ".txt", ".model", ".jinja"}  # files of tokenizers and chat templates
 
 
@@ -190,14 +191,13 @@ def write_quantized(
         `out`.
 
     Raises:
-        ConfigError: If `out` holds something else.
+        ConfigError: If `out` holds something else, or a file cannot be written; the whole files stay.
         ModelError: If a weight is not finite.
-        OSError: If a file cannot be written.
     """
     digest = source.digest(settings)
     _check_place(out, digest)
     with run_lock(out, option="OUT"):
-        write_file(out / _RECORD, json.dumps({**settings, "digest": digest}, indent=2))
+        _write(out / _RECORD, {**settings, "digest": digest})
         shards = _shards(source.headers)
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         weight_map: dict[str, str] = {}
@@ -211,25 +211,31 @@ def write_quantized(
                 tensors: dict[str, Tensor] = {}
                 for key in keys:
                     tensors |= _tensors(source, key, scheme, rounded)
-                with new_file(out / name) as new:
+                with told_as(ConfigError, f"'{out / name}'", _ADVICE), new_file(out / name) as new:
                     save_file(tensors, new, metadata={"format": "pt", "digest": digest})
                 stored = list(tensors)
             weight_map |= dict.fromkeys(stored, name)
             on_progress(done + 1, len(shards))
         size = sum((out / name).stat().st_size for name in names)
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        write_file(out / _INDEX, json.dumps(index, indent=2))
+        _write(out / _INDEX, index)
         for path in sorted(source.directory.iterdir()):
             if path.suffix in _BESIDE and path.name not in _WHOLE:
-                shutil.copyfile(path, out / path.name)
+                with told_as(ConfigError, f"'{out / path.name}'", _ADVICE):
+                    shutil.copyfile(path, out / path.name)
         if source.digest(settings) != digest:
             raise ConfigError(
                 f"'{source.directory}' was changed meanwhile. Remove '{out}' and start again when nothing writes there."
             )
         values = read_json_object(source.directory / "config.json")
         values["quantization_config"] = _quantization(source, scheme)
-        write_file(out / "config.json", json.dumps(values, indent=2))
+        _write(out / "config.json", values)
     return out
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    with told_as(ConfigError, f"'{path}'", _ADVICE):
+        write_file(path, json.dumps(values, indent=2))
 
 
 def _tensors(
