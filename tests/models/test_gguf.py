@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from foretoken.core.errors import ModelError
 from foretoken.models.quantization.gguf import gguf_tokenizer, open_gguf
+from foretoken.models.quantization.gguf_file import read_gguf
 from foretoken.models.quantization.stored import build
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}  # blocks of 256 weights
@@ -381,6 +383,8 @@ def change(path: Path, name: str, at: int, form: str, value: Any) -> Path:
         ("blk.0.ffn_up.weight", 4, "Q", 0, "is [96, 0] in Q4_0"),
         ("blk.0.ffn_up.weight", 4, "Q", 1 << 62, "the file ends before the data of blk.0.ffn_up.weight"),
         ("blk.0.ffn_up.weight", 24, "Q", 1 << 63, "the file ends before the data of blk.0.ffn_up.weight"),
+        ("blk.0.ffn_up.weight", 24, "Q", 0, "the data of token_embd.weight and blk.0.ffn_up.weight overlap"),
+        ("blk.0.ffn_up.weight", 24, "Q", 32, "the data of token_embd.weight and blk.0.ffn_up.weight overlap"),
         ("blk.0.ffn_up.weight", 0, "I", 1 << 31, "a tensor has 2147483648 dimensions"),
         ("blk.0.ffn_up.weight", -1, "B", 1, "is there twice or cannot be printed"),
         ("output_norm.weight", -1, "B", ord("s"), "has tensors that its architecture lacks: output_norm.weighs"),
@@ -429,6 +433,60 @@ def test_damaged_beginnings(tmp_path: Path, start: bytes, part: str) -> None:
 def test_the_embedding_says_how_many_tokens_there_are(tmp_path: Path) -> None:
     path = change(tiny_file(tmp_path / "model.gguf"), "llama.vocab_size", 4, "I", 5)
     assert open_gguf(path).config.vocab_size == tiny_config("llama").vocab_size
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "key"),
+    [
+        ("llama", "rms_norm_eps", "llama.attention.layer_norm_rms_epsilon"),
+        ("gemma2", "rms_norm_eps", "gemma2.attention.layer_norm_rms_epsilon"),
+        ("starcoder2", "norm_epsilon", "starcoder2.attention.layer_norm_epsilon"),
+        ("llama", "max_position_embeddings", "llama.context_length"),
+    ],
+)
+def test_a_missing_setting_is_named(architecture: str, field: str, key: str, tmp_path: Path) -> None:
+    """llama.cpp refuses such files too; transformers would take a value of its own."""
+    model, path = tiny_model(architecture, **CHANGES[architecture]), tmp_path / "model.gguf"
+    vars(model.config)[field] = None  # transformers checks assignments
+    write(path, model, matrices=Type.F32, architecture=architecture, values=HEADERS.get(architecture, ()))
+    assert f"lacks {key}. Expected every setting of its architecture." in refusal(path)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [cut, replaced])
+def test_a_file_that_changes_while_it_is_read_is_one_sentence(change: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tiny_file(tmp_path / "model.gguf", tiny_tokens)
+    stored, file = open_gguf(path), read_gguf(path)
+    change(path)
+    for read in (
+        lambda _: stored.matrix("model.layers.0.mlp.up_proj", torch.float32),
+        lambda _: stored.dense(torch.float32),
+        lambda _: file.array("tokenizer.ggml.tokens"),
+    ):
+        assert refusal(path, read) == (
+            f"'{path}' was changed while it was read. Expected a file that stays as it is. Load it again when nothing "
+            "writes there."
+        )
+
+
+def test_no_file_stays_open_or_mapped_after_loading(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path / "model.gguf", tiny_tokens)
+    stored = open_gguf(path)
+    module, _ = build(stored, str(path), torch.float32)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert path not in [each.resolve() for each in Path("/proc/self/fd").iterdir()]
+    path.write_bytes(b"")
+    with torch.no_grad():
+        assert module(torch.arange(12)[None]).logits.isfinite().all()
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -32,11 +32,15 @@ if TYPE_CHECKING:
 
 
 class _Architecture(NamedTuple):
-    """What transformers calls an architecture, its blocks' tensors, and switches that a tensor's presence tells."""
+    """What transformers calls an architecture, its blocks' tensors, and switches that a tensor's presence tells.
+
+    `epsilon`: the key of the norms' epsilon, and its field in transformers.
+    """
 
     model_type: str
     parts: dict[str, str] = {}  # noqa: RUF012 - never changed
     switches: dict[str, str] = {}  # noqa: RUF012
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 
 
 _GEMMA = {
@@ -54,8 +58,9 @@ _ARCHITECTURES = {
     "qwen3": _Architecture("qwen3", switches=_BIAS),
     "phi3": _Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "starcoder2": _Architecture(
-        "starcoder2", {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, {"use_bias": "blk.0.attn_q.bias"}
-    ),
+        "starcoder2", {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, {"use_bias": "blk.0.attn_q.bias"},
+        ("attention.layer_norm_epsilon", "norm_epsilon"),
+    ),  # fmt: skip
     "gemma2": _Architecture("gemma2", _GEMMA),
     "gemma3": _Architecture("gemma3_text", _GEMMA),
     "qwen3moe": _Architecture("qwen3_moe", _MIXTURE, _BIAS),
@@ -88,8 +93,6 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _OTHERS = {
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "norm_epsilon",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -120,7 +123,7 @@ class _Values:
         if self.is_mixture != ("ffn_gate_inp" in _architecture(file).parts):
             found, wanted = ("is a mixture of", "a dense model") if self.is_mixture else ("has no", "some")
             raise self.refusal(f"{found} experts", wanted)
-        unknown = self.own.keys() - {*_SIZES, *_OTHERS, *_DERIVED}
+        unknown = self.own.keys() - {*_SIZES, *_OTHERS, *_DERIVED, _architecture(file).epsilon[0]}
         if unknown:
             raise self.refusal(f"has {prefix}{listed(unknown)}, which may change the model", "known settings")
 
@@ -159,6 +162,7 @@ def _read_config(file: GgufFile) -> Any:
     found = len({match[1] for match in map(_BLOCK.match, file.tensors) if match})
     if layers != found:
         raise values.refusal(f"has {found} layers, and speaks of {layers}", "all layers")
+    fields[architecture.epsilon[1]] = values.number(architecture.epsilon[0])
     # 0 switches a window or a cap off.
     fields |= {
         field: values.number(key) if values.own[key] else None for key, field in _OTHERS.items() if key in values.own

@@ -1,15 +1,18 @@
 """Reads what a GGUF file of llama.cpp holds: the values and tensors of its header, and the tensors themselves.
 
 The header is read with bounds on every count, so that a damaged file cannot ask for time or memory. Tensors are read
-one at a time; integers stay integers. This module knows no architecture.
+one at a time; integers stay integers. The file is open only while it is read, and never mapped into memory: a mapped
+file that shrinks ends the process. This module knows no architecture.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +29,7 @@ from foretoken.models.config_checks import is_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+    from typing import BinaryIO
 
 _MOST_ENTRIES = 1 << 16  # metadata keys, or tensors; a choice: the largest public files have some 2,000
 _MOST_ITEMS = 1 << 22  # of an array; a choice: vocabularies and their merges have some 500,000
@@ -136,18 +140,18 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
-    """An open file.
+    """The header of a file, and access to its tensors; a file that changed since raises `ModelError`.
 
     Attributes:
         path: Of the file.
-        data: Its bytes, mapped into memory.
+        version: What tells that the file has not changed.
         values: The header's values by their keys; None for arrays of texts, and for long arrays. See `array`.
         array_starts: Where those arrays begin, by their keys.
-        tensors: All tensors by their names; they lie inside the file.
+        tensors: All tensors by their names; they lie inside the file, and do not overlap.
     """
 
     path: Path
-    data: mmap.mmap
+    version: tuple[int, ...]
     values: dict[str, Any]
     array_starts: dict[str, int]
     tensors: dict[str, StoredTensor]
@@ -155,7 +159,9 @@ class GgufFile:
     def array(self, key: str) -> list[Any] | None:
         """Returns an array of the header, also a long one; None if the key is missing or has another value."""
         if key in self.array_starts:
-            return _Cursor(self.path, self.data, self.array_starts[key]).array(keeps_all=True)
+            with _opened(self.path, self.version) as cursor:
+                cursor.skip(self.array_starts[key])
+                return cursor.array(keeps_all=True)
         value = self.values.get(key)
         return value if isinstance(value, list) else None
 
@@ -214,8 +220,11 @@ class GgufFile:
         """Returns a copy of the bytes of a tensor, or of a part of it, (rows, bytes of a row) uint8."""
         stored = self.tensors[name]
         num_bytes = stored.num_bytes // (1 if part is None else stored.shape[0])
-        raw = np.frombuffer(self.data, np.uint8, num_bytes, stored.start + (part or 0) * num_bytes)
-        rows = torch.from_numpy(raw.copy()).view(stored.shape[0 if part is None else 1], -1)
+        with _opened(self.path, self.version) as cursor:
+            raw = np.fromfile(cursor.file, np.uint8, num_bytes, offset=stored.start + (part or 0) * num_bytes)
+        if len(raw) < num_bytes:
+            raise _damaged(self.path, f"the file ends before the data of {name}")
+        rows = torch.from_numpy(raw).view(stored.shape[0 if part is None else 1], -1)
         return rows if order is None else rows[order]
 
     def _pieces(self, name: str, order: Tensor | None, part: int | None = None) -> Iterator[_Unpacked]:
@@ -235,24 +244,40 @@ class GgufFile:
             raise ModelError(f"{name} of '{self.path}' holds NaN or infinite values. Copy or download the file again.")
 
 
+def _damaged(path: Path, why: str) -> ModelError:
+    return ModelError(f"'{path}' is damaged: {why}. Copy or download it again.")
+
+
 class _Cursor:
     """Reads a header from its start, never past the end of the file."""
 
-    def __init__(self, path: Path, data: mmap.mmap, at: int = 0) -> None:
-        self.path, self.data, self.at = path, data, at
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        state = os.fstat(file.fileno())
+        self.path, self.file, self.at, self.size = path, file, 0, state.st_size
+        self.version = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
 
     def damaged(self, why: str) -> ModelError:
-        return ModelError(f"'{self.path}' is damaged: {why}. Copy or download it again.")
+        return _damaged(self.path, why)
 
-    def skip(self, count: int) -> int:
-        """Returns the place of the next `count` bytes."""
-        if count > len(self.data) - self.at:
+    def skip(self, count: int) -> None:
+        """Goes on behind the next `count` bytes."""
+        self._move(count)
+        self.file.seek(self.at)
+
+    def read(self, count: int) -> bytes:
+        self._move(count)
+        data = self.file.read(count)
+        if len(data) < count:  # it was cut meanwhile
+            raise self.damaged("the file ends inside its header")
+        return data
+
+    def _move(self, count: int) -> None:
+        if count > self.size - self.at:
             raise self.damaged("the file ends inside its header")
         self.at += count
-        return self.at - count
 
     def number(self, form: str) -> Any:
-        return struct.unpack_from(f"<{form}", self.data, self.skip(struct.calcsize(f"<{form}")))[0]
+        return struct.unpack(f"<{form}", self.read(struct.calcsize(f"<{form}")))[0]
 
     def count(self, most: int, what: str) -> int:
         count = int(self.number("Q"))
@@ -261,8 +286,7 @@ class _Cursor:
         return count
 
     def text(self, most: int = _MOST_NAME_BYTES) -> str:
-        start = self.skip(self.count(most, "bytes of a text"))
-        return self.data[start : self.at].decode("utf-8", "replace")
+        return self.read(self.count(most, "bytes of a text")).decode("utf-8", "replace")
 
     def name(self, known: dict[str, Any]) -> str:
         """Reads the name of a key or a tensor that is not known yet."""
@@ -291,8 +315,10 @@ class _Cursor:
         if count <= _KEPT_ITEMS:
             return [self.scalar(item) for _ in range(count)]
         form = f"<{count}{_SCALARS[item]}"
-        start = self.skip(struct.calcsize(form))
-        return list(struct.unpack_from(form, self.data, start)) if keeps_all else None
+        if keeps_all:
+            return list(struct.unpack(form, self.read(struct.calcsize(form))))
+        self.skip(struct.calcsize(form))
+        return None
 
     def scalar(self, kind: int) -> Any:
         if kind not in _SCALARS:
@@ -311,21 +337,34 @@ class _Cursor:
         return _TYPES[kind] if kind < len(_TYPES) else f"type {kind}", shape, offset
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Returns an open file; raises `ModelError` if the file is damaged or a tensor has a type that is not read."""
+@contextmanager
+def _opened(path: Path, version: tuple[int, ...] | None = None) -> Iterator[_Cursor]:
+    """Opens a file for the block; `version`: of the file that was read before, None for the first time."""
     try:
         check_regular(path)
         with path.open("rb") as file:
-            start = file.read(8)
-            if start[:4] != b"GGUF":
-                raise ModelError(f"'{path}' is no GGUF file. Expected one that begins with 'GGUF'.")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            cursor = _Cursor(path, file)
+            if version not in (None, cursor.version):
+                raise ModelError(
+                    f"'{path}' was changed while it was read. Expected a file that stays as it is. Load it again when "
+                    "nothing writes there."
+                )
+            yield cursor
     except FileNotFoundError as err:
         raise ModelError(f"there is no file '{path}'. Expected a GGUF file. Check the path.") from err
     except OSError as err:
         raise ModelError(f"'{path}' cannot be read: {one_line(err)}. Expected a GGUF file.") from err
-    cursor = _Cursor(path, data)
-    cursor.skip(4)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Reads a file's header; raises `ModelError` if the file is damaged or a tensor has a type that is not read."""
+    with _opened(path) as cursor:
+        return _read_header(path, cursor)
+
+
+def _read_header(path: Path, cursor: _Cursor) -> GgufFile:
+    if cursor.size < 4 or cursor.read(4) != b"GGUF":
+        raise ModelError(f"'{path}' is no GGUF file. Expected one that begins with 'GGUF'.")
     version = cursor.number("I")
     if version not in (2, 3):
         raise ModelError(
@@ -352,10 +391,13 @@ def read_gguf(path: Path) -> GgufFile:
     tensors = {}
     for name, (kind, shape, offset) in found.items():
         num_bytes = _num_bytes(path, name, kind, shape)
-        if first + offset + num_bytes > len(data):
+        if first + offset + num_bytes > cursor.size:
             raise cursor.damaged(f"the file ends before the data of {name}")
         tensors[name] = StoredTensor(kind, shape, first + offset, num_bytes)
-    return GgufFile(path=path, data=data, values=values, array_starts=starts, tensors=tensors)
+    for one, other in pairwise(sorted(tensors, key=lambda name: tensors[name].start)):
+        if tensors[other].start < tensors[one].start + tensors[one].num_bytes:
+            raise cursor.damaged(f"the data of {one} and {other} overlap")
+    return GgufFile(path=path, version=cursor.version, values=values, array_starts=starts, tensors=tensors)
 
 
 def _num_bytes(path: Path, name: str, kind: str, shape: tuple[int, ...]) -> int:
