@@ -71,6 +71,16 @@ def _copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch raises a RuntimeError with this name
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error is a failed allocation, on the host or on the device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
 _CPU = torch.device("cpu")
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 

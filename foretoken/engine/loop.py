@@ -19,7 +19,14 @@ import torch
 from foretoken.acceptance.rules import walk_chosen
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.acceptance.synthetic import walk_synthetic
-from foretoken.core.backend import StageClock, has_triton_kernels, integers_on, reads_are_free, restored_torch_state
+from foretoken.core.backend import (
+    StageClock,
+    has_triton_kernels,
+    integers_on,
+    is_out_of_memory,
+    reads_are_free,
+    restored_torch_state,
+)
 from foretoken.core.errors import ModelError, described
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import MAX_NODES, TokenTree
@@ -28,7 +35,7 @@ from foretoken.drafters.base import DraftContext
 from foretoken.drafting.drafting import Draft
 from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.scheduler import EngineCounts, Scheduler
-from foretoken.engine.sequence import MemoryPressure, SamplingState, contained, fail, is_out_of_memory, slot_of
+from foretoken.engine.sequence import MemoryPressure, SamplingState, contained, fail, slot_of
 from foretoken.engine.tracing import traced
 from foretoken.engine.verification import (
     Outcome,

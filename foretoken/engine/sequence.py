@@ -334,14 +334,6 @@ def fail(sequence: Sequence, error: Exception) -> None:
 _MOST_FAILURES = 3  # within `_WATCHED_SECONDS`; a choice: other programs may cause one failure
 _WATCHED_SECONDS = 60.0  # a choice, see `_MOST_FAILURES`
 _OFF_SECONDS = 60.0  # a choice: the speed-up of a minute against passes that fail again
-_CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch raises a RuntimeError with this name
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error is a failed allocation, on the host or on the device."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 
 class MemoryPressure:

@@ -39,6 +39,7 @@ from foretoken.entrypoints.model_arguments import (
     check_context_len,
     check_engine_arguments,
     directory_of,
+    enough_memory,
     sampling_defaults,
     target_model,
     target_tokenizer,
@@ -136,10 +137,11 @@ class LLM(BuiltPerProcess):
         num_slots, num_bytes = max_num_seqs or _DEFAULT_SEQUENCES, kv_cache_memory_bytes
         if num_bytes is None and gpu_memory_utilization is not None:
             num_bytes = share_of_free(loaded.device, gpu_memory_utilization)
-        self.target = _make_runner(
-            loaded, setup, max_model_len, num_slots=num_slots, runner=runner, costs=costs,
-            kv_cache_memory_bytes=num_bytes,
-        )  # fmt: skip
+        with enough_memory(loaded, num_slots, max_model_len):
+            self.target = _make_runner(
+                loaded, setup, max_model_len, num_slots=num_slots, runner=runner, costs=costs,
+                kv_cache_memory_bytes=num_bytes,
+            )  # fmt: skip
         self.handle = TargetHandle(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
@@ -154,9 +156,11 @@ class LLM(BuiltPerProcess):
             target_runner=self.target,
             measured_costs=lambda: costs(self.target.name).tree,
         )
+        with enough_memory(loaded, num_slots, max_model_len):
+            drafting = _attach_drafters(setup, config, self.target, self.handle)
         self._engine = Engine(
             self.target,
-            _attach_drafters(setup, config, self.target, self.handle),
+            drafting,
             policy=setup.policy,
             slots=SlotPool(num_slots, keeps_prefixes=enable_prefix_caching is None or bool(enable_prefix_caching)),
             on_step=on_step,

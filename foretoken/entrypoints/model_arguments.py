@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from foretoken.core.backend import is_out_of_memory
 from foretoken.core.checks import check_boolean, check_integer, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import SamplingParams
@@ -76,6 +78,21 @@ def check_context_len(max_model_len: int | None, target: LoadedModel) -> None:
             f"max_model_len is {shown(max_model_len)}, but '{target.name}' has a context of {target.context_len} "
             "tokens. Expected at most that. Leave it out for the model's limit."
         )
+
+
+@contextmanager
+def enough_memory(target: LoadedModel, num_slots: int, max_model_len: int | None) -> Iterator[None]:
+    """Turns failed allocations for sequences of a target into `ModelError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as err:
+        if not is_out_of_memory(err):
+            raise
+        raise ModelError(
+            f"there is no memory for the KV rows and tables of '{target.name}', {num_slots} x "
+            f"{max_model_len or target.context_len} tokens. Expected more free memory, or a smaller max_model_len or "
+            "max_num_seqs."
+        ) from err
 
 
 def target_model(

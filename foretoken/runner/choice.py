@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ConfigError, ModelError, PassError, nearest_name_hint
 from foretoken.runner.decoders import DECODERS, EXACT, check_architecture, decoders_for, proven_decoder
 
@@ -159,7 +158,9 @@ class _Candidates:
                     costs[name] = self._costs(name)
                 except ModelError as err:
                     self.refuse(name, err)
-                except (PassError, MemoryError, torch.OutOfMemoryError) as err:
+                except (PassError, MemoryError, RuntimeError) as err:
+                    if not isinstance(err, PassError) and not is_out_of_memory(err):
+                        raise
                     _log.warning("passes of the %s runner cannot be timed: %s", name, err)
                     unmeasured.append(name)
             yield from ranked(costs, self._widths)

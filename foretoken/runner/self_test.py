@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as, one_line
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
@@ -395,9 +396,14 @@ def _relative(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def refusing(model: nn.Module, what: str, advice: str) -> AbstractContextManager[None]:
-    """Returns a context in which foreign errors become a `ModelError`: the model's class, `what`, why, and `advice`."""
-    return foreign_errors_as(
-        ModelError,
-        lambda err: f"{type(model).__name__} {what} ({one_line(err)}). {advice}",
-        passing=(ForetokenError, torch.OutOfMemoryError, MemoryError),
-    )
+    """Returns a context in which foreign errors become a `ModelError`: the model's class, `what`, why, and `advice`.
+
+    Failed allocations pass.
+    """
+
+    def told(err: Exception) -> str:
+        if is_out_of_memory(err):
+            raise err
+        return f"{type(model).__name__} {what} ({one_line(err)}). {advice}"
+
+    return foreign_errors_as(ModelError, told, passing=(ForetokenError,))

@@ -12,9 +12,10 @@ from end_to_end.tiny_llms import drafters, llm
 from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.backend import is_out_of_memory
 from foretoken.core.passes import Pass
 from foretoken.core.records import StepRecord
-from foretoken.engine.sequence import MemoryPressure, is_out_of_memory
+from foretoken.engine.sequence import MemoryPressure
 
 DRAFTERS = drafters()
 PROMPTS = [[5], [6, 7], [8, 9, 10]]

@@ -19,9 +19,10 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from gguf_files import TINYCODE, add_tokenizer, write
 from limits import limit_memory
-from tiny_models import tiny_config, tiny_model
+from tiny_models import CONTEXT_LEN, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from foretoken import LLM
 from foretoken.core.errors import ModelError
 from foretoken.models.quantization.gguf import gguf_tokenizer, open_gguf
 from foretoken.models.quantization.gguf_file import read_gguf
@@ -264,9 +265,9 @@ def test_tokenizer_of_a_trained_model(tinycode: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
-def tiny_file(path: Path, *extra: Callable[[GGUFWriter], None], **kwargs: Any) -> Path:
+def tiny_file(path: Path, *extra: Callable[[GGUFWriter], None], context: int = CONTEXT_LEN, **kwargs: Any) -> Path:
     """Writes a tiny Llama."""
-    sizes = SMALL | {"num_hidden_layers": 1}
+    sizes = SMALL | {"num_hidden_layers": 1, "max_position_embeddings": context}
     write(path, tiny_model("llama", **sizes), **{"matrices": Type.Q4_0, "tied": True, "values": extra} | kwargs)
     return path
 
@@ -476,6 +477,18 @@ def test_a_file_that_changes_while_it_is_read_is_one_sentence(change: Callable[[
             f"'{path}' was changed while it was read. Expected a file that stays as it is. Load it again when nothing "
             "writes there."
         )
+
+
+@pytest.mark.parametrize("num_bytes", [100 << 20, 350 << 20], ids=["KV rows", "rotary tables"])
+def test_a_context_that_memory_does_not_hold_is_one_sentence(num_bytes: int, tmp_path: Path) -> None:
+    path = tiny_file(tmp_path / "model.gguf", context=1 << 20)
+    LLM(str(path), max_num_seqs=1, max_model_len=64)
+    with limit_memory(num_bytes), pytest.raises(ModelError) as caught:
+        LLM(str(path), max_num_seqs=1)
+    assert str(caught.value) == (
+        f"there is no memory for the KV rows and tables of '{path}', 1 x 1048576 tokens. Expected more free memory, or "
+        "a smaller max_model_len or max_num_seqs."
+    )
 
 
 def test_no_file_stays_open_or_mapped_after_loading(tmp_path: Path) -> None:
