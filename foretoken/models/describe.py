@@ -57,7 +57,8 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
     if not is_plain:
         return None
     check_model_files(str(directory), may_be_hub_id=False)
-    if not all(key.startswith(_PLAIN_TENSORS) for path in paths for key in _keys(path)):
+    keys = [key for path in paths for key in _keys(path)]
+    if not all(key.startswith(_PLAIN_TENSORS) and not key.endswith(".qweight") for key in keys):
         return None
     sizes = dict(zip(("layers", "hidden_size", "vocabulary", "context"), map(config.get, _PLAIN_SIZES), strict=True))
     return _facts(directory, paths, _PLAIN[model_type], sizes, _YES)

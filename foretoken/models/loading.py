@@ -45,6 +45,7 @@ from foretoken.models.weight_files import (
     check_unused,
     meta_model,
     read_headers,
+    settings_beside,
     untied_shapes,
 )
 
@@ -322,6 +323,8 @@ def load_config(name: str, revision: str | None = None) -> Any:
     with foreign_errors_as(ModelError, partial(_refusal, f"the configuration of '{name}'")):
         config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         text = config.get_text_config()
+    if getattr(config, "quantization_config", None) is None and (settings := settings_beside(Path(name))):
+        config.quantization_config = settings
     if not isinstance(text, PreTrainedConfig):  # transformers keeps unknown keys with any value
         raise ModelError(
             f"the text configuration inside config.json of '{name}' is {shown(text)}, which its architecture does not "

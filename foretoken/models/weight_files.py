@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foretoken.core.errors import ModelError, listed
-from foretoken.files.bounded_reads import TensorHeader, tensor_headers
+from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
 from foretoken.models.config_checks import indexed_files
 
 if TYPE_CHECKING:
@@ -32,6 +32,22 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     for path in sorted(directory.glob("*.safetensors")):
         headers |= tensor_headers(path)
     return headers
+
+
+_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of AutoGPTQ and AutoAWQ
+_SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's names in its own file
+
+
+def settings_beside(directory: Path) -> dict[str, Any] | None:
+    """Returns the quantisation settings that stand in a file of their own, as a `quantization_config`; None if none do.
+
+    A file that lies beside weights without words of integers is a leftover. Raises `ModelError` for a damaged file.
+    """
+    for name, method in _SETTINGS.items():
+        if (directory / name).is_file() and any(key.endswith(".qweight") for key in read_headers(directory)):
+            found = read_json_object(directory / name)
+            return {"quant_method": method} | {_SETTINGS_NAMES.get(key, key): each for key, each in found.items()}
+    return None
 
 
 def model_files(directory: Path) -> list[Path]:

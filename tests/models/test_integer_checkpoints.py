@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli.command_line import run
 from models.integer_checkpoints import Scheme, settings_of, small_config, words, write
 from pairwise import slow_products
 from safetensors.torch import load_file, save_file
@@ -63,6 +64,50 @@ def test_weights_and_logits_are_those_of_the_format(name: str, kind: str, tmp_pa
         listed = llm.generate([TOKENS], params)[0].outputs[0].logprobs[0]
         right = logits.log_softmax(-1)
         assert max(abs(each.logprob - right[token]) for token, each in listed.items()) <= bound * logits.abs().max()
+
+
+def settings_file(directory: Path, file: str, settings: dict[str, Any]) -> None:
+    """Moves the settings out of config.json into a file of their own."""
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / file).write_text(json.dumps(settings))
+
+
+AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": True, "sym": False, "model_name_or_path": None}
+AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+OWN_FILES = [
+    ("GPTQ, zero points, desc_act", "quantize_config.json", AUTO_GPTQ),
+    ("GPTQ", "quantize_config.json", settings_of(SCHEMES["GPTQ"])),
+    ("AWQ", "quant_config.json", AUTO_AWQ),
+    ("AWQ", "quantize_config.json", settings_of(SCHEMES["AWQ"])),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "settings"), OWN_FILES)
+def test_settings_in_a_file_of_their_own(name: str, file: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """As AutoGPTQ and AutoAWQ write them."""
+    expected = write(tmp_path, small_config(), SCHEMES[name])
+    settings_file(tmp_path, file, settings)
+    with torch.no_grad():
+        right = expected(torch.tensor([TOKENS])).logits[0, -1].log_softmax(-1)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    listed = LLM(str(tmp_path), max_num_seqs=1).generate([TOKENS], params)[0].outputs[0].logprobs[0]
+    assert max(abs(each.logprob - right[token]) for token, each in listed.items()) <= 1e-5 * right.abs().max()
+    facts = json.loads(run("inspect", str(tmp_path), "--json").stdout)
+    assert facts["quantization"] == f"{name[:4].rstrip(',')}, 4 bits"
+
+
+def test_a_damaged_or_left_over_settings_file(tmp_path: Path) -> None:
+    module = write(tmp_path, small_config(), SCHEMES["AWQ"])
+    settings_file(tmp_path, "quant_config.json", AUTO_AWQ | {"w_bit": 3})
+    with pytest.raises(ModelError, match="is a checkpoint of AWQ with 3 bits"):
+        load_model(tmp_path)
+    (tmp_path / "quant_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"quant_config.json is not valid JSON"):
+        load_model(tmp_path)
+    module.save_pretrained(tmp_path)  # weights that are not rounded
+    assert load_model(tmp_path).quantization is None
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -77,7 +77,7 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
     linears = frozenset(files.owners(layout.marker))
     if not linears:
         raise ModelError(
-            f"the config.json of '{name}' says that its weights are in {layout.label}, but no tensor is called "
+            f"the settings of '{name}' say that its weights are in {layout.label}, but no tensor is called "
             f"'*.{layout.marker}'. Copy or download the model again."
         )
     if "lm_head" in linears:

@@ -58,9 +58,11 @@ _ARCHITECTURES = {
     "qwen3": _Architecture("qwen3", switches=_BIAS),
     "phi3": _Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "starcoder2": _Architecture(
-        "starcoder2", {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, {"use_bias": "blk.0.attn_q.bias"},
+        "starcoder2",
+        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        {"use_bias": "blk.0.attn_q.bias"},
         ("attention.layer_norm_epsilon", "norm_epsilon"),
-    ),  # fmt: skip
+    ),
     "gemma2": _Architecture("gemma2", _GEMMA),
     "gemma3": _Architecture("gemma3_text", _GEMMA),
     "qwen3moe": _Architecture("qwen3_moe", _MIXTURE, _BIAS),

@@ -94,7 +94,7 @@ def _checked(kind: type[Any], settings: Mapping[str, Any], name: str) -> Any:
     return validated(
         kind,
         dict(settings),
-        f"quantization_config in the config.json of '{name}'",
+        f"the quantisation settings of '{name}'",
         error=ModelError,
         advice="Such checkpoints cannot be read.",
     )
