@@ -36,8 +36,8 @@ class Serving:
         """Raises `ConfigError` for an invalid value."""
         check_text("dtype", self.dtype, error=ConfigError)
         check_text("runner", self.runner, error=ConfigError)
-        check_integer("batch_size", self.batch_size, 1, error=ConfigError)
-        check_number("temperature", self.temperature, 0.0, 1e6, error=ConfigError)
+        check_integer("batch_size", self.batch_size, 1, 1 << 16, error=ConfigError)
+        check_number("temperature", self.temperature, 0.0, 100.0, error=ConfigError)
 
 
 SERVING_AXES = tuple(Serving.__dataclass_fields__)

@@ -17,7 +17,8 @@ from foretoken.bench.compare import measure_rounds, note_surprise
 from foretoken.bench.grid import Point, Refused, Serving
 from foretoken.bench.workload import SetupEngines, Workload, no_progress
 from foretoken.core.errors import ConfigError, ForetokenError
-from foretoken.files.atomic_files import JournalFile, new_file, told_as
+from foretoken.files.atomic_files import JournalFile, OutputDirectory, is_begun, new_file, told_as
+from foretoken.files.processes import is_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,6 +62,15 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 RESULTS = "results.jsonl"
+
+
+def _holds_sweep(directory: Path) -> bool:
+    """Whether a directory holds results, or only what a run leaves that was killed before the first line."""
+    own = (is_lock(path) or is_begun(path, RESULTS) for path in directory.iterdir())
+    return (directory / RESULTS).is_file() or all(own)
+
+
+OUTPUT = OutputDirectory("results of a sweep", _holds_sweep)
 TAU_FRONT, SPEED_FRONT = "tau", "tokens/s"
 
 

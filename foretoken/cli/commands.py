@@ -12,13 +12,22 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from foretoken.cli import batch, bench, chat, data, generate, heads, plan, quantize, serve, sweep, train, twin
-from foretoken.core.checks import shown
+from foretoken.core.checks import check_range
 from foretoken.core.errors import ConfigError, ForetokenError
 
 _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 _DIRECTORIES = {"model", "target", "init"}  # text options that name a directory or a hub id
-_LARGEST = 2**31 - 1  # the largest integer that an option takes
-_LARGER = {"seed": 2**63 - 1, "kv_cache_memory_bytes": 2**63 - 1}
+_INTEGERS = (1 - 2**31, 2**31 - 1)
+_NUMBERS = (0.0, 1e100)  # a choice: of no option is a larger number useful, or a negative one
+# The least and the largest number of other options, by name. Those of batches and machines are choices.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("seed", "kv_cache_memory_bytes"), (1 - 2**63, 2**63 - 1)),
+    **dict.fromkeys(("batch_size", "max_num_seqs"), (1, 2**16)),
+    **dict.fromkeys(("top_p", "min_p", "gpu_memory_utilization", "held_out_fraction"), (0, 1)),
+    **dict.fromkeys(("bandwidth", "flops", "memory"), (1e-3, 1e9)),
+    "temperature": (0, 100),
+    "host_ms": (0, 1e6),
+}
 
 
 class Command(TyperCommand):
@@ -42,7 +51,7 @@ class Command(TyperCommand):
         return without_flags(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click; refuses an empty path, which `Path` reads as the current directory, and integers out of range."""
+        """See click; refuses an empty path, which `Path` reads as the current directory, and numbers out of range."""
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         rest = super().parse_args(ctx, args)
         for param in self.params:
@@ -50,11 +59,10 @@ class Command(TyperCommand):
             is_name = param.param_type_name == "argument" or param.metavar == "PATH" or param.name in _DIRECTORIES
             if is_name and "" in _values(given.get(param.name)):
                 raise ConfigError(f"{name} is empty. Expected a name; . is this directory.")
-            limit = _LARGER.get(param.name, _LARGEST)
             for value in _values(ctx.params.get(param.name)):
-                if isinstance(value, int) and not -limit <= value <= limit:
-                    bound = f"at most {limit}" if value > limit else f"at least {-limit}"
-                    raise ConfigError(f"{name} is {shown(value)}. Expected {bound}.")
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    usual = _INTEGERS if isinstance(value, int) else _NUMBERS
+                    check_range(name, value, *_BOUNDS.get(param.name, usual), error=ConfigError)
         return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

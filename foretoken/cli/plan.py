@@ -97,7 +97,6 @@ def plan(
         if path is not None:
             options.check_new_file(path, option, force=force)
     machine = {"--bandwidth": bandwidth, "--flops": flops, "--memory": memory}
-    _check_positive({**machine, "--host-ms": host_ms})
     missing = [name for name, value in machine.items() if value is None]
     if 0 < len(missing) < len(machine):
         raise ConfigError(f"{missing[0]} is missing. A described machine needs --bandwidth, --flops and --memory.")
@@ -202,7 +201,8 @@ def _described(
         "host_ms": host * 1e3, "bytes_per_weight": target.weight_bytes,
     }  # fmt: skip
     planned = {
-        "costs": dict.fromkeys(temperatures, costs), "target": target, "context": min(context or _CONTEXT, most),
+        "costs": dict.fromkeys(temperatures, costs), "target": target,
+        "context": _fitting(context, most, model) or min(_CONTEXT, most),
         "longest": most, "memory_bytes": machine.memory_bytes, "peak_flops": flops * 1e12
     }  # fmt: skip
     return planned, header
@@ -228,6 +228,7 @@ def _measured(
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(workload.max_tokens, loaded)
+    context = _fitting(context, loaded.context_len, model)
     with progress("prompts") as on_progress:
         found = measuring.measure(
             loaded, tokenizer, {name: config for name, config in setups.items() if config is not None}, workload,
@@ -247,17 +248,17 @@ def _measured(
     return found.curves, planned, header
 
 
+def _fitting(context: int | None, most: int, model: str) -> int | None:
+    if context is not None and context > most:
+        raise ConfigError(f"--context is {context}, but '{model}' has a context of {most}. Expected at most that.")
+    return context
+
+
 def _split(text: str) -> tuple[Path, str]:
     name, _, path = text.partition("=")
     if not name or not path:
         raise ConfigError(f"--acceptance is '{text}'. Expected DRAFTER=PATH, as eagle3:chain=lengths.yaml.")
     return Path(path), name if ":" in name else f"{name}:chain"
-
-
-def _check_positive(values: Mapping[str, float | None]) -> None:
-    for name, value in values.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{name} is {value:g}. Expected a positive number.")
 
 
 def _print(plan: Plan, header: Mapping[str, Any], *, wide: bool) -> None:

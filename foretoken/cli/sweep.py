@@ -89,12 +89,13 @@ def sweep(
         _show(SweepResults(Path(model)), Path(model), wide=wide, as_json=as_json)
         return
     from foretoken.bench.grid import SETUP_AXIS, expand, joined_axes, parse_axis, read_grid
-    from foretoken.bench.sweep import SweepPlan
+    from foretoken.bench.sweep import OUTPUT, SweepPlan
     from foretoken.bench.workload import load_prompts
     from foretoken.core.errors import ConfigError
 
     if out is None:
         raise ConfigError("the results need a directory. Pass --out DIR.")
+    OUTPUT.check(out, force=True)
     from_options = {
         "dtype": dtype, "runner": runner, "batch_size": batch_size, "temperature": temperature,
         SETUP_AXIS: speculative_config,

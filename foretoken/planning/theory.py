@@ -235,7 +235,7 @@ def pass_seconds(sizes: ModelSizes, machine: Machine, *, contexts: Floats, width
 
     Source: Williams et al. 2009 (roofline, doi 10.1145/1498765.1498785), applied to each part of a decoder.
     """
-    tokens = len(contexts) * width
+    tokens, committed = len(contexts) * width, sum(contexts)
     touched = touched_experts(sizes.experts, sizes.experts_per_token, tokens)
     weights = machine_seconds(
         machine,
@@ -244,8 +244,8 @@ def pass_seconds(sizes: ModelSizes, machine: Machine, *, contexts: Floats, width
     )
     cache = machine_seconds(
         machine,
-        num_bytes=sizes.kv_bytes_per_token * sum(contexts),
-        flops=4 * sizes.layers * sizes.heads * sizes.head_dim * width * sum(each + width / 2 for each in contexts),
+        num_bytes=sizes.kv_bytes_per_token * committed,
+        flops=4 * sizes.layers * sizes.heads * sizes.head_dim * width * (committed + tokens / 2),
     )
     logits = 4 * tokens * sizes.vocab_size * _LOGIT_READS / machine.bytes_per_s
     return machine.launch_s + weights + cache + logits

@@ -1,4 +1,4 @@
-"""Integers of any size, names of nothing: every command refuses them in one sentence, before it does anything."""
+"""Numbers of any size, names of nothing: every command refuses them in one sentence, before it does anything."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from foretoken.cli.commands import app
 
 HUGE = "9" * 20
 HEAD = "models/tinycode-medusa"
+MACHINE = ("--bandwidth", "100", "--flops", "10", "--memory", "8")
 # What each command needs beside the option that is tried; {out} is a new place.
 NEEDED = {
     "generate": (MODEL, "-p", "x"),
@@ -44,6 +45,7 @@ OPTIONS = [(name, param) for name, command in COMMANDS.items() for param in comm
 INTEGERS = [
     (name, param.opts[0]) for name, param in OPTIONS if param.metavar == "N" and param.param_type_name == "option"
 ]
+FLOATS = [(name, param.opts[0]) for name, param in OPTIONS if param.metavar == "X"]
 PATHS = [(name, param.opts[0]) for name, param in OPTIONS if param.metavar == "PATH"]
 ARGUMENTS = [
     (name, place, param.metavar)
@@ -67,6 +69,7 @@ def refusal(name: str, arguments: tuple[str, ...], out: Path) -> str:
 def test_every_command_is_tried() -> None:
     assert set(NEEDED) == set(COMMANDS) - {"version"}
     assert len(INTEGERS) > 70
+    assert len(FLOATS) > 25
     assert len(PATHS) > 30
 
 
@@ -75,6 +78,13 @@ def test_every_command_is_tried() -> None:
 def test_integers_that_nothing_has(name: str, option: str, value: str, tmp_path: Path) -> None:
     sentence = refusal(name, (*NEEDED[name], option, value), tmp_path / "out")
     assert f"{option} is {value}. Expected" in sentence or f"Invalid value for '{option}'" in sentence
+
+
+@pytest.mark.parametrize(("name", "option"), FLOATS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e300"])
+def test_numbers_that_nothing_has(name: str, option: str, value: str, tmp_path: Path) -> None:
+    sentence = refusal(name, (*NEEDED[name], option, value), tmp_path / "out")
+    assert f"error: {option} is {float(value)}. Expected at least " in sentence
 
 
 @pytest.mark.parametrize(("name", "option"), PATHS)
@@ -97,8 +107,11 @@ def test_arguments_without_a_name(name: str, place: int, shown: str, tmp_path: P
         (
             "train",
             ("--batch-size", "65537"),
-            "'batch_size' of training is 65537. Input should be less than or equal to 65536",
+            "--batch-size is 65537. Expected at least 1 and at most 65536.",
         ),
+        ("plan", ("--bandwidth", "1e-300"), "--bandwidth is 1e-300. Expected at least 0.001 and at most 1000000000."),
+        ("plan", ("--batch-size", "1000000000"), "--batch-size is 1000000000. Expected at least 1 and at most 65536."),
+        ("plan", (*MACHINE, "--context", "1025"), "--context is 1025, but 'models/tinycode' has a context of 1024."),
         ("twin", ("--hidden-size", str(256 * 4**7)), "a twin of 24 layers of 4194304 takes "),
         ("twin", ("--layers", "999999999"), "a twin of 999999999 layers of 1024 takes "),
     ],

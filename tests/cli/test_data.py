@@ -144,7 +144,7 @@ def test_a_run_that_is_ended_continues(texts: Path, tmp_path: Path, ending: sign
     [
         ((), ("there is no source",)),
         (("--text", "no-such-dir"), ("there is no file 'no-such-dir'",)),
-        (("--text", "README.md", "--held-out-fraction", "1.5"), ("held_out_fraction is 1.5",)),
+        (("--text", "README.md", "--held-out-fraction", "1.5"), ("--held-out-fraction is 1.5",)),
         (("--text", "README.md", "--held-out-fraction", "0.1", "--held-out", "README.md"), ("exclude each other",)),
         (("--text", "README.md", "-s", "ngram"), ("--self-distill",)),
         (("--text", "README.md", "--self-distill", "--max-new-tokens", "5000"), ("exceed the context length",)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import Finished, run
+from disks import everything
 from end_to_end.tiny_llms import target, tokenizer
 from forked import ForkedCommand
 
@@ -155,3 +156,14 @@ def test_where_results_go_and_come_from(small: Path, tmp_path: Path) -> None:
     SweepResults(tmp_path, {})
     assert "holds no measured point yet" in run("sweep", str(tmp_path)).stderr
     assert "is shown without measuring" in run("sweep", str(tmp_path), "--sweep", "max_nodes=2").stderr
+
+
+def test_a_directory_of_other_files_is_not_written_to(small: Path, tmp_path: Path) -> None:
+    before = everything(small)
+    done = run(*command(small, small))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: '{small}' holds other files. Expected a new or empty directory.\n"
+    assert everything(small) == before
+    (tmp_path / "run.lock").touch()  # of a sweep that was killed before its first line
+    (tmp_path / f".{RESULTS}-0a1b2c3d").touch()
+    assert "Did you mean 'fastest'?" in run(*command(small, tmp_path, "--runner", "fastst")).stderr

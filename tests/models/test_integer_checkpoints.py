@@ -74,7 +74,7 @@ def settings_file(directory: Path, file: str, settings: dict[str, Any]) -> None:
     (directory / file).write_text(json.dumps(settings))
 
 
-AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": True, "sym": False, "model_name_or_path": None}
+AUTO_GPTQ = {"bits": 4, "group_size": 32, "desc_act": True, "sym": False, "model_name_or_path": None}
 AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
 OWN_FILES = [
     ("GPTQ, zero points, desc_act", "quantize_config.json", AUTO_GPTQ),
