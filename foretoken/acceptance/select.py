@@ -91,6 +91,11 @@ class AcceptancePolicy:
         """Returns the accepted lengths of the synthetic rule; None for other rules."""
         return LengthSchedule(self.joint_rates) if self.rule == "synthetic" else None
 
+    @property
+    def keeps_seeded_text(self) -> bool:
+        """Whether a seeded request gets the text of plain decoding; other lossless rules keep its distribution."""
+        return self.rule in ("auto", "coupled")
+
     def is_coupled(self, *, is_seeded: bool) -> bool:
         """Returns whether drafts for a request share the target's noise: only if its rule is `coupled`.
 

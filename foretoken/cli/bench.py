@@ -242,14 +242,20 @@ def verify(
     """
     from foretoken.bench.verify import verify_setups
     from foretoken.bench.workload import Workload, load_prompts
-    from foretoken.entrypoints.config import checked_setups
+    from foretoken.entrypoints.config import checked_setups, parse_speculative_config
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
-    setups = checked_setups(drafters, target=model)
+    setups, temperatures = checked_setups(drafters, target=model), temperature or [0.0, 0.8]
     for setup in setups:
         options.check_has_target_text("verify", setup)
+        policy = parse_speculative_config(setup.config, target=model).policy
+        if any(temperatures) and not policy.is_lossy and not policy.keeps_seeded_text:
+            raise ConfigError(
+                f"the rule '{policy.rule}' of '{setup.name}' gives a seeded request another text of the same "
+                "distribution, which cannot be compared. Pass --temperature 0, or leave the rule out."
+            )
     texts = load_prompts(prompts, limit=num_prompts)
-    workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
+    workload = Workload(prompts=texts, temperatures=temperatures, max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     options.check_max_tokens(max_tokens, loaded)
     with progress("tokens") as on_progress:

@@ -174,8 +174,8 @@ class SamplingParams:
         stop_token_ids: Token ids that end the text.
         ignore_eos: Continues after the end-of-sequence token.
         include_stop_str_in_output: Keeps the stop string or stop token in the text.
-        seed: Makes sampled text reproducible: the same seed gives the same text for every drafter, tree and batch. -1
-            means no seed, as in vLLM.
+        seed: Makes sampled text reproducible: the same seed gives the same text for every drafter, tree and batch,
+            unless the setup names an acceptance rule other than `auto` and `coupled`. -1 means no seed, as in vLLM.
         logprobs: Return the log-probability of each output token and of this many most probable tokens.
         prompt_logprobs: Return the same for each prompt token but the first.
         skip_special_tokens: Leaves special tokens out of the text.

@@ -1,13 +1,17 @@
 """Which rule verifies which request, and several rules over one batch."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from end_to_end.tiny_llms import noisy_directory, target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import VOCAB, Batch, batches, chains
 
+from foretoken import LLM
 from foretoken.acceptance.select import LOSSLESS_RULES, AcceptancePolicy, accept
 from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
@@ -177,3 +181,27 @@ def test_rules_side_by_side_on_trees(batch: Batch, data: st.DataObject) -> None:
 def test_rules_side_by_side_on_chains(batch: Batch, data: st.DataObject) -> None:
     names = st.sampled_from([*LOSSLESS_RULES, "lenient", "typical"])
     assert_each_row_gets_its_rule(batch, [data.draw(names) for _ in range(batch.tree.batch_size)])
+
+
+def documented_rules() -> dict[str, str]:
+    """Each rule of docs/lossless.md, and which text it promises a seeded request."""
+    page = (Path(__file__).parents[2] / "docs" / "lossless.md").read_text(encoding="utf-8")
+    table = page.partition("## Acceptance rules")[2].split("\n\n")[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    place = rows[0].index("text of a seeded request")
+    return {row[0].strip("`"): row[place] for row in rows[2:]}
+
+
+@pytest.mark.parametrize("rule", sorted({*LOSSLESS_RULES, "auto"}))
+def test_a_seed_gives_the_text_that_the_documentation_promises(rule: str) -> None:
+    """Two trees from the same drafter: a named rule need not write plain decoding's text, `auto` and `coupled` do."""
+    promised = "plain decoding's" if rule == "auto" else documented_rules()[rule]
+    params = [SamplingParams(temperature=0 if rule == "greedy" else 1, seed=seed, max_tokens=24) for seed in range(4)]
+    texts = []
+    for tree in (None, {"widths": [2, 2]}, "chain"):
+        config: dict[str, Any] = {"method": "draft_model", "model": noisy_directory(), "tree": tree}
+        config |= {} if rule == "greedy" else {"acceptance": rule}
+        engine = LLM(target(), speculative_config=None if tree is None else config)
+        texts.append([each.outputs[0].token_ids for each in engine.generate([[5, 6, 7]] * 4, params)])
+    assert (texts[0] == texts[1] == texts[2]) == (promised == "plain decoding's")
+    assert promised.startswith(("plain decoding's", "another"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run
 
 from foretoken.bench.verify import verify_setups
 from foretoken.bench.workload import Workload
@@ -45,3 +46,11 @@ def test_progress_is_counted_in_tokens() -> None:
     assert done == sorted(done)
     assert len(set(done)) > 12  # three runs of twenty tokens: many reports between their ends
     assert seen[-1] == (60, 60)
+
+
+def test_rules_that_write_another_text_are_compared_at_temperature_0_alone() -> None:
+    arguments = ("verify", MODEL, "-s", "draft_model:acceptance=block", "--num-prompts", "1", "--max-tokens", "6")
+    refused = run(*arguments)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "the rule 'block' of 'draft_model acceptance=block' gives a seeded request another text" in refused.stderr
+    assert run(*arguments, "--temperature", "0").returncode == 0
