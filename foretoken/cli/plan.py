@@ -87,7 +87,7 @@ def plan(
     published curves, where figures of other models and texts have wide intervals.
 
     For every batch the command names the fastest drafter and depth, the second, and the reason; or it says that no
-    drafter pays. It also says from which batch and context on nothing pays, what memory is needed, and how long a head
+    drafter pays, or that the intervals do not decide. It also says from which batch and context on nothing pays, what memory is needed, and how long a head
     trains. Intervals hold four of five figures.
     """
     from foretoken.planning.acceptance import golden_yaml, library, read_curves
@@ -293,7 +293,7 @@ def _print_page(page: Page, plan: Plan, *, wide: bool) -> None:
     terminal.print_table(columns, rows, title=f"temperature {page.temperature:g}, predicted", num_keys=2)
     for advice in page.advice:
         if advice.best is None:
-            terminal.prose(f"batch {advice.batch}: do not draft. The nearest: {advice.reason}")
+            terminal.prose(f"batch {advice.batch}: {advice.verdict}. {advice.reason}")
             continue
         second = "" if advice.second is None else f" Second: {advice.second.setup}, {advice.second.speed_up:.2f}x."
         terminal.prose(

@@ -44,8 +44,8 @@ class Page(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """Whether some drafter pays at some batch."""
-        return any(each.best is not None for each in self.advice)
+        """Whether some drafter pays at the smallest batch, from which the break-evens are searched."""
+        return min(self.advice, key=lambda each: each.batch).best is not None
 
 
 class Need(NamedTuple):
@@ -109,6 +109,7 @@ class Plan:
             "batches": [
                 {
                     "batch_size": advice.batch,
+                    "verdict": advice.verdict,
                     "best": None if advice.best is None else advice.best.setup,
                     "second": None if advice.second is None else advice.second.setup,
                     "reason": advice.reason,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import hypot
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from foretoken.planning.theory import goodput
 
@@ -100,9 +100,14 @@ class Prediction:
         return 1e3 * self.batch / self.tokens_per_s
 
     @property
+    def speed_ups(self) -> tuple[float, float]:
+        """The lower and the upper end of the interval, over plain decoding."""
+        return self.low / self.tokens_per_s * self.speed_up, self.high / self.tokens_per_s * self.speed_up
+
+    @property
     def pays(self) -> bool:
-        """Whether drafting is expected to be faster than plain decoding."""
-        return self.draft.depth > 0 and self.speed_up > 1
+        """Whether drafting is faster than plain decoding in the whole interval."""
+        return self.draft.depth > 0 and self.speed_ups[0] > 1
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the prediction JSON-ready."""
@@ -196,12 +201,14 @@ class Advice(NamedTuple):
 
     Attributes:
         batch: Sequences decoded at once.
-        best: The fastest drafter; None where plain decoding is faster than all.
+        verdict: "take", "do not draft", or "not decided" for a gain in whose interval plain decoding lies.
+        best: The fastest drafter that pays; None without one.
         second: The next drafter; None without a second that pays.
-        reason: A sentence.
+        reason: A sentence or two.
     """
 
     batch: int
+    verdict: Literal["take", "do not draft", "not decided"]
     best: Prediction | None
     second: Prediction | None
     reason: str
@@ -212,16 +219,22 @@ def advise(found: Sequence[Prediction]) -> Advice:
     ranks = best_depths(found)
     plain = next(each for each in ranks if not each.draft.depth)
     paying = [each for each in ranks if each.pays]
-    shown = paying[0] if paying else next((each for each in ranks if each.draft.depth), None)
-    if shown is None:
-        return Advice(plain.batch, None, None, "no drafter has a known acceptance.")
-    verify, drafting, host = (each / sum(plain.seconds) for each in shown.seconds)
+    drafting = [each for each in ranks if each.draft.depth]
+    if not drafting:
+        return Advice(plain.batch, "do not draft", None, None, "no drafter has a known acceptance.")
+    shown = (paying or drafting)[0]
+    verify, draft, host = (each / sum(plain.seconds) for each in shown.seconds)
     reason = (
-        f"{shown.draft.name} gives {shown.draft.tokens:.2f} tokens a pass for {verify + drafting + host:.2f} times the "
-        f"seconds of a plain iteration (pass {verify:.2f}, drafts {drafting:.2f}, host {host:.2f})."
+        f"{shown.draft.name} gives {shown.draft.tokens:.2f} tokens a pass for {verify + draft + host:.2f} times the "
+        f"seconds of a plain iteration (pass {verify:.2f}, drafts {draft:.2f}, host {host:.2f})."
     )
-    best, second = (paying[index] if index < len(paying) else None for index in range(2))
-    return Advice(plain.batch, best, second, reason)
+    if paying:
+        return Advice(plain.batch, "take", paying[0], paying[1] if len(paying) > 1 else None, reason)
+    low, high = shown.speed_ups
+    if shown.speed_up <= 1:
+        return Advice(plain.batch, "do not draft", None, None, f"The nearest: {reason}")
+    interval = f"{shown.setup} may give {low:.2f}x to {high:.2f}x; `foretoken bench` on the machine decides."
+    return Advice(plain.batch, "not decided", None, None, f"{interval} {reason}")
 
 
 class Limits(NamedTuple):
@@ -239,14 +252,14 @@ class Limits(NamedTuple):
 def breaks_even_at(
     curves: Sequence[Curve], costs: IterationCosts, *, batch: int, context: float, limits: Limits
 ) -> tuple[int | None, int | None]:
-    """Returns the least batch, and the least context, from which on no drafter pays.
+    """Returns the least batch, and the least context, from which on no drafter pays, see `Prediction.pays`.
 
     Batches are tried at the given context, contexts at the given batch, both by doubling up to the limits. None where
     a drafter pays at all of them, and where none pays at the given batch and context.
     """
 
     def pays(at_batch: int, at_context: float) -> bool:
-        return predictions(curves, costs, batch=at_batch, context=at_context)[0].pays
+        return any(each.pays for each in predictions(curves, costs, batch=at_batch, context=at_context))
 
     if not pays(batch, context):
         return None, None

@@ -87,6 +87,19 @@ def test_a_drafter_that_exists_is_timed_with_acceptance_from_a_file(tmp_path: Pa
     assert found["plain"]["draft_ms"] == 0
 
 
+def test_a_gain_of_two_percent_is_not_decided(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.yaml"
+    lengths.write_text("tinycode-ngram: {thinking_off: {1: 1.02}}", encoding="utf-8")
+    arguments = ("plan", MODEL, *FAST, "-s", "ngram", "--acceptance", f"ngram={lengths}", *QUICK[6:])
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "batch 1: not decided. ngram:chain:num_speculative_tokens=1 may give 0.8" in done.stdout
+    assert "take" not in done.stdout
+    assert "drafting pays" not in done.stdout
+    (page,) = json.loads(run(*arguments, "--json").stdout)["temperatures"]
+    assert [(each["verdict"], each["best"]) for each in page["batches"]] == [("not decided", None)]
+
+
 def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
     slow = ("--bandwidth", "3350", "--flops", "0.001", "--memory", "80")
     done = run("plan", MODEL, *slow, "--temperature", "0", "--batch-size", "1", "--batch-size", "16")

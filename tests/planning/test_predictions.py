@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,26 @@ def test_a_useless_drafter_is_not_taken() -> None:
 def test_nothing_known_is_said() -> None:
     costs = RooflineCosts(target=LLAMA_8B, machine=H100)
     assert advise(predictions([], costs, batch=1, context=100)).reason == "no drafter has a known acceptance."
+
+
+@pytest.mark.parametrize("error", [0.0, 0.3])
+def test_a_gain_inside_of_its_own_interval_is_not_decided(error: float) -> None:
+    costs, limits = RooflineCosts(target=LLAMA_8B, machine=H100), Limits(64, 4096)
+    verdicts = []
+    for percent in range(0, 100, 2):
+        curve = replace(chain("ngram", [percent / 100]), error=error)
+        found = predictions([curve], costs, batch=1, context=100)
+        drafted, plain = sorted(found, key=lambda each: -each.draft.depth)
+        advice = advise(found)
+        verdicts.append(advice.verdict)
+        assert (advice.verdict == "take") == (drafted.low > plain.tokens_per_s) == (advice.best is not None)
+        assert (advice.verdict == "do not draft") == (drafted.speed_up <= 1)
+        assert ("`foretoken bench` on the machine decides" in advice.reason) == (advice.verdict == "not decided")
+        if advice.verdict != "take":
+            assert breaks_even_at([curve], costs, batch=1, context=100, limits=limits) == (None, None)
+    assert {"take", "not decided"} <= set(verdicts)
+    order = ["do not draft", "not decided", "take"]
+    assert verdicts == sorted(verdicts, key=order.index)
 
 
 def test_the_batch_from_which_drafting_no_longer_pays() -> None:
