@@ -299,7 +299,7 @@ def _dtype_name(checkpoint: HeadCheckpoint) -> str:
     return ", ".join(sorted(dtypes)).replace("torch.", "")
 
 
-_COLOURS = {"ok": "green", "warning": "yellow", "fault": "red", "skipped": "dim"}
+_COLOURS = {"ok": "green", "warning": "yellow", "not decided": "yellow", "fault": "red", "skipped": "dim"}
 
 
 def doctor(

@@ -87,8 +87,8 @@ def plan(
     published curves, where figures of other models and texts have wide intervals.
 
     For every batch the command names the fastest drafter and depth, the second, and the reason; or it says that no
-    drafter pays, or that the intervals do not decide. It also says from which batch and context on nothing pays, what memory is needed, and how long a head
-    trains. Intervals hold four of five figures.
+    drafter pays, or that the intervals do not decide. It also says from which batch and context on nothing pays,
+    what memory is needed, and how long a head trains. Intervals hold four of five figures.
     """
     from foretoken.planning.acceptance import golden_yaml, library, read_curves
     from foretoken.planning.plan import make_plan

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _NUM_RANKS = 10  # ranks that are counted; the published trees of Medusa and EAGLE use no candidate past the tenth
 _AT_ONCE = 4  # sequences decoded together; a choice
+TEMPERATURES = (0.0, 0.8)  # of stored acceptance: greedy decoding, and a usual temperature of sampling; a choice
 
 
 def measured_acceptance(

@@ -25,7 +25,7 @@ from foretoken.models.loading import LoadedModel, load_config, load_model
 from foretoken.models.placement import DTYPES
 from foretoken.runner.costs import pass_costs
 from foretoken.training.draft_model import CHAIN
-from foretoken.training.evaluation import measured_acceptance
+from foretoken.training.evaluation import TEMPERATURES, measured_acceptance
 from foretoken.training.run_state import read_curve
 from foretoken.training.trainer import training_processes
 
@@ -239,7 +239,6 @@ def _thinned(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 _MAX_TOKENS = 128  # of a prompt; a choice: minutes for a report
-_TEMPERATURES = (0.0, 0.8)  # greedy decoding, and a usual temperature of sampling; a choice
 _AT_ONCE = 4  # sequences decoded together; a choice
 _ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
 _QUOTED_TREE = "mc_sim_7b_63"  # the tree of published figures, so that figures compare across machines
@@ -345,7 +344,7 @@ def held_out_workload(prompts: str, num_prompts: int) -> Workload | None:
     if not num_prompts:
         return None
     texts = load_prompts(prompts, limit=num_prompts)
-    return Workload(prompts=texts, temperatures=_TEMPERATURES, max_tokens=_MAX_TOKENS)
+    return Workload(prompts=texts, temperatures=TEMPERATURES, max_tokens=_MAX_TOKENS)
 
 
 def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | None) -> Callable[[float], float]:

@@ -24,7 +24,7 @@ from foretoken.entrypoints.model_arguments import load_target
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.formats.registry import read_head
-from foretoken.training.doctor.checks import Check, check_agreement, check_template
+from foretoken.training.doctor.checks import Check, check_acceptance, check_agreement, check_template
 from foretoken.training.doctor.examine import Examination, examine
 from foretoken.training.doctor.readings import Texts, greedy_texts
 from foretoken.training.doctor.variants import compare
@@ -142,8 +142,64 @@ def test_a_healthy_head_with_a_draft_vocabulary() -> None:
     assert faults(with_draft_vocabulary(has_map=True)) == {}
 
 
+def with_targets_lm_head(weights: dict[str, torch.Tensor]) -> None:
+    weights["lm_head.weight"] = tinycode()[0].module.lm_head.weight.detach().clone()
+
+
+def with_parts_in_another_order(weights: dict[str, torch.Tensor]) -> None:
+    weights["fc.weight"] = weights["fc.weight"].roll(256, dims=1)
+
+
+def with_interleaved_halves(weights: dict[str, torch.Tensor]) -> None:
+    """Of rotary embeddings, as after a conversion from another layout."""
+    for key, heads in (("layer.q_proj.weight", 8), ("layer.k_proj.weight", 4)):
+        weights[key] = weights[key].unflatten(0, (heads, 2, 16)).transpose(1, 2).flatten(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("plant", "verdict"),
+    [
+        (with_targets_lm_head, "fault"),
+        (with_parts_in_another_order, "fault"),
+        pytest.param(with_interleaved_halves, "fault", marks=pytest.mark.slow),
+        pytest.param(lambda weights: None, "ok", marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_that_lost_its_stored_acceptance(
+    plant: Callable[[dict[str, torch.Tensor]], None], verdict: str, tmp_path: Path
+) -> None:
+    weights, is_small = dict(head("eagle3").weights), plant in (with_targets_lm_head, with_parts_in_another_order)
+    plant(weights)
+    native.write_checkpoint(replace(head("eagle3"), weights=weights), tmp_path)
+    size = {"prompts": load_prompts(limit=6 if is_small else 24), "max_tokens": 16 if is_small else 64}
+    checks = {check.name: check for check in examine(*tinycode(), Examination(head=tmp_path, **size))}
+    assert checks["acceptance"].verdict == verdict
+    assert checks["acceptance"].value["stored"] == 0.7585
+
+
+def test_acceptance_that_few_prompts_do_not_decide() -> None:
+    few, many = [(70, 100), (60, 100), (72, 100)], [(70 + i % 3, 100) for i in range(60)]
+    found = check_acceptance(0.8, few)
+    assert found.verdict == "not decided"
+    assert "3 prompts do not tell whether the head lost acceptance. Pass --num-prompts " in found.message
+    assert int(found.message.rpartition(" ")[2].rstrip(".")) > 3
+    assert check_acceptance(0.8, many).verdict == "ok"
+    assert check_acceptance(0.9, many).verdict == "fault"
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_taps_on_few_prompts_are_not_decided(by: int) -> None:
+    whole, config = texts(), (2 - by, 6 - by, 9 - by)
+    few = replace(whole, prompts=whole.prompts[:3], texts=whole.texts[:3])
+    _, agreement = compare(with_options(head("eagle3"), boundaries=config), tinycode()[0], few)
+    (found,) = (check for check in check_agreement(agreement) if check.name == "feature")
+    assert found.verdict == "not decided"
+    assert f"3 prompts do not tell the taps {', '.join(map(str, config))} from those of the block" in found.message
+    assert int(found.message.rpartition(" ")[2].rstrip(".")) > 3
+
+
 def test_the_command_names_a_planted_fault(tmp_path: Path) -> None:
-    native.write_checkpoint(with_draft_vocabulary(has_map=False), tmp_path / "head")
+    native.write_checkpoint(replace(with_draft_vocabulary(has_map=False), acceptance=None), tmp_path / "head")
     case = Examination(head=tmp_path / "head", prompts=load_prompts(limit=5))
     with mock.patch(f"{EXAMINE}.greedy_texts", autospec=True, return_value=texts()):
         checks = {check.name: check for check in examine(*tinycode(), case)}

@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.models.loading import LoadedModel
 
-Verdict = Literal["ok", "warning", "fault", "skipped"]
+Verdict = Literal["ok", "warning", "fault", "not decided", "skipped"]
 _LARGEST = 1e4  # of a weight or logit; a choice, far above trained ones: damaged ones reach the limits of their dtype
+_KEPT = 0.85  # of the stored acceptance; a choice: other prompts of the same kind keep more
+_FEWEST = 4  # prompts from which a spread is known; a choice
 _PROBE_LEN = 64  # tokens; a choice: long enough for every position shift that is looked for
 
 
@@ -51,7 +53,8 @@ class Check:
     """The result of one check.
 
     Attributes:
-        verdict: "ok", "fault" for a certain loss of acceptance, "warning" for a possible one, or "skipped".
+        verdict: "ok", "fault" for a certain loss of acceptance, "warning" for a possible one, "not decided" where the
+            prompts are too few to tell, or "skipped".
         value: The measured share or error, or names; None if there is nothing to show.
         expected: The expected value, in words.
         message: A sentence with the cause and the remedy of a fault.
@@ -296,7 +299,41 @@ def check_feature(agreement: Agreement) -> Check:
             f"{scores[IN_PLACE]:.3f} with the one that drafting has."
         )
     expected = f"best with {where}, give or take {agreement.margin:.3f}"
+    if best == IN_PLACE and (needed := agreement.num_deciding_texts) is not None:
+        message = (
+            f"{agreement.num_texts} prompts do not tell the taps {_listed(agreement.taps)} from those of the block "
+            f"before or after. Pass --num-prompts {needed}."
+        )
+        return Check("feature", "not decided", scores, expected, message)
     return Check("feature", "fault" if best in advice else "ok", scores, expected, message)
+
+
+def check_acceptance(stored: float, hits: Sequence[tuple[int, int]]) -> Check:
+    """Compares the first step with the acceptance that was stored with the head when it was trained.
+
+    Args:
+        stored: P(the first candidate of the first step is the token), from the head's files.
+        hits: For each prompt, at how many positions it was, of how many.
+    """
+    num_hits, num_positions = map(sum, zip(*hits, strict=True))
+    share, least = num_hits / num_positions, _KEPT * stored
+    spread = sum((right - share * count) ** 2 for right, count in hits)  # positions of a prompt are alike
+    error = math.sqrt(max(spread, share * (1 - share) * num_positions)) / num_positions
+    value = {"stored": round(stored, 4), "found": round(share, 4), "give or take": round(2 * error, 4)}
+    expected = f"at least {_KEPT:g} of what is stored, {least:.3f}"
+    if abs(share - least) <= 2 * error or len(hits) < _FEWEST:
+        needed = max(_FEWEST, math.ceil(len(hits) * (2 * error / max(abs(share - least), 0.02)) ** 2))
+        message = f"{len(hits)} prompts do not tell whether the head lost acceptance. Pass --num-prompts {needed}."
+        return Check("acceptance", "not decided", value, expected, message)
+    message = "The first step is accepted about as often as after its training."
+    if share < least:
+        message = (
+            f"The first step is right at {share:.3f} of the positions, and was at {stored:.3f} when the head was "
+            "measured: its weights or configuration are not those that were trained (another LM head, parts in another "
+            "order, another rotary layout), or these prompts are of another kind. Convert the head again, and compare "
+            "on --prompts of its training."
+        )
+    return Check("acceptance", "fault" if share < least else "ok", value, expected, message)
 
 
 def check_configuration(agreement: Agreement) -> Check:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foretoken.bench.workload import Workload
 from foretoken.core.errors import ForetokenError, ModelError, RequestError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetWeights
 from foretoken.formats.registry import read_head
@@ -24,6 +25,7 @@ from foretoken.training.config import head_config, objective_config, train_confi
 from foretoken.training.doctor.checks import (
     Check,
     Verdict,
+    check_acceptance,
     check_agreement,
     check_drafting,
     check_fit,
@@ -46,6 +48,7 @@ from foretoken.training.doctor.readings import (
     target_choices,
 )
 from foretoken.training.doctor.variants import Case, compare
+from foretoken.training.evaluation import TEMPERATURES, guesses_of, target_texts
 from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Batches, HeadTrainer
 
@@ -239,7 +242,25 @@ def _examine_head(
     except ForetokenError as err:
         drafting = Check("drafting", "fault", None, "a drafter", str(err))
     templates = _check_templates(case, tokenizer, what)
-    return [*weights, *check_agreement(agreement), *templates, drafting], checkpoint
+    kept = _check_acceptance(case, tokenizer, what)
+    return [*weights, *check_agreement(agreement), *kept, *templates, drafting], checkpoint
+
+
+def _check_acceptance(case: Case, tokenizer: Any, what: Examination) -> list[Check]:
+    """Measures the first step as training measures it, and compares it with what the head's files say."""
+    stored = case.checkpoint.acceptance
+    if not stored:
+        return []
+    workload = Workload(prompts=what.prompts, temperatures=TEMPERATURES, max_tokens=what.max_tokens)
+    head = case.checkpoint.module(device=case.target.device, dtype=torch.float32)
+    guess, hits = guesses_of(head, case.target), [[0, 0] for _ in what.prompts]
+    for number, (_, num_prompt, text) in enumerate(target_texts(case.target, tokenizer, workload)):
+        with torch.inference_mode():
+            logits, labels = next(iter(guess(torch.tensor([text], device=case.target.device), num_prompt)))
+        found = hits[number % len(hits)]
+        found[0] += int((logits.argmax(1) == labels).sum())
+        found[1] += len(labels)
+    return [check_acceptance(stored[0][0], [(right, count) for right, count in hits if count])]
 
 
 def _check_templates(case: Case, tokenizer: Any, what: Examination) -> list[Check]:

@@ -46,6 +46,7 @@ _LONGEST_PROMPT = 128  # tokens; a choice: a longer one shows the same faults an
 IN_PLACE, PRE_NORM, NORMED_TWICE = "in place", "pre-norm", "normed twice"
 EARLIER, LATER = "one position earlier", "one position later"
 _MOVED = {EARLIER: -1, LATER: 1}  # positions by which these readings are off
+_CLEAR = 1.5  # standard deviations by which the configured taps must lead; a choice: a head is rarely off
 SURE = 3.0  # standard deviations; a choice: by chance, one of 370 readings differs by more
 
 
@@ -95,6 +96,7 @@ class Agreement:
             give that token, since the LM head computes it from the feature.
         most_frequent: Share of the most frequent label: the accuracy of a constant guess.
         num_positions: Positions at which the deepest head was judged.
+        num_texts: Texts at which it was judged.
         reads_tokens: Whether heads read the tokens between the feature and their own.
         is_autoregressive: Whether heads read their own states.
         taps: The taps that the head reads.
@@ -108,6 +110,7 @@ class Agreement:
     most_frequent: float
     num_positions: int
     reads_tokens: bool
+    num_texts: int = 1
     is_autoregressive: bool = False
     taps: Sequence[Tap] = ("final",)
     gains: Mapping[str, float] = field(default_factory=dict)
@@ -137,6 +140,18 @@ class Agreement:
         if name == LATER and self.is_autoregressive:
             return False
         return self.score(name) > self.score(IN_PLACE) + self.margin
+
+    @property
+    def num_deciding_texts(self) -> int | None:
+        """Texts that would tell the taps from those one block off; None if these texts do.
+
+        Neighbouring blocks are similar: on few texts either may be right more often by chance.
+        """
+        gains = [self.gains[name] for name in self.gains if name in MOVED_BLOCKS]
+        closest = max(gains, default=-SURE)
+        if not -_CLEAR < closest <= SURE:
+            return None
+        return math.ceil(self.num_texts * (SURE / max(abs(closest), 0.5)) ** 2)
 
     @property
     def best_shifts(self) -> list[int]:
@@ -313,6 +328,7 @@ def measure(
         next_token={name: [share(name, i, _MOVED.get(name, 0)) for i in heads] for name in said},
         most_frequent=float(labels.bincount().max() / labels.numel()),
         num_positions=int(where[-1].sum()),
+        num_texts=len(texts.texts),
         reads_tokens=looks,
         is_autoregressive=is_autoregressive,
         taps=head.config.taps,
