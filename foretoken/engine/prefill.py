@@ -35,14 +35,17 @@ class PrefillBudget:
         self._step_seconds: dict[int, float] = {}  # of steps without prompt tokens, by bit length of decoding tokens
         self._tokens: float | None = None  # the steered budget
 
-    def tokens(self, num_decoding: int, chunk: int) -> int:
-        """Returns the prompt tokens of the next step, 1 to `chunk`, beside `num_decoding` decoding tokens."""
+    def tokens(self, num_decoding: int, chunk: int, least: int = _LEAST) -> int:
+        """Returns the prompt tokens of the next step, 1 to `chunk`, beside `num_decoding` decoding tokens.
+
+        `least`: as many whatever they cost, if `max_num_batched_tokens` allows.
+        """
         budget = chunk
         if self.max_num_batched_tokens is not None:
             budget = min(budget, self.max_num_batched_tokens - num_decoding)
         elif num_decoding:
             # At least as many as decoding tokens, so that prompts do not starve beside wide steps.
-            budget = min(budget, max(int(self._tokens or _FIRST), num_decoding, _LEAST))
+            budget = min(budget, max(int(self._tokens or _FIRST), num_decoding, least))
         return max(budget, 1)
 
     def learn_seconds(self, seconds: float, *, num_decoding: int, num_prompt: int) -> None:
@@ -63,13 +66,17 @@ class PrefillBudget:
 
 
 class Chunk(NamedTuple):
-    """Consecutive prompt tokens of one sequence, from row `start` on; the last chunk ends with the root."""
+    """Consecutive prompt tokens of one sequence, from row `start` on; the last chunk ends with the root.
+
+    `ends_prompt`: whether no chunk follows; the root of a scored prompt has a pass of its own.
+    """
 
     sequence: Sequence
     slot: int
     start: int
     tokens: Seq[int]
     is_last: bool
+    ends_prompt: bool
 
     @property
     def num_prompt(self) -> int:
@@ -103,28 +110,33 @@ class Prefill:
         """Returns the prompt chunks of the next pass, first come first served; skips prompts in the cache.
 
         `num_decoding` tokens of the pass belong to decoding sequences. `most` caps the prompt tokens; None for the
-        target's limit.
+        target's limit. The last chunk of a prompt has all tokens whose attention weights drafters read, if the prompt
+        and the cap do.
         """
         if not sequences:
             return []
         most = min(most or self._target.prefill_chunk, self._target.prefill_chunk)
-        chunks, left = list[Chunk](), self.budget.tokens(num_decoding, most)
+        observed = self._drafting.reads.attention_tokens
+        chunks, left = list[Chunk](), self.budget.tokens(num_decoding, most, max(observed, _LEAST))
+        observed = min(observed, left)
         for sequence in sequences:
             if self.is_over(sequence) or sequence.slot is None or left == 0:
                 continue
-            start, count = sequence.num_cached, min(_num_unread(sequence), left)
+            start, unread = sequence.num_cached, _num_unread(sequence)
+            count = min(unread, left)
+            if 0 < unread - count < observed:
+                count = unread - observed
+            if count <= 0:  # the rest fits into the next pass as a whole
+                continue
             tokens = sequence.tokens[start : start + count]
             is_last = start + count == len(sequence.tokens)
-            chunks.append(Chunk(sequence, sequence.slot, start, tokens, is_last))
+            chunks.append(Chunk(sequence, sequence.slot, start, tokens, is_last, count == unread))
             left -= count
         return chunks
 
     def num_next_tokens(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         """Returns the number of tokens that `next_chunks` would return for the same arguments."""
-        if not sequences:
-            return 0
-        unread = sum(_num_unread(one) for one in sequences if one.slot is not None and not self.is_over(one))
-        return min(unread, self.budget.tokens(num_decoding, self._target.prefill_chunk))
+        return sum(len(chunk.tokens) for chunk in self.next_chunks(sequences, num_decoding))
 
     def as_pass(self, chunks: Seq[Chunk]) -> Pass:
         """Returns a pass over some chunks that gives the logits of their roots and the weights that drafters read."""
@@ -134,14 +146,14 @@ class Prefill:
             prefix_lens=[chunk.start for chunk in chunks],
             device=self._target.device,
         )
-        lasts = [span for chunk, span in zip(chunks, pairwise(work.offsets), strict=True) if chunk.is_last]
-        if not lasts:
-            return work
-        work = replace(work, logit_rows=integers_on([end - 1 for _, end in lasts], self._target.device))
+        spans = list(zip(chunks, pairwise(work.offsets), strict=True))
+        if lasts := [end - 1 for chunk, (_, end) in spans if chunk.is_last]:
+            work = replace(work, logit_rows=integers_on(lasts, self._target.device))
         most = self._drafting.reads.attention_tokens
-        if not most:
+        ends = [span for chunk, span in spans if chunk.ends_prompt] if most else []
+        if not ends:
             return work
-        read = [token for start, end in lasts for token in range(max(start, end - most), end)]
+        read = [token for start, end in ends for token in range(max(start, end - most), end)]
         return replace(work, attention_rows=integers_on(read, self._target.device))
 
     def finish_chunks(self, chunks: Seq[Chunk], output: PassOutput, seconds: float, num_decoding: int) -> None:
@@ -150,7 +162,7 @@ class Prefill:
         self.budget.learn_seconds(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
         if not chunks:
             return
-        ends = [chunk.start + len(chunk.tokens) if chunk.is_last else 0 for chunk in chunks]
+        ends = [chunk.start + len(chunk.tokens) if chunk.ends_prompt else 0 for chunk in chunks]
         self._drafting.commit(
             Committed(
                 slots=[chunk.slot for chunk in chunks],

@@ -362,10 +362,14 @@ class Scheduler:
         self._slots.give_back(Held(sequence.slot, list(sequence.tokens), num_kept, sequence.cache_salt))
         self._target.cache.trim(sequence.slot, num_kept)
 
+    def _most_reused(self, sequence: Sequence) -> int:
+        """Returns how many rows of others a text may reuse: drafters read the attention of its last tokens."""
+        return max(len(sequence.tokens) - max(self._drafting.reads.attention_tokens, 1), 0)
+
     def _is_being_read(self, sequence: Sequence) -> bool:
         if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:
             return False
-        most, salt = len(sequence.tokens) - 1, sequence.cache_salt
+        most, salt = self._most_reused(sequence), sequence.cache_salt
         shared = {
             s.slot: min(common_prefix_len(s.tokens, sequence.tokens) - 1, most)
             for s in self.running
@@ -394,7 +398,7 @@ class Scheduler:
         if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # scores need the logits of all positions
             slot = self._slots.take_oldest()
         else:
-            most, salt = len(sequence.tokens) - 1, sequence.cache_salt
+            most, salt = self._most_reused(sequence), sequence.cache_salt
             slot, prefix = self._slots.take(
                 sequence.tokens, most=most, salt=salt, running=self._held(), reusable=self._drafting.reusable
             )

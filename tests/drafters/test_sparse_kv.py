@@ -286,3 +286,44 @@ def test_targets_with_windows_are_refused(architecture: str) -> None:
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(tiny_model("llama"), speculative_config={"method": "sparse_kv", **options})
+
+
+def observations(llm: LLM) -> list[tuple[int, float]]:
+    """Collects rows and number of queries of every prompt whose attention the drafter gets."""
+    drafter: Any = llm._engine._drafting._guards[0]._drafter
+    found, commit = [], drafter.commit
+
+    def kept(committed: Committed) -> None:
+        if committed.verified is None and committed.attention is not None:
+            heads = llm.target.model.config.num_attention_heads // llm.target.model.config.num_key_value_heads
+            for each in committed.attention:
+                if each is not None:
+                    found.append((each.shape[2], round(float(each[0, 0].sum()) / heads, 3)))
+        commit(committed)
+
+    drafter.commit = kept
+    return found
+
+
+SNAPKV = {"method": "sparse_kv", "kv_selection": "snapkv", "kv_budget": 40, "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("budget", [None, 40, 34, 8])
+def test_snapkv_observes_the_last_tokens_of_every_prompt(budget: int | None) -> None:
+    """A chunk that ends shortly before the prompt does, a hit in the prefix cache, samples 2 to n, and a scored one."""
+    llm = LLM(tiny_model("llama"), speculative_config=SNAPKV, max_num_seqs=3, max_num_batched_tokens=budget)
+    found, text, greedy = observations(llm), TEXTS[0], {"temperature": 0, "max_tokens": 6}
+    queries = float(min(32, budget or 32))
+    for params in (
+        SamplingParams(**greedy),
+        SamplingParams(**greedy),
+        SamplingParams(n=3, temperature=1, max_tokens=6),
+    ):
+        llm.generate([text], params)
+    assert found[:2] == [(len(text), queries)] * 2
+    assert len(found) == 5
+    if budget is None:
+        assert found == [(len(text), queries)] * 5
+    found.clear()
+    llm.generate([text], SamplingParams(**greedy, prompt_logprobs=0))
+    assert [rows for rows, _ in found] == [len(text) - 1]

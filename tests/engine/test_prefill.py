@@ -68,22 +68,6 @@ def test_prompts_share_a_pass_in_order_of_arrival(monkeypatch: pytest.MonkeyPatc
     assert passes[:2] == [(0, [3, 30, 7]), (2, [13])]
 
 
-@pytest.mark.parametrize("limit", [None, 4, 40])
-def test_tokens_of_the_next_chunks_are_known_without_them(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, original = [], Prefill.next_chunks
-
-    def next_chunks(prefill: Prefill, sequences: Any, num_decoding: int) -> list[Chunk]:
-        count = prefill.num_next_tokens(sequences, num_decoding)
-        chunks = original(prefill, sequences, num_decoding)
-        counts.append((count, sum(len(chunk.tokens) for chunk in chunks)))
-        return chunks
-
-    monkeypatch.setattr(Prefill, "next_chunks", next_chunks)
-    llm({}, max_num_seqs=3, max_num_batched_tokens=limit).generate(PROMPTS, PARAMS)
-    assert len({expected for _, expected in counts}) > 2, "or nothing was shown"
-    assert all(count == expected for count, expected in counts)
-
-
 def test_one_pass_reads_all_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm({}, max_num_seqs=8)
     passes = watched(engine, monkeypatch)
