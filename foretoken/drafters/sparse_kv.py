@@ -63,7 +63,8 @@ class Options(SelfOptions):
 
     Attributes:
         kv_selection: "vegas", "snapkv" or "streaming_llm", see the module.
-        kv_budget: Rows of each sequence that a draft reads beside newer tokens; None for `kv_ratio`.
+        kv_budget: Rows of each sequence that are selected, beside at most 512 newer ones; for "streaming_llm" the most
+            rows that a draft reads. None for `kv_ratio`.
         kv_ratio: Rows as a part of the text, at least 256.
         kv_sinks: First rows of a text that "streaming_llm" always reads.
         draft_with: What guesses tokens of a chain, so that a pass drafts several: "ngram" for earlier text, or the
@@ -104,8 +105,17 @@ class Options(SelfOptions):
         return min(length, self.kv_budget or max(_LEAST_BUDGET, math.ceil(self.kv_ratio * length)))
 
     def num_recent(self, length: int) -> int:
-        """Returns the last rows of a text that are read beside its first ones."""
-        return self.budget(length) - min(self.kv_sinks, length)
+        """Returns the last rows of a text that are listed beside its first ones.
+
+        "streaming_llm" lists an eighth less than the budget, so that newer rows fit into it.
+        """
+        budget = self.budget(length)
+        later = budget // 8 if self.kv_selection == "streaming_llm" and budget < length else 0
+        return max(budget - min(self.kv_sinks, length) - later, 1)
+
+    def most_rows(self, length: int) -> int:
+        """Returns the most rows that a draft reads of a text: the budget, and newer rows if rows were selected."""
+        return self.budget(length) + (0 if self.kv_selection == "streaming_llm" else _ROOM)
 
 
 class SparseKvDrafter:
@@ -139,7 +149,8 @@ class SparseKvDrafter:
         rows = options.budget(target.context_len) + _ROOM
         cache, runner = runner_of(target).cache, draft_runner(model, target, most_fed, options.quantization, rows)
         self._rows = PartialRows(
-            runner.cache, most_fed + 1, options.kv_sinks, options.num_recent, cache, is_copy=True
+            runner.cache, most_fed + 1, options.kv_sinks, options.num_recent, cache, is_copy=True,
+            most=options.most_rows,
         )  # fmt: skip
         if options.draft_with is not None:
             self._guesses = Lookups() if options.draft_with == "ngram" else ModelGuesses(options.draft_with, target)

@@ -104,6 +104,7 @@ class PartialRows:
         store: Rows of whole texts; None lists `sinks` alone.
         is_copy: Whether rows come from the store. Otherwise the drafter's passes write them, and the store copies them.
         most_at_once: Positions of a text that fit into a slot at once.
+        most: Returns the most rows to read of a text by its length; None for all that a slot holds.
     """
 
     cache: SlotCache
@@ -113,6 +114,7 @@ class PartialRows:
     store: SlotCache | None = None
     is_copy: bool = False
     most_at_once: int = _MOST_ROOM
+    most: Callable[[int], int] | None = None
     _slots: list[_Slot] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -181,13 +183,16 @@ class PartialRows:
         """
         state = self._slots[slot]
         if self.window is not None and (
-            self.row(slot, length) + count > self.room
+            self.row(slot, length) + count > self._room_for(length)
             or (state.is_stale and (self.is_copy or length > self.window(length)))
         ):
             self._list(slot, state, length, self.window(length))
         if self.is_copy and state.shared < length:
             self._copy(slot, state, length)
         return self.row(slot, length)
+
+    def _room_for(self, length: int) -> int:
+        return self.room if self.most is None else min(self.room, self.most(length))
 
     def choose(self, slot: int, listed: Tensor, end: int | None = None) -> None:
         """Takes the positions to list from now on, and where the newer ones begin; see `_Slot`."""
@@ -222,7 +227,9 @@ class PartialRows:
         listed = torch.arange(sinks, device=cache.keys[0].device)
         if state.listed is not None and state.end is not None:
             listed = state.listed
-            first = max(state.end, length - (self.room - listed.shape[-1]) // 2)  # half is left for rows to come
+            first = max(
+                state.end, length - (self._room_for(length) - listed.shape[-1]) // 2
+            )  # half is left for rows to come
         elif state.listed is not None:
             listed = torch.cat([listed, state.listed[(state.listed >= sinks) & (state.listed < first)]])
         rows = listed if listed.dim() > 1 else listed.expand(len(cache.keys), -1)
