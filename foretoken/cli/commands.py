@@ -62,7 +62,7 @@ class Command(TyperCommand):
             for value in _values(ctx.params.get(param.name)):
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     usual = _INTEGERS if isinstance(value, int) else _NUMBERS
-                    check_range(name, value, *_BOUNDS.get(param.name, usual), error=ConfigError)
+                    check_range(str(name), value, *_BOUNDS.get(param.name, usual), error=ConfigError)
         return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
