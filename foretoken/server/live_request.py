@@ -126,7 +126,7 @@ class BodyReader:
             raise ApiError(f"The model has no chat template. {self._advice}", param="messages")
         return await self._rendered(messages, form)
 
-    async def _rendered(self, messages: Any, form: Mapping[str, Any]) -> Any:
+    async def _rendered(self, messages: Any, form: Mapping[str, Any]) -> dict[str, Any]:
         render = partial(self._llm.chat_prompts, messages, chat_template=self._template, **form)
         (prompt,) = await in_pool(_large if is_large.get() else _rendering, render)
         return prompt
