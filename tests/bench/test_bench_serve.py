@@ -139,7 +139,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         (("--request-rate", "0"), "Expected a number above 0"),
         (("--burstiness", "0"), "Expected a number above 0"),
         (("--burstiness", "nan"), "--burstiness is nan. Expected"),
-        (("--temperature", "-1"), "Expected 0 or more"),
+        (("--temperature", "-1"), "Expected at least 0"),
         (("--request-rate", "2", "--max-concurrency", "2"), "exclude each other"),
         (("--prompts", str(tmp_path / "none.jsonl")), "there is no prompt file"),
         (("--save-result", str(tmp_path)), "a directory"),

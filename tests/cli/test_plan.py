@@ -130,4 +130,5 @@ def test_wrong_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, 
     done = run("plan", MODEL, *(each.format(out=tmp_path / "plan") for each in arguments))
     assert done.returncode == 2, done.stdout
     assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
+    said = done.stderr.splitlines()
+    assert len([line for line in said if not line.startswith("timing passes")]) == 1  # once on a machine

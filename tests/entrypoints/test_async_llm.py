@@ -1,4 +1,7 @@
-"""`AsyncLLM`: many threads, tasks and event loops on one engine, each with the text that it gets alone."""
+"""`AsyncLLM`: many threads, tasks and event loops on one engine, each with the text that it gets alone.
+
+Slow because hundreds of calls wait for one engine.
+"""
 
 from __future__ import annotations
 

@@ -198,6 +198,7 @@ def test_taps_on_few_prompts_are_not_decided(by: int) -> None:
     assert int(found.message.rpartition(" ")[2].rstrip(".")) > 3
 
 
+@pytest.mark.slow  # more than ten seconds; the cases above name the same fault without a command
 def test_the_command_names_a_planted_fault(tmp_path: Path) -> None:
     native.write_checkpoint(replace(with_draft_vocabulary(has_map=False), acceptance=None), tmp_path / "head")
     case = Examination(head=tmp_path / "head", prompts=load_prompts(limit=5))
