@@ -73,8 +73,12 @@ def _quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def learning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
-    """One of them, for all tests that only publish weights."""
+    """One of them, for all tests that only publish weights: its training has ended, and its warning is told."""
     with learning_server(tmp_path_factory.mktemp("learning")) as server:
+        server.distillation._process.kill()
+        for thread in server.distillation._threads:
+            if thread.name == "foretoken-distill-read":
+                thread.join()
         yield server
 
 
