@@ -1,4 +1,4 @@
-"""The native kernels: compiled once for each machine and version of the source; their arguments and their threads.
+"""The native kernels: compiled once for each machine and version of the source; and their threads.
 
 FORETOKEN_SANITIZE=1 adds GCC's address and undefined behaviour sanitizers; see `make sanitize`.
 """
@@ -14,8 +14,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
-from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +40,7 @@ _SYMBOLS = (
     "foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes",
     "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",
     "foretoken_head_draft_bytes", "foretoken_autoregressive_draft", "foretoken_autoregressive_draft_bytes",
-    "foretoken_gather",
+    "foretoken_gather", "foretoken_store_blocks", "foretoken_dequantize",
 )  # fmt: skip
 _TIMEOUT_S = 300  # a choice: a compiler that hangs must not stop the load; another decoder serves then
 _SAYS_SO_S = 10  # interval of the messages that the compiler is still running; a choice
@@ -73,6 +71,15 @@ def native_library() -> ctypes.CDLL:
             return library
     except (OSError, subprocess.TimeoutExpired) as err:
         raise UnsuitableError(f"its kernels cannot be compiled: {err}.") from err
+
+
+@cache
+def library_or_none() -> ctypes.CDLL | None:
+    """Returns `native_library`, or None if there is none: torch then does the work."""
+    try:
+        return native_library()
+    except UnsuitableError:
+        return None
 
 
 def kernels_version() -> str:
@@ -198,173 +205,6 @@ def _digest_path(path: Path) -> Path:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
-
-
-class MatrixStruct(Structure):
-    """A row-major matrix in the model's dtype, or in 8 or 4 bits; its bias in float32 or null."""
-
-    _fields_ = (
-        ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
-        ("pass_bytes", c_int64), ("bits", c_int64), ("group_scales", c_void_p), ("group_offsets", c_void_p),
-        ("group", c_int64), ("groups_are_half", c_int64), ("input_bits", c_int64), ("input_group", c_int64),
-        ("input_order", c_void_p),
-    )  # fmt: skip
-
-
-class NormStruct(Structure):
-    """A norm; a null weight means no norm."""
-
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float), ("kind", c_int32))
-
-
-class ExpertsArguments(Structure):
-    """A mixture of experts; a count of 0 for a dense layer."""
-
-    _fields_ = (
-        *((name, MatrixStruct) for name in ("router", "gate_up", "down")),
-        *((name, c_int64) for name in ("count", "top_k", "intermediate", "is_normalised")),
-    )
-
-
-class Layer(Structure):
-    """Weights and options of one layer, and its keys and values in the cache."""
-
-    _fields_ = (
-        *((name, MatrixStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")),
-        ("experts", ExpertsArguments),
-        *((name, NormStruct) for name in (
-            "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "side_norm", "query_norm",
-            "key_norm",
-        )),
-        *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
-        *((name, c_int64) for name in ("pairs", "window", "activation", "norms_all_heads")),
-        ("scale", c_float),
-        ("softcap", c_float),
-    )  # fmt: skip
-
-
-class Model(Structure):
-    """A model on a slot cache."""
-
-    _fields_ = (
-        *((name, c_int64) for name in (
-            "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab",
-            "num_positions", "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "rows_are_rounded",
-            "intermediate", "has_post_norms", "num_experts", "top_k", "expert_intermediate",
-        )),
-        ("embedding_scale", c_float),
-        ("logit_softcap", c_float),
-        ("embedding", MatrixStruct),
-        ("final_norm", NormStruct),
-        ("head", MatrixStruct),
-        ("layers", POINTER(Layer)),
-    )  # fmt: skip
-
-
-class PassArguments(Structure):
-    """Inputs and outputs of one call."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("num_threads", "num_sequences", "num_logits")),
-        *((name, c_void_p) for name in (
-            "tokens", "inputs", "sides", "positions", "parents", "slots", "prefix", "starts", "node_starts",
-            "logit_rows", "logits", "inverse_temperature", "seeds", "impossible_ids", "chosen",
-            "attention_rows", "attention", "taps",
-        )),
-        ("num_impossible", c_int64),
-        ("num_attention", c_int64),
-        ("attention_cols", c_int64),
-        ("num_taps", c_int64),
-        ("is_append", c_int64),
-        ("features_are_bfloat16", c_int64),
-        ("features", c_void_p),
-        ("workspace", c_void_p),
-    )  # fmt: skip
-
-
-class DraftArguments(Structure):
-    """Draft trees of one shape, and the choice of their tokens."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("num_sequences", "num_nodes", "num_candidates", "num_rows", "vocab")),
-        *((name, c_void_p) for name in (
-            "parents", "ranks", "draws", "inverse_temperature", "seeds", "root_positions", "tokens", "scores", "kinds",
-            "row_of", "rows", "node_parents", "node_numbers", "candidates", "path_scores", "candidate_parents",
-        )),
-    )  # fmt: skip
-
-
-class HeadMatrix(Structure):
-    """A matrix with its dtype."""
-
-    _fields_ = (("matrix", MatrixStruct), ("is_bfloat16", c_int64))
-
-
-class Step(Structure):
-    """The layers that draft the children of the nodes of one depth."""
-
-    _fields_ = (
-        ("first", HeadMatrix),
-        ("lm_head", HeadMatrix),
-        ("norm", NormStruct),
-        ("blocks", POINTER(HeadMatrix)),
-        ("num_blocks", c_int64),
-        ("embedding", HeadMatrix),
-        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
-    )
-
-
-class HeadStruct(Structure):
-    """All steps of a head."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("kind", "num_steps", "hidden", "width", "vocab")),
-        ("token_map", c_void_p),
-        *((name, c_float) for name in ("feature_rms", "feature_epsilon")),
-        ("steps", POINTER(Step)),
-    )
-
-
-class AutoregressiveHeadStruct(Structure):
-    """A head of one decoder block; the block's output is also the next step's state."""
-
-    _fields_ = (
-        ("fuse", HeadMatrix),
-        ("lm_head", HeadMatrix),
-        ("token_map", c_void_p),
-        ("vocab", c_int64),
-        ("embedding", HeadMatrix),
-        ("feeds_normed", c_int64),
-        *((name, NormStruct) for name in ("norm", "state_norm")),
-        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
-    )
-
-
-class Draw(IntEnum):
-    """The choice of a sequence's draft tokens."""
-
-    GREEDILY = 0
-    COUPLED = 1
-    SAMPLED = 2
-
-
-class Status(IntEnum):
-    """The result of a kernel: 0, or the reason why it did not begin."""
-
-    DONE = 0
-    NO_MEMORY = 1
-    MISSING = 2
-    THREADS = 3
-    TOKENS = 4
-    POSITIONS = 5
-    SLOTS = 6
-    CACHE_ROWS = 7
-    PARENTS = 8
-    SEQUENCES = 9
-    LOGIT_ROWS = 10
-    SHAPE = 11
-    DRAWS = 12
-    ATTENTION_ROWS = 13
 
 
 # A choice: more threads than that only wait for each other (NOTES, "Waiting threads").

@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 import weakref
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -148,12 +150,19 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
 
 
 def zeros_in_huge_pages(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros, on CPUs in huge pages if the system has them: rows that passes read one after another."""
-    zeros = torch.empty(*size, dtype=dtype, device=device)
-    advise = _madvise() if runs_cpu_kernels(device) else None
+    """Returns zeros, on CPUs in huge pages if the system has them: rows that passes read one after another.
+
+    On CPUs the system gives memory when rows are first written: numpy asks it for zeros, torch would write them.
+    """
+    if not runs_cpu_kernels(device):
+        return torch.zeros(*size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes + _LINE, np.uint8))
+    advise = _madvise()
     if advise is not None:
-        _advise_untouched(advise, zeros.data_ptr(), zeros.nbytes)
-    return zeros.zero_()
+        _advise_untouched(advise, memory.data_ptr(), memory.nbytes)
+    first = -memory.data_ptr() % _LINE
+    return memory[first : first + num_bytes].view(dtype).view(*size)
 
 
 def _advise_untouched(advise: Any, first: int, size: int) -> int:
@@ -179,17 +188,26 @@ class SharedPages:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy beside those of earlier calls; the tensor itself where the system has no huge pages."""
-        advise = _madvise() if runs_cpu_kernels(tensor.device) and tensor.nbytes else None
+        place = self._place(tensor.nbytes) if runs_cpu_kernels(tensor.device) else None
+        return tensor if place is None else place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor to be filled beside those of earlier calls, on the CPU."""
+        place = self._place(math.prod(shape) * dtype.itemsize)
+        return torch.empty(*shape, dtype=dtype) if place is None else place.view(dtype).view(*shape)
+
+    def _place(self, num_bytes: int) -> Tensor | None:
+        """Returns (num_bytes,) uint8 in a block; None where the system has no huge pages."""
+        advise = _madvise() if num_bytes else None
         if advise is None:
-            return tensor
-        size = -(-tensor.nbytes // _LINE) * _LINE
+            return None
+        size = -(-num_bytes // _LINE) * _LINE
         with self._lock:
             block = self._block()
             if block is None or self._next + size > block.nbytes():
                 block = self._new_block(advise, size)
             place, self._next = self._next, self._next + size
-        owner = torch.empty(0, dtype=torch.uint8).set_(block)
-        return owner[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return torch.empty(0, dtype=torch.uint8).set_(block)[place : place + num_bytes]
 
     def _new_block(self, advise: Any, size: int) -> torch.UntypedStorage:
         size = -(-max(size, self._block_bytes) // _PAGE) * _PAGE

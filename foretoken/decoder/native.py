@@ -17,18 +17,10 @@ from torch import Tensor
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
+from foretoken.decoder.arguments import AutoregressiveHeadStruct, DraftArguments, Draw, Model, PassArguments, Status
 from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.blocks import Blocks, LeanWeights, tap_indices
-from foretoken.decoder.library import (
-    AutoregressiveHeadStruct,
-    DraftArguments,
-    Draw,
-    Model,
-    PassArguments,
-    Status,
-    kernel_threads,
-    native_library,
-)
+from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.native_model import NativeModel
 
 if TYPE_CHECKING:

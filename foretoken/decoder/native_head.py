@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import PassError
-from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.library import (
+from foretoken.decoder.arguments import (
     AutoregressiveHeadStruct,
     HeadMatrix,
     HeadStruct,
     NormStruct,
     Status,
     Step,
-    kernel_threads,
-    native_library,
+    matrix_struct,
 )
+from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, lost_memory, use_huge_pages
 from foretoken.decoder.native import NativeDraft, can_draft
-from foretoken.decoder.native_linear import NativeLinear, matrix_struct
+from foretoken.decoder.native_linear import NativeLinear
 from foretoken.trees.dynamic import DynamicExpansion, ShapedExpansion
 
 if TYPE_CHECKING:

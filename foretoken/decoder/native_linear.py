@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
+from foretoken.decoder.arguments import MatrixStruct, matrix_struct
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.library import MatrixStruct, kernel_threads, native_library
+from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.memory import HeldMemory, check_memory, has_memory
 from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, quantized
 
@@ -112,26 +113,6 @@ class NativeLinear(nn.Module):
 
     def _described(self) -> tuple[MatrixStruct, HeldMemory]:
         return matrix_struct(self._weight, self._bias), HeldMemory(self.tensors())
-
-
-def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, pass_bytes: int = 0) -> MatrixStruct:
-    """Describes a matrix (N, K) and its bias (N,) in float32 for the kernels; valid until a tensor moves."""
-    rows, cols = weight.shape
-    struct = MatrixStruct(
-        bias=None if bias is None else bias.data_ptr(), rows=rows, cols=cols, pass_bytes=pass_bytes
-    )  # fmt: skip
-    if isinstance(weight, Tensor):
-        struct.weight = weight.data_ptr()
-        return struct
-    addresses = [
-        None if each is None else each.data_ptr()
-        for each in (weight.numbers, weight.row_scales, weight.group_scales, weight.group_offsets, weight.input_order)
-    ]
-    struct.weight, struct.scales, struct.group_scales, struct.group_offsets, struct.input_order = addresses
-    struct.bits, struct.group, struct.input_bits = weight.bits, weight.group, weight.input_bits
-    struct.input_group = weight.input_group
-    struct.groups_are_half = weight.group_scales is not None and weight.group_scales.dtype == torch.float16
-    return struct
 
 
 def _check_plain(part: Tensor) -> None:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foretoken.decoder.arguments import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct, matrix_struct
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, Matrix
-from foretoken.decoder.library import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
-from foretoken.decoder.native_linear import matrix_struct
 from foretoken.decoder.quantized import (
     Quantization,
     QuantizedLinear,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ctypes import c_int64
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import torch
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import require
-from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.library import kernel_threads, native_library
+from foretoken.decoder.library import kernel_threads, library_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +30,7 @@ def gather_rows(sources: Sequence[Tensor], lists: Sequence[Tensor], outs: Sequen
     """
     count, room = lists[0].shape[1], min(out.shape[1] for out in outs)
     require(count <= room, f"{count} rows are listed, and an output has {room}")
-    library = _library() if runs_cpu_kernels(sources[0].device) else None
+    library = library_or_none() if runs_cpu_kernels(sources[0].device) else None
     if library is None:
         for source, rows, out in zip(sources, lists, outs, strict=True):
             for head, each in enumerate(rows):
@@ -50,11 +48,3 @@ def gather_rows(sources: Sequence[Tensor], lists: Sequence[Tensor], outs: Sequen
 def _addresses(part: Tensor) -> Any:
     """Returns the address of each head, (Hk,) int64."""
     return part.data_ptr() + np.arange(len(part)) * (part.stride(0) * part.itemsize)
-
-
-@cache
-def _library() -> Any | None:
-    try:
-        return native_library()
-    except UnsuitableError:
-        return None

@@ -16,9 +16,10 @@ from foretoken.core.checks import require
 from foretoken.core.errors import ModelError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.memory import SHARED_PAGES
+from foretoken.decoder.native_storage import dequantize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 # "w8a8" and "w4a8": weights as "int8" and "int4", and inputs rounded to 8 bits.
 Quantization = Literal["int4", "int8", "w4a8", "w8a8"]
@@ -136,6 +137,21 @@ class QuantizedMatrix:
             group_offsets=None if group_offsets is None else _in_panels(group_offsets, groups), **fields,
         )  # fmt: skip
 
+    @classmethod
+    def empty(
+        cls, shape: Sequence[int], *, bits: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype,
+        has_offsets: bool,
+    ) -> QuantizedMatrix:  # fmt: skip
+        """Returns a matrix in groups, to be filled by `store_blocks`; `scale_dtype`: of scales and offsets."""
+        panels, scales = -(-shape[0] // _PANEL), [scale_dtype] * (1 + has_offsets)
+        numbers = SHARED_PAGES.empty((panels, _padded(shape[1]) * bits // (8 * _QUAD), _PANEL * _QUAD), torch.uint8)
+        parts = [SHARED_PAGES.empty((panels, _num_groups(shape[1], group), _PANEL), each) for each in scales]
+        return cls(
+            numbers=numbers if bits == 4 else numbers.view(torch.int8), num_outputs=shape[0], num_inputs=shape[1],
+            dtype=dtype, input_bits=_input_bits(dtype), group=group, group_scales=parts[0],
+            group_offsets=parts[1] if has_offsets else None,
+        )  # fmt: skip
+
     @property
     def digits(self) -> int:
         """Bytes of a rounded input."""
@@ -204,6 +220,8 @@ class QuantizedMatrix:
 
         rows: (M,) int64 from 0..N - 1, for these rows alone; None for all.
         """
+        if rows is None and (weights := dequantize(self)) is not None:
+            return weights
         chosen: Any = slice(self.num_outputs) if rows is None else rows
         weights = _unpacked(self.numbers, self.num_inputs, chosen).float()
         if self.group_scales is not None:

@@ -18,7 +18,7 @@ from foretoken.core.errors import PassError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.decoder import library
-from foretoken.decoder.library import Status
+from foretoken.decoder.arguments import Status
 from foretoken.decoder.native_head import NativeDraft, can_draft
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws

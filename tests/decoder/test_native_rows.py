@@ -20,7 +20,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param:
             yield
         else:
-            with mock.patch.object(native_rows, "_library", return_value=None):
+            with mock.patch.object(native_rows, "library_or_none", return_value=None):
                 yield
     finally:
         torch.set_num_threads(before)

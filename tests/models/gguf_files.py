@@ -41,7 +41,8 @@ def random_blocks(rows: int, cols: int, type_: Type, seed: int = 0) -> np.ndarra
     block, size = gguf.GGML_QUANT_SIZES[type_]
     rng = np.random.default_rng(seed)
     made = rng.integers(0, 256, (rows, cols // block, size), dtype=np.uint8)
-    for at in {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}.get(type_, (0,)):
+    two = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K)
+    for at in (208,) if type_ == Type.Q6_K else (0, 2) if type_ in two else (0,):
         halves = (rng.uniform(0.5, 1.5, (rows, cols // block, 1)) / 1000).astype(np.float16)
         made[..., at : at + 2] = halves.view(np.uint8)
     return made.reshape(rows, -1)

@@ -11,6 +11,7 @@
 // Letters: S sequences, M tokens of a pass, W nodes of its trees, R rows of logits, K and N inputs and outputs of a
 // matrix.
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <limits>
@@ -27,6 +28,8 @@
 #include "interface.h"
 #include "rounded_inputs.h"
 #include "rows.h"
+#include "stored_blocks.h"
+#include "tables.h"
 #include "tiles.h"
 #include "workspace.h"
 
@@ -159,6 +162,25 @@ Status foretoken_gather(const char* const* from, char* const* to, const int64_t*
   }
 #pragma omp parallel num_threads(int(num_threads))
   share(P, [&](int64_t p) { copy_listed(from[p], to[p], lists[p], count, row_bytes[p]); });
+  return Status::kDone;
+}
+
+// Stores a matrix of a GGUF file in panels. Returns a `Status`: `kNotFinite` for scales that are NaN or infinite.
+Status foretoken_store_blocks(const StoredBlocks* stored, int64_t num_threads) {
+  if (stored->kind < 0 || stored->kind >= kNumBlockKinds || stored->cols % kBlockForms[stored->kind].weights != 0) return Status::kShape;
+  if (stored->order != nullptr && !all_within(stored->order, stored->rows, stored->rows)) return Status::kShape;
+  std::atomic<bool> is_finite{true};
+#pragma omp parallel num_threads(int(num_threads))
+  share((stored->rows + kPanelRows - 1) / kPanelRows, [&](int64_t panel) {
+    if (!fill_panel(*stored, panel)) is_finite = false;
+  });
+  return is_finite ? Status::kDone : Status::kNotFinite;
+}
+
+// Writes the weights (rows, cols) that a matrix in integers stands for, in float32.
+Status foretoken_dequantize(const Matrix* matrix, float* weights, int64_t num_threads) {
+#pragma omp parallel num_threads(int(num_threads))
+  share(matrix->rows, [&](int64_t row) { decode_row(*matrix, false, row, weights + row * matrix->cols); });
   return Status::kDone;
 }
 

@@ -185,6 +185,19 @@ struct AutoregressiveHead {
   float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
 };
 
+// The kinds of blocks of GGUF files, see `stored_blocks.h`.
+enum BlockKind : int64_t { kQ4_0 = 0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kNumBlockKinds };
+
+// A matrix (rows, cols) as a GGUF file has it, row by row, and the panels of `Matrix` that it becomes. Row r of the
+// result is row order[r] of the file.
+struct StoredBlocks {
+  const uint8_t* blocks;
+  const int64_t* order;  // (rows,), or null
+  int64_t kind, rows, cols;
+  uint8_t* numbers;
+  void *scales, *offsets;  // offsets: null where blocks have none
+};
+
 }  // extern "C"
 
 // The result of a call: 0, or the argument that would have led to a read or write out of bounds. `library.py` has
@@ -204,4 +217,5 @@ enum class Status : int64_t {
   kShape = 11,
   kDraws = 12,
   kAttentionRows = 13,
+  kNotFinite = 14,
 };

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, one_line
+from foretoken.decoder.native_storage import can_store_blocks, store_blocks
 from foretoken.decoder.quantized import QuantizedMatrix
 from foretoken.files.bounded_reads import check_regular
 from foretoken.models.config_checks import is_size
@@ -35,6 +36,7 @@ _MOST_ENTRIES = 1 << 16  # metadata keys, or tensors; a choice: the largest publ
 _MOST_ITEMS = 1 << 22  # of an array; a choice: vocabularies and their merges have some 500,000
 _MOST_NAME_BYTES = 1 << 12  # of a key, a tensor's name or a token
 _MOST_TEXT_BYTES = 1 << 24  # of a value; chat templates have some 10,000
+_PIECE_BYTES = 1 << 20  # read at once; a choice, far above `_MOST_NAME_BYTES`
 _KEPT_ITEMS = 1 << 12  # longer arrays are skipped: they belong to the tokenizer
 _WEIGHTS_AT_ONCE = 1 << 20  # unpacked at once; a choice: some 12 MiB with temporaries
 _TEXT, _ARRAY = 8, 9
@@ -52,13 +54,19 @@ _Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
 
 class _Format(NamedTuple):
-    """How integers are stored: in blocks of `block` weights and `num_bytes` bytes; `group` weights share a scale."""
+    """How integers are stored: in blocks of `block` weights and `num_bytes` bytes; `group` weights share a scale.
+
+    `bits`: of a number in a `QuantizedMatrix`. `unpack`: where there are no kernels. `is_half`: whether scales are in
+    half precision there.
+    """
 
     block: int
     num_bytes: int
     bits: int
     group: int
     unpack: Callable[[Tensor], _Unpacked]
+    has_offsets: bool = False
+    is_half: bool = False
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -113,13 +121,13 @@ def _q6_k(blocks: Tensor) -> _Unpacked:
 
 
 _FORMATS = {
-    "Q4_0": _Format(32, 18, 4, 32, partial(_short_block, bits=4, has_offset=False)),
-    "Q4_1": _Format(32, 20, 4, 32, partial(_short_block, bits=4, has_offset=True)),
-    "Q5_0": _Format(32, 22, 8, 32, partial(_short_block, bits=5, has_offset=False)),
-    "Q5_1": _Format(32, 24, 8, 32, partial(_short_block, bits=5, has_offset=True)),
-    "Q8_0": _Format(32, 34, 8, 32, _q8_0),
-    "Q4_K": _Format(256, 144, 4, 32, partial(_long_block, bits=4)),
-    "Q5_K": _Format(256, 176, 8, 32, partial(_long_block, bits=5)),
+    "Q4_0": _Format(32, 18, 4, 32, partial(_short_block, bits=4, has_offset=False), is_half=True),
+    "Q4_1": _Format(32, 20, 4, 32, partial(_short_block, bits=4, has_offset=True), has_offsets=True),
+    "Q5_0": _Format(32, 22, 8, 32, partial(_short_block, bits=5, has_offset=False), is_half=True),
+    "Q5_1": _Format(32, 24, 8, 32, partial(_short_block, bits=5, has_offset=True), has_offsets=True),
+    "Q8_0": _Format(32, 34, 8, 32, _q8_0, is_half=True),
+    "Q4_K": _Format(256, 144, 4, 32, partial(_long_block, bits=4), has_offsets=True),
+    "Q5_K": _Format(256, 176, 8, 32, partial(_long_block, bits=5), has_offsets=True),
     "Q6_K": _Format(256, 210, 8, 16, _q6_k),
 }
 
@@ -185,14 +193,24 @@ class GgufFile:
         Raises:
             ModelError: For scales that are not finite.
         """
-        form = _FORMATS[self.tensors[name].type_name]
+        stored = self.tensors[name]
+        form = _FORMATS[stored.type_name]
+        if can_store_blocks():
+            scale_dtype = torch.float16 if form.is_half else torch.float32
+            made = QuantizedMatrix.empty(
+                stored.shape[-2:], bits=form.bits, group=form.group, dtype=dtype, scale_dtype=scale_dtype,
+                has_offsets=form.has_offsets,
+            )  # fmt: skip
+            if not store_blocks(made, self._rows(name, None, part), stored.type_name, order):
+                raise self._not_finite(name)
+            return made
         numbers, scales, offsets = zip(*self._pieces(name, order, part), strict=True)
         return QuantizedMatrix.of(
             torch.cat(numbers),
             bits=form.bits,
             group=form.group,
             group_scales=torch.cat(scales),
-            group_offsets=None if offsets[0] is None else torch.cat(offsets),
+            group_offsets=torch.cat(offsets) if form.has_offsets else None,
             dtype=dtype,
         )
 
@@ -241,7 +259,10 @@ class GgufFile:
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         if not tensor.isfinite().all():
-            raise ModelError(f"{name} of '{self.path}' holds NaN or infinite values. Copy or download the file again.")
+            raise self._not_finite(name)
+
+    def _not_finite(self, name: str) -> ModelError:
+        return ModelError(f"{name} of '{self.path}' holds NaN or infinite values. Copy or download the file again.")
 
 
 def _damaged(path: Path, why: str) -> ModelError:
@@ -305,11 +326,7 @@ class _Cursor:
         """Reads an array after its type; returns None for texts and long arrays unless `keeps_all`."""
         item, count = self.number("I"), self.count(_MOST_ITEMS, "items of an array")
         if item == _TEXT:
-            if keeps_all:
-                return [self.text() for _ in range(count)]
-            for _ in range(count):
-                self.skip(self.count(_MOST_NAME_BYTES, "bytes of a text"))
-            return None
+            return self.texts(count, keeps_all=keeps_all)
         if item not in _SCALARS:
             raise self.damaged(f"a value of its header has the unknown type {item}")
         if count <= _KEPT_ITEMS:
@@ -319,6 +336,26 @@ class _Cursor:
             return list(struct.unpack(form, self.read(struct.calcsize(form))))
         self.skip(struct.calcsize(form))
         return None
+
+    def texts(self, count: int, *, keeps_all: bool) -> list[Any] | None:
+        """Reads or skips the texts of an array, which may be hundreds of thousands: many from one piece of the file."""
+        texts: list[Any] | None = [] if keeps_all else None
+        piece, begin = b"", 0
+        for _ in range(count):
+            if len(piece) < begin + 8 + _MOST_NAME_BYTES:
+                piece, begin = piece[begin:] + self.file.read(_PIECE_BYTES), 0
+            length = int.from_bytes(piece[begin : begin + 8], "little")
+            if length > _MOST_NAME_BYTES:
+                raise self.damaged(f"its header speaks of {length} bytes of a text, more than {_MOST_NAME_BYTES}")
+            end = begin + 8 + length
+            if end > len(piece):
+                raise self.damaged("the file ends inside its header")
+            if texts is not None:
+                texts.append(piece[begin + 8 : end].decode("utf-8", "replace"))
+            begin = end
+        self.at = self.file.tell() - len(piece) + begin
+        self.file.seek(self.at)
+        return texts
 
     def scalar(self, kind: int) -> Any:
         if kind not in _SCALARS:

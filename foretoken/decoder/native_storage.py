@@ -1,0 +1,57 @@
+"""Matrices in integers by the native kernels: stored from the blocks of GGUF files, and dequantized to float32."""
+
+from __future__ import annotations
+
+from ctypes import addressof, byref, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.core.backend import runs_cpu_kernels
+from foretoken.core.checks import require
+from foretoken.decoder.arguments import Status, StoredBlocks, matrix_struct
+from foretoken.decoder.library import kernel_threads, library_or_none
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.decoder.quantized import QuantizedMatrix
+
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # `BlockKind`, in its order
+
+
+def can_store_blocks() -> bool:
+    """Whether there are kernels for `store_blocks`."""
+    return library_or_none() is not None
+
+
+def store_blocks(matrix: QuantizedMatrix, blocks: Tensor, kind: str, order: Tensor | None) -> bool:
+    """Fills a matrix of `QuantizedMatrix.empty`; returns whether all scales and offsets are finite.
+
+    Args:
+        matrix: Its scales are in float16 if the blocks have scales without offsets in float16, otherwise in float32.
+        blocks: The bytes of all rows, uint8, as a GGUF file has them.
+        kind: Type of the blocks, "Q4_0" to "Q6_K".
+        order: (N,) int64, the row of the file for each row of the matrix; None for the same.
+    """
+    order = None if order is None else order.contiguous()
+    parts = (matrix.numbers, matrix.group_scales, matrix.group_offsets, order)
+    numbers, scales, offsets, rows = (None if each is None else each.data_ptr() for each in parts)
+    stored = StoredBlocks(
+        blocks=blocks.data_ptr(), order=rows, kind=KINDS.index(kind), rows=matrix.num_outputs, cols=matrix.num_inputs,
+        numbers=numbers, scales=scales, offsets=offsets,
+    )  # fmt: skip
+    library: Any = library_or_none()
+    status = Status(library.foretoken_store_blocks(byref(stored), c_int64(kernel_threads())))
+    require(status in (Status.DONE, Status.NOT_FINITE), f"{kind} does not fit the matrix: {status.name}")
+    return status == Status.DONE
+
+
+def dequantize(matrix: QuantizedMatrix) -> Tensor | None:
+    """Returns the weights (N, K) that a matrix stands for, in float32; None where there are no kernels."""
+    library: Any = library_or_none() if runs_cpu_kernels(matrix.device) else None
+    if library is None:
+        return None
+    weights, struct = torch.empty(matrix.shape), matrix_struct(matrix)
+    library.foretoken_dequantize(c_void_p(addressof(struct)), c_void_p(weights.data_ptr()), c_int64(kernel_threads()))
+    return weights

@@ -1,0 +1,98 @@
+"""Matrices of GGUF files that the kernels store have the bits of those that torch stores, and so have their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from models.gguf_files import random_blocks
+
+from foretoken.core.errors import ModelError
+from foretoken.decoder import native_storage
+from foretoken.decoder.quantized import QuantizedMatrix, quantized
+from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
+
+pytestmark = pytest.mark.native
+NAME, ROWS = "blk.0.ffn_up.weight", 40  # fill two panels and a half
+
+
+def written(path: Path, type_: Type, blocks: np.ndarray) -> GgufFile:
+    """A file with one matrix."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor(NAME, blocks, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_gguf(path)
+
+
+def without_kernels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(native_storage, "library_or_none", lambda: None)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("kind", native_storage.KINDS)
+def test_the_kernels_store_what_torch_stores(
+    kind: str, is_ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cols = 256 if kind.endswith("K") else 96  # of 64 that are read at once
+    blocks = random_blocks(ROWS, cols, Type[kind])
+    file = written(tmp_path / "model.gguf", Type[kind], blocks)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)) if is_ordered else None
+    made = file.matrix(NAME, torch.float32, order)
+    weights = made.dequantized()
+    without_kernels(monkeypatch)
+    expected = file.matrix(NAME, torch.float32, order)
+    assert [each.dtype for each in made.tensors()] == [each.dtype for each in expected.tensors()]
+    assert all(map(torch.equal, made.tensors(), expected.tensors()))
+    assert torch.equal(weights, expected.dequantized())
+    theirs = torch.from_numpy(gguf.dequantize(blocks, Type[kind]))
+    assert (weights - (theirs if order is None else theirs[order])).abs().max() <= 1e-6 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("kind", native_storage.KINDS)
+def test_scales_that_are_not_finite_are_found(kind: str, tmp_path: Path) -> None:
+    blocks = random_blocks(ROWS, 256, Type[kind])
+    at = 208 if kind == "Q6_K" else 0
+    blocks[-1, at - blocks.shape[1] : at + 2 - blocks.shape[1] or None] = np.frombuffer(
+        np.float16("inf").tobytes(), np.uint8
+    )
+    with pytest.raises(ModelError, match=f"{NAME} of .* holds NaN or infinite values"):
+        written(tmp_path / "model.gguf", Type[kind], blocks).matrix(NAME, torch.float32)
+
+
+def rounded(quantization: str) -> QuantizedMatrix:
+    return quantized(torch.randn(ROWS, 200, generator=torch.Generator().manual_seed(1)), quantization)  # type: ignore[arg-type]
+
+
+def ordered() -> QuantizedMatrix:
+    numbers = torch.randint(-8, 8, (ROWS, 96), generator=torch.Generator().manual_seed(2)).to(torch.int8)
+    scales = torch.rand(ROWS, 3, generator=torch.Generator().manual_seed(3))
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(4)).int()
+    return QuantizedMatrix.of(
+        numbers, bits=4, group=32, group_scales=scales, group_offsets=scales / 3, row_scales=torch.rand(ROWS),
+        input_order=order, dtype=torch.float32,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [lambda: rounded("int4"), lambda: rounded("int8"), ordered])
+def test_weights_have_the_bits_of_torchs(make: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = make()  # type: ignore[operator]
+    weights = matrix.dequantized()
+    without_kernels(monkeypatch)
+    assert torch.equal(weights, matrix.dequantized())
+
+
+def test_a_matrix_of_another_form_is_refused() -> None:
+    matrix = QuantizedMatrix.empty(
+        (ROWS, 96), bits=4, group=32, dtype=torch.float32, scale_dtype=torch.float32, has_offsets=True
+    )
+    with pytest.raises(ValueError, match="Q4_K does not fit the matrix: SHAPE"):
+        native_storage.store_blocks(matrix, torch.zeros(1 << 16, dtype=torch.uint8), "Q4_K", None)
+    with pytest.raises(ValueError, match="Q4_1 does not fit the matrix: SHAPE"):
+        native_storage.store_blocks(matrix, torch.zeros(1 << 16, dtype=torch.uint8), "Q4_1", torch.arange(1, ROWS + 1))
