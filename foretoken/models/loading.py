@@ -43,6 +43,7 @@ from foretoken.models.weight_files import (
     check_shapes,
     check_total,
     check_unused,
+    files_identity,
     meta_model,
     read_headers,
     settings_beside,
@@ -74,6 +75,7 @@ class LoadedModel:
         first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were rounded here; None if they were not.
         kv_cache_dtype: "int8" if keys and values are rounded when they are written to the KV cache, each row of a head
             with a scale; "auto" if the cache has the model's dtype.
+        files: See `files_identity`; None for weights that came from memory.
     """
 
     module: nn.Module
@@ -89,6 +91,7 @@ class LoadedModel:
     quantization: str | None = None
     first_head_rows: torch.Tensor | None = None
     kv_cache_dtype: KVCacheDtype = "auto"
+    files: str | None = None
 
     @property
     def backbone(self) -> nn.Module:
@@ -125,7 +128,12 @@ def load_model(
             rolled back.
     """
     name = os.fspath(name)
-    torch_device = resolve_device(device)
+    files = files_identity(Path(name))  # before they are read: a change meanwhile makes it another model's
+    model = _loaded(name, resolve_device(device), dtype, revision)
+    return replace(model, files=files)
+
+
+def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | None) -> LoadedModel:
     torch_dtype = resolve_dtype(dtype, torch_device)
     if is_gguf(name):
         return _stored_model(open_gguf(Path(name)), name, torch_dtype, torch_device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+_OF_MODELS = (".safetensors", ".json")  # files that a model in Hugging Face layout is loaded from
 _WIDE_DTYPES = {"F64", "F32", "F16", "BF16"}
 _SLACK = 2  # a choice: files may leave out tied weights, at most half of the model
 _BLOCK = re.compile(r"(.*?)\.(\d+)\.")
@@ -177,3 +179,14 @@ def untied_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a model's weights, tied ones once."""
     tied = getattr(module, "all_tied_weights_keys", {})
     return {key: tuple(tensor.shape) for key, tensor in module.state_dict().items() if key not in tied}
+
+
+def files_identity(place: Path) -> str | None:
+    """Returns what changes when a model's files do: names, sizes, times; None if there is no such file or directory."""
+    try:
+        files = [place] if place.is_file() else [each for each in place.iterdir() if each.suffix in _OF_MODELS]
+        states = [(each.name, each.stat()) for each in sorted(files)]
+    except OSError:
+        return None
+    facts = [(name, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24] if facts else None

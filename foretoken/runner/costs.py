@@ -7,11 +7,8 @@ cache they cost more.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-import os
 import time
 from bisect import bisect_right
 from itertools import accumulate
@@ -19,15 +16,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.library import kernels_version
 from foretoken.decoder.slot_cache import SlotCache, affordable_rows
 from foretoken.files.user_cache import KeptEntries, is_number
 from foretoken.runner.decoders import layer_shapes, make_decoder
+from foretoken.runner.facts import as_key, facts_of_passes
 from foretoken.runner.self_test import NUM_ROWS, refusing
 
 if TYPE_CHECKING:
@@ -353,20 +349,4 @@ class _Passes:
 
 
 def _key(model: LoadedModel, decoder: str) -> str:
-    sizes = {name: value for name, value in model.config.to_dict().items() if isinstance(value, int)}
-    facts = {
-        "format": _FORMAT,
-        "torch": torch.__version__,
-        "processor": sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items()),
-        "device": torch.cuda.get_device_name(model.device) if has_cuda_runtime(model.device) else str(model.device),
-        "threads": torch.get_num_threads(),
-        "runner": decoder,
-        "kernels": kernels_version(),
-        "sanitizers": os.environ.get("FORETOKEN_SANITIZE", "0") != "0",
-        "architecture": type(model.module).__name__,
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "kv_cache_dtype": model.kv_cache_dtype,
-        "sizes": sorted(sizes.items()),
-    }
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+    return as_key({"format": _FORMAT} | facts_of_passes(model, decoder))

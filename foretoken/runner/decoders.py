@@ -17,6 +17,7 @@ from foretoken.decoder.slot_cache import LayerShape
 from foretoken.decoder.torch_blocks import StockDecoder
 from foretoken.models.generic import GenericDecoder, run_plain
 from foretoken.models.lean_weights import read_weights
+from foretoken.runner.proofs import is_proven, keep_proof, key_of_proof
 from foretoken.runner.self_test import check_tree_attention, refusing
 
 if TYPE_CHECKING:
@@ -107,12 +108,17 @@ def proven_decoder(
 ) -> Decoder:
     """Makes a decoder, one of `DECODERS`, and proves on the model that it computes trees correctly.
 
+    What was proven with the same files is remembered, see `foretoken.runner.proofs`.
     No sequence is in the cache. The first rows of its first and last slot are written, see `check_tree_attention`.
     Raises `ModelError` as `make_decoder` does, and if the model ignores the attention plug-in.
     """
     decoder = make_decoder(name, model, cache, taps)
     with_taps = None if name == GenericDecoder.name else partial(DECODERS[name], model, cache)
-    check_tree_attention(model, decoder, cache, context_len=context_len, with_taps=with_taps)
+    key = key_of_proof(model, name, cache, context_len=context_len)
+    if key is None or not is_proven(key):
+        check_tree_attention(model, decoder, cache, context_len=context_len, with_taps=with_taps)
+        if key is not None:
+            keep_proof(key)
     return decoder
 
 

@@ -361,15 +361,16 @@ def sampled_blocks(model: LoadedModel) -> list[int]:
     kinds: dict[tuple[str, ...], int] = {}
     for index, block in enumerate(blocks):
         kinds.setdefault((repr(block), *(str(each[index]) for each in by_layer)), index)
-    more = max(0, _SAMPLED_WEIGHTS // max(map(_num_weights, blocks)) - len(kinds))
+    more = max(0, _SAMPLED_WEIGHTS // max(map(num_weights, blocks)) - len(kinds))
     if more >= len(blocks):
         return list(range(len(blocks)))
     return sorted({*kinds.values(), *(round((step + 1) * (len(blocks) - 1) / more) for step in range(more))})
 
 
-def _num_weights(block: nn.Module) -> int:
-    total = sum(p.numel() for p in block.parameters())
-    for part in block.modules():
+def num_weights(module: nn.Module) -> int:
+    """Returns the number of a module's weights, those in integers too."""
+    total = sum(p.numel() for p in module.parameters())
+    for part in module.modules():
         if isinstance(part, QuantizedLinear):
             total += part.out_features * part.in_features
         if isinstance(part, QuantizedExperts):
