@@ -405,7 +405,6 @@ def _save(path: Path, results: dict[str, Any]) -> None:
     from foretoken.files.atomic_files import told_as, write_file
 
     with told_as(ConfigError, f"'{path}'", "Choose another --save-result."):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(results) + "\n")
 
 

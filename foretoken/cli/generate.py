@@ -330,6 +330,5 @@ def report(
     found = read_run(run)
     options.check_new_file(place, "the page", force=force)
     with told_as(ConfigError, f"'{place}'", "Expected a place for a file that may be written to. Name one with --out."):
-        place.parent.mkdir(parents=True, exist_ok=True)
         write_file(place, render(found))
     terminal.print_line(str(place))

@@ -15,6 +15,7 @@ import typer
 from foretoken.cli import terminal
 from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, RequestError
+from foretoken.files.atomic_files import check_writable
 from foretoken.files.bounded_reads import read_named, read_stream
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:
 
 
 def check_new_file(path: Path, what: str, *, force: bool) -> None:
-    """Raises `ConfigError` if writing a file would replace a directory, or a file without --force.
+    """Raises `ConfigError` if writing a file would replace a directory, or a file without --force, or is not possible.
 
     `what` is the option or argument that names the file.
     """
@@ -257,6 +258,7 @@ def check_new_file(path: Path, what: str, *, force: bool) -> None:
         raise ConfigError(f"{what} is '{path}', a directory. Expected the name of a file.")
     if path.exists() and not force:
         raise ConfigError(f"'{path}' exists. Expected the name of a new file. Pass --force to replace it.")
+    check_writable(path, ConfigError, "Expected a place for a file that may be written to. Name another, or make room.")
 
 
 def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:

@@ -91,11 +91,13 @@ def plan(
     what memory is needed, and how long a head trains. Intervals hold four of five figures.
     """
     from foretoken.planning.acceptance import golden_yaml, library, read_curves
+    from foretoken.planning.picture import check_picture, write_picture
     from foretoken.planning.plan import make_plan
 
     for path, option in ((out, "--out"), (save_acceptance, "--save-acceptance")):
         if path is not None:
             options.check_new_file(path, option, force=force)
+    check_picture(out)
     machine = {"--bandwidth": bandwidth, "--flops": flops, "--memory": memory}
     missing = [name for name, value in machine.items() if value is None]
     if 0 < len(missing) < len(machine):
@@ -136,8 +138,6 @@ def plan(
         conditions = "\n".join(f"{key}: {value}" for key, value in header.items())
         write_file(save_acceptance, golden_yaml(own, Path(model).name, conditions))
     if out is not None:
-        from foretoken.planning.picture import write_picture
-
         write_picture(result, out, " ".join(f"{key}={value}" for key, value in header.items() if key != "command"))
     if as_json:
         options.print_json({**header, **result.as_dict()})

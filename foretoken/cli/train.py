@@ -26,6 +26,7 @@ _learning = partial(typer.Option, rich_help_panel="How it learns")
 _run = partial(typer.Option, rich_help_panel="The run")
 _SIZES = (8, 16, 32, 64)  # nodes of the trees in the report; a choice
 _DEEPEST = 64  # levels; a choice: no head drafts deeper, and longer chains are hardly ever accepted
+_TREE_ADVICE = "Expected a new file in a directory that may be written to."
 _DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth; a choice
 
 
@@ -237,7 +238,7 @@ def tree(
     """
     from foretoken.bench.workload import TokenProgress, Workload, load_prompts
     from foretoken.core.token_tree import MAX_NODES
-    from foretoken.files.atomic_files import told_as, write_file
+    from foretoken.files.atomic_files import check_writable, told_as, write_file
     from foretoken.training.evaluation import measured_acceptance, tuned_tree
 
     name, drafter_options = _one_drafter(speculative_config, model)
@@ -245,6 +246,8 @@ def tree(
         raise ConfigError(f"--nodes is {nodes}. Expected at most {MAX_NODES}.")
     if out is not None and (out.exists() or out.is_symlink()):
         raise ConfigError(f"'{out}' exists already. Expected a new file. Choose another or remove it.")
+    if out is not None:
+        check_writable(out, ConfigError, _TREE_ADVICE)
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
@@ -259,7 +262,7 @@ def tree(
     tuned = tuned_tree(table, max_nodes=nodes, sizes=_SIZES)
     choices = [list(choice) for choice in tuned.shape.choices]
     if out is not None:
-        with told_as(ConfigError, f"'{out}'", "Expected a new file in a directory that may be written to."):
+        with told_as(ConfigError, f"'{out}'", _TREE_ADVICE):
             write_file(out, json.dumps(choices) + "\n")
     header = options.run_header(
         loaded, drafter=name, prompts=len(texts), max_tokens=max_tokens,
@@ -346,7 +349,7 @@ def stop(
     from foretoken.bench.workload import TokenProgress, Workload, load_prompts
     from foretoken.drafters.base import LONGEST_CHAIN
     from foretoken.training import stopping
-    from foretoken.trees.stopping import TRAINED, write_rule
+    from foretoken.trees.stopping import TRAINED, check_place, write_rule
 
     name, drafter_options = _one_drafter(speculative_config, model)
     texts = load_prompts(prompts, limit=num_prompts)
@@ -359,6 +362,7 @@ def stop(
     place, depth = Path(str(drafter_options.model)), min(depth or LONGEST_CHAIN, deepest or _DEEPEST)
     if not place.exists():
         raise ConfigError(f"'{place}' is no directory here. Expected one, to keep the rules in. Download the drafter.")
+    check_place(place)
     seconds = stopping.iteration_seconds(
         loaded, tokenizer, texts, options=drafter_options, controls=("fixed", *TRAINED), depth=depth
     )

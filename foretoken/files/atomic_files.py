@@ -45,6 +45,8 @@ class NotPutBackError(OSError):
 def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True) -> Iterator[Path]:
     """Yields the temporary name of a new empty file, which replaces `path` when the block ends without an error.
 
+    Missing parents are made.
+
     Args:
         mode: Permissions; None for those of the replaced file, or of the umask for a new file.
         follows_links: Whether to write through a place that is a symbolic link; raises an error otherwise.
@@ -56,6 +58,7 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
     if os.path.lexists(place) and not place.is_file():
         kind = errno.EISDIR if place.is_dir() else errno.EEXIST
         raise OSError(kind, f"'{place.name}' is no regular file there", str(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
     new = _beside(place, place.parent)
     if mode is None and place.exists():
         mode = stat.S_IMODE(place.stat().st_mode)
@@ -106,7 +109,7 @@ def new_directory(
     """
     place = _resolved(path)
     _check_place(place, existing)
-    work = _beside(place, next((above for above in place.parents if above.exists()), place.parent))
+    work = _beside(place, _existing_parent(place))
     new, old, is_needed = work / "new", work / "old", False
     try:
         work.mkdir(mode=0o700)
@@ -126,6 +129,15 @@ def new_directory(
     finally:
         if not is_needed:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def check_writable(path: Path, error: type[ForetokenError], advice: str) -> None:
+    """Raises `error`, as `told_as` does, if no file or directory can be made at a place; before long work."""
+    with told_as(error, f"'{path}'", advice):
+        place = _resolved(path)
+        trial = _beside(place, _existing_parent(place))
+        trial.mkdir()
+        trial.rmdir()
 
 
 @contextmanager
@@ -215,6 +227,10 @@ def _resolved(path: Path, *, follows_links: bool = True) -> Path:
     return place
 
 
+def _existing_parent(place: Path) -> Path:
+    return next((above for above in place.parents if above.exists()), place.parent)
+
+
 def _beside(place: Path, directory: Path) -> Path:
     return directory / f".{place.name[:_LONGEST_NAME]}-{secrets.token_hex(4)}"
 
@@ -242,6 +258,9 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+_ADVICE = "Mend that or choose another place."
+
+
 @dataclass(frozen=True, slots=True)
 class OutputDirectory:
     """A type of output directory, such as "packed tokens"; `force` may replace only what `holds_it` recognises."""
@@ -250,8 +269,9 @@ class OutputDirectory:
     holds_it: Callable[[Path], bool]
 
     def check(self, directory: Path, *, force: bool) -> None:
-        """Raises `RequestError` if a directory has content, unless it is of this type and `force` is set."""
+        """Raises `RequestError` if a directory cannot be made, or has content, unless it may be replaced by `force`."""
         if not directory.exists():
+            check_writable(directory, RequestError, _ADVICE)
             return
         if not directory.is_dir():
             raise RequestError(f"'{directory}' is not a directory. Expected a new name.")
@@ -270,7 +290,7 @@ class OutputDirectory:
         """
         self.check(directory, force=force)
         with (
-            told_as(RequestError, f"'{directory}'", "Mend that or choose another place."),
+            told_as(RequestError, f"'{directory}'", _ADVICE),
             new_directory(directory, existing="replace") as building,
         ):
             yield building
@@ -298,7 +318,6 @@ class JournalFile:
                 raise ConfigError(f"'{path}' holds no results yet. {advice}")
             head = {"conditions": ours, "date": date.today().isoformat()}
             with told_as(ConfigError, f"'{path}'", advice):
-                path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, json.dumps(head) + "\n")
         self.conditions: dict[str, Any] = head["conditions"]
         self.date = str(head["date"])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.plots import LIGHT, load_matplotlib, look_of, page_style
 from foretoken.core.errors import ConfigError
+from foretoken.files.atomic_files import new_file, told_as
 from foretoken.planning.predict import best_depths
 
 if TYPE_CHECKING:
@@ -16,19 +17,23 @@ if TYPE_CHECKING:
 _PANEL = (4.6, 3.6)  # inches; a choice
 
 
+def check_picture(place: Path | None) -> None:
+    """Raises `ConfigError` if matplotlib is not installed, or a name does not end in .svg or .png; None for none."""
+    if place is None:
+        return
+    if place.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--out is '{place}'. Expected a name that ends in .svg or .png.")
+    load_matplotlib()
+
+
 def write_picture(plan: Plan, place: Path, what: str) -> None:
-    """Draws a plan into a file, which is replaced.
+    """Draws a plan into a file, which is replaced; raises `ConfigError` if it cannot be written.
 
     Args:
         plan: The plan.
-        place: A name that ends in .svg or .png.
+        place: A name that passes `check_picture`.
         what: The conditions, shown below the title.
-
-    Raises:
-        ConfigError: If matplotlib is not installed, or the name ends otherwise.
     """
-    if place.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--out is '{place}'. Expected a name that ends in .svg or .png.")
     mpl = load_matplotlib()
     from matplotlib.figure import Figure
 
@@ -45,7 +50,9 @@ def write_picture(plan: Plan, place: Path, what: str) -> None:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 entries.setdefault(label, handle)
         figure.legend(entries.values(), entries, loc="outside right upper", frameon=False, fontsize=8.5)
-        figure.savefig(place, dpi=160, metadata={"Date": None} if place.suffix == ".svg" else None)
+        dateless = {"Date": None} if place.suffix == ".svg" else None
+        with told_as(ConfigError, f"'{place}'", "Make room, or choose another --out."), new_file(place) as new:
+            figure.savefig(new, format=place.suffix[1:], dpi=160, metadata=dateless)
 
 
 def _draw(axes: Any, page: Page) -> None:

@@ -178,7 +178,6 @@ class TraceRecorder:
             "metrics": self.metrics.as_dict(),
         }  # fmt: skip
         with told_as(ConfigError, f"'{path}'", _ADVICE):
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, "".join(f"{line}\n" for line in [_json(header), *self._lines, _json(end)]))
 
 

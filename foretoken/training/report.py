@@ -240,7 +240,7 @@ def _thinned(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 _MAX_TOKENS = 128  # of a prompt; a choice: minutes for a report
 _AT_ONCE = 4  # sequences decoded together; a choice
-_ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
+ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
 _QUOTED_TREE = "mc_sim_7b_63"  # the tree of published figures, so that figures compare across machines
 _QUOTED_NODES = 64  # nodes of `_QUOTED_TREE`, root included
 
@@ -277,7 +277,7 @@ def saved_head(
         "bytes": sum(value.numel() * value.itemsize for value in weights.values()),
         **{key: value for key, value in checkpoint.notes.items() if key not in ("settings", "curve", "command")},
     }
-    with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
+    with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as place:
         if workload is not None:
             progress = TokenProgress(workload, 3 * len(workload.temperatures), report=on_progress)
             measured = measured_acceptance(
@@ -322,7 +322,7 @@ def saved_draft_model(
         "bytes": sum(value.numel() * value.itemsize for value in weights),
         **{key: value for key, value in notes.items() if key not in ("settings", "curve", "command")},
     }
-    with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
+    with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as place:
         module.save_pretrained(place)
         tokenizer.save_pretrained(place)
         acceptance = None
@@ -369,7 +369,7 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
     """
     if training_processes().process_index == 0:
         module: Any = target.module
-        with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
+        with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as place:
             module.to(_stored_dtype(load_config(like).get_text_config(), target.dtype)).save_pretrained(place)
             tokenizer.save_pretrained(place)
         module.to(target.dtype)  # with the rounding of the written weights

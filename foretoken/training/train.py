@@ -16,7 +16,7 @@ from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.entrypoints.model_arguments import load_target
-from foretoken.files.atomic_files import is_begun
+from foretoken.files.atomic_files import check_writable, is_begun
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
@@ -34,6 +34,7 @@ from foretoken.training.draft_model import new_student
 from foretoken.training.draft_text import Distillation
 from foretoken.training.evaluation import EvaluationConfig
 from foretoken.training.report import (
+    ADVICE,
     held_out_seconds,
     held_out_workload,
     save_target,
@@ -366,6 +367,8 @@ def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Pa
     for place in (out, target_out):
         if place is not None and (place.exists() or place.is_symlink()):
             raise ConfigError(f"'{place}' exists already. Expected a new directory. Choose another or remove it.")
+        if place is not None:
+            check_writable(place, ConfigError, ADVICE)
     for option, place in (("--run-dir", directory), ("--cache", cache)):
         if place is not None and place.exists() and not place.is_dir():
             raise ConfigError(f"{option} '{place}' is a file. Expected a new directory, or that of an earlier run.")

@@ -30,7 +30,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError, one_line
-from foretoken.files.atomic_files import told_as, write_file
+from foretoken.files.atomic_files import check_writable, told_as, write_file
 from foretoken.trees.merge import Pruning, normalised_entropy
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ _NUM_TOP = 10  # DISCO's k
 _NUM_STATISTICS = _NUM_TOP + 3
 _SMALLEST = 1e-6  # cap of log-odds; float32 cannot tell probabilities nearer to 1
 _HIDDEN, _NUM_BLOCKS = 32, 3  # of DISCO's network, a choice; of SpecDec++'s, its code
+_ADVICE = "Expected the drafter in a directory that may be written to."
 POSITION_SCALE = 1 / 16  # a choice: statistics of a similar size
 
 
@@ -132,12 +133,16 @@ def rule_file(drafter: Path, control: str) -> Path:
     return (drafter.parent if drafter.is_file() else drafter) / "control" / f"{control}.safetensors"
 
 
+def check_place(drafter: Path) -> None:
+    """Raises `ConfigError` if no rule can be written beside a drafter's weights."""
+    check_writable(rule_file(drafter, TRAINED[0]), ConfigError, _ADVICE)
+
+
 def write_rule(rule: StopRule, drafter: Path, control: str) -> None:
     """Writes a trained rule to its place beside a drafter's weights; raises `ConfigError` if that is not possible."""
     path, facts = rule_file(drafter, control), {"threshold": str(rule.threshold), "max_depth": str(rule.max_depth)}
     assert rule.network is not None, "only trained rules have a file"
-    with told_as(ConfigError, f"'{path}'", "Expected the drafter in a directory that may be written to."):
-        path.parent.mkdir(exist_ok=True)
+    with told_as(ConfigError, f"'{path}'", _ADVICE):
         write_file(path, save(rule.network.state_dict(), metadata=facts))
 
 

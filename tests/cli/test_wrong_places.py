@@ -119,6 +119,36 @@ def test_an_option_in_words_is_checked() -> None:
     assert_refused(run("generate", MODEL, "-p", "x", "-s", "ngram:num_speculative_tokens=many"), "is 'many'")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "nothing", "-p", "x", "--trace", "{out}"),
+        ("plan", "nothing", "--out", "{out}.svg"),
+        ("plan", "nothing", "--save-acceptance", "{out}"),
+        ("tune", "tree", "nothing", "-s", f"hydra:model={HEAD}", "--out", "{out}"),
+        ("train", "medusa", "nothing", "--data", "nothing", "--out", "{out}", "--run-dir", "{new}"),
+        ("train", "medusa", "nothing", "--data", "nothing", "--out", "{new}", "--joint", "lora_rank=1",
+         "--target-out", "{out}"),
+        ("data", "nothing", "--text", "nothing", "--out", "{out}"),
+        ("data", "index", "nothing", "--out", "{out}"),
+    ],
+)  # fmt: skip
+def test_places_that_cannot_be_written_to(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """They are told before anything is read."""
+    (tmp_path / "file").touch()
+    out, new = tmp_path / "file" / "out", tmp_path / "new"
+    result = run(*(argument.format(out=out, new=new) for argument in arguments))
+    assert_refused(result, f"error: '{out}", "cannot be written: Not a directory.")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_missing_parents_are_made(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "tree.json"
+    quick = ("--num-prompts", "1", "--max-tokens", "2", "--temperature", "0")
+    assert run("tune", "tree", MODEL, "-s", "medusa", "--nodes", "2", "--out", str(out), *quick).returncode == 0
+    assert out.is_file()
+
+
 @pytest.mark.parametrize("command", ["generate", "verify", "bench", "doctor"])
 def test_devices(command: str) -> None:
     more = {"generate": ("-p", "x"), "doctor": ("--method", "medusa")}.get(command, ())
