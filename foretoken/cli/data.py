@@ -34,15 +34,11 @@ def index(
     come from the target's tokenizer. Drafts never change the text. Drafting maps the files into memory: do not change
     them meanwhile.
     """
-    from foretoken.core.errors import RequestError
     from foretoken.drafters.datastore import DATASTORE, SORTED_DEPTH, write_datastore
     from foretoken.training.data.packed import PackedTokens
 
     DATASTORE.check(out, force=force)
     packed = PackedTokens.open(data)
-    missing = {"vocab_size", "eos_id", "tokenizer_sha", "tokens_sha256"} - packed.meta.keys()
-    if missing:
-        raise RequestError(f"'{data}' does not say its {', '.join(sorted(missing))}. It is damaged: make it again.")
     begin = time.perf_counter()
 
     def show(num_sorted: int) -> None:

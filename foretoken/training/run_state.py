@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _KEPT = 2  # states: the last one, and the one before if the last one is damaged
-_STATE, _PROGRESS = "state.safetensors", "progress.json"
+_STATE, _PROGRESS, _METRICS = "state.safetensors", "progress.json", "metrics.jsonl"
 
 
 @dataclass(slots=True)
@@ -74,7 +75,9 @@ def load_state(checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optim
     """Restores a run in place, with random states; raises `ModelError` for a damaged checkpoint or another run."""
     try:
         tensors = load_file(checkpoint / _STATE)
-        progress = Progress(**json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8")))
+        progress = TypeAdapter(Progress).validate_json((checkpoint / _PROGRESS).read_bytes(), strict=True)
+        if progress.step != int(checkpoint.name.rpartition("-")[2]):
+            raise ValueError(f"{_PROGRESS} speaks of step {progress.step}")
         _restore(tensors, module, optimizer)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
         raise ModelError(
@@ -123,14 +126,11 @@ class MetricsLog:
     """Writes one JSON object a step to `metrics.jsonl`, and tensorboard curves if tensorboard is installed."""
 
     def __init__(self, run: Path, first_step: int) -> None:
-        """Opens the log and drops lines of steps that will be repeated."""
-        path = run / "metrics.jsonl"
-        kept = []
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
+        """Opens the log and drops lines of steps that will be repeated; raises as `read_curve`."""
+        path = run / _METRICS
+        kept = [point for point in read_curve(run) if point["step"] <= first_step]
         with told_as(ModelError, f"'{path}'", "Expected room for the run's curves. Make some, and go on."):
-            write_file(path, "".join(f"{line}\n" for line in kept))
+            write_file(path, "".join(f"{json.dumps(point)}\n" for point in kept))
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._board = _board(run / "tensorboard", first_step)
 
@@ -162,6 +162,16 @@ def _board(directory: Path, first_step: int) -> Any:
 
 
 def read_curve(run: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's metrics; empty without metrics."""
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    """Returns the lines of a run's metrics but an unfinished last one; raises `ModelError` if others are damaged."""
+    path = run / _METRICS
+    try:
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.is_file() else b""
+        points = [json.loads(line) for line in whole.splitlines()]
+        if not all(type(point["step"]) is int and {"loss", "head_matches"} <= point.keys() for point in points):
+            raise ValueError("a line has no step, loss and head_matches")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as err:
+        raise ModelError(
+            f"'{path}' is damaged: {one_line(err)}. Expected a step in each line. Remove the file: the run goes on "
+            "without the curves so far."
+        ) from err
+    return points

@@ -69,14 +69,11 @@ def test_bad_requests(place: Path, tmp_path: Path) -> None:
     meta = json.loads((damaged / "train" / "meta.json").read_text())
     for change, sentence in (
         ({"vocab_size": 3}, "Expected ids below 3"),
-        ({"tokenizer_sha": 5}, "is damaged"),
-        ({"vocab_size": "many"}, "vocab_size of the data is 'many'. Expected an integer."),
+        ({"vocab_size": "many"}, "'vocab_size' of '"),
         ({"eos_id": -1}, "is damaged"),
     ):
         (damaged / "train" / "meta.json").write_text(json.dumps(meta | change))
         assert_refused(run("data", "index", str(damaged), "--out", out), sentence)
-    (damaged / "train" / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "eos_id"}))
-    assert_refused(run("data", "index", str(damaged), "--out", out), "does not say its eos_id")
     assert not Path(out).exists()
 
 

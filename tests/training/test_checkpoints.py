@@ -35,6 +35,9 @@ class Net(nn.Module):
         return x * self.bias.exp() + self.bias_of_more
 
 
+POINT = b'{"step": 1, "loss": 2.5, "head_matches": [0.5]}\n'
+
+
 def made(seed: int) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     net = Net()
@@ -125,8 +128,29 @@ def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"step": "5"}', '{"step": 5, "tokens": "x"}', '{"step": 4}', "\x00"])
+def test_damaged_progress_is_refused(text: str, tmp_path: Path) -> None:
+    net, optimizer = made(1)
+    save_state(tmp_path, net, optimizer, Progress(step=5))
+    (tmp_path / "checkpoint-00000005" / "progress.json").write_text(text)
+    with pytest.raises(ModelError, match=r"checkpoint-00000005' cannot be read: .*Remove it to go on from the one"):
+        load_state(tmp_path / "checkpoint-00000005", net, optimizer)
+
+
+@pytest.mark.parametrize("damage", [b"}\n", b"\xff}\n", b"{}\n", b'{"step": "x"}\n', b"3\n", b'{"step": 1}\n', b"\n"])
+def test_damaged_curves_are_refused_but_for_an_unfinished_line(damage: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(POINT + b'{"step": 2, "lo')
+    MetricsLog(tmp_path, 1).close()
+    assert file.read_bytes() == POINT
+    file.write_bytes(POINT + damage + POINT)
+    with pytest.raises(ModelError, match=r"metrics\.jsonl' is damaged: .*Remove the file: the run goes on"):
+        MetricsLog(tmp_path, 1)
+    assert file.read_bytes() == POINT + damage + POINT
+
+
 def test_settings_and_curves_on_a_full_disk_are_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 10)
+    (tmp_path / "metrics.jsonl").write_bytes(POINT * 10)
     before = everything(tmp_path)
     with full_disk(64), pytest.raises(ModelError, match=r"metrics\.jsonl' cannot be written: File too large\."):
         MetricsLog(tmp_path, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
@@ -37,6 +38,8 @@ PACKED_TOKENS = OutputDirectory(
 _ROUNDS = 8
 _COUNTED_AT_ONCE = 1 << 22  # labels; a choice: bounds the memory of a count
 _ADVICE = "Make it with `foretoken data vocab`."
+_DAMAGED = "It is damaged: make the data again."
+_MOST_TOKENS = 1 << 24  # of a vocabulary; a choice: the largest ones have 2^18
 
 
 def shuffled(positions: np.ndarray, count: int, key: int) -> np.ndarray:
@@ -84,7 +87,7 @@ class PackedTokens:
         if not (directory / META).is_file() and (directory / "train" / META).is_file():
             directory = directory / "train"
         meta = _read_meta(directory)
-        size = int(meta["num_tokens"])
+        size = meta["num_tokens"]
         tokens = _mapped(directory / TOKENS, np.dtype(meta["dtype"]), size)
         is_partial = meta["num_supervised"] != size
         return cls(tokens, _mapped(directory / SUPERVISED, np.dtype(bool), size) if is_partial else None, meta)
@@ -109,7 +112,7 @@ class PackedTokens:
             tokens (B, T) int64, and supervised (B, T) bool: whether the token itself counts as a label.
 
         Raises:
-            RequestError: When the data is shorter than one window, or a number is out of range.
+            RequestError: When the data is shorter than one window or damaged, or a number is out of range.
         """
         if step < 0 or batch_size < 1 or length < 1:
             raise RequestError(
@@ -132,9 +135,25 @@ class PackedTokens:
             starts[inside] = shuffled(rows[inside] % count, count, key) * length + offset
         places = (starts[:, None] + np.arange(length)) % size
         tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
+        if int(tokens.max()) > self.meta.get("largest_token_id", math.inf):
+            raise RequestError(f"the data holds token {int(tokens.max())}, but {META} has none so large. {_DAMAGED}")
         if self.supervised is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         return tokens, torch.from_numpy(np.array(self.supervised[places]))
+
+
+class _Meta(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    num_documents: int = Field(ge=1)
+    num_tokens: int = Field(ge=1)
+    num_supervised: int = Field(ge=1)
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(ge=1, le=_MOST_TOKENS)
+    largest_token_id: int = Field(ge=0, lt=_MOST_TOKENS)
+    eos_id: int | None = Field(ge=0)
+    tokenizer_sha: str
+    tokens_sha256: str
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
@@ -148,9 +167,7 @@ def _read_meta(directory: Path) -> dict[str, Any]:
             f"'{directory / META}' is of another kind. Expected format '{FORMAT}', version {VERSION}. Make it again "
             "with `foretoken data`."
         )
-    missing = {"num_tokens", "num_supervised", "dtype"} - meta.keys()
-    if missing or meta["dtype"] not in ("uint16", "uint32"):
-        raise RequestError(f"'{directory / META}' is damaged: it lacks or garbles its sizes. Make the data again.")
+    validated(_Meta, meta, f"'{directory / META}'", error=RequestError, advice=_DAMAGED)
     return meta
 
 
@@ -281,7 +298,6 @@ class DraftVocabulary(BaseModel):
     def write(self, path: Path) -> None:
         """Writes a file, whole or not at all; raises `ConfigError` if that fails."""
         with told_as(ConfigError, f"'{path}'", "Expected a new file in a directory that may be written to."):
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(self.model_dump(mode="json")) + "\n")
 
 
@@ -300,10 +316,7 @@ def count_vocabulary(packed: PackedTokens, size: int) -> CountedVocabulary:
     If fewer tokens are labels, the lowest other ids fill the vocabulary. Raises `RequestError` when the tokenizer has
     fewer tokens, or the data is damaged.
     """
-    missing = {"vocab_size", "tokenizer_sha", "tokens_sha256"} - packed.meta.keys()
-    if missing:
-        raise RequestError(f"the data does not tell its {', '.join(sorted(missing))}. It is damaged: make it again.")
-    total = int(packed.meta["vocab_size"])
+    total = packed.meta["vocab_size"]
     if not 1 <= size <= total:
         raise RequestError(f"a draft vocabulary of {size} tokens was asked for. Expected 1 to {total}.")
     counts = np.zeros(total, dtype=np.int64)

@@ -139,6 +139,33 @@ def test_damaged_data_is_refused(tmp_path: Path) -> None:
         PackedTokens.open(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_tokens", "4"), ("num_tokens", None), ("num_tokens", [4]), ("num_tokens", 1e400), ("num_tokens", 4.0),
+        ("num_tokens", 0), ("num_supervised", "x"), ("dtype", ["uint16"]), ("largest_token_id", None),
+        ("vocab_size", 10**18), ("vocab_size", "x"), ("eos_id", "x"), ("tokenizer_sha", 3), ("tokens_sha256", None),
+    ],
+)  # fmt: skip
+def test_damaged_facts_are_refused(key: str, value: object, tmp_path: Path) -> None:
+    write_packed(tmp_path / "out", [Document([10, 11, 12])], tokenizer=letter_tokenizer())
+    file = tmp_path / "out" / "meta.json"
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps({**meta, key: value}))
+    with pytest.raises(RequestError, match=f"^'{key}' of '.*meta.json' is .* It is damaged: make the data again"):
+        PackedTokens.open(tmp_path / "out")
+    file.write_text(json.dumps({name: each for name, each in meta.items() if name != key}))
+    with pytest.raises(RequestError, match=f"^'{key}' of '.*meta.json' is missing"):
+        PackedTokens.open(tmp_path / "out")
+
+
+def test_damaged_tokens_are_refused(tmp_path: Path) -> None:
+    write_packed(tmp_path / "out", [Document([10, 11, 12])], tokenizer=letter_tokenizer())
+    (tmp_path / "out" / "tokens.bin").write_bytes(b"\xff" * 8)
+    with pytest.raises(RequestError, match=r"holds token 65535, but meta\.json has none so large\. It is damaged"):
+        PackedTokens.open(tmp_path / "out").batch(0, batch_size=1, length=4, seed=0)
+
+
 def test_an_epoch_takes_every_window_once_and_the_next_one_another_way() -> None:
     length, batch_size = 5, 3
     packed = counted(5 * 12 + 2)  # 12 windows: 4 batches an epoch
