@@ -18,27 +18,21 @@ from contextlib import suppress
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
-from foretoken.core.errors import ConfigError, ModelError, described, one_line
+from foretoken.core.errors import ConfigError, described, one_line
 from foretoken.core.results import Counter, Gauge
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.entrypoints.config import parse_speculative_config
 from foretoken.files.atomic_files import told_as
 from foretoken.training import online
 from foretoken.training.data.packed import PackedForm
-from foretoken.training.online import DRAFTS, RUN, TRAFFIC, Round, Traffic, numbered
+from foretoken.training.online import DRAFTS, RUN, TRAFFIC, Round, Traffic, numbered, read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor
-
     from foretoken.core.results import Metric, RequestOutput
     from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.models.loading import LoadedModel
 
 _MOST_QUEUED = 256  # completions that wait for the disk; a choice: seconds of a busy server
 _LOOK_S = 0.5  # seconds between looks for published draft models; a choice
@@ -89,7 +83,7 @@ class OnlineDistillation:
     """Trains the draft model of an engine on the requests of its server."""
 
     def __init__(self, engine: AsyncLLM, directory: Path, *, draft: str, most_tokens: int) -> None:
-        """Swaps in the last published draft model, if there is one; starts the thread and the training process.
+        """Swaps in the last published draft model that fits, if any; starts the thread and the training process.
 
         Args:
             engine: Its draft model has the target's vocabulary.
@@ -120,7 +114,10 @@ class OnlineDistillation:
         self._seen: str | None = None  # name of the last published draft model that was looked at
         self._found: float | None = None  # when a newer one was first seen, monotonic seconds
         self._since = time.monotonic()
-        self._look(is_busy=False)
+        for place in reversed(numbered(directory / DRAFTS)):
+            self._seen = self._seen or place.name
+            if self._swaps_in(place):
+                break
         target = llm.target.model
         self._process = _started(
             target.name, draft, os.fspath(directory.absolute()), str(target.dtype).removeprefix("torch.")
@@ -220,19 +217,24 @@ class OnlineDistillation:
         if is_busy and time.monotonic() - self._found < _MOST_WAIT_S:
             return
         self._seen = newest.name
+        self._swaps_in(newest)
+
+    def _swaps_in(self, place: Path) -> bool:
+        """Whether a published draft model drafts from now on; otherwise warns."""
         try:
-            weights = read_weights(newest, self._drafter.model)
+            weights = read_weights(place, self._drafter.model)
             with self._engine.llm.shared.turn():
                 begin = time.perf_counter()
                 self._drafter.load_weights(weights)
                 seconds = time.perf_counter() - begin
         except Exception as err:  # noqa: BLE001 - whatever was published must not end requests
             _log.warning(
-                "the draft model '%s' is not used: %s. The server keeps the one it has.", newest, described(err)
+                "the draft model '%s' is not used: %s. The server keeps the one it has.", place, described(err)
             )
-            return
+            return False
         self._num_swaps, self._since = self._num_swaps + 1, time.monotonic()
-        _log.info("drafts come from '%s' now; iterations waited %.0f ms for the weights", newest, 1000 * seconds)
+        _log.info("drafts come from '%s' now; iterations waited %.0f ms for the weights", place, 1000 * seconds)
+        return True
 
     def _read(self) -> None:
         """Reads the rounds of the training process until it ends."""
@@ -253,28 +255,6 @@ class OnlineDistillation:
         if not self._is_closed:
             reason = error or f"exit status {self._process.wait()}"
             _log.warning("the training of --distill-to ended: %s. Requests go on with the present draft model.", reason)
-
-
-def read_weights(place: Path, model: LoadedModel) -> dict[str, Tensor]:
-    """Returns the weights of a published draft model by the names of a module's parameters, in its dtype and device.
-
-    Raises:
-        ModelError: When the file is missing or damaged, names or shapes are not those of `model`, or a value is not
-            finite.
-    """
-    advice = f"Expected the weights of '{model.name}', trained. Remove it, or start the server with it."
-    try:
-        weights = load_file(place / "model.safetensors")
-    except (OSError, SafetensorError) as err:
-        raise ModelError(f"'{place}' has no readable model.safetensors: {one_line(err)}. {advice}") from err
-    parameters = dict(model.module.named_parameters())
-    for name in sorted(parameters.keys() | weights.keys()):
-        shapes = [list(each[name].shape) if name in each else "missing" for each in (weights, parameters)]
-        if shapes[0] != shapes[1]:
-            raise ModelError(f"{name} in '{place}' is {shapes[0]}, and {shapes[1]} in the server. {advice}")
-        if not bool(weights[name].isfinite().all()):
-            raise ModelError(f"{name} in '{place}' has values that are not finite. {advice}")
-    return {name: weights[name].to(each.device, each.dtype) for name, each in parameters.items()}
 
 
 def _shown(rates: Sequence[float]) -> str:

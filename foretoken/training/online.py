@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import select
@@ -31,8 +32,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from foretoken.core.errors import ConfigError, RequestError, described
+from foretoken.core.errors import ConfigError, ModelError, RequestError, described, one_line
 from foretoken.decoder.library import set_num_threads
 from foretoken.entrypoints.model_arguments import load_target
 from foretoken.files.atomic_files import new_directory
@@ -61,6 +64,7 @@ _STEPS, _EPOCHS = 64, 2  # most of a round; choices: minutes on one thread, and 
 _HELD_OUT_WINDOWS, _AT_ONCE = 32, 4  # windows of an evaluation, and those computed together; a choice
 _BUSY_SHARE = 0.25  # of the time for training while requests run; a choice
 _LOOK_S = 1.0  # seconds between looks for new traffic; a choice
+_log = logging.getLogger(__name__)
 
 
 def numbered(directory: Path) -> list[Path]:
@@ -80,6 +84,37 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+def read_weights(place: Path, model: LoadedModel) -> dict[str, Tensor]:
+    """Returns the weights of a published draft model by the names of a module's parameters, in its dtype and device.
+
+    Raises:
+        ModelError: When the file is missing or damaged, names or shapes are not those of `model`, or a value is not
+            finite.
+    """
+    advice = f"Expected the weights of '{model.name}', trained. Remove it, or start the server with it."
+    try:
+        weights = load_file(place / "model.safetensors")
+    except (OSError, SafetensorError) as err:
+        raise ModelError(f"'{place}' has no readable model.safetensors: {one_line(err)}. {advice}") from err
+    parameters = dict(model.module.named_parameters())
+    for name in sorted(parameters.keys() | weights.keys()):
+        shapes = [list(each[name].shape) if name in each else "missing" for each in (weights, parameters)]
+        if shapes[0] != shapes[1]:
+            raise ModelError(f"{name} in '{place}' is {shapes[0]}, and {shapes[1]} in the server. {advice}")
+        if not bool(weights[name].isfinite().all()):
+            raise ModelError(f"{name} in '{place}' has values that are not finite. {advice}")
+    return {name: weights[name].to(each.device, each.dtype) for name, each in parameters.items()}
+
+
+def _opened(directory: Path) -> list[tuple[Path, PackedTokens]]:
+    """Returns the packed tokens of a ring, the oldest first, without those that are damaged or being removed."""
+    parts = []
+    for place in numbered(directory):
+        with suppress(RequestError, OSError):
+            parts.append((place, PackedTokens.open(place)))
+    return parts
+
+
 class TrafficRing:
     """Packed tokens on disk, at most `most_tokens`; the oldest leave."""
 
@@ -90,7 +125,10 @@ class TrafficRing:
         self._num_waiting = 0
         directory.mkdir(parents=True, exist_ok=True)
         remove_unfinished(directory)
-        if any(PackedTokens.open(place).meta["tokenizer_sha"] != form.tokenizer_sha for place in numbered(directory)):
+        parts = _opened(directory)
+        for place in set(numbered(directory)) - {place for place, _ in parts}:
+            _log.warning("the collected text in '%s' is damaged and not learned", place)
+        if any(part.meta["tokenizer_sha"] != form.tokenizer_sha for _, part in parts):
             raise ConfigError(
                 f"'{directory}' holds text of a target with another tokenizer. Expected that of this target. Pass "
                 "another --distill-to."
@@ -120,9 +158,9 @@ class TrafficRing:
             for document in waiting:
                 writer.add(document)
             writer.finish()
-        num_tokens = 0
+        sizes, num_tokens = {place: part.meta["num_tokens"] for place, part in _opened(self._directory)}, 0
         for place in reversed(numbered(self._directory)):
-            num_tokens += int(PackedTokens.open(place).meta["num_tokens"])
+            num_tokens += sizes.get(place, 0)  # of damaged ones
             if num_tokens > self._most_tokens:
                 shutil.rmtree(place)
 
@@ -150,10 +188,7 @@ class Traffic:
 
 def read_traffic(directory: Path) -> PackedTokens | None:
     """Returns all packed tokens of a ring in memory, one after another; None for an empty ring."""
-    parts = []
-    for place in numbered(directory):
-        with suppress(RequestError, OSError):  # the server may remove it meanwhile
-            parts.append(PackedTokens.open(place))
+    parts = [part for _, part in _opened(directory)]
     if not parts:
         return None
     flags = [np.ones(len(part.tokens), bool) if part.supervised is None else part.supervised for part in parts]
@@ -225,15 +260,18 @@ class OnlineTraining:
     def of_files(
         cls, model: str, draft: str, directory: Path, *, dtype: str, pause: Callable[[StepReport | None], None]
     ) -> OnlineTraining:
-        """Loads target and draft model on the CPU; begins from the last published draft model, if there is one.
+        """Loads target and draft model on the CPU; begins with the last published weights that are not damaged.
 
         Raises as `load_target` and `new_student`.
         """
         drafts = directory / DRAFTS
         remove_unfinished(drafts)
-        begin = str(next(reversed(numbered(drafts)), draft))
         target, tokenizer = load_target(model, dtype=dtype, device="cpu")
-        student = new_student(target, tokenizer, init=begin, sizes={}, seed=0).model
+        student = new_student(target, tokenizer, init=draft, sizes={}, seed=0).model
+        for place in reversed(numbered(drafts)):
+            with suppress(ModelError):  # the server says so
+                student.module.load_state_dict(read_weights(place, student), strict=False)
+                break
         return cls(
             target=target, tokenizer=tokenizer, student=student, draft=draft, directory=directory, pause=pause
         )  # fmt: skip

@@ -185,10 +185,22 @@ def test_drafts_come_from_the_swapped_weights(learning: Learning) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_begins_with_the_last_published_draft_model(tmp_path: Path) -> None:
+def test_a_server_begins_with_the_last_published_draft_model_that_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(tmp_path, 2, noisy(2))
     publish(tmp_path, 3, noisy(3))
+    publish(tmp_path, 4, _spoil)
+    (tmp_path / online.DRAFTS / "00000005").mkdir()
     with learning_server(tmp_path) as server:
         assert server.figures()["swaps_total"] == 1
+        (drafter,) = server.llm.drafters
+        last = load_file(tmp_path / online.DRAFTS / "00000003" / "model.safetensors")
+        for name, parameter in drafter.model.module.named_parameters():  # type: ignore[attr-defined]
+            assert torch.equal(parameter, last[name].to(parameter.dtype)), name
+        text = server.complete()
+        assert server.complete() == text
+    assert [told.split("'")[1][-1] for told in warnings_of(caplog)] == ["5", "4"]
 
 
 def test_what_is_collected(tmp_path: Path) -> None:

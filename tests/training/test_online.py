@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import training_runs
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE
 
 from foretoken.core.errors import ConfigError
@@ -93,6 +94,25 @@ def test_a_ring_goes_on_where_an_earlier_server_ended(tmp_path: Path) -> None:
     assert [place.name for place in tmp_path.iterdir() if place.name.startswith(".")] == []
 
 
+def test_damaged_text_is_left_out_until_it_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a process leaves it that was killed while it removed the oldest text."""
+    ring = online.TrafficRing(tmp_path, FORM, most_tokens=64)
+    for token in (4, 5, 6):
+        ring.add(Document([token] * 4))
+    (tmp_path / "00000001" / "meta.json").unlink()
+    (tmp_path / "00000002" / "tokens.bin").write_bytes(b"")
+    ring = online.TrafficRing(tmp_path, FORM, most_tokens=64)
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"the collected text in '{tmp_path}/0000000{number}' is damaged and not learned" for number in (1, 2)
+    ]
+    text = online.read_traffic(tmp_path)
+    assert text is not None
+    assert text.tokens.tolist() == [6] * 4
+    for _ in range(16):
+        ring.add(Document([7] * 4))
+    assert [place.name for place in online.numbered(tmp_path)] == [f"{number:08d}" for number in range(4, 20)]
+
+
 def test_equal_prompts_are_on_one_side_and_outputs_are_labels(tmp_path: Path) -> None:
     traffic, random = online.Traffic(tmp_path, FORM, most_tokens=10_000), np.random.default_rng(0)
     prompts = [tuple(random.integers(3, VOCAB_SIZE - 1, 4)) for _ in range(50)]
@@ -114,6 +134,19 @@ def test_equal_prompts_are_on_one_side_and_outputs_are_labels(tmp_path: Path) ->
 
 
 # --- rounds
+
+
+def test_training_begins_with_the_newest_draft_model_that_is_not_damaged(tmp_path: Path) -> None:
+    weights = {name: value + 1 for name, value in load_file(f"{DRAFT}/model.safetensors").items()}
+    spoilt = weights | {"model.norm.weight": weights["model.norm.weight"] * float("nan")}
+    for number, each in enumerate([{"x": torch.ones(1)}, weights, spoilt, {}, {"x": torch.ones(1)}]):
+        place = tmp_path / online.DRAFTS / str(number)
+        place.mkdir(parents=True)
+        if each:
+            save_file(each, place / "model.safetensors")
+    found = online.OnlineTraining.of_files(MODEL, DRAFT, tmp_path, dtype="float32", pause=lambda _: None)
+    for name, value in found.student.module.named_parameters():
+        assert torch.equal(value, weights[name].float()), name
 
 
 @pytest.fixture
