@@ -231,6 +231,11 @@ def test_gemma_4_has_text_in_byte_pairs(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("a aé"), skip_special_tokens=True) == "a aé"
 
 
+def add_kinds(writer: GGUFWriter) -> None:
+    writer.add_token_list(LETTERS)
+    writer.add_array("tokenizer.ggml.model", [1, 2])
+
+
 @pytest.mark.parametrize(
     ("add", "part"),
     [
@@ -247,6 +252,7 @@ def test_gemma_4_has_text_in_byte_pairs(tmp_path: Path) -> None:
         (partial(add_tokens, tokens=["a"], merges=["a b"]), "the tokenizer of"),
         (partial(add_letters, model="llama"), "has no scores. Expected tokenizer.ggml.scores"),
         (lambda writer: writer.add_token_list(LETTERS), "a vocabulary of the kind None"),
+        (add_kinds, "a vocabulary of the kind [1, 2]"),
     ],
 )
 def test_vocabularies_that_are_refused(tmp_path: Path, add: Callable[[GGUFWriter], None], part: str) -> None:

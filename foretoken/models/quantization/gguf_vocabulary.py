@@ -82,8 +82,8 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary:
         ModelError: If the vocabulary is of an unknown kind, or damaged.
     """
     model, tokens = file.values.get(_MODEL), _tokens(file)
-    defaults = _DEFAULT_IDS.get(model, {}) if isinstance(model, str) else {}
-    if tokens and model not in _DEFAULT_IDS:
+    defaults = _DEFAULT_IDS.get(model) if isinstance(model, str) else None
+    if tokens and defaults is None:
         raise ModelError(
             f"'{file.path}' has a vocabulary of the kind {shown(model)}. Expected one of {', '.join(_DEFAULT_IDS)}. "
             "Use safetensors of the model."
@@ -95,7 +95,7 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary:
     if len(by_text) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if by_text[token] != index)
         raise _damaged(file, f"the token {shown(twice)} is there twice")
-    ids = {name: token for name, token in defaults.items() if token < len(tokens)}
+    ids = {name: token for name, token in (defaults or {}).items() if token < len(tokens)}
     for name in ("bos", *_END_IDS, "unknown", "padding", *_FILLS):
         token = _named_token(file, name)
         if token is not None and (not tokens or token < len(tokens)):
