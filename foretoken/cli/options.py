@@ -324,9 +324,9 @@ def checked(text: str, where: str) -> str:
 
 
 def decode(text: bytes, where: str) -> str:
-    """Decodes a user's text; raises `RequestError`, with its source, unless the bytes are UTF-8."""
+    """Decodes a user's text without a byte-order mark; raises `RequestError`, with its source, unless it is UTF-8."""
     try:
-        return text.decode("utf-8")
+        return text.decode("utf-8-sig")
     except UnicodeDecodeError as err:
         raise RequestError(
             f"{where} is not UTF-8 text: byte {err.start} is {text[err.start]:#04x}. Expected UTF-8. Convert it first."

@@ -10,6 +10,7 @@ import os
 import select
 import stat
 import time
+from codecs import BOM_UTF8
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from safetensors import safe_open
@@ -45,18 +46,19 @@ def check_regular(path: Path, *, error: type[ForetokenError] = ModelError) -> No
 
 
 def read_named(path: Path, *, limit: int = MOST_TEXT_BYTES, error: type[ForetokenError] = RequestError) -> bytes:
-    """Returns the bytes of a file that a command line names, or of a pipe such as a shell's `<(command)`.
+    """Returns the bytes of a text that a command line names: a file, or a pipe such as a shell's `<(command)`.
 
-    Raises `error` for a larger file, and for a pipe without a writer; `OSError` when the system refuses.
+    A byte-order mark, as of editors on Windows, is left out. Raises `error` for a larger file, and for a pipe without a
+    writer; `OSError` when the system refuses.
     """
     if stat.S_ISFIFO(path.stat().st_mode):
         descriptor = os.open(path, os.O_RDONLY | _NONBLOCKING)
         try:
-            return _read_pipe(descriptor, f"'{path}'", limit, error)
+            return _read_pipe(descriptor, f"'{path}'", limit, error).removeprefix(BOM_UTF8)
         finally:
             os.close(descriptor)
     with path.open("rb") as file:
-        return read_stream(file, f"'{path}'", limit=limit, error=error)
+        return read_stream(file, f"'{path}'", limit=limit, error=error).removeprefix(BOM_UTF8)
 
 
 def read_stream(

@@ -7,10 +7,13 @@ import os
 import socket
 import threading
 import time
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import pytest
 
+from foretoken.bench.workload import load_prompts
+from foretoken.cli import options
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 from foretoken.files import bounded_reads
 from foretoken.files.bounded_reads import MIB, check_regular, read_named, read_regular, read_stream
@@ -36,6 +39,19 @@ def test_up_to_the_limit(read: object, tmp_path: Path) -> None:
         read(file, limit=MIB, error=ConfigError)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none")
+
+
+def test_byte_order_marks_are_no_text(pipe: Path, tmp_path: Path) -> None:
+    """Editors and shells on Windows write them."""
+    text = b'{"prompt": "x"}\n'
+    (tmp_path / "prompts.jsonl").write_bytes(BOM_UTF8 + text)
+    assert read_named(tmp_path / "prompts.jsonl") == text
+    assert load_prompts(str(tmp_path / "prompts.jsonl")) == ["x"]
+    writer = threading.Thread(target=pipe.write_bytes, args=(BOM_UTF8 + text,))
+    writer.start()
+    assert read_named(pipe) == text
+    writer.join()
+    assert options.decode(BOM_UTF8 + text, "standard input") == text.decode()
 
 
 def test_devices_end_at_the_limit() -> None:
