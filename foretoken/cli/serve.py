@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,26 +162,26 @@ def serve(
         has_draft_metrics=per_request_spec_decode_metrics == "summary", chat_template=template,
         tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser,
     )  # fmt: skip
-    listening = _listen(host, port)  # before the slow loading of the model
-    from foretoken.entrypoints.async_llm import AsyncLLM
-    from foretoken.entrypoints.llm import LLM
+    lock = nullcontext() if distill_to is None else run_lock(distill_to, option="--distill-to")
+    with lock:  # as the port, before the slow loading of the model
+        listening = _listen(host, port)
+        from foretoken.entrypoints.async_llm import AsyncLLM
+        from foretoken.entrypoints.llm import LLM
 
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
-    llm = LLM(
-        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
-        enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
-        gpu_memory_utilization=gpu_memory_utilization,
-        generation_config=generation_config, override_generation_config=override_generation_config,
-    )  # fmt: skip
-    options.note_sampling(llm.sampling_defaults)
-    engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests, max_waiting_tokens=max_waiting_tokens)
-    with ExitStack() as held:
+        loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
+        llm = LLM(
+            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
+            enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            generation_config=generation_config, override_generation_config=override_generation_config,
+        )  # fmt: skip
+        options.note_sampling(llm.sampling_defaults)
+        engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests, max_waiting_tokens=max_waiting_tokens)
         distillation = None
         if distill_to is not None and draft is not None:
             from foretoken.server.distillation import OnlineDistillation
 
-            held.enter_context(run_lock(distill_to, option="--distill-to"))
             distillation = OnlineDistillation(engine, distill_to, draft=draft, most_tokens=distill_tokens)
         drafters = " + ".join(drafter.name for drafter in llm.drafters) or "no drafter"
         address = listening.getsockname()

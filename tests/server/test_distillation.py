@@ -21,6 +21,7 @@ from server.live_server import LiveServer
 
 from foretoken import LLM, AsyncLLM
 from foretoken.core.errors import ConfigError
+from foretoken.files.processes import run_lock
 from foretoken.server import distillation
 from foretoken.server.app import ServerConfig, make_app
 from foretoken.server.distillation import OnlineDistillation
@@ -357,6 +358,13 @@ def test_a_directory_with_other_files_is_unsuitable(tmp_path: Path) -> None:
     distillation.check_directory(tmp_path / "own")
     with pytest.raises(ConfigError, match=r"--distill-to '.*' holds other files \(own\)\."):
         distillation.check_directory(tmp_path)
+
+
+def test_a_second_server_is_told_before_its_model_is_loaded(tmp_path: Path) -> None:
+    with run_lock(tmp_path, option="--distill-to"):
+        finished = run("serve", "nothing", "-s", f"draft_model:model={DRAFT}", "--distill-to", str(tmp_path))
+    assert finished.returncode == 2
+    assert f"another run is at work in '{tmp_path}'. Expected one at a time." in finished.stderr
 
 
 @pytest.mark.slow
