@@ -129,6 +129,16 @@ def test_a_killed_run_goes_on(small: Path, tmp_path: Path, numbers: tuple[int, .
         assert all((out / name).stat().st_mtime_ns == made for name, made in kept.items())
 
 
+def test_files_that_a_killed_run_began_go_away(small: Path, tmp_path: Path) -> None:
+    arguments = ("quantize", str(small), str(tmp_path / "out"), *SMALL, "--no-compare")
+    assert run(*arguments).returncode == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    for name in ("README.md", "config.json", "model-00001-of-00001.safetensors"):
+        (tmp_path / "out" / f".{name}-0123abcd").touch()
+    assert run(*arguments).returncode == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+
+
 @pytest.mark.parametrize("architecture", ["gemma3", "qwen3"])
 def test_blocks_get_their_own_arguments(architecture: str, tmp_path: Path) -> None:
     """Masks and rotations of layers with a window are others: unrounded blocks give what transformers computes."""

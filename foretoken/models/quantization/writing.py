@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _RECORD = "quantize.json"  # what a directory is written from, and how
 _INDEX = "model.safetensors.index.json"
-_WHOLE = (_RECORD, _INDEX, "config.json")
+_WHOLE = (_RECORD, _INDEX, "config.json", "README.md")
 _SHARD_BYTES = 256 << 20  # of the source's tensors, for each file; a choice: so much is in memory, and lost by a kill
 _AT_ONCE = 1 << 24  # weights that are in float32 at once, 64 MiB; a choice
 _ADVICE = "Make room there, and run the command again: it goes on after the last whole file."
