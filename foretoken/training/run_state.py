@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _KEPT = 2  # states: the last one, and the one before if the last one is damaged
+_ADVICE = "Expected room for the run's curves. Make some, and go on."
+_log = logging.getLogger(__name__)
 _STATE, _PROGRESS, _METRICS = "state.safetensors", "progress.json", "metrics.jsonl"
 
 
@@ -127,30 +131,34 @@ class MetricsLog:
 
     def __init__(self, run: Path, first_step: int) -> None:
         """Opens the log and drops lines of steps that will be repeated; raises as `read_curve`."""
-        path = run / _METRICS
+        self._path = path = run / _METRICS
         kept = [point for point in read_curve(run) if point["step"] <= first_step]
-        with told_as(ModelError, f"'{path}'", "Expected room for the run's curves. Make some, and go on."):
+        with told_as(ModelError, f"'{path}'", _ADVICE):
             write_file(path, "".join(f"{json.dumps(point)}\n" for point in kept))
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._board = _board(run / "tensorboard", first_step)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Adds the values of a step; a list gives one curve an entry."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        if self._board is None:
-            return
-        for key, value in values.items():
-            if isinstance(value, list):
-                for index, part in enumerate(value):
-                    self._board.add_scalar(f"{key}/{index}", part, step)
-            elif isinstance(value, int | float):
-                self._board.add_scalar(key, value, step)
+        """Adds the values of a step, a list as several curves; raises `ModelError` if it cannot, as on a full disk."""
+        with told_as(ModelError, f"'{self._path}'", _ADVICE):
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+        try:
+            for key, value in values.items() if self._board is not None else ():
+                if isinstance(value, list):
+                    for index, part in enumerate(value):
+                        self._board.add_scalar(f"{key}/{index}", part, step)
+                elif isinstance(value, int | float):
+                    self._board.add_scalar(key, value, step)
+        except OSError as err:
+            _log.warning("tensorboard gets no more curves: %s", one_line(err))
+            self._board = None
 
     def close(self) -> None:
-        """Closes the log."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        """Closes the log; lines that could not be written are lost."""
+        for file in (self._file, self._board):
+            if file is not None:
+                with suppress(OSError):
+                    file.close()
 
 
 def _board(directory: Path, first_step: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint
+from foretoken.training import run_state
 from foretoken.training.run_state import MetricsLog, Progress, load_state, save_state, saved_states
 
 
@@ -157,6 +159,29 @@ def test_settings_and_curves_on_a_full_disk_are_one_sentence(tmp_path: Path) -> 
     with full_disk(64), pytest.raises(ConfigError, match=r"settings\.json' cannot be written: File too large\."):
         training_runs.trained(tmp_path, schedule={"num_steps": 2})
     assert {path: data for path, data in everything(tmp_path).items() if path.name != "run.lock"} == before
+
+
+@pytest.mark.parametrize("board_fails", [False, True])
+def test_curves_end_on_a_full_disk_in_one_sentence(
+    board_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Board:
+        def add_scalar(self, *_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_state, "_board", lambda *_: Board() if board_fails else None)
+    log = MetricsLog(tmp_path, 0)
+    with full_disk(64):
+        for step in (1, 2):
+            log.write(step, {"loss": 0.5})
+        with pytest.raises(
+            ModelError, match=r"metrics\.jsonl' cannot be written: File too large\..* Make some, and go"
+        ):
+            log.write(3, {"loss": 0.5})
+        log.close()
+    assert [record.getMessage() for record in caplog.records] == board_fails * [
+        "tensorboard gets no more curves: [Errno 28] No space left on device"
+    ]
 
 
 def rewritten(checkpoint: Path, change: Any) -> None:
