@@ -108,6 +108,13 @@ def plan(
     temperatures = list(dict.fromkeys(temperature or [0.0, 0.8]))
     batches = sorted(set(batch_size or _BATCHES))
     setups = _setups(speculative_config, model, must_exist=measure)
+    replaced = {curve.name for curve in given}
+    names = [*dict.fromkeys(curve.name for curve in library())]
+    if speculative_config and not measure and not {*names, *replaced} & {*setups, *replaced}:
+        raise ConfigError(
+            f"the acceptance of {', '.join(setups)} is not known. Pass --measure, --acceptance DRAFTER=PATH, or one of "
+            f"the library: {', '.join(names)}."
+        )
     if not missing:
         known = [*library()]
         planned, header = _described(
@@ -123,15 +130,9 @@ def plan(
             model, dtype, device, threads, runner, setups, workload, batches, context, measure=measure
         )  # fmt: skip
         known = [*found, *(curve for curve in library() if curve.name not in {each.name for each in found})]
-    replaced = {curve.name for curve in given}
     curves = [*given, *(curve for curve in known if curve.name not in replaced)]
     if speculative_config:
         curves = [curve for curve in curves if curve.name in setups or curve.name in replaced]
-    if not curves:
-        raise ConfigError(
-            f"the acceptance of {', '.join(setups)} is not known. Pass --measure, --acceptance DRAFTER=PATH, or one of "
-            f"the library: {', '.join(dict.fromkeys(each.name for each in library()))}."
-        )
     result = make_plan(curves, batches=batches, **planned)
     if save_acceptance is not None:
         own = [curve for curves in result.curves.values() for curve in curves]

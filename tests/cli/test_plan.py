@@ -132,3 +132,10 @@ def test_wrong_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, 
     assert sentence in done.stderr
     said = done.stderr.splitlines()
     assert len([line for line in said if not line.startswith("timing passes")]) == 1  # once on a machine
+
+
+def test_an_unknown_acceptance_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(measure, "measure")
+    done = run("plan", MODEL, "-s", "lookahead")
+    assert done.returncode == 2, done.stdout
+    assert "the acceptance of lookahead:tree is not known" in done.stderr
