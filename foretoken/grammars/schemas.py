@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 # Keywords whose value is a schema, a list of schemas, or schemas by name. The value of any other keyword is data.
 _ONE = frozenset({
@@ -96,10 +97,6 @@ class ParameterTypes:
                 self._others.append(others)
         self._known: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
 
-    def has(self, name: str) -> bool:
-        """Whether the tool has, or may have, a parameter of this name."""
-        return name in self._declared or bool(self._others) or not self._declared
-
     def types(self, name: str) -> frozenset[str]:
         """Returns the JSON types that a parameter may have; "string" alone for a parameter without a schema."""
         return self._read(name)[0]
@@ -167,7 +164,7 @@ class ParameterTypes:
         target: Any = self._root
         if not reference.startswith("#"):
             return None
-        for part in reference[1:].split("/")[1:]:
+        for part in unquote(reference[1:]).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
                 target = target[int(name)]

@@ -230,8 +230,15 @@ def _called(name: Any, arguments: Any) -> Call:
 
 
 def _loaded(text: str) -> Any:
-    """Parses JSON; accepts line breaks in strings, which models write."""
-    return json.loads(text, strict=False, parse_constant=_no_constant)
+    """Parses JSON; accepts line breaks in strings, which models write, and no key twice."""
+    return json.loads(text, strict=False, parse_constant=_no_constant, object_pairs_hook=_once)
+
+
+def _once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key comes twice")
+    return made
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -246,18 +253,32 @@ def json_calls(head: re.Match[str], value: str) -> list[Call]:
     calls = told if isinstance(told, list) else [told]
     if not calls or not all(isinstance(each, dict) for each in calls):
         raise ValueError("no objects")
-    return [_called(each.get("name"), each.get("arguments", each.get("parameters"))) for each in calls]
+    return [_json_call(each) for each in calls]
+
+
+def _json_call(told: dict[str, Any]) -> Call:
+    given = told.keys() & {"arguments", "parameters"}
+    if len(given) > 1 or ("arguments" not in given and told.keys() - {"name", "parameters", "type", "id"}):
+        raise ValueError("data with a name, or the description of a tool")
+    return _called(told.get("name"), told[given.pop()] if given else None)
 
 
 _ESCAPES = "\n\\'\"abfnrtv0123xNuU"  # characters that Python accepts after a backslash without a warning
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_STRING = re.compile(r"([rR]?)('''|\"{3}|['\"])(?:[^\\]|\\.)*?(?:\2|\Z)", re.DOTALL)
 
 
 def _python(text: str) -> ast.expr:
-    # Doubles the backslash of unknown escapes, for which Python would warn.
-    text = re.sub(r"\\(.)", lambda found: found[0] if found[1] in _ESCAPES else "\\" + found[0], text, flags=re.DOTALL)
+    # A raw string keeps its backslashes.
+    text = _STRING.sub(lambda string: string[0] if string[1] else _ESCAPE.sub(_known_escape, string[0]), text)
     parsed: ast.Expression = _WithJsonNames().visit(ast.parse(text.strip(), mode="eval"))
     return parsed.body
+
+
+def _known_escape(escape: re.Match[str]) -> str:
+    """Doubles the backslash of an unknown escape, for which Python would warn."""
+    return escape[0] if escape[1] in _ESCAPES else "\\" + escape[0]
 
 
 class _WithJsonNames(ast.NodeTransformer):
@@ -278,7 +299,7 @@ def python_calls(_head: re.Match[str], value: str) -> list[Call]:
 def _python_call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("no call with keywords")
-    return _called(ast.unparse(node.func), {each.arg: ast.literal_eval(each.value) for each in node.keywords})
+    return _called(ast.unparse(node.func), _once([(each.arg, ast.literal_eval(each.value)) for each in node.keywords]))
 
 
 JSON = Brackets(json_calls)
@@ -296,14 +317,15 @@ _PARAMETER = re.compile(rf"<parameter=({_NAMES})>|</parameter>")
 _NEXT = re.compile(rf"(?P<close></function>)\s*<function=({_NAMES})>")
 _DOUBLED = re.compile(r"</parameter>\s*(?:(?:</parameter>\s*)*</function>\s*)+(?:</parameter>\s*)*\Z")
 _MOST_DOUBLED = 4  # a choice: a model that repeats a closing tag more often has lost its way
+_LEFT_OPEN = re.compile(r"(?:</function>|</parameter>\s*</tool_call>)\s*\Z")  # a call without its closing marker
 _CLOSING = re.compile(r"(?:\s|</parameter>|</function>|</tool_call>)*")
 
 
 class XmlReader:
     """Reads the calls of `qwen3_coder`, whose values are text without escapes and may contain tags themselves.
 
-    Tags are matched in pairs, and a parameter begins only where the tool's schema has one. A call is certain when the
-    next call begins, or the text ends: further closing tags show that the tags before them belong to a value.
+    Tags are matched in pairs. A call is certain when the next call begins, or the text ends: further closing tags show
+    that the tags before them belong to a value.
     """
 
     def __init__(self, tools: KnownTools) -> None:
@@ -353,6 +375,9 @@ class XmlReader:
             return self._found(self._ends[-1])
         text = "".join(self._held)
         if self._ends:  # a value or a sentence mentions a tag that nothing closes, or the text is cut off
+            for at in self._opens:
+                if _LEFT_OPEN.search(text, max(0, at - _LONGEST_MARK), at):
+                    return self._found(at)
             if "\n" not in self._begun[0] or not self._tools.has(self._begun[1].strip()):
                 for at in self._opens:
                     begun = _BEGIN.match(text, at + len("<tool_call>"))
@@ -373,7 +398,7 @@ class XmlReader:
         try:
             return ReadCalls(end, self._functions(body.rstrip()))
         except NOT_A_CALL:
-            return ReadCalls(0)
+            return ReadCalls(end)  # content, also where a value shows a whole call
 
     def _functions(self, body: str) -> list[Call]:
         """Returns the calls in the text between the markers of a call."""
@@ -385,29 +410,28 @@ class XmlReader:
                 raise ValueError("no function")
             name = begun[1].strip()
             types = self._tools.types(name)
-            values = _values(body[begun.end() : end - len("</function>")], types)
+            values = _values(body[begun.end() : end - len("</function>")], types.required)
             calls.append(_called(name, {key: typed_value(text, types, key) for key, text in values.items()}))
         return calls
 
 
-def _values(text: str, types: ParameterTypes) -> dict[str, str]:
+def _values(text: str, required: frozenset[str]) -> dict[str, str]:
     """Returns the text of every parameter: in the reading that pairs all tags, if there is one.
 
-    Otherwise tags within values are text, unless a required parameter is missing then and unclosed values explain it.
+    Otherwise tags within values are text, unless the last value is not closed, or a required parameter is missing then,
+    and unclosed values explain it.
     """
     with suppress(ValueError):
-        return _read_values(text, types, is_nested=True)
-    values = _read_values(text, types)
-    if not types.required <= values.keys():
+        return _read_values(text, is_nested=True)
+    values = _read_values(text)
+    if not required <= values.keys() or not text.rstrip().endswith("</parameter>"):
         with suppress(ValueError):
-            others = _read_values(text, types, is_unclosed=True)
-            return others if types.required <= others.keys() else values
+            others = _read_values(text, is_unclosed=True)
+            return others if required <= others.keys() else values
     return values
 
 
-def _read_values(
-    text: str, types: ParameterTypes, *, is_nested: bool = False, is_unclosed: bool = False
-) -> dict[str, str]:
+def _read_values(text: str, *, is_nested: bool = False, is_unclosed: bool = False) -> dict[str, str]:
     """Returns the text of every parameter; raises `ValueError` if the tags do not fit this reading.
 
     is_nested: tags in values come in pairs. is_unclosed: a tag on a line of its own ends the value before it.
@@ -422,14 +446,13 @@ def _read_values(
         key, before = tag[1].strip(), text[begin : tag.start()]
         is_closed, is_new = before.rstrip().endswith("</parameter>"), key not in values and key != name
         is_line = before.endswith("\n") and bool(before.strip()) and text.startswith("\n", tag.end())
-        fits = is_new and (types.has(key) or "string" not in types.types(name))
         if not name:
             if before.replace("</parameter>", "").strip():
                 raise ValueError("text outside of parameters")
             name, begin, is_ended = key, tag.end(), not is_nested
-        elif fits and not depth and is_ended and (is_closed or (is_unclosed and is_line)):
+        elif is_new and not depth and is_ended and (is_closed or (is_unclosed and is_line)):
             values[name], name, begin, is_ended = _inner(before), key, tag.end(), not is_nested
-        elif is_unclosed and is_closed and not is_new:
+        elif is_closed and not is_new and not depth and is_ended:
             raise ValueError("a parameter comes twice")
         else:
             depth += is_nested

@@ -87,6 +87,8 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("pythonic", '[weather(city="Paris", days=2), now()]', "", [PARIS, NOW]),
     ("pythonic", "<|python_start|>[weather(city='\\d\\'[', days=-1, list=[1, {'a': (True, None)}])]<|python_end|>", "",
      [("weather", {"city": "\\d'[", "days": -1, "list": [1, {"a": [True, None]}]})]),
+    ("pythonic", r"""[weather(city=r'\d\n\'', days=2), weather(city='\\d\d\'', list=['\'', R"\d'"])]""", "",
+     [("weather", {"city": r"\d\n\'", "days": 2}), ("weather", {"city": r"\d\d'", "list": ["'", r"\d'"]})]),
     ("pythonic", "[1, 2] are numbers, [now()] is no call here", "[1, 2] are numbers, [now()] is no call here", []),
     ("llama3_json", '{"name": "weather", "parameters": {"city": "Paris", "days": 2}}', "", [PARIS]),
     ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "weather", "parameters": '
@@ -103,16 +105,23 @@ MALFORMED = {
                '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', "<tool_call>" + "[" * 100_000,
                '<tool_call>{"name": "now", "arguments": {"a": 1e999}}</tool_call>', "<tool_call></tool_call>",
                '<tool_call>{"name": "now", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>",
-               '<tool_call>{"name": "\\ud800"}</tool_call>'],
+               '<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "now", "a": 1}</tool_call>',
+               '<tool_call>{"name": "now", "arguments": {"a": 1, "a": 2}}</tool_call>',
+               '<tool_call>{"name": "now", "arguments": null, "parameters": {"a": 1}}</tool_call>',
+               '```json\n{"name": "now", "description": "The time.", "parameters": {"type": "object"}}\n```'],
     "qwen3_coder": ["<tool_call>x</tool_call>", "<tool_call><function=now</function></tool_call>",
-                    "<tool_call><function=now><parameter=a</function></tool_call>"],
+                    "<tool_call><function=now><parameter=a</function></tool_call>",
+                    "<tool_call><function=now><parameter=a>1</parameter><parameter=a>"
+                    "<tool_call><function=now></function></tool_call></parameter></function></tool_call>"],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]now]", "[TOOL_CALLS] []", "[TOOL_CALLS]{}", "[TOOL_CALLS]" + "[" * 100,
                 "[TOOL_CALLS]" + "{" * 60 + "}" * 60],
     "deepseek_v3": [V31.format("now", "[]"), V31.format("", "{}"), V3.format("now", "{")],
     "pythonic": ["[now(1)]", "[now(**{})]", "[now(a=b)]", "[now(a=f'{x}')]", "[now(a=b'x')]", "[(lambda: 0)()]", "[]",
+                 "[now(a=1, a=2)]",
                  "[now(a=" + "9" * 5000 + ")]", "[now(a=1e999)]", "[now(a='\x00')]", "[__import__(name='os')]",
                  "[" * 60 + "]" * 60, "[" + "{" * 50 + "}" * 50 + "]", "[" + "f(a=" * 50 + ")" * 50 + "]"],
-    "llama3_json": ["{", '{"name": "now", "parameters": 5}', "<|python_tag|>print({1: 2})", "{" * 100],
+    "llama3_json": ["{", '{"name": "now", "parameters": 5}', "<|python_tag|>print({1: 2})", "{" * 100,
+                    '{"name": "now", "age": 5}'],
 }  # fmt: skip
 
 
@@ -173,7 +182,7 @@ ABOUT_MARKERS = [
     "</tool_call>", "a</parameter>", "a\n</tool_call>\nb", "a\n</function>\n</tool_call>\nb",
     "a\n</parameter>\n</function>\n</tool_call>\nb", "<tool_call>\n<function=shell>", "<function=shell>",
     "a <parameter=command> b", "a\n<parameter=command>\nb\n</parameter>\nc", "<parameter=path>", "<parameter=mode>\n2",
-    "a\n</parameter>\n<parameter=other>\nb", tags("shell", command="rm -r x"), tags("write", text="b", path="c"),
+    tags("shell", command="rm -r x"), tags("write", text="b", path="c"),
     f"First:\n{tags('shell', command='ls')}\n{tags('now')}\nEnd.",
     '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>', "```json\n{}\n```\n</tools>",
     '[TOOL_CALLS]shell[ARGS]{"command": "ls"}', f'{BEGIN}{V31.format("shell", "{}")}{END}', "[shell(command='ls')]",
@@ -270,6 +279,25 @@ def test_tags_that_a_model_leaves_out() -> None:
     for message in (whole.replace("</parameter>\n", ""), whole.replace("</parameter>\n", "", 1),
                     whole.removesuffix("</tool_call>")):  # fmt: skip
         assert told(whole_message(read, message))[2] == [("write", {"path": "a.md", "text": "x"})]
+    message = tags("write", path="a.md", text="x", mode=2).replace("</parameter>\n", "")
+    assert told(whole_message(read, message))[2] == [("write", {"path": "a.md", "text": "x", "mode": 2})]
+
+
+def test_a_parameter_that_the_schema_lacks_is_no_text() -> None:
+    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    for sent in ({"command": "ls", "why": "a"}, {"why": "a", "command": "ls"}):
+        for message in (tags("shell", **sent), tags("shell", **sent).replace("\n", "")):
+            assert told(whole_message(read, message)) == ("", "", [("shell", sent)])
+
+
+@pytest.mark.parametrize(("left_out", "is_call"), [("</tool_call>", True), ("</function>\n", False)])
+def test_a_call_that_is_not_closed_takes_no_other(left_out: str, is_call: bool) -> None:
+    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    first, second = tags("shell", command="ls").replace(left_out, ""), tags("shell", command="rm")
+    calls = [("shell", {"command": "ls"}), ("shell", {"command": "rm"})][not is_call :]
+    expected = ("", "" if is_call else first, calls)
+    assert told(whole_message(read, f"{first}\n{second}")) == expected
+    assert told(in_pieces(read, f"{first}\n{second}", list(range(400)))) == expected
 
 
 TYPED: list[tuple[Any, str, Any]] = [
@@ -281,6 +309,7 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"minimum": 0}, "5", 5), ({"minLength": 1}, "5", "5"), ({}, "[1, 2]", [1, 2]), (True, "[1]", [1]),
     ({}, "some text", "some text"), ({"$ref": "#/$defs/A"}, "5", 5), ({"anyOf": [{"$ref": "#/$defs/A"}]}, "5", 5),
     ({"$ref": "#/$defs/B"}, "5", "5"), ({"$ref": "#/$defs/C"}, "5", 5), ({"$ref": "#/$defs/none"}, "{}", {}),
+    ({"$ref": "#/$defs/A%20B"}, "5", "5"),
     ({"type": "boolean"}, "True", True), ({"type": "boolean"}, "False", False),
     ({"type": ["integer", "null"]}, "None", None), ({"type": ["string", "null"]}, "None", None),
     ({"type": "object"}, "{'x': True, 'y': None, 'z': false}", {"x": True, "y": None, "z": False}),
@@ -295,7 +324,8 @@ TYPED: list[tuple[Any, str, Any]] = [
 
 @pytest.mark.parametrize(("schema", "text", "value"), TYPED)
 def test_xml_arguments_have_the_types_of_their_schema(schema: Any, text: str, value: Any) -> None:
-    inner = {"A": {"type": "integer"}, "B": {"type": "string"}, "C": {"allOf": [{"$ref": "#/$defs/A"}]}}
+    as_text = {"type": "string"}
+    inner = {"A": {"type": "integer"}, "B": as_text, "C": {"allOf": [{"$ref": "#/$defs/A"}]}, "A B": as_text}
     for tool in (
         {"properties": {"a": schema}, "$defs": inner},
         {"allOf": [{"$ref": "#/$defs/All"}], "$defs": {**inner, "All": {"properties": {"a": schema}}}},
@@ -309,9 +339,10 @@ def test_a_schema_is_read_once_a_call() -> None:
     """A schema that repeats itself without end, and one with thousands of forms for thousands of parameters."""
     loop = {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}
     many = {f"p{i}": {"anyOf": [{"type": "integer"}] * 2000} for i in range(500)}
+    given = [f"<parameter=p{i}>\n5\n</parameter>\n" for i in range(3000)]
     for tool in ({"properties": {"p0": loop}, "$defs": {"A": loop}}, {"properties": many}):
         read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas={"f": tool})
-        text = "<tool_call>\n<function=f>\n" + "<parameter=p0>\n5\n</parameter>\n" * 3000 + "</function>\n</tool_call>"
+        text = "<tool_call>\n<function=f>\n" + "".join(given) + "</function>\n</tool_call>"
         assert len(whole_message(read, text).calls) == 1
         assert len(whole_message(read, tags("f", p0="5") * 1000).calls) == 1000
 
@@ -371,7 +402,7 @@ FRAGMENTS = st.lists(st.sampled_from([
 @settings(max_examples=600, deadline=None)
 @given(FRAGMENTS, st.lists(st.integers(0, 400), max_size=30), st.sampled_from([*TOOL_FORMATS, FORCED, None]),
        st.sampled_from([*TAGS, None]), st.booleans(), st.booleans(), st.sampled_from([None, "now"]))  # fmt: skip
-def test_pieces_of_any_text_change_nothing(
+def test_pieces_of_any_as_textchange_nothing(
     text: str, cuts: list[int], calls: Any, tags: Any, is_thinking: bool, is_parallel: bool, forced: str | None
 ) -> None:
     if forced is not None:
@@ -414,7 +445,7 @@ def test_thoughts(name: str, is_thinking: bool, text: str, expected: tuple[str, 
     assert told(in_pieces(form, text, list(range(len(text)))))[:2] == expected
 
 
-def test_a_text_is_shown_as_soon_as_it_is_decided() -> None:
+def test_a_as_textis_shown_as_soon_as_it_is_decided() -> None:
     reader = MessageReader(MessageForm(calls=tool_format("hermes", ""), tags=TAGS[0]))
     pieces = ["<th", "ink>A", " b</", "think> C <", "3 ", "D<tool_call>", '{"name": "now"}', "</tool_call>"]
     shown = [reader.push(piece).delta() for piece in pieces]
