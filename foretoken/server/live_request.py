@@ -288,7 +288,7 @@ class LiveRequest:
             _check_completion(request.params, chunk.finish_reason, chunk.error)
         outputs = [await stream.output() for stream in self._streams]
         self._count_outputs(outputs)
-        for body in self.envelope.last(self._told(outputs)):
+        for body in await in_thread(self.envelope.last, self._told(outputs)):  # counts the tokens of thoughts
             yield body
 
     async def _chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
@@ -441,6 +441,8 @@ class EventStream(Response):
             async for body in bodies:
                 told = {**body, "sequence_number": number} if self._is_numbered else body
                 name = f"event: {body['type']}\n".encode() if self._is_numbered else b""
+                if self._is_numbered and "delta" not in body:  # the last events repeat all log-probabilities
+                    told = await in_thread(dumped_in_pieces, told)
                 part = name + b"data: " + (told if isinstance(told, bytes) else dumped(told)) + b"\n\n"
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 number += 1

@@ -113,18 +113,28 @@ def test_small_requests_wait_for_no_large_one(speculative: LiveServer, monkeypat
         assert {each.result().status_code for each in reading} == {200}
 
 
-def test_others_are_served_while_an_answer_is_made(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("maker", "step", "name", "is_streamed"),
+    [
+        (answers.Envelope, "whole", "completion", False), (answers.Envelope, "last", "chat", True),
+        (live_request, "dumped_in_pieces", "response", True),
+    ],
+)  # fmt: skip
+def test_others_are_served_while_an_answer_is_made(
+    maker: Any, step: str, name: str, is_streamed: bool, speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_made, may_end = threading.Event(), threading.Event()
-    original = answers.Envelope.whole
+    original = getattr(maker, step)
+    path, body = BODIES[name]
 
     def held_up(*given: Any) -> Any:
         is_made.set()
         assert may_end.wait(LONGEST_S), "others were not served meanwhile"
         return original(*given)
 
-    monkeypatch.setattr(answers.Envelope, "whole", held_up)
+    monkeypatch.setattr(maker, step, held_up)
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(speculative.post, *BODIES["completion"])
+        asking = pool.submit(speculative.post, path, {**body, "stream": is_streamed})
         try:
             assert is_made.wait(LONGEST_S)
             assert speculative.get("/health").status_code == 200
