@@ -284,8 +284,8 @@ def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 _RENDERING = frozenset({
-    "self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message",
+    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "sanitize_control_tokens",
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs", "tokenizer", "load_audio_from_video",
 })  # fmt: skip

@@ -7,11 +7,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import pytest
 from drafters.adversarial import BEHAVIOURS
 from server.live_server import LiveServer, live_server
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from foretoken import LLM
 from foretoken.server import http_server
@@ -100,6 +103,13 @@ def test_cve_2026_55574_expressions_that_take_long_to_compile(regex: str, specul
 def test_cve_2025_62426_variables_of_the_template_that_are_arguments(variables: Any, speculative: LiveServer) -> None:
     body = {"messages": TALK, "max_tokens": 2, "chat_template_kwargs": variables}
     assert speculative.post("/v1/chat/completions", body).status_code == 400
+
+
+def test_cve_2025_62426_all_arguments_of_the_renderer(speculative: LiveServer) -> None:
+    functions = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    for name in {name for each in functions for name in signature(each).parameters} - {"kwargs"}:
+        answer = speculative.post("/tokenize", {"messages": TALK, "chat_template_kwargs": {name: True}})
+        assert answer.json()["error"]["param"] == "chat_template_kwargs", name
 
 
 @pytest.mark.parametrize("field", ["prompt_embeds", "chat_template", "logits_processors"])
