@@ -317,7 +317,9 @@ _PARAMETER = re.compile(rf"<parameter=({_NAMES})>|</parameter>")
 _NEXT = re.compile(rf"(?P<close></function>)\s*<function=({_NAMES})>")
 _DOUBLED = re.compile(r"</parameter>\s*(?:(?:</parameter>\s*)*</function>\s*)+(?:</parameter>\s*)*\Z")
 _MOST_DOUBLED = 4  # a choice: a model that repeats a closing tag more often has lost its way
-_LEFT_OPEN = re.compile(r"(?:</function>|</parameter>\s*</tool_call>)\s*\Z")  # a call without its closing marker
+# What stands before a call if the call before has no closing marker, and behind a call if the next has no opening one.
+_LEFT_OPEN = re.compile(r"(?:</function>|</parameter>\s*(?:</tool_call>)?)\s*\Z")
+_BEHIND = re.compile(r"\s*<(?:tool_call>|function=|parameter=)")
 _CLOSING = re.compile(r"(?:\s|</parameter>|</function>|</tool_call>)*")
 
 
@@ -389,8 +391,10 @@ class XmlReader:
         return self._found(len(text)) if is_whole else ReadCalls(len(text))
 
     def _found(self, end: int) -> ReadCalls:
-        text = "".join(self._held)
-        body, first = text[:end].rstrip().removesuffix("</tool_call>"), self._first_end
+        text, first = "".join(self._held), self._first_end
+        if first is not None and _BEHIND.match(text, first):
+            end = first
+        body = text[:end].rstrip().removesuffix("</tool_call>")
         if first is not None and first < end and _CLOSING.fullmatch(text, first, end):
             before = text[:first].rstrip().removesuffix("</tool_call>")
             if before.rstrip().removesuffix("</function>").rstrip().endswith(("</parameter>", ">")):
@@ -419,16 +423,18 @@ def _values(text: str, required: frozenset[str]) -> dict[str, str]:
     """Returns the text of every parameter: in the reading that pairs all tags, if there is one.
 
     Otherwise tags within values are text, unless the last value is not closed, or a required parameter is missing then,
-    and unclosed values explain it.
+    and unclosed values explain it. Raises `ValueError` for tags that may be text or not.
     """
     with suppress(ValueError):
         return _read_values(text, is_nested=True)
-    values = _read_values(text)
-    if not required <= values.keys() or not text.rstrip().endswith("</parameter>"):
-        with suppress(ValueError):
-            others = _read_values(text, is_unclosed=True)
-            return others if required <= others.keys() else values
-    return values
+    values = others = _read_values(text)
+    with suppress(ValueError):
+        others = _read_values(text, is_unclosed=True)
+    if not required <= others.keys() or others == values:
+        return values
+    if required <= values.keys() and text.rstrip().endswith("</parameter>"):
+        raise ValueError("a tag within a value, or a value that is not closed")
+    return others
 
 
 def _read_values(text: str, *, is_nested: bool = False, is_unclosed: bool = False) -> dict[str, str]:

@@ -39,6 +39,14 @@ BEGIN, END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uf
 PARIS = ("weather", {"city": "Paris", "days": 2})
 TRICKY = ("weather", {"city": 'a "b" </tool_call> \\ ]}) [ARGS] é\n'})
 NOW = ("now", {})
+
+
+def tags(name: str, **given: Any) -> str:
+    """A call as Qwen3-Coder writes it."""
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
 # Format, text, content, calls.
 WRITTEN: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (
@@ -112,7 +120,8 @@ MALFORMED = {
     "qwen3_coder": ["<tool_call>x</tool_call>", "<tool_call><function=now</function></tool_call>",
                     "<tool_call><function=now><parameter=a</function></tool_call>",
                     "<tool_call><function=now><parameter=a>1</parameter><parameter=a>"
-                    "<tool_call><function=now></function></tool_call></parameter></function></tool_call>"],
+                    "<tool_call><function=now></function></tool_call></parameter></function></tool_call>",
+                    tags("weather", city="Paris\n<parameter=days>\n2")],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]now]", "[TOOL_CALLS] []", "[TOOL_CALLS]{}", "[TOOL_CALLS]" + "[" * 100,
                 "[TOOL_CALLS]" + "{" * 60 + "}" * 60],
     "deepseek_v3": [V31.format("now", "[]"), V31.format("", "{}"), V3.format("now", "{")],
@@ -167,12 +176,6 @@ FILES: dict[str, Any] = {
               "properties": {"path": {"type": "string"}, "text": {"type": "string"}, "mode": {"type": "integer"}}},
     "shell": {"type": "object", "properties": {"command": {"type": "string"}}},
 }  # fmt: skip
-
-
-def tags(name: str, **given: Any) -> str:
-    """A call as Qwen3-Coder writes it."""
-    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
-    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
 QUOTES = "\"'\\ ' " + "'" * 3 + '"' * 3 + ")]}"
@@ -300,6 +303,14 @@ def test_a_call_that_is_not_closed_takes_no_other(left_out: str, is_call: bool) 
     assert told(in_pieces(read, f"{first}\n{second}", list(range(400)))) == expected
 
 
+def test_a_call_without_its_opening_marker_is_content() -> None:
+    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    second = tags("shell", command="rm").removeprefix("<tool_call>")
+    message = f"{tags('shell', command='ls')}{second}"
+    for made in (whole_message(read, message), in_pieces(read, message, list(range(400)))):
+        assert told(made) == ("", second, [("shell", {"command": "ls"})])
+
+
 TYPED: list[tuple[Any, str, Any]] = [
     ({"oneOf": [{"type": "object"}, {"type": "array"}]}, '{"x": 1}', {"x": 1}),
     ({"allOf": [{"type": "integer"}, {"minimum": 1}]}, "5", 5),
@@ -339,7 +350,7 @@ def test_a_schema_is_read_once_a_call() -> None:
     """A schema that repeats itself without end, and one with thousands of forms for thousands of parameters."""
     loop = {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}
     many = {f"p{i}": {"anyOf": [{"type": "integer"}] * 2000} for i in range(500)}
-    given = [f"<parameter=p{i}>\n5\n</parameter>\n" for i in range(3000)]
+    given = [f"<parameter={name}>\n5\n</parameter>\n" for name in ("p0", *(f"q{i}" for i in range(3000)))]
     for tool in ({"properties": {"p0": loop}, "$defs": {"A": loop}}, {"properties": many}):
         read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas={"f": tool})
         text = "<tool_call>\n<function=f>\n" + "".join(given) + "</function>\n</tool_call>"
@@ -402,7 +413,7 @@ FRAGMENTS = st.lists(st.sampled_from([
 @settings(max_examples=600, deadline=None)
 @given(FRAGMENTS, st.lists(st.integers(0, 400), max_size=30), st.sampled_from([*TOOL_FORMATS, FORCED, None]),
        st.sampled_from([*TAGS, None]), st.booleans(), st.booleans(), st.sampled_from([None, "now"]))  # fmt: skip
-def test_pieces_of_any_as_textchange_nothing(
+def test_pieces_of_any_text_change_nothing(
     text: str, cuts: list[int], calls: Any, tags: Any, is_thinking: bool, is_parallel: bool, forced: str | None
 ) -> None:
     if forced is not None:
@@ -445,7 +456,7 @@ def test_thoughts(name: str, is_thinking: bool, text: str, expected: tuple[str, 
     assert told(in_pieces(form, text, list(range(len(text)))))[:2] == expected
 
 
-def test_a_as_textis_shown_as_soon_as_it_is_decided() -> None:
+def test_a_text_is_shown_as_soon_as_it_is_decided() -> None:
     reader = MessageReader(MessageForm(calls=tool_format("hermes", ""), tags=TAGS[0]))
     pieces = ["<th", "ink>A", " b</", "think> C <", "3 ", "D<tool_call>", '{"name": "now"}', "</tool_call>"]
     shown = [reader.push(piece).delta() for piece in pieces]
