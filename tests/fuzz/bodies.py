@@ -181,7 +181,7 @@ def _post(rng: random.Random, context_len: int | None) -> Post:
         body[name] = rng.choice(_ODD)
     if isinstance(body.get(limit), int) and rng.random() < 0.9:
         body[limit] = min(body[limit], CONTEXT_LEN)
-    content = bytearray(json.dumps(body).encode())
+    content = bytearray(json.dumps(_replaced(rng, body) if rng.random() < 0.3 else body).encode())
     if kind > 0.8:
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(content))
@@ -190,6 +190,15 @@ def _post(rng: random.Random, context_len: int | None) -> Post:
             )
             content = content or bytearray(b" ")
     return Post(path, bytes(content))
+
+
+def _replaced(rng: random.Random, value: Any) -> Any:
+    """A body with one part of it, however deep, replaced by an odd value."""
+    if not value or not isinstance(value, dict | list) or rng.random() < 0.2:
+        return rng.choice(_ODD)
+    made, key = value.copy(), rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    made[key] = _replaced(rng, value[key])
+    return made
 
 
 def _fine(rng: random.Random, context_len: int | None) -> Post:
