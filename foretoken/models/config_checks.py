@@ -89,12 +89,14 @@ def check_quantization(config: Any, name: str) -> None:
     """Raises `ModelError` for a quantisation method that transformers does not know and would ignore."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # takes seconds to import
 
+    from foretoken.models.quantization.stored import OWN_METHOD
+
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         settings = getattr(part, "quantization_config", None)
         if settings is None:
             continue
         method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-        known = sorted(AUTO_QUANTIZATION_CONFIG_MAPPING)
+        known = sorted(AUTO_QUANTIZATION_CONFIG_MAPPING.keys() - {OWN_METHOD})
         if getattr(method, "value", method) not in known and not _is_bitsandbytes(settings):
             raise ModelError(
                 f"the weights of '{name}' are quantised by the method {shown(method)}, which transformers does not "
@@ -160,7 +162,12 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
     check_readable(directory)
     if not (directory / "config.json").is_file():
         raise ModelError(f"'{name}' has no config.json. Expected a model directory in Hugging Face layout.")
-    read_json_object(directory / "config.json")
+    settings = read_json_object(directory / "config.json").get("quantization_config")
+    if settings is not None and not isinstance(settings, dict):
+        raise ModelError(
+            f"quantization_config in the config.json of '{name}' is {shown(settings)}. Expected an object, or none. "
+            "Copy or download config.json again."
+        )
     weights = sorted(directory.glob("*.safetensors"))
     if (directory / _INDEX).is_file() and not (directory / "model.safetensors").is_file():
         indexed_files(directory / _INDEX)

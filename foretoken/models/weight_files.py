@@ -36,6 +36,7 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     return headers
 
 
+_WORDS = (".qweight", ".weight_packed")  # ends of names of words of integers: GPTQ and AWQ, compressed-tensors
 _SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of AutoGPTQ and AutoAWQ
 _SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's names in its own file
 
@@ -46,7 +47,7 @@ def settings_beside(directory: Path) -> dict[str, Any] | None:
     A file that lies beside weights without words of integers is a leftover. Raises `ModelError` for a damaged file.
     """
     for name, method in _SETTINGS.items():
-        if (directory / name).is_file() and any(key.endswith(".qweight") for key in read_headers(directory)):
+        if (directory / name).is_file() and any(key.endswith(_WORDS[0]) for key in read_headers(directory)):
             found = read_json_object(directory / name)
             return {"quant_method": method} | {_SETTINGS_NAMES.get(key, key): each for key, each in found.items()}
     return None
@@ -154,6 +155,12 @@ def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> Non
     wanted = sum(map(prod, _wanted_shapes(config).values())) if headers else 0
     if wanted > _SLACK * total:
         check_shapes(name, config, headers)
+        words = next((key for key in headers if key.endswith(_WORDS)), None)
+        if words is not None:
+            raise ModelError(
+                f"{words} of '{name}' holds weights in integers, but config.json has no quantization_config that says "
+                "what the numbers mean. Expected one. Copy or download the model again."
+            )
         raise ModelError(
             f"the weights of '{name}' do not fit its config.json, which describes {wanted} numbers where the files "
             f"hold {total}. Copy or download the model again."

@@ -107,7 +107,8 @@ def test_config_that_cannot_be_parsed(directory: Path, content: bytes, part: str
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but the files have a layer model.layers.2"),
         ({"quantization_config": {"quant_method": "magic"}}, "quantised by the method 'magic'"),
         ({"quantization_config": {"bits": 4}}, "quantised by the method None"),
-        ({"quantization_config": [4]}, "cannot be read"),
+        ({"quantization_config": {"quant_method": "foretoken"}}, "quantised by the method 'foretoken'"),
+        ({"quantization_config": [4]}, "is [4]. Expected an object, or none"),
     ],
     ids=str,
 )

@@ -239,6 +239,11 @@ SETTINGS = [
     ("AWQ", {"quant_method": ["awq"]}, "quantised by the method"),
     ("W4A16, groups", {f"{GROUP}weights__group_size": 48}, "groups of 48 weights. Expected a power of 2"),
     ("W4A16, groups", {f"{GROUP}weights__group_size": 64}, r"scales or zero points \[\d+, \d\] for a matrix"),
+    ("W4A16, groups with zero points", {f"{GROUP}weights__symmetric": True}, "has zero points other than 0, but"),
+    ("W4A16, groups", {"format": "a\nb"}, r"numbers of the format 'a\\nb'"),
+    ("W4A16, groups", {f"{GROUP}weights__type": "\ud800"}, r"weights of 4 bits of the type '\\ud800'"),
+    ("GPTQ", {"checkpoint_format": "\ud800"}, r"numbers of the format '\\ud800'"),
+    ("AWQ", {"version": "a\nb"}, r"version 'a\\nb'"),
     ("GPTQ", {"bits": 3}, "GPTQ with numbers of 3 bits"),
     ("GPTQ", {"bits": 8}, "holds .* words of torch.int32. Expected"),
     ("GPTQ", {"checkpoint_format": "marlin"}, "numbers of the format 'marlin'"),
@@ -258,9 +263,11 @@ def test_settings_that_cannot_be_read_are_named(
     with pytest.raises(ModelError, match=message) as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).encode(), "valid text"
 
 
 PART = "model.layers.1.mlp.up_proj."
+SORTED = "W4A16, groups, bfloat16 scales, in the order of activations"
 
 
 def damage(tensors: dict[str, Any], part: str, change: Any) -> None:
@@ -292,6 +299,11 @@ DAMAGES = [
     ("GPTQ, zero points, desc_act", "g_idx", lambda each: each * 0, "does not name 32 inputs for each group"),
     ("GPTQ, zero points, desc_act", "g_idx", lambda each: each[:5], "does not name 32 inputs for each group"),
     ("AWQ", "qweight", lambda each: each[:, :3], "holds .* words"),
+    ("AWQ", "scales", lambda each: each.int(), r"has scales of torch\.int32\. Expected floating-point numbers"),
+    ("W8A8", "weight_scale", lambda each: each.bool(), r"has scales of torch\.bool\. Expected floating-point numbers"),
+    ("GPTQ, zero points, desc_act", "g_idx", lambda _: None, r"lacks model\.layers\.1\.mlp\.up_proj\.g_idx"),
+    (SORTED, "weight_g_idx", lambda _: None, "lacks weight_g_idx"),
+    (SORTED, "weight_g_idx", lambda each: torch.where(each == 1, -1, each), "does not name 32 inputs for each group"),
 ]  # fmt: skip
 
 
@@ -365,6 +377,16 @@ def test_a_checkpoint_without_such_layers(tmp_path: Path) -> None:
     values["quantization_config"] = settings_of(SCHEMES["W8A8"])
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match=r"no tensor is called '\*\.weight_scale'"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "words"), [("AWQ", "qweight"), ("W4A16, groups", "weight_packed")])
+def test_integers_without_settings_are_named(name: str, words: str, tmp_path: Path) -> None:
+    changed(tmp_path, name)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=rf"\.{words} of .* holds weights in integers, but config\.json has no quant"):
         load_model(tmp_path)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretoken.core.checks import validated
+from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError
 from foretoken.models.quantization.stored import Layout, matrix_of, order_of_groups, unpacked_words
 
@@ -33,6 +33,12 @@ class _Numbers(BaseModel):
     strategy: Literal["tensor", "channel", "group", "token"] | None = None
     group_size: int | None = Field(default=None, ge=-1, le=1 << 24)
     dynamic: bool = False
+    actorder: str | bool | None = None
+
+    @property
+    def has_order(self) -> bool:
+        """Whether inputs are sorted, so that a layer stores the group of each."""
+        return self.actorder is True or str(self.actorder).lower() in ("group", "dynamic")
 
 
 class _Scheme(BaseModel):
@@ -102,19 +108,21 @@ def layout(settings: Mapping[str, Any], name: str) -> Layout:
 
 def _reason(settings: _Settings, schemes: list[_Scheme]) -> str | None:
     if settings.format not in _FORMATS:
-        return f"numbers of the format '{settings.format}'"
+        return f"numbers of the format {shown(settings.format)}"
     if (settings.sparsity_config or {}).get("format", "dense") != "dense":
         return "sparse weights"
     for scheme in schemes:
         weights, inputs = scheme.weights, scheme.input_activations
         if weights.type != "int" or weights.num_bits not in (4, 8) or weights.strategy == "token":
-            return f"weights of {weights.num_bits} bits of the type '{weights.type}'"
+            return f"weights of {weights.num_bits} bits of the type {shown(weights.type)}"
         if inputs is not None and (
             (inputs.type, inputs.num_bits, inputs.symmetric, inputs.dynamic, inputs.strategy)
             != ("int", 8, True, True, "token")
         ):
             kind = "dynamic" if inputs.dynamic else "static"
-            return f"{kind} inputs of {inputs.num_bits} bits of the type '{inputs.type}', a scale a {inputs.strategy}"
+            return (
+                f"{kind} inputs of {inputs.num_bits} bits of the type {shown(inputs.type)}, a scale a {inputs.strategy}"
+            )
     return None
 
 
@@ -138,7 +146,8 @@ def _matches(pattern: str, linear: str, name: str) -> bool:
         return re.match(pattern, linear) is not None
     except re.error as err:
         raise ModelError(
-            f"quantization_config of '{name}' has the pattern '{pattern}', which is wrong: {err}. Correct config.json."
+            f"quantization_config of '{name}' has the pattern {shown(pattern)}, which is wrong: {err}. Correct "
+            "config.json."
         ) from err
 
 
@@ -156,18 +165,27 @@ def _matrix(linear: str, parts: dict[str, Tensor], dtype: torch.dtype, scheme: _
         raise ModelError(f"{linear} has neither weight_packed nor a weight of int8. Copy or download the model again.")
     rows, cols = numbers.shape
     scales = scales.reshape(1, 1).expand(rows, 1) if scales.numel() == 1 else scales
-    zeros = None if scheme.weights.symmetric else parts.get("weight_zero_point")
+    zeros = parts.get("weight_zero_point")
     if not scheme.weights.symmetric and (zeros is None or zeros.is_floating_point()):
         raise ModelError(f"{linear} has no zero points of integers. Copy or download the model again.")
     if zeros is not None:
         if zeros.dtype == torch.int32:
-            zeros = unpacked_words(f"{linear}.weight_zero_point", zeros.T, bits, scales.shape[-1], rows).T
+            words = zeros.T if zeros.dim() == 2 else zeros  # of others `unpacked_words` names the shape
+            zeros = unpacked_words(f"{linear}.weight_zero_point", words, bits, scales.shape[-1], rows).T
             zeros = zeros - (1 << bits - 1)
         zeros = zeros.reshape(1, 1).expand(rows, 1) if zeros.numel() == 1 else zeros
+    if scheme.weights.symmetric and zeros is not None:
+        if zeros.any():
+            raise ModelError(
+                f"{linear} has zero points other than 0, but quantization_config says 'symmetric'. Correct config.json."
+            )
+        zeros = None
     group = scheme.weights.group_size or 0 if scheme.weights.strategy in ("group", None) else 0
-    order = None
-    if "weight_g_idx" in parts and (parts["weight_g_idx"] >= 0).all():
-        order = order_of_groups(linear, parts["weight_g_idx"], group, cols)
+    order, groups = None, parts.get("weight_g_idx")
+    if groups is None and group > 0 and scheme.weights.has_order:
+        raise ModelError(f"{linear} lacks weight_g_idx, the group of each input. Copy or download the model again.")
+    if groups is not None and not (groups == -1).all():  # -1 stands for none
+        order = order_of_groups(linear, groups, group, cols)
     fields: dict[str, Any] = {} if scheme.input_activations is None else {"input_bits": 8, "has_token_scales": True}
     return matrix_of(
         linear,

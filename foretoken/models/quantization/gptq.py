@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretoken.core.checks import validated
+from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError
 from foretoken.models.quantization.stored import Layout, matrix_of, order_of_groups, unpacked_words
 
@@ -26,6 +26,7 @@ class _Gptq(BaseModel):
 
     bits: int
     group_size: int = Field(default=-1, ge=-1, le=1 << 24)
+    desc_act: bool | None = None
     checkpoint_format: str = "gptq"
     dynamic: dict[str, Any] | None = None
 
@@ -45,7 +46,7 @@ def gptq_layout(settings: Mapping[str, Any], name: str) -> Layout:
     if found.bits not in (4, 8):
         reason = f"numbers of {found.bits} bits"
     elif found.checkpoint_format not in ("gptq", "gptq_v2"):
-        reason = f"numbers of the format '{found.checkpoint_format}'"
+        reason = f"numbers of the format {shown(found.checkpoint_format)}"
     elif any(not key.startswith("-:") for key in found.dynamic or ()):  # those are layers that stay as they are
         reason = "other numbers in some layers ('dynamic')"
     if reason is not None:
@@ -64,9 +65,11 @@ def gptq_layout(settings: Mapping[str, Any], name: str) -> Layout:
         order = order_of_groups(linear, parts["g_idx"], group, cols) if "g_idx" in parts and group > 0 else None
         return _unsigned(linear, numbers, scales, zeros, bits=bits, group=group, dtype=dtype, order=order)
 
+    parts, order = ("qweight", "qzeros", "scales"), ("g_idx",)
+    has_order = bool(found.desc_act) and found.group_size > 0
     return Layout(
-        label=f"GPTQ, {found.bits} bits", marker="qweight", parts=("qweight", "qzeros", "scales"), optional=("g_idx",),
-        matrix=matrix,
+        label=f"GPTQ, {found.bits} bits", marker="qweight", parts=(*parts, *order) if has_order else parts,
+        optional=() if has_order else order, matrix=matrix,
     )  # fmt: skip
 
 
@@ -75,7 +78,7 @@ def awq_layout(settings: Mapping[str, Any], name: str) -> Layout:
     found = _checked(_Awq, settings, name)
     if found.bits != 4 or found.version.lower() != "gemm":
         raise ModelError(
-            f"'{name}' is a checkpoint of AWQ with {found.bits} bits, version '{found.version}'. Expected 4 bits, "
+            f"'{name}' is a checkpoint of AWQ with {found.bits} bits, version {shown(found.version)}. Expected 4 bits, "
             "version 'gemm'."
         )
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_METHOD = "foretoken"
+OWN_METHOD = "foretoken"  # what transformers is told when it builds a model; no checkpoint has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def matrix_of(
         fields: Others of `QuantizedMatrix`.
 
     Raises:
-        ModelError: If shapes do not fit, or a scale is NaN or infinite.
+        ModelError: If shapes do not fit, or a scale is an integer, NaN or infinite.
     """
     rows, cols = numbers.shape
     group = 0 if group >= cols else group
@@ -158,6 +158,10 @@ def matrix_of(
         raise ModelError(
             f"{name} has scales or zero points {found} for a matrix {[rows, cols]}. Expected {shape}. Copy or download "
             "the model again."
+        )
+    if not scales.is_floating_point():
+        raise ModelError(
+            f"{name} has scales of {scales.dtype}. Expected floating-point numbers. Copy or download the model again."
         )
     wide = scales.float()
     offsets = None if zeros is None else -zeros.float() * wide
@@ -181,7 +185,7 @@ class _Settings(QuantizationConfigMixin):
     """Tells transformers which linear layers to leave out, and which embedding; both as in `StoredModel`."""
 
     def __init__(self, linears: frozenset[str] = frozenset(), embedding: str | None = None) -> None:
-        self.quant_method: Any = _METHOD
+        self.quant_method: Any = OWN_METHOD
         self.linears, self.embedding = linears, embedding
 
 
@@ -231,8 +235,8 @@ class _Quantizer(HfQuantizer):
             table.weight = nn.Parameter(table.weight[:1].detach(), requires_grad=False)
 
 
-register_quantization_config(_METHOD)(_Settings)
-register_quantizer(_METHOD)(_Quantizer)
+register_quantization_config(OWN_METHOD)(_Settings)
+register_quantizer(OWN_METHOD)(_Quantizer)
 
 
 def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
