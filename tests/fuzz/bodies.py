@@ -77,26 +77,26 @@ class Post(NamedTuple):
 
 def run(case: Case) -> None:
     """One server with thirty to sixty requests, up to eight at a time."""
-    drafter, _, size = engines.drawn_setup(case.rng, case.settings)
-    posts = [_post(case.rng, size["max_model_len"]) for _ in range(case.rng.randint(30, 60))]
+    setup = engines.drawn_setup(case.rng, engines.Target.of(case.settings))._replace(rule="auto", control=None)
+    posts = [_post(case.rng, setup.context_len) for _ in range(case.rng.randint(30, 60))]
     case.size = len(posts)
-    case.note(f"{drafter!r}, {size}: " + "; ".join(f"{post.path} {shown(post.content, 300)}" for post in posts))
+    case.note(f"{setup}: " + "; ".join(f"{post.path} {shown(post.content, 300)}" for post in posts))
     known = [
-        [*post.ids, *_alone(case, size, post).outputs[0].token_ids]
+        [*post.ids, *_alone(setup, post).outputs[0].token_ids]
         for post in posts
         if post.ids is not None and post.params is not None
     ]
-    llm, _ = engines.engine_with(case.settings, drafter, "auto", known, **size)
-    asyncio.run(_serve(case, AsyncLLM(llm), posts, size))
-    engines.check_idle(llm, "auto", case.settings, size)
+    llm, _ = engines.engine_with(setup, known)
+    asyncio.run(_serve(case, AsyncLLM(llm), posts, setup))
+    engines.check_idle(llm, setup)
 
 
-def _alone(case: Case, size: dict[str, Any], post: Post) -> Any:
+def _alone(setup: engines.Setup, post: Post) -> Any:
     """What plain decoding answers."""
-    return engines.alone(case.settings, size["max_model_len"], post.ids, post.params)
+    return engines.alone(setup.target, setup.context_len, post.ids, post.params)
 
 
-async def _serve(case: Case, engine: AsyncLLM, posts: list[Post], size: dict[str, Any]) -> None:
+async def _serve(case: Case, engine: AsyncLLM, posts: list[Post], setup: engines.Setup) -> None:
     """Sends all requests, and gives one in ten up on the way."""
     app: Any = make_app(engine, ServerConfig(names=["tiny"], chat_template=_TEMPLATE))
     busy = asyncio.Semaphore(8)
@@ -109,7 +109,7 @@ async def _serve(case: Case, engine: AsyncLLM, posts: list[Post], size: dict[str
             except TimeoutError:
                 case.count("given up")
                 return
-        _check(case, post, answer, size)
+        _check(case, post, answer, setup)
 
     transport = httpx.ASGITransport(app=app)
     async with engine, httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=None) as client:
@@ -120,18 +120,18 @@ async def _serve(case: Case, engine: AsyncLLM, posts: list[Post], size: dict[str
                 await asyncio.sleep(0.001)
 
 
-def _check(case: Case, post: Post, answer: httpx.Response, size: dict[str, Any]) -> None:
+def _check(case: Case, post: Post, answer: httpx.Response, setup: engines.Setup) -> None:
     """Raises `FindingError` where an answer is not what it should be."""
     what = f"{post.path} {shown(post.content)}: {answer.status_code} {answer.text[:500]}"
     case.count(f"status {answer.status_code}")
     if answer.status_code != 200:
-        _check_error(post, answer, size, what)
+        _check_error(post, answer, setup, what)
         return
     if post.ids is None or post.params is None:
         return
-    if _is_too_long(post, size):
+    if _is_too_long(post, setup):
         raise FindingError(f"there is no room for that: {what}")
-    want = [list(each.token_ids) for each in _alone(case, size, post).outputs]
+    want = [list(each.token_ids) for each in _alone(setup, post).outputs]
     if answer.headers["content-type"].startswith("text/event-stream"):
         lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
         if lines[-1] != "[DONE]":
@@ -148,7 +148,7 @@ def _check(case: Case, post: Post, answer: httpx.Response, size: dict[str, Any])
         raise FindingError(f"{got} instead of {want}: {what}")
 
 
-def _check_error(post: Post, answer: httpx.Response, size: dict[str, Any], what: str) -> None:
+def _check_error(post: Post, answer: httpx.Response, setup: engines.Setup, what: str) -> None:
     """Raises `FindingError` where an error is not one, or should have been an answer."""
     if answer.status_code >= 500:
         raise FindingError(f"a server error: {what}")
@@ -157,14 +157,14 @@ def _check_error(post: Post, answer: httpx.Response, size: dict[str, Any], what:
         raise FindingError(f"not OpenAI's shape: {what}")
     if post.ids is None or post.params is None or error["code"] == "no_token_possible":
         return
-    if error["code"] != "context_length_exceeded" or not _is_too_long(post, size):
+    if error["code"] != "context_length_exceeded" or not _is_too_long(post, setup):
         raise FindingError(f"a valid request was refused: {what}")
 
 
-def _is_too_long(post: Post, size: dict[str, Any]) -> bool:
+def _is_too_long(post: Post, setup: engines.Setup) -> bool:
     """Whether a fine request asks for more tokens than the context holds."""
     wanted = post.params.max_tokens if post.params is not None and post.params.max_tokens is not None else 0
-    return len(post.ids or ()) + wanted > (size["max_model_len"] or CONTEXT_LEN)
+    return len(post.ids or ()) + wanted > (setup.context_len or CONTEXT_LEN)
 
 
 def _post(rng: random.Random, context_len: int | None) -> Post:
@@ -204,7 +204,9 @@ def _replaced(rng: random.Random, value: Any) -> Any:
 def _fine(rng: random.Random, context_len: int | None) -> Post:
     """A completion whose answer is known: greedy or seeded, of token ids, in JSON's types."""
     ids = values.tokens(rng, 1, min(context_len or CONTEXT_LEN, 20) - 1)
-    fields = {name: _plain(value) for name, value in values.sampling_fields(rng).items()}
+    drawn = values.sampling_fields(rng)
+    drawn.pop("structured_outputs", None)  # `requests` has these
+    fields = {name: _plain(value) for name, value in drawn.items()}
     fields = {name: value for name, value in fields.items() if value is not None}
     fields.setdefault("max_tokens", 8)
     if fields.get("temperature") != 0.0:

@@ -45,7 +45,7 @@ _TEXTS = (
 def run(case: Case) -> None:
     """One cache directory with nonsense in it."""
     rng, settings = case.rng, case.settings
-    want = engines.alone(settings, None, _PROMPT, _PARAMS).outputs[0]
+    want = engines.alone(engines.Target.of(settings), None, _PROMPT, _PARAMS).outputs[0]
     kernels = _kernels()
     module = target("llama", getattr(torch, settings.dtype))
     key = costs._key(wrap_model(module, name="tiny"), settings.runner)
@@ -56,7 +56,7 @@ def run(case: Case) -> None:
             case.note(f"cache: {_fill(rng, cache, key, kernels)}")
             config = {"method": "ngram", "prompt_lookup_min": 1, "tree": rng.choice(["chain", "tree"])}
             engine = llm({"speculative_config": config}, module=module, runner=settings.runner)
-            engines.check_same(engine.generate([_PROMPT], _PARAMS)[0].outputs[0], want, settings)
+            engines.check_same(engine.generate([_PROMPT], _PARAMS)[0].outputs[0], want, engines.Target.of(settings))
             cache.chmod(0o700)
         library.native_library.cache_clear()
 

@@ -78,5 +78,5 @@ def run(case: Case) -> None:
             outputs = engine.generate(_PROMPTS, _PARAMS)
     case.count("drafted" if sum(output.metrics.num_drafted for output in outputs) else "accepted, drafted nothing")
     for prompt, params, output in zip(_PROMPTS, _PARAMS, outputs, strict=True):
-        want = engines.alone(settings, None, prompt, params)
-        engines.check_same(output.outputs[0], want.outputs[0], settings)
+        want = engines.alone(engines.Target.of(settings), None, prompt, params)
+        engines.check_same(output.outputs[0], want.outputs[0], engines.Target.of(settings))

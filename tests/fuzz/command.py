@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib
+import math
 import time
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from fuzz.worker import Report, Settings, run_cases
 
 TARGETS = ("requests", "threads", "models", "checkpoints", "caches", "bodies")
+_PROGRESS = 25  # cases between two lines that say how far a run is
 
 
 def main() -> int:
@@ -19,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--count", type=int, default=1000, help="requests (or models, … whatever the target makes)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="the run ends after them, too")
     parser.add_argument("--seed", type=int, default=0, help="of the run")
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", type=int, help="the one case to run")
@@ -30,7 +33,7 @@ def main() -> int:
     settings = Settings(seed=chosen.seed, runner=chosen.runner, dtype=chosen.dtype, limit_s=chosen.limit)
     run = importlib.import_module(f"fuzz.{chosen.target}").run
     numbers = range(chosen.start, 1 << 62) if chosen.only is None else range(chosen.only, chosen.only + 1)
-    begin, cases, size, found = time.monotonic(), 0, 0, 0
+    begin, cases, size, found, told = time.monotonic(), 0, 0, 0, ""
     counts: collections.Counter[str] = collections.Counter()
     for report in run_cases(run, chosen.target, numbers, settings):
         cases, size = cases + 1, size + report.size
@@ -38,9 +41,12 @@ def main() -> int:
         if report.finding is not None:
             found += 1
             print(described(report, chosen.target, settings), flush=True)
-        if size >= chosen.count:
+        told = f"{chosen.target}: {size} in {cases} cases, {found} findings, {time.monotonic() - begin:.0f} s"
+        if size >= chosen.count or time.monotonic() - begin >= chosen.seconds:
             break
-    print(f"{chosen.target}: {size} in {cases} cases, {found} findings, {time.monotonic() - begin:.0f} s")
+        if cases % _PROGRESS == 0:
+            print(told, flush=True)
+    print(told)
     print("; ".join(f"{name} {count}" for name, count in sorted(counts.items())))
     return int(found > 0)
 

@@ -122,8 +122,8 @@ def _check_engine(case: Case, engine: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=9)
     got = engine.generate([[5, 6, 7, 5, 6]], params)[0].outputs[0]
     context_len = engine.target.context_len
-    engines.check_valid(got, [5, 6, 7, 5, 6], params, context_len)
-    kernels = engines.plain(case.settings.runner, case.settings.dtype, None).target.name
+    engines.check_valid(got, [5, 6, 7, 5, 6], params, context_len, engine.target.vocab_size)
+    kernels = engines.plain(engines.Target.of(case.settings), None).target.name
     if not engine.is_lossy and engine.target.name == kernels:
         plain = llm({}, module=target("llama", getattr(torch, case.settings.dtype)), runner=case.settings.runner)
         want = plain.generate([[5, 6, 7, 5, 6]], params)[0].outputs[0]

@@ -1,7 +1,7 @@
 """Requests: every sampling parameter, every form of prompt, good and bad ones in a batch, any engine, closed streams.
 
-What is accepted gets the answer of plain decoding alone; what is not is refused in one sentence; afterwards the engine
-is idle and right.
+What is accepted gets the answer of plain decoding alone by the same target, whose weights and KV rows may be rounded;
+what is not is refused in one sentence; afterwards the engine is idle and right.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from end_to_end.tiny_llms import tokenizer
 from tiny_models import CONTEXT_LEN, VOCAB_SIZE
 from transformers import BatchEncoding
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ForetokenError
 from fuzz import engines, options, values
 from fuzz.engines import shown
@@ -40,26 +39,56 @@ class Ask(NamedTuple):
     must_be_taken: bool
 
 
+class Engine(NamedTuple):
+    """An engine and how it was set up."""
+
+    llm: LLM
+    setup: engines.Setup
+
+    def alone(self, ids: list[int], params: SamplingParams) -> RequestOutput:
+        """What plain decoding answers."""
+        return engines.alone(self.setup.target, self.setup.context_len, ids, params)
+
+    def has_text_of(self, params: SamplingParams) -> bool:
+        """Whether that is what it has to answer."""
+        return engines.is_text_fixed(params, self.setup.rule)
+
+
 def run(case: Case) -> None:
-    """One engine with two to four batches; one case in eight is about the engine's own arguments."""
+    """One engine with one to three batches; one case in eight is about the engine's own arguments."""
     case.size = 0
+    torch.set_num_threads(1)  # the case before may have had more
     if case.rng.random() < 0.125:
         options.run(case)
         return
-    drafter, rule, size = engines.drawn_setup(case.rng, case.settings)
-    context_len = size["max_model_len"]
-    batches = [[_ask(case) for _ in range(case.rng.randint(1, 6))] for _ in range(case.rng.randint(2, 4))]
-    references = [_reference(case, ask, context_len) for ask in chain(*batches) if _is_served(ask, context_len)]
-    where = f"{drafter!r}, rule {rule!r}, {size}"
-    case.note(f"engine: {where}")
-    case.count(f"drafter {drafter}")
-    engine, has_rule = engines.engine_with(case.settings, drafter, rule, references, **size)
-    rule = rule if has_rule else "auto"
+    target = engines.drawn_target(case.rng, case.settings)
+    case.note(f"plain engine: {target}")
+    try:
+        setup = engines.drawn_setup(case.rng, target)
+        engines.plain(target, setup.context_len)
+    except ForetokenError as err:
+        case.size = 1
+        case.count("targets refused")
+        check_refusal(err)
+        return
+    batches = [[_ask(case, target) for _ in range(case.rng.randint(1, 4))] for _ in range(case.rng.randint(1, 3))]
+    references = [_reference(ask, setup) for ask in chain(*batches) if _is_served(ask, setup.context_len)]
+    case.note(f"engine: {setup}")
+    try:
+        engine = Engine(*engines.engine_with(setup, references))
+    except ForetokenError as err:
+        case.size = 1
+        case.count("combinations refused")
+        check_refusal(err)
+        return
+    for name, value in engine.setup.values().items():
+        case.count(f"{name} {value}")
     for batch in batches:
         case.size += len(batch)
-        case.note(f"engine: {where}; " + "; ".join(f"prompt {shown(a.prompt)} {shown(a.params)}" for a in batch))
-        _serve(case, engine, batch, rule, context_len)
-        engines.check_idle(engine, rule, case.settings, size)
+        case.note(f"engine: {setup}; " + "; ".join(f"prompt {shown(a.prompt)} {shown(a.params)}" for a in batch))
+        _serve(case, engine, batch)
+        engines.check_idle(engine.llm, engine.setup)
+    case.count("combinations compared" if case.counts.get("answers compared") else "combinations without a fixed text")
 
 
 def _is_served(ask: Ask, context_len: int | None) -> bool:
@@ -67,20 +96,20 @@ def _is_served(ask: Ask, context_len: int | None) -> bool:
     return ask.must_be_taken and ask.ids is not None and len(ask.ids) < (context_len or CONTEXT_LEN)
 
 
-def _reference(case: Case, ask: Ask, context_len: int | None) -> list[int]:
+def _reference(ask: Ask, setup: engines.Setup) -> list[int]:
     """What plain decoding makes of it, for oracles."""
     assert ask.ids is not None
     assert ask.params is not None
-    output = engines.alone(case.settings, context_len, ask.ids, ask.params)
+    output = engines.alone(setup.target, setup.context_len, ask.ids, ask.params)
     return [*ask.ids, *output.outputs[0].token_ids]
 
 
-def _ask(case: Case) -> Ask:
+def _ask(case: Case, target: engines.Target) -> Ask:
     """A request; two in three are fine."""
     rng = case.rng
     spoil_params, spoil_prompt = rng.random() < 0.15, rng.random() < 0.06
     fields = values.spoilt_fields(rng) if spoil_params else values.sampling_fields(rng)
-    prompt, ids = (values.odd(rng), None) if spoil_prompt else _prompt(rng)
+    prompt, ids = (values.odd(rng), None) if spoil_prompt else _prompt(rng, target)
     params = None
     case.note(f"SamplingParams(**{shown(fields)})")
     try:
@@ -90,15 +119,17 @@ def _ask(case: Case) -> Ask:
         case.count("parameters refused")
         if not spoil_params:
             raise FindingError(f"valid parameters were refused: {err}") from err
+    for name in () if params is None else fields:
+        case.count(f"requests with {name}")
     return Ask(prompt, ids, params, must_be_taken=not (spoil_params or spoil_prompt))
 
 
-def _prompt(rng: random.Random) -> tuple[Any, list[int] | None]:
+def _prompt(rng: random.Random, target: engines.Target) -> tuple[Any, list[int] | None]:
     """A prompt in any form, and its token ids where it is fine."""
     ids = values.tokens(rng, 1, rng.choice([3, 6, 6, 14, 30, CONTEXT_LEN + 3]))
     words = values.text(rng, 1, 9)
-    of_words = list(tokenizer()(words)["input_ids"])
-    outside = [*ids, rng.choice([-1, VOCAB_SIZE, 2**31, 2**63, -(2**70), 10**400])]
+    of_words = list(target.tokenizer(words)["input_ids"])
+    outside = [*ids, rng.choice([-1, len(target.tokenizer), 2**31, 2**63, -(2**70), 10**400])]
     forms: list[tuple[Any, list[int] | None]] = [
         (ids, ids), (ids, ids), (tuple(ids), ids), (np.array(ids), ids), (np.array(ids, dtype=np.uint8), ids),
         (torch.tensor(ids), ids), (torch.tensor(ids, dtype=torch.int32), ids), ([np.int64(i) for i in ids], ids),
@@ -107,22 +138,24 @@ def _prompt(rng: random.Random) -> tuple[Any, list[int] | None]:
         ({"prompt_token_ids": ids, "prompt": "said otherwise"}, ids), (words, of_words), ({"prompt": words}, of_words),
         ({"prompt_token_ids": ids, "prediction": values.tokens(rng, 1, 6), "cache_salt": words}, ids),
         ({"prompt": words, "prediction": tuple(ids[:6]), "cache_salt": None}, of_words),
+        ({"prompt_token_ids": ids, "speculative": {"enabled": rng.random() < 0.3}}, ids),
+        ({"prompt_token_ids": ids, "speculative": {"max_nodes": rng.choice([1, 2, 5, 64])}}, ids),
         ([], None), ("", None), ("\ud800", None), ([float(i) for i in ids], None), ([True], None), ([ids], None),
         (outside, None), (np.eye(2), None), (torch.tensor(3), None), ({"prompt": ids, "x": 1}, None), (b"abc", None),
         ({"prompt": ""}, None), ({"prompt_token_ids": []}, None), ({"prompt_token_ids": None}, None), ("漢字", None),
         ({"prompt": words, "prediction": outside}, None), ({"prompt": words, "prediction": b"a"}, None),
         ({"prompt": words, "cache_salt": ""}, None), ({"prompt_token_ids": ids, "cache_salt": 5}, None),
     ]  # fmt: skip
-    return forms[rng.randrange(16)] if rng.random() < 0.9 else rng.choice(forms[16:])
+    return forms[rng.randrange(18)] if rng.random() < 0.9 else rng.choice(forms[18:])
 
 
-def _serve(case: Case, engine: LLM, batch: list[Ask], rule: str, context_len: int | None) -> None:
+def _serve(case: Case, engine: Engine, batch: list[Ask]) -> None:
     """Serves a batch, and each of its requests alone where the batch is refused."""
-    usable = [ask for ask in batch if ask.params is not None]
+    usable, context_len = [ask for ask in batch if ask.params is not None], engine.setup.context_len
     if not usable:
         return
     try:
-        _check_batch(case, engine, usable, rule, context_len)
+        _check_batch(case, engine, usable)
         return
     except ForetokenError as err:
         check_refusal(err)
@@ -130,7 +163,7 @@ def _serve(case: Case, engine: LLM, batch: list[Ask], rule: str, context_len: in
             raise FindingError(f"a batch of valid requests was refused: {err}") from err
     for ask in usable:
         try:
-            _check_batch(case, engine, [ask], rule, context_len)
+            _check_batch(case, engine, [ask])
         except ForetokenError as err:
             check_refusal(err)
             case.count("requests refused")
@@ -138,7 +171,7 @@ def _serve(case: Case, engine: LLM, batch: list[Ask], rule: str, context_len: in
                 raise FindingError(f"a valid request was refused: {err}") from err
 
 
-def _check_batch(case: Case, engine: LLM, batch: list[Ask], rule: str, context_len: int | None) -> None:
+def _check_batch(case: Case, engine: Engine, batch: list[Ask]) -> None:
     """Serves a batch in one of the ways there are; `ForetokenError` when it is refused."""
     rng = case.rng
     params: Any = [ask.params for ask in batch]
@@ -146,22 +179,27 @@ def _check_batch(case: Case, engine: LLM, batch: list[Ask], rule: str, context_l
     if all(ask.must_be_taken and ask.ids for ask in batch) and rng.random() < 0.2:
         prompts = _encoded(rng, [ask.ids for ask in batch])
     if rng.random() < 0.3:
-        _check_stream(case, engine, batch, prompts, params, rule, context_len)
+        _check_stream(case, engine, batch, prompts, params)
         return
-    outputs = engine.generate(prompts, params)
+    outputs = engine.llm.generate(prompts, params)
     if len(outputs) != len(batch):
         raise FindingError(f"{len(outputs)} results for {len(batch)} prompts")
     for ask, output in zip(batch, outputs, strict=True):
         assert ask.params is not None
         if ask.ids is not None and output.prompt_token_ids != ask.ids:
             raise FindingError(f"prompt {shown(ask.prompt)} was read as {output.prompt_token_ids}")
-        want = engines.alone(case.settings, context_len, output.prompt_token_ids, ask.params)
+        ids, vocab_size = output.prompt_token_ids, engine.llm.target.vocab_size
+        want = engine.alone(ids, ask.params)
         case.count("answers")
+        if output.metrics.num_accepted:
+            case.count("answers with accepted tokens")
+        if output.metrics.num_preemptions:
+            case.count("answers after preemptions")
         for got, other in zip(output.outputs, want.outputs, strict=True):
-            engines.check_valid(got, output.prompt_token_ids, ask.params, context_len)
-            if engines.is_text_fixed(ask.params, rule):
+            engines.check_valid(got, ids, ask.params, engine.setup.context_len, vocab_size)
+            if engine.has_text_of(ask.params):
                 case.count("answers compared")
-                engines.check_same(got, other, case.settings)
+                engines.check_same(got, other, engine.setup.target)
 
 
 def _encoded(rng: random.Random, rows: list[Any]) -> Any:
@@ -176,12 +214,10 @@ def _encoded(rng: random.Random, rows: list[Any]) -> Any:
     return BatchEncoding(data if form is None else {key: form(value) for key, value in data.items()})
 
 
-def _check_stream(
-    case: Case, engine: LLM, batch: list[Ask], prompts: Any, params: Any, rule: str, context_len: int | None
-) -> None:
+def _check_stream(case: Case, engine: Engine, batch: list[Ask], prompts: Any, params: Any) -> None:
     """Streams a batch, to its end or not; what came is the beginning of the answer."""
     stop_after = case.rng.choice([None, None, 0, 1, 2, 5, 9])
-    stream = engine.stream(prompts, params)
+    stream = engine.llm.stream(prompts, params)
     ids: dict[tuple[int, int], list[int]] = defaultdict(list)
     text: dict[tuple[int, int], str] = defaultdict(str)
     ended: set[tuple[int, int]] = set()
@@ -199,9 +235,9 @@ def _check_stream(
     for (place, index), got in ids.items():
         ask = batch[place]
         assert ask.params is not None
-        if ask.ids is None or not engines.is_text_fixed(ask.params, rule):
+        if ask.ids is None or not engine.has_text_of(ask.params):
             continue
-        want = engines.alone(case.settings, context_len, ask.ids, ask.params).outputs[index]
+        want = engine.alone(ask.ids, ask.params).outputs[index]
         said = text[place, index]
         is_whole = (place, index) in ended
         same = (got, said) == (want.token_ids, want.text) if is_whole else want.token_ids[: len(got)] == got

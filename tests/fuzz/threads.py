@@ -34,19 +34,18 @@ class Job(NamedTuple):
 def run(case: Case) -> None:
     """Two to eight threads with up to five calls each."""
     rng, settings = case.rng, case.settings
-    drafter, _, size = engines.drawn_setup(rng, settings)
-    context_len = size["max_model_len"]
-    work = [[_job(case, context_len) for _ in range(rng.randint(1, 5))] for _ in range(rng.randint(2, 8))]
+    setup = engines.drawn_setup(rng, engines.Target.of(settings))._replace(rule="auto", control=None)
+    work = [[_job(case, setup) for _ in range(rng.randint(1, 5))] for _ in range(rng.randint(2, 8))]
     case.size = sum(map(len, work))
-    case.note(f"{len(work)} threads, {drafter!r}, {size}: {[[job.kind for job in jobs] for jobs in work]}")
+    case.note(f"{len(work)} threads, {setup}: {[[job.kind for job in jobs] for jobs in work]}")
     references = [[*job.prompt, *job.want[0].token_ids] for jobs in work for job in jobs]
-    engine, _ = engines.engine_with(settings, drafter, "auto", references, **size)
+    engine, _ = engines.engine_with(setup, references)
     found: list[Exception] = []
 
     def do(jobs: list[Job]) -> None:
         try:
             for job in jobs:
-                _do(engine, job, case)
+                _do(engine, job, setup)
         except Exception as err:  # noqa: BLE001 - raised again in the main thread
             found.append(err)
 
@@ -57,22 +56,22 @@ def run(case: Case) -> None:
         thread.join()
     if found:
         raise found[0]
-    engines.check_idle(engine, "auto", settings, size)
+    engines.check_idle(engine, setup)
 
 
-def _job(case: Case, context_len: int | None) -> Job:
+def _job(case: Case, setup: engines.Setup) -> Job:
     """A call whose answer is known."""
     rng = case.rng
     fields = {name: value for name, value in values.sampling_fields(rng).items() if name != "logprobs"}
     if fields.get("temperature") != 0.0:
         fields["seed"] = rng.randrange(100)
-    prompt = values.tokens(rng, 1, min(context_len or CONTEXT_LEN, 20) - 1)
+    prompt = values.tokens(rng, 1, min(setup.context_len or CONTEXT_LEN, 20) - 1)
     params = SamplingParams(**fields)
-    want = list(engines.alone(case.settings, context_len, prompt, params).outputs)
+    want = list(engines.alone(setup.target, setup.context_len, prompt, params).outputs)
     return Job(rng.choice(["generate", "generate", "stream", "close", "forget", "mistake"]), prompt, params, want)
 
 
-def _do(engine: LLM, job: Job, case: Case) -> None:
+def _do(engine: LLM, job: Job, setup: engines.Setup) -> None:
     """Makes a call and checks its answer."""
     if job.kind == "mistake":
         try:
@@ -83,7 +82,7 @@ def _do(engine: LLM, job: Job, case: Case) -> None:
         raise FindingError("an empty prompt was taken")
     if job.kind == "generate":
         for got, want in zip(engine.generate([job.prompt], job.params)[0].outputs, job.want, strict=True):
-            engines.check_same(got, want, case.settings)
+            engines.check_same(got, want, setup.target)
         return
     most = {"stream": 1 << 30}.get(job.kind, random.Random(len(job.prompt)).randrange(4))
     stream = engine.stream([job.prompt], job.params)

@@ -109,6 +109,13 @@ def _bad_words(rng: random.Random) -> list[Any]:
     return rng.choice([list, tuple])(words)
 
 
+_FORMS: tuple[dict[str, Any], ...] = (  # that the tokens of tiny models can write
+    {"regex": "[a-z ]{2,9}"}, {"regex": "(th|he)[0-9]+"}, {"choice": ["abc", "the", "th e.", "0"]},
+    {"json": {"type": "integer"}}, {"json": {"enum": [1, 23, 234]}}, {"grammar": 'start: (/[a-e]/ "th")+'},
+    {"regex": "[a-c]{2}", "reasoning": ["", "."]},
+)  # fmt: skip
+
+
 FIELDS: dict[str, Make] = {
     "n": _integer(1, 1, 1, 2, 3),
     "temperature": _number(0, 0, 0.0, 1e-6, 1e-5, 0.3, 0.8, 1, 1.5, 3.0, 100),
@@ -130,6 +137,7 @@ FIELDS: dict[str, Make] = {
     "seed": _integer(0, 1, -1, 7, 2**31, 2**63, 2**64 - 1, 1 << 70, -(1 << 64), 10**40),
     "logprobs": lambda rng: rng.choice([None, 0, 1, 3, VOCAB_SIZE, 1024, np.int64(2)]),
     "prompt_logprobs": lambda rng: rng.choice([None, 0, 1, VOCAB_SIZE, np.int64(2)]),
+    "structured_outputs": lambda rng: rng.choice([None, *_FORMS]),
     "skip_special_tokens": lambda rng: rng.choice([True, False]),
 }  # fmt: skip
 
