@@ -8,11 +8,12 @@ from typing import Any
 
 @cache
 def mend_interpreter() -> None:
-    """Repairs the interpreter of Triton 3.6, once a process: three things that the compiler can do, and its speed.
+    """Repairs the interpreter of Triton 3.6, once a process: four things that the compiler can do, and its speed.
 
     A loop's bound that was read from memory is an array of one number to it, of which NumPy makes no integer from 2.4
-    on. It keeps bfloat16 as its bits, and multiplies those in `tl.dot`. And NumPy warns of overflow, which a GPU passes
-    over in silence: tokens that pad a pass are computed with whatever stands in their rows.
+    on. It keeps bfloat16 as its bits, and multiplies those in `tl.dot`. Products of more rows add up in another order
+    on some processors, so they are added in float64 here. And NumPy warns of overflow, which a GPU passes over in
+    silence: tokens that pad a pass are computed with whatever stands in their rows.
 
     At each launch and at each call of a device function, the interpreter replaces all functions of Triton's language.
     This takes longer than most kernels of a test. Here the functions stay replaced: no kernel can be compiled in this
@@ -27,15 +28,16 @@ def mend_interpreter() -> None:
         return
     numpy.seterr(all="ignore")
     language, module = triton.language, interpreter
-    patch, multiply = module._patch_lang_tensor, module.InterpreterBuilder.create_dot
+    patch = module._patch_lang_tensor
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def multiply(self: Any, a: Any, b: Any, addend: Any, *_: Any) -> Any:
         a, b = (self.cast_impl(x, language.float32) if x.dtype.scalar == language.bfloat16 else x for x in (a, b))
-        return multiply(self, a, b, *rest)
+        product = numpy.matmul(a.data, b.data, dtype=numpy.float64) + addend.data
+        return module.TensorHandle(product.astype(addend.data.dtype), addend.dtype.scalar)
 
     patch_language, patched = module._patch_lang, set[Any]()
 
@@ -51,7 +53,7 @@ def mend_interpreter() -> None:
     empty_scope: list[Any] = []
     module._patch_lang = patch_once
     module._patch_lang_tensor = patch_and_mend
-    module.InterpreterBuilder.create_dot = multiply_bfloat16
+    module.InterpreterBuilder.create_dot = multiply
     numpy_dtype, make_tuple = cache(module._get_np_dtype), language.core.tuple.__init__
 
     def make_without_type(self: Any, args: Any, type: Any = None) -> None:  # noqa: A002 - Triton's name
