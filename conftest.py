@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Read when a kernel is defined, and some libraries bring triton in: so before anything else is imported.
 if os.environ.get("FORETOKEN_TEST_DEVICE") != "cuda":
@@ -11,7 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 from made_once import shared_folder
+from proven_once import proven_once
 from selection import add_option, select, summarize
+
+from foretoken.runner import decoders
 
 # The tensors here are tiny, and two threads that share a busy machine take ten times as long as one.
 torch.set_num_threads(1)
@@ -29,6 +33,22 @@ os.environ["SSL_CERT_DIR"] = str(folder)
 
 # Modules and collected tests stay until the end, so no garbage collection has to walk them.
 gc.disable()
+
+
+# Directories whose tests are about decoders and the models that they may not run.
+PROVES_ALWAYS = {"runner", "decoder", "models", "hf", "kernels"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _proves_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """See `proven_once`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name not in PROVES_ALWAYS:
+            patch.setattr(decoders, "check_tree_attention", _proven_once)
+        yield
+
+
+_proven_once = proven_once(decoders.check_tree_attention)
 
 
 def pytest_runtest_teardown() -> None:
