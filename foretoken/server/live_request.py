@@ -48,15 +48,26 @@ _Result = TypeVar("_Result")
 
 is_large: ContextVar[bool] = ContextVar("is_large", default=False)
 """Whether the current task serves a request with a large body."""
-# Large requests have their own threads and processors, so that other requests never wait for them.
-_large = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), thread_name_prefix="foretoken-large")
-# Chat templates may take seconds: conversations wait for each other and leave threads to other requests.
-_rendering = ThreadPoolExecutor(2, thread_name_prefix="foretoken-chats")
+_pools: dict[str, ThreadPoolExecutor] = {}
+
+
+def _make_pools() -> None:
+    """Makes pools of threads; a forked child has none of the threads that its parent's pools count on."""
+    # Large requests have their own threads and processors, so that other requests never wait for them. Chat templates
+    # and structured output may take seconds: such requests wait for each other and leave threads to other requests.
+    sizes = {"large": max(1, (os.cpu_count() or 2) // 2), "chats": 2, "grammars": 4}
+    for name, size in sizes.items():
+        _pools[name] = ThreadPoolExecutor(size, thread_name_prefix=f"foretoken-{name}")
+
+
+_make_pools()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_make_pools)
 
 
 async def in_thread(call: Callable[_Given, _Result], *given: _Given.args, **options: _Given.kwargs) -> _Result:
     """Runs a call in a thread and returns its result; large requests share few threads. See `in_pool`."""
-    return await in_pool(_large if is_large.get() else None, partial(call, *given, **options))
+    return await in_pool(_pools["large"] if is_large.get() else None, partial(call, *given, **options))
 
 
 async def in_pool(pool: Executor | None, call: Callable[[], _Result]) -> _Result:
@@ -128,7 +139,7 @@ class BodyReader:
 
     async def _rendered(self, messages: Any, form: Mapping[str, Any]) -> dict[str, Any]:
         render = partial(self._llm.chat_prompts, messages, chat_template=self._template, **form)
-        (prompt,) = await in_pool(_large if is_large.get() else _rendering, render)
+        (prompt,) = await in_pool(_pools["large" if is_large.get() else "chats"], render)
         return prompt
 
     async def _begun(self, chat: dict[str, Any], prompt: str) -> str:
@@ -152,8 +163,6 @@ _QUESTION = "question 7f3a"  # any text that no template has
 _LONGEST_END = 32  # characters of a prompt that may open or close thoughts; a choice
 _Answer = TypeVar("_Answer")
 _MOST_LOGPROBS = 1 << 18  # of one answer, some 20 MB of JSON; RESULTS, "What one client's dearest requests cost"
-# Compiling structured output takes long: these requests wait for each other and leave threads to other requests.
-_compiling = ThreadPoolExecutor(4, thread_name_prefix="foretoken-grammars")
 
 
 class LiveRequest:
@@ -192,7 +201,7 @@ class LiveRequest:
         echoes: list[EchoedPrompt] = []
         request, lengths = envelope.request, list[int]()
         call = partial(engine.submit, sampling_params=request.params, client=(client or object(), object()))
-        submit = in_thread if request.params.structured_outputs is None else partial(in_pool, _compiling)
+        submit = in_thread if request.params.structured_outputs is None else partial(in_pool, _pools["grammars"])
 
         def check(num_prompt: int) -> None:
             lengths.append(num_prompt)

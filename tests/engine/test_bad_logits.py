@@ -69,13 +69,17 @@ def test_only_the_request_with_bad_logits_ends(drafter: str, value: float, monke
         assert engine.generate(PROMPTS, PARAMS)[victim].outputs[0].token_ids == plain[victim].outputs[0].token_ids
 
 
+@pytest.mark.parametrize("bias", [None, {0: -1.0}])  # with one, outcomes come from tensors, not from chosen tokens
 @pytest.mark.parametrize("drafter", ["none", "oracle [3, 0, 5]", "draft itself tree"])
-def test_a_path_that_goes_on_behind_a_bad_row_ends_there(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_goes_on_behind_a_bad_row_ends_there(
+    drafter: str, bias: dict[int, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An infinite logit at the very token that follows: acceptance walks on, plain decoding would not."""
-    plain = llm({}, max_num_seqs=1).generate(PROMPTS[0], PARAMS[0])[0].outputs[0]
+    params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, logit_bias=bias)
+    plain = llm({}, max_num_seqs=1).generate(PROMPTS[0], params)[0].outputs[0]
     engine = llm(DRAFTERS[drafter]([[*PROMPTS[0], *plain.token_ids]]))
     spoil(engine, 0, len(PROMPTS[0]) + 5, float("inf"), monkeypatch, tokens=plain.token_ids[6])
-    completion = engine.generate(PROMPTS[0], PARAMS[0])[0].outputs[0]
+    completion = engine.generate(PROMPTS[0], params)[0].outputs[0]
     assert (completion.token_ids, completion.finish_reason) == (plain.token_ids[:6], "error")
     assert completion.logprobs is not None
     assert len(completion.logprobs) == 6

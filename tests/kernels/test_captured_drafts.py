@@ -5,6 +5,7 @@ Slow because every captured kernel runs in Triton's interpreter.
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import fields
 from typing import Any
@@ -171,7 +172,7 @@ def test_spire_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun)
 )
 def test_a_draft_model_drafts_the_trees_of_the_loop(shape: dict[str, Any], trees: Rerun) -> None:
     """A slot's drafted rows are kept although a graph drafts for another slot in between."""
-    module = noisy().float()
+    module = copy.deepcopy(noisy()).float()
     captured = attached(draft_model(module, **shape)(), runner="lean-graphs")
     plain = attached(draft_model(module, **shape)(), runner="lean-stock")
     dice = random.Random(0)

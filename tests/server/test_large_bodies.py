@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ from server.live_server import LiveServer
 
 from foretoken.engine.sequence import Sequence
 from foretoken.server import answers, app, live_request
+from foretoken.server.live_request import in_thread, is_large
 
 LONGEST_S = 60
 LARGE = " " * (app._LARGE_BODY + 1)
@@ -160,3 +162,15 @@ def test_log_probabilities_of_a_prompt_are_made_once(speculative: LiveServer, mo
     assert [len(choice["prompt_logprobs"]) for choice in choices] == [5, 5, 5]
     assert [choice["prompt_logprobs"] for choice in choices] == [choices[0]["prompt_logprobs"]] * 3
     assert made == {"told": 4, "scores": 4 + 3 * 2}
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    async def answered() -> int:
+        is_large.set(True)
+        return await asyncio.wait_for(in_thread(int), 30)
+
+    assert asyncio.run(answered()) == 0  # the parent's threads have begun
+    child = os.fork()
+    if not child:
+        os._exit(asyncio.run(answered()))
+    assert os.waitpid(child, 0)[1] == 0

@@ -213,6 +213,7 @@ def test_every_chunk_tells_the_tokens_used(speculative: LiveServer) -> None:
     counts = [usage.completion_tokens for usage in told]
     assert counts == sorted(counts)
     assert counts[-2:] == [alone.completion_tokens] * 2, "of the last chunk with text, and of that for usage"
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in told)
 
 
 @pytest.mark.parametrize("name", [pytest.param("greedy", marks=pytest.mark.slow), "stop", "chat, seeded", "echo"])
