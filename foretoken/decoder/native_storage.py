@@ -33,6 +33,9 @@ def store_blocks(matrix: QuantizedMatrix, blocks: Tensor, kind: str, order: Tens
         blocks: The bytes of all rows, uint8, as a GGUF file has them.
         kind: Type of the blocks, "Q4_0" to "Q6_K".
         order: (N,) int64, the row of the file for each row of the matrix; None for the same.
+
+    Raises:
+        ValueError: For blocks that do not fill rows of this length, or rows that the file does not have.
     """
     order = None if order is None else order.contiguous()
     parts = (matrix.numbers, matrix.group_scales, matrix.group_offsets, order)

@@ -15,8 +15,9 @@ from urllib.parse import urljoin
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, RequestError, listed, nearest_name_hint
 from foretoken.core.structured_outputs import StructuredOutputsParams
-from foretoken.server.call_syntax import JSON, PYTHON, BracketReader, XmlReader
+from foretoken.server.call_syntax import JSON, PYTHON, BracketReader
 from foretoken.server.json_body import ApiError
+from foretoken.server.xml_calls import XmlReader
 
 if TYPE_CHECKING:
     from foretoken.core.errors import FormError
