@@ -12,7 +12,7 @@ FUZZ ?= requests --count 20000
 # Tests marked slow: no, all, or one share of them, as 3/8.
 SLOW ?= no
 
-.PHONY: demo test test-all sanitize fuzz lint clean gpu-suite gpu-rehearsal
+.PHONY: demo test test-all sanitize fuzz lint wheel clean gpu-suite gpu-rehearsal
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,10 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal --slow all
+
+# A wheel for Linux on x86-64, with the kernels compiled for every generation of processors. Needs a C++ compiler.
+wheel: $(BIN)/python
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # The native kernels under GCC's AddressSanitizer and UndefinedBehaviorSanitizer, over the tests that run them. Python
 # itself is not built with them: so they are loaded first, with libstdc++ whose exceptions they watch, and leaks, which

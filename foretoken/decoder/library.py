@@ -1,6 +1,6 @@
-"""The native kernels: compiled once for each machine and version of the source; and their threads.
+"""The native kernels and their threads. A wheel has them compiled; elsewhere they are compiled once for each machine.
 
-FORETOKEN_SANITIZE=1 adds GCC's address and undefined behaviour sanitizers; see `make sanitize`.
+FORETOKEN_SANITIZE=1 compiles them with GCC's address and undefined behaviour sanitizers; see `make sanitize`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _SOURCE = Path(__file__).with_name("kernels") / "decoder.cpp"
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
+# -O3 takes three times as long and its passes are no faster (benchmarks/RESULTS.md, "Compiling the kernels").
+_FLAGS = (*_SOURCE.with_name("flags.txt").read_text().split(), "-shared")
 _WIDE = "-mprefer-vector-width=512"  # x86: compilers avoid the widest registers otherwise
-_MAY_USE_TILES = "-DFORETOKEN_MAY_USE_TILES"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: the call, the request, the registers
 _SANITIZE = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
@@ -48,23 +48,58 @@ _MOST_BYTES = 1 << 26  # largest library that is kept; a choice, far above the s
 _log = logging.getLogger(__name__)
 
 
+class _Processor(NamedTuple):
+    """A line of `processors.txt`; "native" where none fits."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
 @cache
 def native_library() -> ctypes.CDLL:
-    """Returns the compiled kernels; the first call on a machine compiles for up to a minute.
+    """Returns the compiled kernels: those of the wheel; without them the first call on a machine compiles.
 
-    Without a writable cache the library is compiled into a private temporary directory, which is deleted after loading.
-    Raises `UnsuitableError` if there is no compiler, or it fails.
+    Compiling takes up to half a minute. Without a writable cache the library is compiled into a private temporary
+    directory, which is deleted after loading. Raises `UnsuitableError` if there is no compiler, or it fails.
     """
+    processors = _fitting_processors()
+    installed = None if _sanitizers() else _installed_library(processors)
+    if installed is not None:
+        return installed
     compiler = _compiler()
-    directory, name = open_cache(), f"decoder-{_fingerprint(compiler)}.so"
+    for processor in processors[:-1]:
+        try:
+            return _compiled_library(compiler, processor)
+        except UnknownProcessorError as err:
+            _log.info("%s Compiling for an older processor.", err)
+    return _compiled_library(compiler, processors[-1])
+
+
+def _installed_library(processors: Sequence[_Processor]) -> ctypes.CDLL | None:
+    for processor in processors:
+        path = _SOURCE.with_name(f"decoder-{processor.name}.so")
+        if path.exists():
+            try:
+                return _load_library(path)
+            except UnsuitableError as err:
+                _log.warning("the installed kernels '%s' are compiled anew: %s", path.name, err)
+    return None
+
+
+class UnknownProcessorError(UnsuitableError):
+    """The compiler is older than the processor that it shall compile for."""
+
+
+def _compiled_library(compiler: tuple[str, ...], processor: _Processor) -> ctypes.CDLL:
+    directory, name = open_cache(), f"decoder-{_fingerprint(compiler, processor)}.so"
     kept = None if directory is None else _kept_library(directory / name)
     if kept is not None:
         return kept
     try:
-        _log.info("compiling the CPU kernels, once on this machine: takes up to a minute of a processor")
+        _log.info("compiling the CPU kernels, once on this machine: takes up to half a minute of a processor")
         with _workplace(directory) as work:
             made = Path(work) / name
-            _compile(compiler, made)
+            _compile(compiler, processor, made)
             library = _load_library(made)
             if directory is not None and made.parent.parent == directory:
                 _keep_library(made, directory / name)
@@ -101,20 +136,41 @@ def _compiler() -> tuple[str, ...]:
     return tuple(words)
 
 
-def _fingerprint(compiler: Sequence[str]) -> str:
+def _fingerprint(compiler: Sequence[str], processor: _Processor) -> str:
     """Returns a digest of all that may change the binary: source, flags, compiler and the processor's instructions."""
-    capabilities = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
-    parts = [kernels_version(), *_flags(), *compiler, platform.machine(), *capabilities]
+    parts = [kernels_version(), *_flags(processor), *compiler, platform.machine(), *sorted(_instructions())]
     return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _flags() -> tuple[str, ...]:
+def _flags(processor: _Processor) -> tuple[str, ...]:
+    wide = (_WIDE,) if _is_x86() else ()
+    return (*_FLAGS, *wide, *processor.flags, *_sanitizers())
+
+
+def _sanitizers() -> tuple[str, ...]:
     sanitize = os.environ.get("FORETOKEN_SANITIZE", "0")
     if sanitize not in ("0", "1"):
         raise ConfigError(f"FORETOKEN_SANITIZE is '{sanitize}'. Expected 0 or 1.")
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    machine = (_WIDE, *((_MAY_USE_TILES,) if _may_use_tiles() else ())) if is_x86 else ()
-    return (*_FLAGS, *machine, *(_SANITIZE if sanitize == "1" else ()))
+    return _SANITIZE if sanitize == "1" else ()
+
+
+def _is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def _instructions() -> set[str]:
+    """Returns the instruction sets that this process may use; matrix units need the system's permission."""
+    names = {name for name, has in torch.cpu.get_capabilities().items() if has is True}
+    return names if _may_use_tiles() else {name for name in names if not name.startswith("amx")}
+
+
+def _fitting_processors() -> list[_Processor]:
+    """Returns what kernels may be compiled for, the best first; "native" alone where no line fits."""
+    lines = _SOURCE.with_name("processors.txt").read_text().splitlines() if _is_x86() else []
+    known = [[part.strip() for part in line.split("|")] for line in lines if not line.startswith("#")]
+    has = _instructions()
+    found = [_Processor(name, tuple(flags.split())) for name, needs, flags in known if has.issuperset(needs.split())]
+    return found or [_Processor("native", ("-march=native",))]
 
 
 @cache
@@ -154,8 +210,8 @@ def _workplace(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="foretoken-")
 
 
-def _compile(compiler: Sequence[str], library: Path) -> None:
-    command = [*compiler, *_flags(), str(_SOURCE), "-o", str(library)]
+def _compile(compiler: Sequence[str], processor: _Processor, library: Path) -> None:
+    command = [*compiler, *_flags(processor), str(_SOURCE), "-o", str(library)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with process, undone_on_error(process.kill):
         printed = _printed(process)
@@ -163,7 +219,8 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
         lines = printed.decode(errors="replace").splitlines()
         errors = [line for line in lines if "error:" in line]  # come after lines about included files
         reason = [*errors, *lines, "no message"][0]
-        raise UnsuitableError(f"'{shlex.join(compiler)}' cannot compile its kernels: {reason}.")
+        kind = UnknownProcessorError if any(flag in reason for flag in processor.flags) else UnsuitableError
+        raise kind(f"'{shlex.join(compiler)}' cannot compile its kernels: {reason}.")
     library.chmod(0o700)
 
 

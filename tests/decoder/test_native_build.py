@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_a_compiler_that_takes_long(
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", "exec sleep 600"))
     with caplog.at_level("INFO", logger=library.__name__):
         assert llama_runner("lean").name == "lean-stock"
-    assert "once on this machine: takes up to a minute" in caplog.text
+    assert "once on this machine: takes up to half a minute" in caplog.text
     assert [record.getMessage() for record in caplog.records if "still" in record.getMessage()] == [
         "still compiling the CPU kernels: 1 s so far", "still compiling the CPU kernels: 2 s so far",
     ]  # fmt: skip
@@ -157,11 +158,10 @@ def test_layers_that_are_not_for_native_kernels() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe"])
 def test_older_processors(architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without 512-bit registers and bf16 dot products the same source serves, and is as independent of company."""
+    """Without 512-bit registers and bf16 dot products the same source serves, with the same bits at any batch size."""
     model = wrap_model(tiny_model(architecture, dtype=dtype), name="tiny")
     newer = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
-    flags = [flag.replace("=native", "=x86-64-v3") for flag in library._flags() if flag != library._WIDE]
-    monkeypatch.setattr(library, "_flags", lambda: flags)
+    monkeypatch.setattr(library, "_fitting_processors", lambda: [library._Processor("older", ("-march=x86-64-v3",))])
     library.native_library.cache_clear()
     try:
         older = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
@@ -191,15 +191,93 @@ def drafted_tree(made: Runner) -> TokenTree:
     return expansion.finish([0], [2], [5])
 
 
-def test_matrix_units_are_used_where_the_system_allows_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+_AVX2 = {"avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt"}
+_AVX512 = _AVX2 | {f"avx512_{each}" for each in ("f", "bw", "cd", "dq", "vl")}
+_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("has", "allows_tiles", "machine", "want"),
+    [
+        (_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}, True, "x86_64", "amx"),
+        (_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}, False, "x86_64", "avx512-bf16"),
+        (_BF16, True, "x86_64", "avx512-bf16"),
+        (_AVX512 | {"avx512_vnni"}, False, "AMD64", "avx512-vnni"),
+        (_AVX512, False, "x86_64", "avx512"),
+        (_AVX2 | {"avx_vnni"}, False, "x86_64", "avx2-vnni"),
+        (_AVX2, False, "x86_64", "avx2"),
+        ({"avx2"}, False, "x86_64", "native"),
+        (_BF16, False, "aarch64", "native"),
+    ],
+)  # fmt: skip
+def test_the_best_kernels_that_a_processor_runs(
+    has: set[str], allows_tiles: bool, machine: str, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked for without permission their registers end the process."""
-    flag, is_x86 = library._MAY_USE_TILES, platform.machine() in ("x86_64", "AMD64")
-    for is_allowed in (True, False):
-        monkeypatch.setattr(library, "_may_use_tiles", lambda answer=is_allowed: answer)
-        assert (flag in library._flags()) == (is_allowed and is_x86)
-    monkeypatch.undo()
+    """Matrix units need the system's permission: without it their registers end the process."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has, True) | {"l2_cache_size": 1})
+    monkeypatch.setattr(library, "_may_use_tiles", lambda: allows_tiles)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    best, *others = library._fitting_processors()
+    assert best.name == want
+    assert [best, *others][-1].name == ("native" if want == "native" else "avx2")
+
+
+def test_processors_are_named_as_torch_names_them() -> None:
+    """A misspelt name would never fit."""
+    text = library._SOURCE.with_name("processors.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    needed = {name for line in lines for name in line.split("|")[1].split()}
+    assert needed
+    if platform.machine() == "x86_64":
+        assert needed <= set(torch.cpu.get_capabilities())
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """The kernels' folder as a wheel has it, with the library of this processor."""
+    library.native_library()
+    library.native_library.cache_clear()  # what was compiled just now was loaded from a directory that is gone
+    made, folder = Path(library.native_library()._name), tmp_path / "kernels"
+    shutil.copytree(library._SOURCE.parent, folder)
+    name = library._fitting_processors()[0].name
+    shutil.copy(made, folder / f"decoder-{name}.so")
+    request.getfixturevalue("fresh")
+    monkeypatch.setattr(library, "_SOURCE", folder / library._SOURCE.name)
+    return folder / f"decoder-{name}.so"
+
+
+def test_installed_kernels_need_no_compiler(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert llama_runner("lean-native").name == "lean-native"
+    assert library.native_library()._name == str(installed)
+
+
+def test_installed_kernels_that_cannot_be_loaded(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed.rename(tmp_path / "good.so")
+    installed.write_text("rubbish")
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", f'for last; do :; done; cp {tmp_path}/good.so "$last"'))
+    assert llama_runner("lean-native").name == "lean-native"
+    assert f"the installed kernels '{installed.name}' are compiled anew: its kernels cannot be loaded" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_older_than_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next older processor is tried; with another error it is not."""
+    new, old = library._Processor("new", ("-mnew",)), library._Processor("old", ("-mold",))
+    monkeypatch.setattr(library, "_fitting_processors", lambda: [new, old])
+    log, message = tmp_path / "log", "g++: error: unrecognized command-line option '-mnew'"
+    for text, runs in ((message, 2), ("x.h: error: no such thing", 1)):
+        log.unlink(missing_ok=True)
+        monkeypatch.setenv("CXX", script(tmp_path / "compiler", f'echo run >> {log}; echo "{text}" >&2; exit 1'))
+        with pytest.raises(library.UnsuitableError, match=text[-12:]):
+            library.native_library()
+        assert log.read_text().count("run") == runs
+
+
+def test_a_system_that_refuses_matrix_units(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     has = {**torch.cpu.get_capabilities(), "amx_tile": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     monkeypatch.setattr(library, "_TILE_DATA", 63)  # which no processor has
@@ -207,7 +285,7 @@ def test_matrix_units_are_used_where_the_system_allows_it(
     with caplog.at_level("INFO", logger=library.__name__):
         assert not library._may_use_tiles()
     library._may_use_tiles.cache_clear()
-    if platform.system() == "Linux" and is_x86:
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
         assert re.search(r"does not let this process use matrix units \(.+\): vector registers are used", caplog.text)
 
 

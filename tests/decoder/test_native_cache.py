@@ -28,12 +28,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library that the real compiler made."""
     made = tmp_path_factory.mktemp("real") / "made.so"
-    command, cache = library._compiler(), user_cache.open_cache()
+    command, cache, processor = library._compiler(), user_cache.open_cache(), library._fitting_processors()[0]
     if cache is not None:
         library.native_library()
-        shutil.copy(cache / f"decoder-{library._fingerprint(command)}.so", made)
+        shutil.copy(cache / f"decoder-{library._fingerprint(command, processor)}.so", made)
     else:
-        library._compile(command, made)
+        library._compile(command, processor, made)
     return made
 
 
@@ -133,7 +133,8 @@ def test_what_the_compiler_made_wrong_is_compiled_anew(
 ) -> None:
     """A library that lacks functions, and a file that is none; its digest is right."""
     (tmp_path / "cache").mkdir(mode=0o700)
-    path = tmp_path / "cache" / f"decoder-{library._fingerprint(library._compiler())}.so"
+    fingerprint = library._fingerprint(library._compiler(), library._fitting_processors()[0])
+    path = tmp_path / "cache" / f"decoder-{fingerprint}.so"
     if source is None:
         path.write_bytes(b"rubbish")
     else:
@@ -342,4 +343,4 @@ def test_a_compiler_whose_message_is_not_utf_8(
 def test_a_switch_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETOKEN_SANITIZE", "yes")
     with pytest.raises(ConfigError, match=r"FORETOKEN_SANITIZE is 'yes'\. Expected 0 or 1\."):
-        library._flags()
+        library.native_library()

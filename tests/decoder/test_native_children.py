@@ -51,7 +51,8 @@ def children_library() -> CDLL:
     with TemporaryDirectory() as directory:
         made = Path(directory) / "children.so"
         kernels = Path(library.__file__).with_name("kernels")
-        subprocess.run([*library._compiler(), *library._flags(), "-w", f"-I{kernels}", source, "-o", made], check=True)
+        flags = library._flags(library._fitting_processors()[0])
+        subprocess.run([*library._compiler(), *flags, "-w", f"-I{kernels}", source, "-o", made], check=True)
         loaded = CDLL(str(made))
     loaded.children_bytes.restype = loaded.choose_children.restype = c_int64
     return loaded

@@ -310,8 +310,7 @@ def test_weights_that_move_are_followed() -> None:
 @pytest.fixture
 def older_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels without 512-bit registers and bf16 dot products."""
-    flags = [flag.replace("=native", "=x86-64-v3") for flag in library._flags() if flag != library._WIDE]
-    monkeypatch.setattr(library, "_flags", lambda: flags)
+    monkeypatch.setattr(library, "_fitting_processors", lambda: [library._Processor("older", ("-march=x86-64-v3",))])
     library.native_library.cache_clear()
     yield
     library.native_library.cache_clear()
