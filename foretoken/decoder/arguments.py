@@ -179,7 +179,7 @@ class StoredBlocks(Structure):
 
     _fields_ = (
         ("blocks", c_void_p), ("order", c_void_p), ("kind", c_int64), ("rows", c_int64), ("cols", c_int64),
-        ("numbers", c_void_p), ("scales", c_void_p), ("offsets", c_void_p),
+        ("numbers", c_void_p), ("scales", c_void_p), ("offsets", c_void_p), ("table", c_void_p),
     )  # fmt: skip
 
 

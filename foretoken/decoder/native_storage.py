@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.quantized import QuantizedMatrix
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # `BlockKind`, in its order
+KINDS = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+    *("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"),
+)  # `BlockKind`, in its order
 
 
 def can_store_blocks() -> bool:
@@ -25,24 +28,27 @@ def can_store_blocks() -> bool:
     return library_or_none() is not None
 
 
-def store_blocks(matrix: QuantizedMatrix, blocks: Tensor, kind: str, order: Tensor | None) -> bool:
+def store_blocks(
+    matrix: QuantizedMatrix, blocks: Tensor, kind: str, order: Tensor | None, table: Tensor | None = None
+) -> bool:
     """Fills a matrix of `QuantizedMatrix.empty`; returns whether all scales and offsets are finite.
 
     Args:
         matrix: Its scales are in float16 if the blocks have scales without offsets in float16, otherwise in float32.
         blocks: The bytes of all rows, uint8, as a GGUF file has them.
-        kind: Type of the blocks, "Q4_0" to "Q6_K".
+        kind: Type of the blocks, one of `KINDS`.
         order: (N,) int64, the row of the file for each row of the matrix; None for the same.
+        table: int8, the numbers for all codes of the type; None where codes are numbers.
 
     Raises:
         ValueError: For blocks that do not fill rows of this length, or rows that the file does not have.
     """
     order = None if order is None else order.contiguous()
-    parts = (matrix.numbers, matrix.group_scales, matrix.group_offsets, order)
-    numbers, scales, offsets, rows = (None if each is None else each.data_ptr() for each in parts)
+    parts = (matrix.numbers, matrix.group_scales, matrix.group_offsets, order, table)
+    numbers, scales, offsets, rows, entries = (None if each is None else each.data_ptr() for each in parts)
     stored = StoredBlocks(
         blocks=blocks.data_ptr(), order=rows, kind=KINDS.index(kind), rows=matrix.num_outputs, cols=matrix.num_inputs,
-        numbers=numbers, scales=scales, offsets=offsets,
+        numbers=numbers, scales=scales, offsets=offsets, table=entries,
     )  # fmt: skip
     library: Any = library_or_none()
     status = Status(library.foretoken_store_blocks(byref(stored), c_int64(kernel_threads())))

@@ -108,6 +108,7 @@ FORMATS = {
     "4 bits, groups of 32 with offsets, inputs of 8 bits, a scale a token": (4, 32, torch.float16, True, 8, True),
     "8 bits, groups of 32 with offsets": (8, 32, torch.float16, True, 24, False),
     "8 bits, groups of 256": (8, 256, torch.float16, False, 16, False),
+    "4 bits, groups of 16 with offsets": (4, 16, torch.float32, True, 24, False),
     "8 bits, groups of 16": (8, 16, torch.float32, False, 16, False),
     "8 bits, groups of 16 with offsets": (8, 16, torch.float32, True, 24, False),
     f"4 bits, groups of 128 with offsets{ORDER}": (4, 128, torch.float16, True, 16, False),

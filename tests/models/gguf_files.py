@@ -36,15 +36,25 @@ def blocks(weights: np.ndarray, type_: Type, seed: int = 0) -> np.ndarray:
         return random_blocks(*weights.shape, type_, seed)
 
 
+# Where a block has its scales in half precision; 0 unless it is here.
+SCALES = dict.fromkeys((Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K), (0, 2)) | {
+    Type.Q6_K: (208,), Type.Q3_K: (108,), Type.Q2_K: (80, 82), Type.MXFP4: (), Type.IQ1_M: (),
+}  # fmt: skip
+
+
 def random_blocks(rows: int, cols: int, type_: Type, seed: int = 0) -> np.ndarray:
     """Random bytes with halves near 1 / 1000 where a format has its scales."""
     block, size = gguf.GGML_QUANT_SIZES[type_]
     rng = np.random.default_rng(seed)
     made = rng.integers(0, 256, (rows, cols // block, size), dtype=np.uint8)
-    two = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K)
-    for at in (208,) if type_ == Type.Q6_K else (0, 2) if type_ in two else (0,):
-        halves = (rng.uniform(0.5, 1.5, (rows, cols // block, 1)) / 1000).astype(np.float16)
-        made[..., at : at + 2] = halves.view(np.uint8)
+    halves = (rng.uniform(0.5, 1.5, (2, rows, cols // block, 1)) / 1000).astype(np.float16)
+    for at, half in zip(SCALES.get(type_, (0,)), halves, strict=False):
+        made[..., at : at + 2] = half.view(np.uint8)
+    if type_ == Type.MXFP4:
+        made[..., 0] = made[..., 0] % 16 + 112  # powers of 2
+    if type_ == Type.IQ1_M:  # four bits in each of four words
+        words, bits = made[..., 48:56].view(np.uint16), halves[0].view(np.uint16)
+        words[...] = words & 0xFFF | (bits >> np.arange(0, 16, 4, dtype=np.uint16) & 15) << 12
     return made.reshape(rows, -1)
 
 

@@ -75,7 +75,11 @@ def told(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "type_", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+    "type_",
+    [
+        *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K),
+        *(Type.Q2_K, Type.Q3_K, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ2_XXS),
+    ],
 )
 def test_matrices_and_the_embedding_are_what_the_file_says(tmp_path: Path, type_: Type) -> None:
     path = tmp_path / "model.gguf"
@@ -87,7 +91,7 @@ def test_matrices_and_the_embedding_are_what_the_file_says(tmp_path: Path, type_
     in_integers = {*stored.linears, stored.embedding}
     for linear in in_integers:
         matrix, expected = stored.matrix(linear, torch.float32), weights[f"{linear}.weight"]
-        assert matrix.bits == (4 if type_.name.startswith("Q4") else 8)
+        assert matrix.bits == (4 if type_.name.startswith(("Q2", "Q3", "Q4")) else 8)
         # One rounding of float32 more than llama.cpp's formula has, for offsets.
         assert (matrix.dequantized() - expected).abs().max() <= 1e-6 * expected.abs().max(), linear
         assert stored.matrix(linear, torch.bfloat16).dtype == torch.bfloat16
@@ -369,8 +373,10 @@ def change(path: Path, name: str, at: int, form: str, value: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "at", "form", "value", "part"),
     [
-        ("blk.0.ffn_up.weight", 20, "I", Type.IQ2_XS, "blk.0.ffn_up.weight of"),
-        ("blk.0.ffn_up.weight", 20, "I", Type.IQ2_XS, "is stored as IQ2_XS. Expected Q4_0, Q4_1,"),
+        ("blk.0.ffn_up.weight", 20, "I", Type.NVFP4, "blk.0.ffn_up.weight of"),
+        ("blk.0.ffn_up.weight", 20, "I", Type.NVFP4, "is stored as NVFP4. Expected Q4_0, Q4_1,"),
+        ("blk.0.ffn_up.weight", 20, "I", 41, "is stored as Q1_0. Expected"),
+        ("blk.0.ffn_up.weight", 20, "I", 42, "is stored as Q2_0. Expected"),
         ("blk.0.ffn_up.weight", 20, "I", 999, "is stored as type 999. Expected"),
         (
             "blk.0.ffn_up.weight",

@@ -168,6 +168,7 @@ Status foretoken_gather(const char* const* from, char* const* to, const int64_t*
 // Stores a matrix of a GGUF file in panels. Returns a `Status`: `kNotFinite` for scales that are NaN or infinite.
 Status foretoken_store_blocks(const StoredBlocks* stored, int64_t num_threads) {
   if (stored->kind < 0 || stored->kind >= kNumBlockKinds || stored->cols % kBlockForms[stored->kind].weights != 0) return Status::kShape;
+  if (kBlockForms[stored->kind].has_table && stored->table == nullptr) return Status::kMissing;
   if (stored->order != nullptr && !all_within(stored->order, stored->rows, stored->rows)) return Status::kShape;
   std::atomic<bool> is_finite{true};
 #pragma omp parallel num_threads(int(num_threads))

@@ -186,7 +186,10 @@ struct AutoregressiveHead {
 };
 
 // The kinds of blocks of GGUF files, see `stored_blocks.h`.
-enum BlockKind : int64_t { kQ4_0 = 0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kNumBlockKinds };
+enum BlockKind : int64_t {
+  kQ4_0 = 0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kQ2_K, kQ3_K, kIQ4_NL, kIQ4_XS, kMXFP4,
+  kIQ3_S, kIQ3_XXS, kIQ2_S, kIQ2_XS, kIQ2_XXS, kIQ1_S, kIQ1_M, kNumBlockKinds
+};
 
 // A matrix (rows, cols) as a GGUF file has it, row by row, and the panels of `Matrix` that it becomes. Row r of the
 // result is row order[r] of the file.
@@ -196,6 +199,7 @@ struct StoredBlocks {
   int64_t kind, rows, cols;
   uint8_t* numbers;
   void *scales, *offsets;  // offsets: null where blocks have none
+  const int8_t* table;     // the numbers that the codes of a block stand for; null where codes are numbers
 };
 
 }  // extern "C"

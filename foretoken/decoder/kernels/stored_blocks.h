@@ -18,6 +18,7 @@ namespace {
 struct Block {
   uint8_t numbers[256];
   float scales[16], offsets[16];
+  const int8_t* table;  // see `StoredBlocks`
 };
 
 inline float half_at(const uint8_t* bytes) {
@@ -82,19 +83,199 @@ inline void read_q6_k(const uint8_t* from, Block& to) {
   for (int i = 0; i < 16; ++i) to.scales[i] = float(int8_t(scales[i])) * scale;
 }
 
+// Numbers 128 h + 32 s + l of two bits each, at bit 2 s of byte 32 h + l.
+inline int two_bits(const uint8_t* from, int i) { return from[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3; }
+
+// Q2_K: 16 scales and 16 offsets in 4 bits, and numbers in 2 bits.
+inline void read_q2_k(const uint8_t* from, Block& to) {
+  const float scale = half_at(from + 80), least = half_at(from + 82);
+  for (int i = 0; i < 16; ++i) {
+    to.scales[i] = float(from[i] & 15) * scale;
+    to.offsets[i] = -float(from[i] >> 4) * least;
+  }
+  for (int i = 0; i < 256; ++i) to.numbers[i] = uint8_t(8 + two_bits(from + 16, i));
+}
+
+// Q3_K: the third bits, two bits, and 16 scales in 6 bits.
+inline void read_q3_k(const uint8_t* from, Block& to) {
+  const uint8_t* scales = from + 96;
+  for (int i = 0; i < 256; ++i) to.numbers[i] = uint8_t(4 + two_bits(from + 32, i) + (from[i % 32] >> i / 32 & 1) * 4);
+  const float scale = half_at(from + 108);
+  for (int i = 0; i < 16; ++i) {
+    const int factor = (scales[i % 8] >> i / 8 * 4 & 15) | (scales[8 + i % 4] >> i / 4 * 2 & 3) << 4;
+    to.scales[i] = float(factor - 32) * scale;
+  }
+}
+
+// Codes in 16 bytes of nibbles, as 32 numbers of a table.
+inline void read_codes(const uint8_t* nibbles, const int8_t* table, uint8_t* numbers) {
+  for (int i = 0; i < 16; ++i) {
+    numbers[i] = uint8_t(table[nibbles[i] & 15]);
+    numbers[i + 16] = uint8_t(table[nibbles[i] >> 4]);
+  }
+}
+
+inline void read_iq4_nl(const uint8_t* from, Block& to) {
+  read_codes(from + 2, to.table, to.numbers);
+  to.scales[0] = half_at(from);
+}
+
+inline void read_iq4_xs(const uint8_t* from, Block& to) {
+  const float scale = half_at(from);
+  for (int i = 0; i < 8; ++i) {
+    const int factor = (from[4 + i / 2] >> i % 2 * 4 & 15) | (from[2 + i / 4] >> i % 4 * 2 & 3) << 4;
+    to.scales[i] = float(factor - 32) * scale;
+    read_codes(from + 8 + 16 * i, to.table, to.numbers + 32 * i);
+  }
+}
+
+// The scale is a power of 2; its code 255 is NaN.
+inline void read_mxfp4(const uint8_t* from, Block& to) {
+  read_codes(from + 1, to.table, to.numbers);
+  to.scales[0] = from[0] == 255 ? NAN : std::ldexp(1.0f, from[0] - 128);
+}
+
+template <typename Word>
+Word word_at(const uint8_t* bytes) {
+  Word word;
+  std::memcpy(&word, bytes, sizeof word);
+  return word;
+}
+
+// Eight numbers, four from each of two places of a table; a bit of `signs` negates one.
+inline void read_signed(const int8_t* low, const int8_t* high, unsigned signs, uint8_t* numbers) {
+  for (int i = 0; i < 8; ++i) {
+    const int number = i < 4 ? low[i] : high[i - 4];
+    numbers[i] = uint8_t(signs >> i & 1 ? -number : number);
+  }
+}
+
+// The eighth sign makes the number of negative ones even.
+inline unsigned with_eighth(unsigned signs) { return signs | unsigned(__builtin_parity(signs)) << 7; }
+
+// IQ3_S: indices in 8 bits, the ninth bits, signs, and 8 scales in 4 bits.
+inline void read_iq3_s(const uint8_t* from, Block& to) {
+  const uint8_t *index = from + 2, *ninth = from + 66, *signs = from + 74, *scales = from + 106;
+  for (int i = 0; i < 32; ++i) {
+    const int high = ninth[i / 4] >> i % 4 * 2;
+    const int8_t* low = to.table + 4 * (index[2 * i] | (high & 1) << 8);
+    read_signed(low, to.table + 4 * (index[2 * i + 1] | (high & 2) << 7), signs[i], to.numbers + 8 * i);
+  }
+  const float scale = half_at(from);
+  for (int i = 0; i < 8; ++i) to.scales[i] = float(1 + 2 * (scales[i / 2] >> i % 2 * 4 & 15)) * scale;
+}
+
+// IQ3_XXS: indices in 8 bits; four times seven signs and a scale in each word of 32 bits.
+inline void read_iq3_xxs(const uint8_t* from, Block& to) {
+  const float scale = half_at(from);
+  for (int i = 0; i < 8; ++i) {
+    const auto word = word_at<uint32_t>(from + 66 + 4 * i);
+    const uint8_t* index = from + 2 + 8 * i;
+    for (int j = 0; j < 4; ++j) {
+      const int8_t *low = to.table + 4 * index[2 * j], *high = to.table + 4 * index[2 * j + 1];
+      read_signed(low, high, with_eighth(word >> 7 * j & 127), to.numbers + 32 * i + 8 * j);
+    }
+    to.scales[i] = (0.5f + float(word >> 28)) * 0.5f * scale;
+  }
+}
+
+inline void read_entry(int index, unsigned signs, const Block& block, uint8_t* numbers) {
+  const int8_t* entry = block.table + 8 * index;
+  read_signed(entry, entry + 4, signs, numbers);
+}
+
+inline float quarter_scale(int code, float scale) { return (0.5f + float(code)) * 0.25f * scale; }
+
+// IQ2_S: indices in 8 bits, signs, two further bits of indices, and 16 scales in 4 bits.
+inline void read_iq2_s(const uint8_t* from, Block& to) {
+  const uint8_t *signs = from + 34, *high = from + 66, *scales = from + 74;
+  for (int i = 0; i < 32; ++i) {
+    read_entry(from[2 + i] | (high[i / 4] >> i % 4 * 2 & 3) << 8, signs[i], to, to.numbers + 8 * i);
+  }
+  for (int i = 0; i < 16; ++i) to.scales[i] = quarter_scale(scales[i / 2] >> i % 2 * 4 & 15, half_at(from));
+}
+
+// IQ2_XS: words with an index in 9 bits and seven signs, and 16 scales in 4 bits.
+inline void read_iq2_xs(const uint8_t* from, Block& to) {
+  for (int i = 0; i < 32; ++i) {
+    const auto word = word_at<uint16_t>(from + 2 + 2 * i);
+    read_entry(word & 511, with_eighth(word >> 9), to, to.numbers + 8 * i);
+  }
+  for (int i = 0; i < 16; ++i) to.scales[i] = quarter_scale(from[66 + i / 2] >> i % 2 * 4 & 15, half_at(from));
+}
+
+// IQ2_XXS: four indices, then a word with four times seven signs and a scale.
+inline void read_iq2_xxs(const uint8_t* from, Block& to) {
+  for (int i = 0; i < 8; ++i) {
+    const uint8_t* index = from + 2 + 8 * i;
+    const auto word = word_at<uint32_t>(index + 4);
+    for (int j = 0; j < 4; ++j) {
+      read_entry(index[j], with_eighth(word >> 7 * j & 127), to, to.numbers + 32 * i + 8 * j);
+    }
+    to.scales[i] = quarter_scale(int(word >> 28), half_at(from));
+  }
+}
+
+// Eight numbers -1, 0 and 1 that are moved up or down by an eighth, in eighths.
+inline void read_moved(int index, bool is_down, const Block& block, uint8_t* numbers) {
+  for (int i = 0; i < 8; ++i) numbers[i] = uint8_t(8 * block.table[8 * index + i] + (is_down ? -1 : 1));
+}
+
+// IQ1_S: indices in 8 bits; words with three further bits of four indices, a scale, and where numbers move.
+inline void read_iq1_s(const uint8_t* from, Block& to) {
+  for (int i = 0; i < 8; ++i) {
+    const auto word = word_at<uint16_t>(from + 34 + 2 * i);
+    for (int j = 0; j < 4; ++j) {
+      read_moved(from[2 + 4 * i + j] | (word >> 3 * j & 7) << 8, word >> 15, to, to.numbers + 32 * i + 8 * j);
+    }
+    to.scales[i] = float(2 * (word >> 12 & 7) + 1) * 0.125f * half_at(from);
+  }
+}
+
+// IQ1_M: indices in 8 bits, three further bits and where numbers move, 16 scales in 3 bits, and a scale in 4 places.
+inline void read_iq1_m(const uint8_t* from, Block& to) {
+  const uint8_t *high = from + 32, *scales = from + 48;
+  for (int i = 0; i < 32; ++i) {
+    const int bits = high[i / 2] >> i % 2 * 4;
+    read_moved(from[i] | (bits & 7) << 8, bits & 8, to, to.numbers + 8 * i);
+  }
+  int whole = 0;
+  for (int i = 0; i < 4; ++i) whole |= scales[2 * i + 1] >> 4 << 4 * i;
+  for (int i = 0; i < 16; ++i) {
+    const int code = word_at<uint16_t>(scales + i / 4 * 2) >> i % 4 * 3 & 7;
+    to.scales[i] = float(2 * code + 1) * 0.125f * half_to_float(uint16_t(whole));
+  }
+}
+
 // Weights and bytes of a block, weights that share a scale, and the number that stands for 0. With 4 bits, numbers are
 // stored in 4 bits, otherwise in 8. Scales are stored in half precision where blocks have them so, otherwise in float32.
 struct BlockForm {
   int64_t weights, bytes, group, bits;
   int zero;
-  bool has_offsets, is_half;
+  bool has_offsets, is_half, has_table;
   void (*read)(const uint8_t*, Block&);
 };
 constexpr BlockForm kBlockForms[] = {
-  {32, 18, 32, 4, 8, false, true, read_short<4, false>}, {32, 20, 32, 4, 8, true, false, read_short<4, true>},
-  {32, 22, 32, 8, 16, false, true, read_short<5, false>}, {32, 24, 32, 8, 16, true, false, read_short<5, true>},
-  {32, 34, 32, 8, 128, false, true, read_q8_0}, {256, 144, 32, 4, 8, true, false, read_long<4>},
-  {256, 176, 32, 8, 16, true, false, read_long<5>}, {256, 210, 16, 8, 32, false, false, read_q6_k},
+  {32, 18, 32, 4, 8, false, true, false, read_short<4, false>},
+  {32, 20, 32, 4, 8, true, false, false, read_short<4, true>},
+  {32, 22, 32, 8, 16, false, true, false, read_short<5, false>},
+  {32, 24, 32, 8, 16, true, false, false, read_short<5, true>},
+  {32, 34, 32, 8, 128, false, true, false, read_q8_0},
+  {256, 144, 32, 4, 8, true, false, false, read_long<4>},
+  {256, 176, 32, 8, 16, true, false, false, read_long<5>},
+  {256, 210, 16, 8, 32, false, false, false, read_q6_k},
+  {256, 84, 16, 4, 8, true, false, false, read_q2_k},
+  {256, 110, 16, 4, 8, false, false, false, read_q3_k},
+  {32, 18, 32, 8, 0, false, true, true, read_iq4_nl},
+  {256, 136, 32, 8, 0, false, false, true, read_iq4_xs},
+  {32, 17, 32, 8, 0, false, false, true, read_mxfp4},
+  {256, 110, 32, 8, 0, false, false, true, read_iq3_s},
+  {256, 98, 32, 8, 0, false, false, true, read_iq3_xxs},
+  {256, 82, 16, 8, 0, false, false, true, read_iq2_s},
+  {256, 74, 16, 8, 0, false, false, true, read_iq2_xs},
+  {256, 66, 32, 8, 0, false, false, true, read_iq2_xxs},
+  {256, 50, 32, 8, 0, false, false, true, read_iq1_s},
+  {256, 56, 16, 8, 0, false, false, true, read_iq1_m},
 };
 static_assert(std::size(kBlockForms) == kNumBlockKinds);
 
@@ -114,6 +295,7 @@ inline bool fill_panel(const StoredBlocks& stored, int64_t panel) {
   }
   bool is_finite = true;
   Block block;
+  block.table = stored.table;
   for (int64_t at = 0; at < per_row; ++at) {
     for (int64_t r = 0; r < count; ++r) {
       const int64_t row = stored.order == nullptr ? panel * kPanelRows + r : stored.order[panel * kPanelRows + r];

@@ -273,8 +273,8 @@ def _refusal(what: str, path: Path, error: Exception) -> str:
 def open_gguf(path: Path) -> StoredModel:
     """Opens a GGUF file; its tensors are read later, one at a time.
 
-    Matrices in Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K keep their integers and scales; F32, F16 and BF16 are
-    read as they are. If there is no LM head, the LM head shares a quantized embedding's integers.
+    Matrices in the types of `gguf_blocks.FORMATS` keep their integers and scales; F32, F16 and BF16 are read as they
+    are. If there is no LM head, the LM head shares a quantized embedding's integers.
 
     Raises:
         ModelError: If the file is damaged, incomplete or a part of several files, or the architecture or the type of a

@@ -11,7 +11,6 @@ import os
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,11 +25,14 @@ from foretoken.decoder.native_storage import can_store_blocks, store_blocks
 from foretoken.decoder.quantized import QuantizedMatrix
 from foretoken.files.bounded_reads import check_regular
 from foretoken.models.config_checks import is_size
+from foretoken.models.quantization.gguf_blocks import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
     from typing import BinaryIO
+
+    from foretoken.models.quantization.gguf_blocks import Unpacked
 
 _MOST_ENTRIES = 1 << 16  # metadata keys, or tensors; a choice: the largest public files have some 2,000
 _MOST_ITEMS = 1 << 22  # of an array; a choice: vocabularies and their merges have some 500,000
@@ -49,88 +51,6 @@ _TYPES = (
 )  # by their numbers in files
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# Numbers (blocks, block) int8, scales (blocks, block / group), and offsets as scales or None.
-_Unpacked = tuple[Tensor, Tensor, Tensor | None]
-
-
-class _Format(NamedTuple):
-    """How integers are stored: in blocks of `block` weights and `num_bytes` bytes; `group` weights share a scale.
-
-    `bits`: of a number in a `QuantizedMatrix`. `unpack`: where there are no kernels. `is_half`: whether scales are in
-    half precision there.
-    """
-
-    block: int
-    num_bytes: int
-    bits: int
-    group: int
-    unpack: Callable[[Tensor], _Unpacked]
-    has_offsets: bool = False
-    is_half: bool = False
-
-
-def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16)
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    return torch.cat([packed & 15, packed >> 4], -1)
-
-
-def _shifted(packed: Tensor, shifts: range, mask: int) -> Tensor:
-    """Takes (..., bytes) apart into (..., shifts, bytes)."""
-    return packed.unsqueeze(-2) >> torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1) & mask
-
-
-def _centred(numbers: Tensor, zero: int) -> Tensor:
-    return numbers.flatten(1).view(torch.int8) - zero
-
-
-def _short_block(blocks: Tensor, *, bits: int, has_offset: bool) -> _Unpacked:
-    """Unpacks Q4_0, Q4_1, Q5_0 and Q5_1: a scale, an offset, the fifth bits, and 32 nibbles."""
-    zero, at = 1 << bits - 1, 4 if has_offset else 2
-    scales, numbers = _half(blocks, 0), _nibbles(blocks[:, at + (bits - 4) * 4 :])
-    if bits == 5:
-        numbers = numbers | _shifted(blocks[:, at : at + 4], range(8), 1).transpose(1, 2).flatten(1) << 4
-    if not has_offset:
-        return _centred(numbers, zero), scales, None
-    return _centred(numbers, zero), scales.float(), _half(blocks, 2).float() + zero * scales.float()
-
-
-def _q8_0(blocks: Tensor) -> _Unpacked:
-    return blocks[:, 2:].view(torch.int8), _half(blocks, 0), None
-
-
-def _long_block(blocks: Tensor, *, bits: int) -> _Unpacked:
-    """Unpacks Q4_K and Q5_K: a scale of scales and one of offsets, 8 of each in 6 bits, the fifth bits, and nibbles."""
-    low, high, rest = blocks[:, 4:16].split(4, 1)
-    scales = torch.cat([low & 63, rest & 15 | low >> 2 & 48], 1) * _half(blocks, 0).float()
-    offsets = torch.cat([high & 63, rest >> 4 | high >> 2 & 48], 1) * _half(blocks, 2).float()
-    numbers = _nibbles(blocks[:, 16 if bits == 4 else 48 :].unflatten(1, (4, 32))).flatten(1)
-    if bits == 5:
-        numbers = numbers | _shifted(blocks[:, 16:48], range(8), 1).flatten(1) << 4
-    zero = 1 << bits - 1
-    return _centred(numbers, zero), scales, zero * scales - offsets
-
-
-def _q6_k(blocks: Tensor) -> _Unpacked:
-    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))
-    high = _shifted(blocks[:, 128:192].unflatten(1, (2, 32)), range(0, 8, 2), 3).flatten(2)
-    scales = blocks[:, 192:208].contiguous().view(torch.int8) * _half(blocks, 208).float()
-    return _centred(low | high << 4, 32), scales, None
-
-
-_FORMATS = {
-    "Q4_0": _Format(32, 18, 4, 32, partial(_short_block, bits=4, has_offset=False), is_half=True),
-    "Q4_1": _Format(32, 20, 4, 32, partial(_short_block, bits=4, has_offset=True), has_offsets=True),
-    "Q5_0": _Format(32, 22, 8, 32, partial(_short_block, bits=5, has_offset=False), is_half=True),
-    "Q5_1": _Format(32, 24, 8, 32, partial(_short_block, bits=5, has_offset=True), has_offsets=True),
-    "Q8_0": _Format(32, 34, 8, 32, _q8_0, is_half=True),
-    "Q4_K": _Format(256, 144, 4, 32, partial(_long_block, bits=4), has_offsets=True),
-    "Q5_K": _Format(256, 176, 8, 32, partial(_long_block, bits=5), has_offsets=True),
-    "Q6_K": _Format(256, 210, 8, 16, _q6_k),
-}
-
 
 class StoredTensor(NamedTuple):
     """Where a tensor lies in a file; its type as llama.cpp names it, and its shape from the rows on."""
@@ -143,7 +63,7 @@ class StoredTensor(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         """Whether it is stored in integers."""
-        return self.type_name in _FORMATS
+        return self.type_name in FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,14 +114,14 @@ class GgufFile:
             ModelError: For scales that are not finite.
         """
         stored = self.tensors[name]
-        form = _FORMATS[stored.type_name]
+        form = FORMATS[stored.type_name]
         if can_store_blocks():
             scale_dtype = torch.float16 if form.is_half else torch.float32
             made = QuantizedMatrix.empty(
                 stored.shape[-2:], bits=form.bits, group=form.group, dtype=dtype, scale_dtype=scale_dtype,
                 has_offsets=form.has_offsets,
             )  # fmt: skip
-            if not store_blocks(made, self._rows(name, None, part), stored.type_name, order):
+            if not store_blocks(made, self._rows(name, None, part), stored.type_name, order, form.table):
                 raise self._not_finite(name)
             return made
         numbers, scales, offsets = zip(*self._pieces(name, order, part), strict=True)
@@ -245,10 +165,10 @@ class GgufFile:
         rows = torch.from_numpy(raw).view(stored.shape[0 if part is None else 1], -1)
         return rows if order is None else rows[order]
 
-    def _pieces(self, name: str, order: Tensor | None, part: int | None = None) -> Iterator[_Unpacked]:
+    def _pieces(self, name: str, order: Tensor | None, part: int | None = None) -> Iterator[Unpacked]:
         """Unpacks a matrix in pieces: numbers (rows, K) int8, scales and offsets (rows, K / group)."""
         stored = self.tensors[name]
-        form, cols = _FORMATS[stored.type_name], stored.shape[-1]
+        form, cols = FORMATS[stored.type_name], stored.shape[-1]
         for rows in self._rows(name, order, part).split(max(1, _WEIGHTS_AT_ONCE // cols)):
             numbers, scales, offsets = form.unpack(rows.view(-1, form.num_bytes))
             self._check_finite(name, scales)
@@ -440,14 +360,14 @@ def _read_header(path: Path, cursor: _Cursor) -> GgufFile:
 def _num_bytes(path: Path, name: str, kind: str, shape: tuple[int, ...]) -> int:
     if kind in _DENSE:
         block, num_bytes = 1, _DENSE[kind].itemsize
-    elif kind in _FORMATS:
-        block, num_bytes = _FORMATS[kind][:2]
+    elif kind in FORMATS:
+        block, num_bytes = FORMATS[kind][:2]
     else:
         raise ModelError(
-            f"{name} of '{path}' is stored as {kind}. Expected {', '.join([*_FORMATS, *_DENSE])}. Choose a file such "
+            f"{name} of '{path}' is stored as {kind}. Expected {', '.join([*FORMATS, *_DENSE])}. Choose a file such "
             "as Q4_K_M or Q8_0."
         )
-    if min(shape) == 0 or shape[-1] % block or (kind in _FORMATS and len(shape) not in (2, 3)):
+    if min(shape) == 0 or shape[-1] % block or (kind in FORMATS and len(shape) not in (2, 3)):
         expected = f"a matrix with rows of a multiple of {block} weights" if block > 1 else "at least one number"
         raise ModelError(
             f"{name} of '{path}' is {list(shape)} in {kind}. Expected {expected}. Copy or download the file again."
