@@ -25,7 +25,9 @@ _SIZES = {
     "num_key_value_heads": gguf.GGUFWriter.add_head_count_kv,
     "rms_norm_eps": gguf.GGUFWriter.add_layer_norm_rms_eps,
     "norm_epsilon": gguf.GGUFWriter.add_layer_norm_eps,
+    "layer_norm_eps": gguf.GGUFWriter.add_layer_norm_eps,
 }
+_PERMUTED = ("llama", "granite", "smollm3")  # rows that turn together are neighbours
 
 
 def blocks(weights: np.ndarray, type_: Type, seed: int = 0) -> np.ndarray:
@@ -82,6 +84,7 @@ def write(
     values: Iterable[Callable[[gguf.GGUFWriter], None]] = (),
     leave_out: Iterable[str] = (),
     tensors: dict[str, np.ndarray] | None = None,
+    joined: dict[str, tuple[str, ...]] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Writes a model; gives the weights that the file stands for, by their names in transformers.
 
@@ -91,6 +94,7 @@ def write(
         values: Add more to the header.
         leave_out: Tensors of the file that are not written.
         tensors: More of them, in float32.
+        joined: Tensors of a block that are written as one, row below row, by its name.
     """
     writer, config = gguf.GGUFWriter(path, architecture), model.config
     for field, add in _SIZES.items():
@@ -99,32 +103,37 @@ def write(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
     if tokenizer:
         add_tokenizer(writer)
     for add in values:
         add(writer)
-    stands_for = {}
-    own_weights = _split_experts(model.state_dict())
+    stands_for: dict[str, torch.Tensor] = {}
+    made: dict[str, tuple[np.ndarray, Type]] = {}
+    own_weights = _split_experts(model.state_dict(), is_interleaved=config.model_type == "gpt_oss")
     for number, ((key, weight), name) in enumerate(
         zip(own_weights.items(), _names(own_weights, config, architecture), strict=True)
     ):
         if key == "lm_head.weight" and tied:
             continue
-        type_ = Type.F32 if weight.ndim == 1 else matrices(key) if callable(matrices) else matrices
-        heads = _permuted_heads(key, config) if architecture == "llama" else 0
+        is_matrix = weight.ndim > 1 and not key.endswith(("bias", "norm.weight", "router.weight"))
+        type_ = Type.F32 if not is_matrix else matrices(key) if callable(matrices) else matrices
+        heads = _permuted_heads(key, config) if architecture in _PERMUTED else 0
         offset = int(architecture.startswith("gemma") and key.endswith("norm.weight"))
         weights = permuted(weight.numpy(), heads) if heads else weight.numpy() + offset
         stored = _blocks_of(weights, type_, number) if type_ != Type.F32 else np.ascontiguousarray(weights)
         read = gguf.dequantize(stored, type_)
         stands_for[key] = torch.from_numpy(restored(read, heads) if heads else read - offset)
         if name not in leave_out:
-            writer.add_tensor(name, stored, raw_dtype=type_)
+            made[name] = stored, type_
     if tied:
         stands_for["lm_head.weight"] = stands_for["model.embed_tokens.weight"]
-    stands_for = _joined_experts(stands_for)
+    stands_for = _joined_experts(stands_for, is_interleaved=config.model_type == "gpt_oss")
+    _join(made, joined or {})
+    for name, (stored, type_) in made.items():
+        writer.add_tensor(name, stored, raw_dtype=type_)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -134,32 +143,53 @@ def write(
     return stands_for
 
 
+def _join(made: dict[str, tuple[np.ndarray, Type]], joined: dict[str, tuple[str, ...]]) -> None:
+    """Replaces tensors by joined ones in place."""
+    for whole, parts in joined.items():
+        for name in [each for each in made if f".{parts[0]}." in each]:
+            of_parts = [made.pop(name.replace(parts[0], part)) for part in parts]
+            axis = -1 if of_parts[0][0].ndim == 1 else -2
+            made[name.replace(parts[0], whole)] = np.concatenate([each for each, _ in of_parts], axis), of_parts[0][1]
+
+
 def _blocks_of(weights: np.ndarray, type_: Type, seed: int) -> np.ndarray:
     """`blocks` of a matrix, or of the matrices of all experts."""
     made = blocks(weights.reshape(-1, weights.shape[-1]), type_, seed)
     return made.reshape(*weights.shape[:-1], -1)
 
 
-def _split_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gate and up of experts apart, as the conversion script has them."""
+def _split_experts(weights: dict[str, torch.Tensor], *, is_interleaved: bool) -> dict[str, torch.Tensor]:
+    """Gate and up of experts apart, as the conversion script has them; `is_interleaved`: their rows take turns."""
     found = {}
     for key, weight in weights.items():
-        if key.endswith("experts.gate_up_proj"):
-            for part, each in zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True):
-                found[key.replace("gate_up_proj", f"{part}.weight")] = each.contiguous()
+        stem, _, part = key.rpartition(".")
+        kind = "bias" if part.endswith("_bias") else "weight"
+        own = weight.transpose(1, 2) if is_interleaved and part in ("gate_up_proj", "down_proj") else weight
+        if stem.endswith("experts") and part.startswith("gate_up_proj"):
+            both = (own[:, ::2], own[:, 1::2]) if is_interleaved else own.chunk(2, 1)
+            for name, each in zip(("gate_proj", "up_proj"), both, strict=True):
+                found[f"{stem}.{name}.{kind}"] = each.contiguous()
+        elif stem.endswith("experts"):
+            found[f"{stem}.down_proj.{kind}"] = own.contiguous()
         else:
-            found[f"{key}.weight" if key.endswith("experts.down_proj") else key] = weight
+            found[f"{key}.weight" if part == "sinks" else key] = weight
     return found
 
 
-def _joined_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _joined_experts(weights: dict[str, torch.Tensor], *, is_interleaved: bool) -> dict[str, torch.Tensor]:
     found = {}
     for key, weight in weights.items():
-        if key.endswith("experts.gate_proj.weight"):
+        stem, _, kind = key.rpartition(".")
+        name = f"{stem}_bias" if kind == "bias" else stem
+        if stem.endswith("experts.gate_proj"):
             up = weights[key.replace("gate_proj", "up_proj")]
-            found[key.replace("gate_proj.weight", "gate_up_proj")] = torch.cat([weight, up], 1)
-        elif not key.endswith("experts.up_proj.weight"):
-            found[key.removesuffix(".weight") if key.endswith("experts.down_proj.weight") else key] = weight
+            both = torch.stack([weight, up], 2).flatten(1, 2) if is_interleaved else torch.cat([weight, up], 1)
+            name = name.replace("gate_proj", "gate_up_proj")
+            found[name] = both.transpose(1, 2) if is_interleaved and kind == "weight" else both
+        elif stem.endswith("experts.down_proj"):
+            found[name] = weight.transpose(1, 2) if is_interleaved and kind == "weight" else weight
+        elif not stem.endswith("experts.up_proj"):
+            found[stem if stem.endswith("sinks") else key] = weight
     return found
 
 

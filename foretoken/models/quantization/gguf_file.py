@@ -28,7 +28,7 @@ from foretoken.models.config_checks import is_size
 from foretoken.models.quantization.gguf_blocks import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -53,17 +53,37 @@ _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in a file; its type as llama.cpp names it, and its shape from the rows on."""
+    """Where a tensor lies in a file; its type as llama.cpp names it, and its shape from the rows on.
+
+    `stride`: bytes from one matrix of a tensor (matrices, rows, cols) to the next; 0 if they are side by side.
+    """
 
     type_name: str
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    stride: int = 0
 
     @property
     def is_quantized(self) -> bool:
         """Whether it is stored in integers."""
         return self.type_name in FORMATS
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has rows."""
+        return len(self.shape) > 1
+
+    def split_rows(self, counts: Sequence[int]) -> Iterator[StoredTensor]:
+        """Yields tensors of `counts` rows each, or numbers of a vector, one after another in this one."""
+        axis = len(self.shape) - (2 if self.is_matrix else 1)
+        matrices, rows = prod(self.shape[:axis]), self.shape[axis]
+        row_bytes, start = self.num_bytes // (matrices * rows), self.start
+        for count in counts:
+            shape = (*self.shape[:axis], count, *self.shape[axis + 1 :])
+            stride = 0 if matrices == 1 else rows * row_bytes
+            yield StoredTensor(self.type_name, shape, start, matrices * count * row_bytes, stride)
+            start += count * row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,24 +165,28 @@ class GgufFile:
             tensor = self._rows(name, order).view(_DENSE[stored.type_name]).view(stored.shape)
             self._check_finite(name, tensor)
             return tensor
-        tensor, start = torch.empty(stored.shape), 0
+        tensor, start = torch.empty(prod(stored.shape[:-1]), stored.shape[-1]), 0
         for numbers, scales, offsets in self._pieces(name, order):
             part = tensor[start : start + len(numbers)].view(*scales.shape, -1)
             torch.mul(numbers.view(part.shape), scales.float().unsqueeze(2), out=part)
             if offsets is not None:
                 part += offsets.unsqueeze(2)
             start += len(numbers)
-        return tensor
+        return tensor.view(stored.shape)
 
     def _rows(self, name: str, order: Tensor | None, part: int | None = None) -> Tensor:
-        """Returns a copy of the bytes of a tensor, or of a part of it, (rows, bytes of a row) uint8."""
+        """Returns a copy of the bytes of a tensor, or of a part of it, (rows of all, bytes of a row) uint8."""
         stored = self.tensors[name]
+        if part is None and stored.stride:
+            return torch.cat([self._rows(name, order, index) for index in range(stored.shape[0])])
         num_bytes = stored.num_bytes // (1 if part is None else stored.shape[0])
         with _opened(self.path, self.version) as cursor:
-            raw = np.fromfile(cursor.file, np.uint8, num_bytes, offset=stored.start + (part or 0) * num_bytes)
+            offset = stored.start + (part or 0) * (stored.stride or num_bytes)
+            raw = np.fromfile(cursor.file, np.uint8, num_bytes, offset=offset)
         if len(raw) < num_bytes:
             raise _damaged(self.path, f"the file ends before the data of {name}")
-        rows = torch.from_numpy(raw).view(stored.shape[0 if part is None else 1], -1)
+        axes = (stored.shape[:-1] or stored.shape) if part is None else stored.shape[1:2]
+        rows = torch.from_numpy(raw).view(prod(axes), -1)
         return rows if order is None else rows[order]
 
     def _pieces(self, name: str, order: Tensor | None, part: int | None = None) -> Iterator[Unpacked]:

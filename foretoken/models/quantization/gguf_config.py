@@ -1,0 +1,437 @@
+"""Reads the configuration that a GGUF file states, as transformers has it, and names the tensors of an architecture.
+
+What a file leaves out is as llama.cpp takes it; a setting that is not known is refused, because it may change the
+model. This module reads no weights but factors of positions.
+
+Source: `load_hparams` of ggml-org/llama.cpp, src/llama-model.cpp, and `load_arch_hparams` in src/models.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.models.config_checks import check_sizes, is_size
+from foretoken.models.quantization.gguf_vocabulary import read_vocabulary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from foretoken.models.quantization.gguf_file import GgufFile, StoredTensor
+
+_RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+_LAYER = "attention.layer_norm_epsilon"
+
+
+class Architecture(NamedTuple):
+    """How transformers has an architecture of llama.cpp.
+
+    Attributes:
+        model_type: Of transformers.
+        parts: The parts of a block by their tensors' names, where they differ from `PARTS`.
+        switches: Fields that a tensor's presence tells.
+        epsilon: The key of the norms' epsilon, and its field.
+        is_permuted: Whether rows of queries and keys are in pairs that turn together, see `row_order`.
+        scales: Fields of factors by their keys.
+        window: How many layers from one without a window to the next; 0: no layer has its own.
+        default_window: Of a file that does not state it; None for none.
+        has_own_head_dim: Whether the configuration has a field for it whatever its value.
+    """
+
+    model_type: str
+    parts: dict[str, str] = {}  # noqa: RUF012 - never changed
+    switches: dict[str, str] = {}  # noqa: RUF012
+    epsilon: tuple[str, str] = _RMS
+    is_permuted: bool = False
+    scales: dict[str, str] = {}  # noqa: RUF012
+    window: int = 0
+    default_window: int | None = None
+    has_own_head_dim: bool = False
+
+
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_MIXTURE = {"ffn_gate_inp": "mlp.gate"} | {
+    f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
+}
+_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_BIASES = _BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
+_COHERE = Architecture("cohere", switches=_BIAS | {"use_qk_norm": "blk.0.attn_q_norm.weight"},
+                       epsilon=(_LAYER, "layer_norm_eps"), scales={"logit_scale": "logit_scale"})  # fmt: skip
+_ARCHITECTURES = {
+    "llama": Architecture("llama", switches=_BIASES, is_permuted=True, has_own_head_dim=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", switches=_BIAS, has_own_head_dim=True),
+    "phi3": Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        {"use_bias": "blk.0.attn_q.bias"},
+        (_LAYER, "norm_epsilon"),
+    ),
+    "gemma2": Architecture("gemma2", _GEMMA, window=2, default_window=4096, has_own_head_dim=True),
+    "gemma3": Architecture("gemma3_text", _GEMMA, window=6, has_own_head_dim=True),
+    "qwen3moe": Architecture("qwen3_moe", _MIXTURE, _BIAS, has_own_head_dim=True),
+    "smollm3": Architecture("smollm3", switches=_BIASES, is_permuted=True),
+    "olmo2": Architecture("olmo2", _POST_NORMS, _BIAS),
+    "granite": Architecture(
+        "granite", switches=_BIASES, is_permuted=True,
+        scales={
+            "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
+            "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+        },
+    ),
+    "glm4": Architecture(
+        "glm4",
+        {
+            "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        _BIAS, has_own_head_dim=True,
+    ),
+    "exaone4": Architecture("exaone4", _POST_NORMS, has_own_head_dim=True),
+    "command-r": _COHERE,
+    "cohere2": _COHERE._replace(model_type="cohere2", switches=_BIAS, window=4),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        {
+            "attn_sinks": "self_attn.sinks", "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        } | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
+        _BIAS, window=2, has_own_head_dim=True,
+    ),
+}  # fmt: skip
+_MIXTRAL = _ARCHITECTURES["llama"]._replace(
+    model_type="mixtral", parts=_MIXTURE, switches={}, has_own_head_dim=False
+)  # "llama" with experts
+_OLMO3 = _ARCHITECTURES["olmo2"]._replace(model_type="olmo3", window=4)  # "olmo2" with a window
+_EXAONE4_32B = _ARCHITECTURES["exaone4"]._replace(window=4, default_window=4096)
+_LAYERS_OF_EXAONE4_32B = 64  # llama.cpp recognises these models by their layers too
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)")
+ROPE_FACTORS = "rope_freqs.weight"  # one for each pair of a head, in place of a formula's parameters
+LONG_ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_OTHERS = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_DERIVED = {
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window_pattern"),
+    *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scale_linear", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+    *("rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length", "nextn_predict_layers"),
+    *("vocab_size", "tensor_data_layout"),
+}
+
+
+class _Values:
+    """The values of a file's architecture, by their names without it."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path = file.path
+        self.name = str(file.values.get("general.architecture"))
+        if self.name not in _ARCHITECTURES:
+            raise ModelError(
+                f"'{self.path}' holds a model of the architecture {shown(self.name)}. Expected one of "
+                f"{', '.join(_ARCHITECTURES)}. Use safetensors of the model."
+            )
+        prefix = f"{self.name}."
+        self.own = {key.removeprefix(prefix): each for key, each in file.values.items() if key.startswith(prefix)}
+        self.is_mixture = bool(self.own.get("expert_count"))
+        self.architecture = self._architecture()
+        if self.is_mixture != ("ffn_gate_inp" in self.architecture.parts):
+            found, wanted = ("is a mixture of", "a dense model") if self.is_mixture else ("has no", "some")
+            raise self.refusal(f"{found} experts", wanted)
+        known = {*_SIZES, *_OTHERS, *_DERIVED, *self.architecture.scales, self.architecture.epsilon[0]}
+        unknown = self.own.keys() - known
+        if unknown:
+            raise self.refusal(f"has {prefix}{listed(unknown)}, which may change the model", "known settings")
+
+    def _architecture(self) -> Architecture:
+        if self.name == "llama" and self.is_mixture:
+            return _MIXTRAL
+        if self.name == "olmo2" and self.own.get("attention.sliding_window"):
+            return _OLMO3
+        if self.name == "exaone4" and self.own.get("block_count") == _LAYERS_OF_EXAONE4_32B:
+            return _EXAONE4_32B
+        return _ARCHITECTURES[self.name]
+
+    @property
+    def has_two_ropes(self) -> bool:
+        """Whether layers with a window rotate by another base or scaling."""
+        return self.architecture.model_type in ("gemma3_text", "olmo3")
+
+    def refusal(self, what: str, expected: str) -> ModelError:
+        return ModelError(f"'{self.path}' {what}. Expected {expected}. Use another file, or safetensors of the model.")
+
+    def number(self, key: str, default: Any = None) -> Any:
+        value = self.own.get(key, default)
+        if value is None:
+            raise self.refusal(f"lacks {self.name}.{key}", "every setting of its architecture")
+        expected = "a positive number"
+        if isinstance(value, list) and value:  # one for each layer
+            expected = "the same positive number for all layers"
+            value = value[0] if all(each == value[0] for each in value) else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.refusal(f"has {shown(value)} as {self.name}.{key}", expected)
+        return value
+
+    def size(self, key: str, default: Any = None) -> int:
+        value = self.number(key, default)
+        if not is_size(value):
+            raise self.refusal(f"has {shown(value)} as {self.name}.{key}", "a positive whole number")
+        return int(value)
+
+
+def read_config(file: GgufFile) -> tuple[Any, Architecture, GgufFile]:
+    """Returns the configuration of a file, its architecture, and the file with one tensor for each part of a block.
+
+    Raises:
+        ModelError: For an architecture or a setting that is not known, and for one that is missing.
+    """
+    values = _Values(file)
+    architecture, vocabulary = values.architecture, read_vocabulary(file)
+    ends = vocabulary.ends
+    inner = values.own.get("expert_feed_forward_length")
+    fields: dict[str, Any] = {
+        field: values.size(key, inner if key == "feed_forward_length" else None) for key, field in _SIZES.items()
+    }
+    file = _without_next_token_layers(values, file, fields)
+    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    fields[architecture.epsilon[1]] = values.number(architecture.epsilon[0])
+    # 0 switches a window or a cap off.
+    fields |= {
+        field: values.number(key) if values.own[key] else None for key, field in _OTHERS.items() if key in values.own
+    }
+    plain_dim = max(1, fields["hidden_size"] // heads)
+    head_dim = values.size("attention.key_length", plain_dim)
+    if values.size("attention.value_length", head_dim) != head_dim:
+        raise values.refusal("has values of another length than keys", "one length")
+    kv_heads = values.size("attention.head_count_kv", heads)
+    if "attn_qkv" not in architecture.parts:
+        file = _with_split_tensors(file, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+    fields |= {
+        "num_key_value_heads": kv_heads,
+        "rope_parameters": _rope(values, file, head_dim),
+        "bos_token_id": vocabulary.ids.get("bos"),
+        "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
+        "pad_token_id": vocabulary.ids.get("padding"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    if fields["tie_word_embeddings"] and values.name in ("gpt-oss", "olmo2"):
+        raise values.refusal("lacks output.weight", "the LM head of its architecture")
+    if "token_embd.weight" in file.tensors:
+        fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    if values.name in _LAYERS_OF_27B:
+        fields["query_pre_attn_scalar"] = plain_dim if layers == _LAYERS_OF_27B[values.name] else head_dim
+    if architecture.window:
+        fields |= _layer_types(values, layers)
+    elif values.name == "exaone4":
+        fields |= {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    if architecture.has_own_head_dim or head_dim != plain_dim:
+        fields["head_dim"] = head_dim
+    fields |= _scales(values, head_dim)
+    if values.is_mixture:
+        fields |= _mixture(values, fields["intermediate_size"])
+    fields |= {field: tensor in file.tensors for field, tensor in architecture.switches.items()}
+    from transformers import AutoConfig
+
+    with foreign_errors_as(ModelError, lambda err: refusal("configuration", file.path, err)):
+        config: Any = AutoConfig.for_model(architecture.model_type, **fields)
+    foreign = [key for key, field in _OTHERS.items() if values.own.get(key) and not hasattr(type(config), field)]
+    if foreign:
+        raise values.refusal(f"has {values.name}.{foreign[0]}, which may change the model", "known settings")
+    check_sizes(config, str(file.path))
+    return config, architecture, file
+
+
+def refusal(what: str, path: Path, error: Exception) -> str:
+    """Returns the message for an error of another library in a part of a file."""
+    return f"the {what} of '{path}' cannot be read: {one_line(error)}. Copy or download the file again."
+
+
+def _without_next_token_layers(values: _Values, file: GgufFile, fields: dict[str, Any]) -> GgufFile:
+    """Leaves out the layers behind the last one, which predict further tokens; changes the number in `fields`."""
+    layers = fields["num_hidden_layers"]
+    blocks = {name: int(match[1]) for name in file.tensors if (match := BLOCK.match(name))}
+    if layers != len(set(blocks.values())):
+        raise values.refusal(f"has {len(set(blocks.values()))} layers, and speaks of {layers}", "all layers")
+    if not values.own.get("nextn_predict_layers"):
+        return file
+    count = values.size("nextn_predict_layers")
+    if count >= layers:
+        raise values.refusal(f"has {count} layers for further tokens of {layers}", "fewer")
+    fields["num_hidden_layers"] = layers - count
+    return replace(file, tensors={
+        name: each for name, each in file.tensors.items() if blocks.get(name, 0) < layers - count
+    })  # fmt: skip
+
+
+def _with_split_tensors(file: GgufFile, sizes: list[int]) -> GgufFile:
+    """Returns a file with tensors that may be joined apart: queries, keys and values, and gates of experts.
+
+    sizes: Rows of queries, keys and values.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for name, stored in file.tensors.items():
+        rows = stored.shape[-2 if stored.is_matrix else -1]
+        stem, _, kind = name.rpartition(".")
+        block, _, part = stem.rpartition(".")
+        if part == "attn_qkv" and rows == sum(sizes):
+            apart = dict(zip(("attn_q", "attn_k", "attn_v"), stored.split_rows(sizes), strict=True))
+        elif part == "ffn_gate_up_exps" and kind == "weight" and rows % 2 == 0:
+            apart = dict(zip(("ffn_gate_exps", "ffn_up_exps"), stored.split_rows([rows // 2] * 2), strict=True))
+        else:
+            apart = {part: stored}
+        tensors |= {f"{block}.{each}.{kind}" if len(apart) > 1 else name: made for each, made in apart.items()}
+    return replace(file, tensors=tensors)
+
+
+def _scales(values: _Values, head_dim: int) -> dict[str, float]:
+    plain = {"attention_multiplier": head_dim**-0.5}
+    return {
+        field: float(
+            values.number(key, None if key == "logit_scale" and values.name != "command-r" else plain.get(field, 1.0))
+        )
+        for key, field in values.architecture.scales.items()
+    }
+
+
+def _mixture(values: _Values, intermediate: int) -> dict[str, Any]:
+    count, top_k = values.size("expert_count"), values.size("expert_used_count")
+    if top_k > count:
+        raise values.refusal(f"takes {top_k} of {count} experts", "at most all")
+    inner = values.size("expert_feed_forward_length", None if values.name == "gpt-oss" else intermediate)
+    if values.name in ("llama", "gpt-oss"):
+        return {"num_local_experts": count, "num_experts_per_tok": top_k, "intermediate_size": inner}
+    # llama.cpp scales the weights of a token's experts to sum to 1, whatever the model does.
+    return {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
+def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
+    theta, rotated = float(values.number("rope.freq_base", 10000.0)), values.size("rope.dimension_count", head_dim)
+    plain = {"rope_type": "default", "rope_theta": theta}
+    rope = plain | _scaling(values, file, rotated, theta)
+    if values.name in ("phi3", "glm4"):
+        rope["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        raise values.refusal(f"rotates {rotated} of {head_dim} numbers of a head", "all")
+    if values.name == "granite" and values.own.get("rope.scaling.finetuned") is False:
+        raise values.refusal("does not rotate queries and keys", "rotary positions")
+    if values.name == "gemma3":
+        plain["rope_theta"] = float(values.number("rope.freq_base_swa", 10000.0))
+    elif values.own.get("rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]:
+        raise values.refusal("rotates by another base in layers with a window", "one base")
+    return {"full_attention": rope, "sliding_attention": plain} if values.has_two_ropes else rope
+
+
+def _scaling(values: _Values, file: GgufFile, rotated: int, theta: float) -> dict[str, Any]:
+    """Returns what changes the angles of positions; {} for nothing."""
+    factor = values.own.get("rope.scaling.factor", values.own.get("rope.scale_linear"))
+    kind = values.own.get("rope.scaling.type", "linear" if factor not in (None, 0, 1) else "none")
+    has_factors = any(name in file.tensors for name in LONG_ROPE_FACTORS)
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise values.refusal(f"scales positions by {shown(kind)}", "none, linear, yarn or longrope")
+    if (kind != "none") + (ROPE_FACTORS in file.tensors) + (has_factors and kind != "longrope") > 1:
+        raise values.refusal("scales positions in two ways", "one")
+    if has_factors or kind == "longrope":
+        return _long_rope(values, file, rotated)
+    if kind != "yarn" and values.own.get("rope.scaling.attn_factor", 1) != 1:
+        raise values.refusal("has a factor of attention without the scaling of positions that has one", "yarn")
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_rope(values, file, theta, rotated)
+    if kind == "none":
+        return {}
+    found = {"rope_type": kind, "factor": float(values.number("rope.scaling.factor", factor))}
+    return found | (_yarn(values, found["factor"]) if kind == "yarn" else {})
+
+
+def _yarn(values: _Values, factor: float) -> dict[str, Any]:
+    key, plain = "rope.scaling.original_context_length", 0.1 * math.log(factor) + 1
+    found: dict[str, Any] = {"original_max_position_embeddings": values.size(key, values.size("context_length"))}
+    found |= {
+        name: float(values.number(f"rope.scaling.yarn_{name}"))
+        for name in ("beta_fast", "beta_slow")
+        if f"rope.scaling.yarn_{name}" in values.own
+    }
+    if (share := values.number("rope.scaling.attn_factor", 1)) != 1:
+        found["attention_factor"] = share * plain
+    # llama.cpp rounds the range of turns in between; gpt-oss was trained without.
+    return found | ({"truncate": False} if values.name == "gpt-oss" else {})
+
+
+def _long_rope(values: _Values, file: GgufFile, rotated: int) -> dict[str, Any]:
+    """Returns the parameters of LongRoPE: the file has its factors of short and of long texts."""
+    if values.name != "phi3" or any(
+        name not in file.tensors or file.tensors[name][:2] != ("F32", (rotated // 2,)) for name in LONG_ROPE_FACTORS
+    ):
+        raise values.refusal("scales positions by 'longrope'", f"{' and '.join(LONG_ROPE_FACTORS)} of phi3")
+    short, long = (file.dense(name).tolist() for name in LONG_ROPE_FACTORS)
+    return {
+        "rope_type": "longrope", "short_factor": short, "long_factor": long,
+        "attention_factor": float(values.number("rope.scaling.attn_factor", 1)),
+        "original_max_position_embeddings": values.size("rope.scaling.original_context_length"),
+    }  # fmt: skip
+
+
+def _llama3_rope(values: _Values, file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
+    """Returns the parameters of Llama 3 that give the file's factors; raises `ModelError` if there are none."""
+    if file.tensors[ROPE_FACTORS][:2] == ("F32", (rotated // 2,)):
+        factors = file.dense(ROPE_FACTORS).double()
+        largest, low, high, context = round(float(factors.max()), 4), 1.0, 4.0, 8192
+        turns = context / (2 * math.pi) * theta ** (-torch.arange(0, rotated, 2).double() / rotated)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        if torch.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": largest,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": context,
+            }
+    raise values.refusal(f"has factors of positions in {ROPE_FACTORS} that no formula gives", "those of Llama 3")
+
+
+def _layer_types(values: _Values, layers: int) -> dict[str, Any]:
+    window = values.own.get("attention.sliding_window", values.architecture.default_window)
+    if not window and values.name == "gemma3":
+        return {"layer_types": ["full_attention"] * layers}
+    pattern = values.own.get("attention.sliding_window_pattern", values.architecture.window)
+    if is_size(pattern):
+        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    if not window or not isinstance(pattern, list) or len(pattern) != layers:
+        raise values.refusal("does not say which layers have a sliding window", "a window and its pattern")
+    kinds = ["sliding_attention" if each else "full_attention" for each in pattern]
+    return {"layer_types": kinds, "sliding_window": values.size("attention.sliding_window", window)}
