@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from foretoken.bench.workload import SetupEngines, Workload, no_progress
+from foretoken.bench.workload import Asked, SetupEngines, Workload, no_progress, prompt_token_ids
 from foretoken.models.generic import run_plain
 from foretoken.runner.choice import PassWidths, likely_decoder
 from foretoken.runner.costs import measure_costs, pass_costs
@@ -113,11 +113,11 @@ def note_surprise(model: LoadedModel, tokenizer: Any, workload: Workload, rows: 
         row.nats_per_token = _surprise(model, tokenizer, workload.prompts, row.texts)
 
 
-def _surprise(model: LoadedModel, tokenizer: Any, prompts: Sequence[str], texts: list[list[int]]) -> float:
+def _surprise(model: LoadedModel, tokenizer: Any, prompts: Sequence[Asked], texts: list[list[int]]) -> float:
     """Returns the mean nats a token under the target at temperature 1; texts: prompt by prompt, once a repeat."""
     total, count = 0.0, 0
     for index, text in enumerate(texts):
-        prompt = list(tokenizer(prompts[index % len(prompts)])["input_ids"])
+        prompt = prompt_token_ids(prompts[index % len(prompts)], tokenizer)
         ids = torch.tensor([[*prompt, *text]])
         logits = run_plain(model.module, ids).logits[0, len(prompt) - 1 : -1].float()
         own = torch.tensor(text, device=logits.device).unsqueeze(1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.compare import measure_rounds, note_surprise
 from foretoken.bench.grid import Point, Refused, Serving
-from foretoken.bench.workload import SetupEngines, Workload, no_progress
+from foretoken.bench.workload import Asked, SetupEngines, Workload, no_progress
 from foretoken.core.errors import ConfigError, ForetokenError
 from foretoken.files.atomic_files import JournalFile, OutputDirectory, is_begun, new_file, told_as
 from foretoken.files.processes import is_lock
@@ -255,7 +255,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class SweepPlan:
     """The settings of a sweep: `together` points are measured in turn; prompt i gets `seed + i`."""
 
-    prompts: Sequence[str]
+    prompts: Sequence[Asked]
     max_tokens: int = 128
     seed: int = 0
     repeats: int = 1

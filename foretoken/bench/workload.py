@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import gzip
 import time
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
+from io import BytesIO
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from foretoken.bench.measurement import Measurement
 from foretoken.bench.speed_report import NO_CATEGORY, RunLog
-from foretoken.core.checks import check_text, shown
-from foretoken.core.errors import RequestError
+from foretoken.core.errors import RequestError, one_line
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.config import PLAIN, Setup
 from foretoken.entrypoints.llm import LLM
-from foretoken.files.bounded_reads import MIB, read_named
+from foretoken.files.bounded_reads import MIB, read_named, read_stream
+from foretoken.text.prompt_rows import PromptRow, json_lines, read_prompt_row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.core.records import StepRecord
     from foretoken.models.loading import LoadedModel
@@ -30,75 +33,83 @@ if TYPE_CHECKING:
 HELD_OUT = "heldout"
 _BUNDLED = {HELD_OUT: "completion", "edit": "edits", "prose": "prose"}  # sets, and the category of their prompts
 _ALL = "all"
-_MOST_BYTES = 512 * MIB  # largest file of prompts; a choice
-
-
-class Prompt(NamedTuple):
-    """A prompt and its category, as SPEED-Bench's "coding"; `NO_CATEGORY` if it has none."""
-
-    text: str
-    category: str
+_JSON_LINES = (".jsonl", ".jsonl.gz")
+_MOST_BYTES = 512 * MIB  # largest file of prompts, unpacked too; a choice
+_AT_ONCE = 8  # conversations whose first answers are written together; a choice
 
 
 def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[str]:
-    """Returns the texts of `categorised_prompts`; arguments and errors are the same."""
-    return [prompt.text for prompt in categorised_prompts(source, limit=limit)]
+    """Returns the texts of `read_prompts`; arguments and errors are the same."""
+    return [row.text for row in read_prompts(source, limit=limit)]
 
 
-def categorised_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    source: str = HELD_OUT, *, limit: int | None = None, groups: Mapping[str, str] = MappingProxyType({})
+) -> list[PromptRow]:
     """Reads prompts.
 
     Args:
         source: A bundled set, cut from Python files that the reference model never saw: "heldout" (code to be
             completed), "edit" (functions to be repeated with a name changed) or "prose" (docstrings to be completed),
-            or "all" for the three in turn. Or a `.jsonl` file with a `prompt` string in every line and perhaps a
-            `category` string, or any other text file as one prompt.
-        limit: Most prompts.
+            or "all" for the three. Or a `.jsonl` or `.jsonl.gz` file with rows as `foretoken.text.prompt_rows` reads
+            them, or any other text file as one prompt.
+        limit: Most rows, taken from each category in turn; None for all rows as they stand.
+        groups: New names of categories.
 
     Raises:
         RequestError: When the file is missing, empty, too large or of another form.
     """
-    if source == _ALL:
-        sets = [categorised_prompts(each) for each in _BUNDLED]
-        return [prompt for in_turn in zip_longest(*sets) for prompt in in_turn if prompt is not None][:limit]
-    if source in _BUNDLED:
-        text = (resources.files("foretoken.bench") / "prompts" / f"tinycode_{source}.jsonl").read_text(encoding="utf-8")
-        return _from_jsonl(text, source, _BUNDLED[source])[:limit]
+    if source in (*_BUNDLED, _ALL):
+        rows = [row for name in (_BUNDLED if source == _ALL else (source,)) for row in _bundled(name)]
+    else:
+        rows = _from_file(source)
+    rows = [replace(row, category=groups.get(row.category, row.category) or NO_CATEGORY) for row in rows]
+    if limit is None:
+        return rows
+    by_category: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        by_category.setdefault(row.category, []).append(row)
+    return [row for in_turn in zip_longest(*by_category.values()) for row in in_turn if row is not None][:limit]
+
+
+def _bundled(name: str) -> list[PromptRow]:
+    data = (resources.files("foretoken.bench") / "prompts" / f"tinycode_{name}.jsonl").read_bytes()
+    return [replace(row, category=_BUNDLED[name]) for row in _rows(data, name)]
+
+
+def _from_file(source: str) -> list[PromptRow]:
     path = Path(source)
     if not path.exists():
         names = ", ".join(map(repr, (*_BUNDLED, _ALL)))
         raise RequestError(f"there is no prompt file '{source}'. Expected {names}, a .jsonl or a text file.")
     try:
-        text = read_named(path, limit=_MOST_BYTES).decode("utf-8")
+        data = read_named(path, limit=_MOST_BYTES)
+        if path.suffix == ".gz":
+            unpacked = cast("BinaryIO", gzip.GzipFile(fileobj=BytesIO(data)))
+            data = read_stream(unpacked, f"'{source}'", limit=_MOST_BYTES)
+        if path.name.endswith(_JSON_LINES):
+            rows = _rows(data, source)
+        else:
+            rows = [PromptRow(where=source, raw=data.decode("utf-8"))]
     except UnicodeDecodeError as err:
         raise RequestError(f"'{source}' is not UTF-8 text: {err}. Expected UTF-8. Convert it first.") from err
-    except OSError as err:
-        raise RequestError(f"'{source}' cannot be read: {err.strerror}. Expected a .jsonl or a text file.") from err
-    prompts = _from_jsonl(text, source) if path.suffix == ".jsonl" else [Prompt(text, NO_CATEGORY)]
-    if not any(prompt.text for prompt in prompts):
+    except (OSError, EOFError, zlib.error) as err:
+        raise RequestError(f"'{source}' cannot be read: {one_line(err)}. Expected a .jsonl or a text file.") from err
+    if not any(row.text for row in rows):
         raise RequestError(f"'{source}' holds no prompt. Expected at least one that is not empty.")
-    return prompts[:limit]
+    return rows
 
 
-def _from_jsonl(text: str, source: str, otherwise: str = NO_CATEGORY) -> list[Prompt]:
-    """Returns the prompts of a file; `otherwise` is the category of lines without one."""
-    prompts = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut strings at U+2028
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            prompt, category = entry["prompt"], entry.get("category")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
-            raise RequestError(f'{source}:{number} is not an object with "prompt". Expected one a line.') from err
-        for name, value in (("prompt", prompt), ("category", otherwise if category is None else category)):
-            if not isinstance(value, str) or not value:
-                raise RequestError(
-                    f'{source}:{number}: "{name}" is {shown(value)}. Expected a string that is not empty.'
-                )
-            check_text(f'"{name}" of {source}:{number}', value)
-        prompts.append(Prompt(prompt, category or otherwise))
-    return prompts
+def _rows(data: bytes, source: str) -> list[PromptRow]:
+    rows = [read_prompt_row(row, where) for row, where, _ in json_lines(data.split(b"\n"), source)]
+    for row in rows:
+        if not row.text:
+            raise RequestError(f"{row.where} holds no text. Expected a prompt that is not empty. Remove the line.")
+    return rows
+
+
+Asked = str | list[int]
+"""A prompt to decode: text to continue, or the token ids of a conversation by the chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,28 +118,78 @@ class Workload:
 
     Attributes:
         temperatures: 0 for greedy; above, every request is sampled with its own seed.
-        max_tokens: Output tokens a prompt; the end-of-sequence token does not stop.
+        max_tokens: Output tokens a prompt. Text goes on after the end-of-sequence token, answers in a conversation end.
         seed: Seed of the first prompt; the i-th gets `seed + i`.
         categories: Category of each prompt; empty if they have none.
+        questions: Row of each prompt: the turns of a conversation have the same; empty if each prompt is a row.
     """
 
-    prompts: Sequence[str]
+    prompts: Sequence[Asked]
     temperatures: Sequence[float] = (0.0, 0.8)
     max_tokens: int = 128
     seed: int = 0
     categories: Sequence[str] = ()
+    questions: Sequence[int] = ()
 
     def params(self, temperature: float) -> list[SamplingParams]:
         """Returns the sampling parameters of every prompt."""
         return [
-            SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed + index, ignore_eos=True)
-            for index in range(len(self.prompts))
-        ]
+            SamplingParams(
+                temperature=temperature, max_tokens=self.max_tokens, seed=self.seed + index,
+                ignore_eos=isinstance(prompt, str),
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]  # fmt: skip
 
     def batches(self, batch_size: int) -> list[list[int]]:
         """Returns the indices of prompts that are decoded at once; the last batch may be smaller."""
         indices = list(range(len(self.prompts)))
         return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+
+
+def make_workload(
+    rows: Sequence[PromptRow], model: LoadedModel, tokenizer: Any, *, runner: str = "auto", **settings: Any
+) -> Workload:
+    """Returns the workload of some rows for a model: conversations by its chat template, if it has one.
+
+    A further turn follows the model's own answers to the turns before: by greedy plain decoding, at most `max_tokens`
+    tokens each. All setups therefore decode the same prompts. `settings` are fields of `Workload`. Raises
+    `RequestError` for a conversation that the template refuses or that exceeds the context.
+    """
+    empty = Workload(prompts=[], **settings)
+    prompts: list[list[Asked]] = [[] for _ in rows]
+    llm: LLM | None = None
+    now = list(enumerate(rows))
+    while now:
+        asked = [_asked(row, model, tokenizer) for _, row in now]
+        for (index, _), prompt in zip(now, asked, strict=True):
+            prompts[index].append(prompt)
+        going_on = [at for at, (_, row) in enumerate(now) if row.later_turns]
+        if not going_on:
+            break
+        llm = llm or LLM(model, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, runner=runner)
+        greedy = SamplingParams(temperature=0.0, max_tokens=empty.max_tokens)
+        outputs = llm.generate([asked[at] for at in going_on], greedy)
+        answers = [output.outputs[0].text.strip() for output in outputs]
+        further = [(now[at][0], now[at][1].followed(answer)) for at, answer in zip(going_on, answers, strict=True)]
+        now = [(index, row) for index, row in further if row is not None]
+    questions = [index for index, turns in enumerate(prompts) for _ in turns]
+    return replace(
+        empty,
+        prompts=[prompt for turns in prompts for prompt in turns],
+        categories=[rows[index].category for index in questions],
+        questions=questions,
+    )
+
+
+def _asked(row: PromptRow, model: LoadedModel, tokenizer: Any) -> Asked:
+    ids = row.token_ids(tokenizer, model.vocab_size, model.context_len)
+    return row.text if ids is None else ids
+
+
+def prompt_token_ids(prompt: Asked, tokenizer: Any) -> list[int]:
+    """Returns the token ids of a prompt."""
+    return list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ def bench(
     tokens per target pass. A user is one text, timed from its first token; the tokens/s of all include prefill.
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
-    from foretoken.bench.workload import Workload, categorised_prompts
+    from foretoken.bench.workload import make_workload, read_prompts
     from foretoken.entrypoints.config import checked_setups
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
@@ -76,15 +76,14 @@ def bench(
         options.with_synthetic_acceptance(setup, synthetic_acceptance, model)
         for setup in checked_setups(drafters, target=model)
     ]
-    cases, batch_sizes = categorised_prompts(prompts, limit=num_prompts), batch_size or [1]
-    workload = Workload(
-        prompts=[case.text for case in cases], temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed,
-        categories=[case.category for case in cases],
-    )  # fmt: skip
+    rows, batch_sizes = read_prompts(prompts, limit=num_prompts), batch_size or [1]
     loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     if refresh_costs:
         measure_anew(loaded, runner, max(batch_sizes))
     options.check_max_tokens(max_tokens, loaded)
+    workload = make_workload(
+        rows, loaded, tokenizer, runner=runner, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed
+    )
     measurements: list[Measurement] = []
     for size in batch_sizes:
         with progress("batches") as on_progress:
@@ -93,7 +92,7 @@ def bench(
                 on_progress=on_progress,
             )  # fmt: skip
     header = options.run_header(
-        loaded, runner=", ".join(dict.fromkeys(row.runner for row in measurements)), prompts=len(cases),
+        loaded, runner=", ".join(dict.fromkeys(row.runner for row in measurements)), prompts=len(workload.prompts),
         max_tokens=max_tokens, batch_size=batch_sizes[0] if len(batch_sizes) == 1 else batch_sizes, repeats=repeats,
         seed=seed,
         command=shlex.join(["foretoken", *sys.argv[1:]]),
@@ -241,7 +240,7 @@ def verify(
     rounding, and a bug otherwise.
     """
     from foretoken.bench.verify import verify_setups
-    from foretoken.bench.workload import Workload, load_prompts
+    from foretoken.bench.workload import make_workload, read_prompts
     from foretoken.entrypoints.config import checked_setups, parse_speculative_config
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
@@ -254,10 +253,12 @@ def verify(
                 f"the rule '{policy.rule}' of '{setup.name}' gives a seeded request another text of the same "
                 "distribution, which cannot be compared. Pass --temperature 0, or leave the rule out."
             )
-    texts = load_prompts(prompts, limit=num_prompts)
-    workload = Workload(prompts=texts, temperatures=temperatures, max_tokens=max_tokens, seed=seed)
+    rows = read_prompts(prompts, limit=num_prompts)
     loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     options.check_max_tokens(max_tokens, loaded)
+    workload = make_workload(
+        rows, loaded, tokenizer, runner=runner, temperatures=temperatures, max_tokens=max_tokens, seed=seed
+    )
     with progress("tokens") as on_progress:
         checks = verify_setups(
             loaded,
@@ -269,7 +270,9 @@ def verify(
             runner=runner,
             on_progress=on_progress,
         )
-    header = options.run_header(loaded, prompts=len(texts), max_tokens=max_tokens, seed=seed, runner=checks[0].runner)
+    header = options.run_header(
+        loaded, prompts=len(workload.prompts), max_tokens=max_tokens, seed=seed, runner=checks[0].runner
+    )
     if as_json:
         options.print_json({**header, "checks": [asdict(check) for check in checks]})
     else:
@@ -348,7 +351,7 @@ def bench_serve(
     of tokens per target pass; servers tell it with --spec-decode-metrics summary. A user is one request, timed from its
     first token.
     """
-    from foretoken.bench.workload import categorised_prompts
+    from foretoken.bench.workload import read_prompts
 
     try:
         from foretoken.bench.serving_load import Load, run_load
@@ -361,7 +364,7 @@ def bench_serve(
     concurrencies: list[int | None] = [*max_concurrency] if max_concurrency else [None]
     if save_result is not None and len(concurrencies) > 1:
         raise ConfigError("a file of --save-result holds one load. Expected one --max-concurrency, or --json.")
-    cases, key = categorised_prompts(prompts), _api_key(api_key_variable)
+    cases, key = read_prompts(prompts), _api_key(api_key_variable)
     asked = list(islice(cycle(cases), num_prompts))
     loads = [
         Load(

@@ -113,8 +113,8 @@ def data(
     jsonl: Annotated[
         list[str] | None,
         typer.Option(
-            help=".jsonl, .jsonl.gz or .json with text, prompt and completion, messages, or conversations. May be "
-            "repeated."
+            help=".jsonl, .jsonl.gz or .json with text, prompt and completion, messages, or another form that "
+            "--prompts of `foretoken bench` reads. May be repeated."
         ),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="Hugging Face data set: hub name, directory or file.")] = None,

@@ -363,7 +363,7 @@ def doctor(
         raise ConfigError("--train-check takes the sizes of a head. Expected one. Pass HEAD, or --method alone.")
     from foretoken.bench.compare import compare_setups
     from foretoken.bench.loss import split_loss
-    from foretoken.bench.workload import Workload, load_prompts
+    from foretoken.bench.workload import make_workload, read_prompts
     from foretoken.entrypoints.config import checked_setups
     from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.files import local_head, open_files
@@ -379,7 +379,7 @@ def doctor(
     setups = checked_setups(drafters, target=model)
     if any(setup.config is None for setup in setups):
         raise ConfigError("'plain' loses no speed to drafts. Expected a drafter. Pass -s ngram, or another one.")
-    texts = load_prompts(prompts, limit=num_prompts)
+    rows = read_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(max_tokens, loaded)
@@ -387,7 +387,7 @@ def doctor(
         head=place,
         method=method,
         train_check=train_check,
-        prompts=texts,
+        prompts=[row.text for row in rows],
         max_tokens=max_tokens,
         data=packed,
         runner=runner,
@@ -396,13 +396,13 @@ def doctor(
     checks = [] if head is None and method is None else examine(loaded, tokenizer, case)
     losses: list[tuple[str, Loss]] = []
     if setups:
-        workload = Workload(prompts=texts, temperatures=(0.0,), max_tokens=max_tokens)
+        workload = make_workload(rows, loaded, tokenizer, runner=runner, temperatures=(0.0,), max_tokens=max_tokens)
         with terminal.progress("batches") as on_progress:
-            plain, *rows = compare_setups(
+            plain, *measured = compare_setups(
                 loaded, tokenizer, setups, workload, batch_size=batch_size, runner=runner, on_progress=on_progress
             )
-        losses = [(row.setup, split_loss(row, plain)) for row in rows]
-    header = options.run_header(loaded, head=head, prompts=len(texts))
+        losses = [(row.setup, split_loss(row, plain)) for row in measured]
+    header = options.run_header(loaded, head=head, prompts=len(rows))
     if as_json:
         found = {"losses": [{"setup": name, **loss.as_dict()} for name, loss in losses]} if losses else {}
         options.print_json({**header, "checks": [asdict(check) for check in checks], **found})

@@ -115,10 +115,11 @@ Prompts = Annotated[
     str,
     typer.Option(
         metavar="PATH",
-        help="'heldout', 'edit', 'prose' or 'all' (bundled), a .jsonl file of {\"prompt\": …}, or a text file.",
+        help="'heldout', 'edit', 'prose' or 'all' (bundled), .jsonl or .jsonl.gz with rows of Spec-Bench, MT-bench, "
+        'HumanEval, GSM8K, MBPP, chats or {"prompt": …}, or a text file.',
     ),
 ]
-NumPrompts = Annotated[int, typer.Option(min=1, help="Use the first N prompts.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Use N prompts: of each category in turn the next one.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens a prompt.")]
 Temperatures = Annotated[list[float] | None, typer.Option(help="Temperature; may be repeated. Default: 0 and 0.8.")]
 Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the i-th gets seed + i.")]

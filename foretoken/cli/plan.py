@@ -16,10 +16,10 @@ from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import write_file
 
 if TYPE_CHECKING:
-    from foretoken.bench.workload import Workload
     from foretoken.planning.acceptance import Curve
     from foretoken.planning.plan import Page, Plan
     from foretoken.planning.predict import Prediction
+    from foretoken.text.prompt_rows import PromptRow
 
 _BATCHES = (1, 4, 8, 16)
 _CONTEXT = 1024  # tokens of a sequence on a described machine; a choice
@@ -122,12 +122,12 @@ def plan(
             host_ms=host_ms, context=context,
         )  # fmt: skip
     else:
-        from foretoken.bench.workload import Workload, load_prompts
+        from foretoken.bench.workload import read_prompts
 
-        texts = load_prompts(prompts, limit=num_prompts)
-        workload = Workload(prompts=texts, temperatures=temperatures, max_tokens=max_tokens, seed=seed)
+        rows = read_prompts(prompts, limit=num_prompts)
+        asked = {"temperatures": temperatures, "max_tokens": max_tokens, "seed": seed}
         found, planned, header = _measured(
-            model, dtype, device, threads, runner, setups, workload, batches, context, measure=measure
+            model, dtype, device, threads, runner, setups, rows, asked, batches, context, measure=measure
         )  # fmt: skip
         known = [*found, *(curve for curve in library() if curve.name not in {each.name for each in found})]
     curves = [*given, *(curve for curve in known if curve.name not in replaced)]
@@ -216,19 +216,25 @@ def _measured(
     threads: int | None,
     runner: str,
     setups: Mapping[str, Mapping[str, Any] | None],
-    workload: Workload,
+    rows: Sequence[PromptRow],
+    asked: Mapping[str, Any],
     batches: Sequence[int],
     context: int | None,
     *,
     measure: bool,
 ) -> tuple[list[Curve], dict[str, Any], dict[str, Any]]:
-    """Returns measured curves, the arguments of `make_plan` for this machine, and the conditions."""
+    """Returns measured curves, the arguments of `make_plan` for this machine, and the conditions.
+
+    `asked` are settings of the workload.
+    """
     from foretoken.bench.measurement import processor_name
+    from foretoken.bench.workload import make_workload
     from foretoken.decoder.slot_cache import share_of_free
     from foretoken.planning import measure as measuring
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
-    options.check_max_tokens(workload.max_tokens, loaded)
+    options.check_max_tokens(asked["max_tokens"], loaded)
+    workload = make_workload(rows, loaded, tokenizer, runner=runner, **asked)
     context = _fitting(context, loaded.context_len, model)
     with progress("prompts") as on_progress:
         found = measuring.measure(

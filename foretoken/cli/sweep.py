@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from foretoken.bench.grid import Point, Refused, Serving
     from foretoken.bench.sweep import PointResult, SweepPlan, SweepResults
+    from foretoken.bench.workload import Asked
+    from foretoken.text.prompt_rows import PromptRow
 
 _NAMES = "Name; may be repeated."
 
@@ -90,7 +92,7 @@ def sweep(
         return
     from foretoken.bench.grid import SETUP_AXIS, expand, joined_axes, parse_axis, read_grid
     from foretoken.bench.sweep import OUTPUT, SweepPlan
-    from foretoken.bench.workload import load_prompts
+    from foretoken.bench.workload import read_prompts
     from foretoken.core.errors import ConfigError
 
     if out is None:
@@ -110,14 +112,10 @@ def sweep(
     if not points:
         reasons = dict.fromkeys(each.reason for each in refused)
         raise ConfigError(f"every combination is refused: {' '.join(reasons)}")
-    plan = SweepPlan(
-        prompts=load_prompts(prompts, limit=num_prompts),
-        max_tokens=max_tokens,
-        seed=seed,
-        repeats=repeats,
-        together=together,
-    )
+    rows = read_prompts(prompts, limit=num_prompts)
     run = _Run(model=model, device=device, threads=threads, prompts=prompts)
+    asked = run.prompts(rows, points[0].serving, max_tokens)
+    plan = SweepPlan(prompts=asked, max_tokens=max_tokens, seed=seed, repeats=repeats, together=together)
     _measure(run, out, given, points, refused, plan)
     _show(SweepResults(out), out, wide=wide, as_json=as_json)
 
@@ -133,6 +131,13 @@ class _Run:
             self._loaded = (dtype, options.load_target(self._model, dtype, self._device, self._threads))
         return self._loaded[1]
 
+    def prompts(self, rows: Sequence[PromptRow], serving: Serving, max_tokens: int) -> Sequence[Asked]:
+        from foretoken.bench.workload import make_workload
+
+        loaded, tokenizer = self.load_target(serving.dtype)
+        options.check_max_tokens(max_tokens, loaded)
+        return make_workload(rows, loaded, tokenizer, runner=serving.runner, max_tokens=max_tokens).prompts
+
     def conditions(self, axes: dict[str, list[Any]], plan: SweepPlan, dtype: str) -> dict[str, Any]:
         import hashlib
 
@@ -140,13 +145,12 @@ class _Run:
         from foretoken.formats.checkpoint import TargetFingerprint
 
         loaded, _ = self.load_target(dtype)
-        options.check_max_tokens(plan.max_tokens, loaded)
         header = options.run_header(
             loaded, processor=processor_name(), prompts=self._prompts, num_prompts=len(plan.prompts),
             max_tokens=plan.max_tokens, repeats=plan.repeats, seed=plan.seed,
         )  # fmt: skip
         del header["dtype"]  # dtype is an axis
-        texts = hashlib.sha256("\0".join(plan.prompts).encode()).hexdigest()[:16]
+        texts = hashlib.sha256("\0".join(map(str, plan.prompts)).encode()).hexdigest()[:16]
         target = TargetFingerprint.of(loaded).model_dump(mode="json", exclude={"name"})
         return {**header, "prompts_sha256": texts, "target": target, "axes": axes}
 

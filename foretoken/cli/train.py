@@ -236,7 +236,7 @@ def tree(
     that the tokens before it were right. The tree holds the nodes with the greatest products of rates along their
     paths.
     """
-    from foretoken.bench.workload import TokenProgress, Workload, load_prompts
+    from foretoken.bench.workload import TokenProgress, make_workload, read_prompts
     from foretoken.core.token_tree import MAX_NODES
     from foretoken.files.atomic_files import check_writable, told_as, write_file
     from foretoken.training.evaluation import measured_acceptance, tuned_tree
@@ -248,10 +248,12 @@ def tree(
         raise ConfigError(f"'{out}' exists already. Expected a new file. Choose another or remove it.")
     if out is not None:
         check_writable(out, ConfigError, _TREE_ADVICE)
-    texts = load_prompts(prompts, limit=num_prompts)
-    workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
+    rows = read_prompts(prompts, limit=num_prompts)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(max_tokens, loaded)
+    workload = make_workload(
+        rows, loaded, tokenizer, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed
+    )
     drafter, deepest = _drafter(drafter_options, loaded, tokenizer)
     if depth is not None and depth > (deepest or _DEEPEST):
         raise ConfigError(f"--depth is {depth}, but drafts are {deepest or _DEEPEST} deep at most. Expected no more.")
@@ -265,7 +267,7 @@ def tree(
         with told_as(ConfigError, f"'{out}'", _TREE_ADVICE):
             write_file(out, json.dumps(choices) + "\n")
     header = options.run_header(
-        loaded, drafter=name, prompts=len(texts), max_tokens=max_tokens,
+        loaded, drafter=name, prompts=len(workload.prompts), max_tokens=max_tokens,
         temperatures=list(workload.temperatures), seed=seed,
     )  # fmt: skip
     if as_json:
@@ -314,7 +316,7 @@ def acceptance(
         facts = saved_head(
             replace(checkpoint, target=checkpoint.target or TargetFingerprint.of(loaded)), out, target=loaded,
             tokenizer=tokenizer, dtype=str(stored).removeprefix("torch."),
-            workload=held_out_workload(prompts, num_prompts), on_progress=on_progress,
+            workload=held_out_workload(prompts, num_prompts, loaded, tokenizer), on_progress=on_progress,
         )  # fmt: skip
     assert facts is not None, "there is one process"
     if as_json:
@@ -346,25 +348,27 @@ def stop(
     accepted. On a quarter of the texts the threshold and the greatest length are chosen that give most tokens a second,
     by passes and drafts that are timed here. Use a rule as -s METHOD:control=disco, or control=specdec_pp.
     """
-    from foretoken.bench.workload import TokenProgress, Workload, load_prompts
+    from foretoken.bench.workload import TokenProgress, make_workload, read_prompts
     from foretoken.drafters.base import LONGEST_CHAIN
     from foretoken.training import stopping
     from foretoken.trees.stopping import TRAINED, check_place, write_rule
 
     name, drafter_options = _one_drafter(speculative_config, model)
-    texts = load_prompts(prompts, limit=num_prompts)
-    if len(texts) < 2:
+    asked = read_prompts(prompts, limit=num_prompts)
+    if len(asked) < 2:
         raise ConfigError("there is one prompt. Expected two at least, to train on and to choose thresholds by.")
-    workload = Workload(prompts=texts, temperatures=temperature or (0.0,), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(max_tokens, loaded)
+    workload = make_workload(
+        asked, loaded, tokenizer, temperatures=temperature or (0.0,), max_tokens=max_tokens, seed=seed
+    )
     drafter, deepest = _drafter(drafter_options, loaded, tokenizer)
     place, depth = Path(str(drafter_options.model)), min(depth or LONGEST_CHAIN, deepest or _DEEPEST)
     if not place.exists():
         raise ConfigError(f"'{place}' is no directory here. Expected one, to keep the rules in. Download the drafter.")
     check_place(place)
     seconds = stopping.iteration_seconds(
-        loaded, tokenizer, texts, options=drafter_options, controls=("fixed", *TRAINED), depth=depth
+        loaded, tokenizer, workload.prompts, options=drafter_options, controls=("fixed", *TRAINED), depth=depth
     )
     with progress("tokens") as on_progress:
         counter = TokenProgress(workload, len(workload.temperatures), report=on_progress)
@@ -379,7 +383,8 @@ def stop(
             "tokens_per_s": replayed.rate, "tau": replayed.tokens / replayed.passes, "calibration_error": error,
         })  # fmt: skip
     header = options.run_header(
-        loaded, drafter=name, prompts=len(texts), max_tokens=max_tokens, temperatures=list(workload.temperatures),
+        loaded, drafter=name, prompts=len(workload.prompts), max_tokens=max_tokens,
+        temperatures=list(workload.temperatures),
         seed=seed,
     )  # fmt: skip
     if as_json:

@@ -15,7 +15,7 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.bench.compare import in_turn
-from foretoken.bench.workload import Workload, no_progress
+from foretoken.bench.workload import Asked, Workload, no_progress, prompt_token_ids
 from foretoken.core.errors import ConfigError
 from foretoken.drafting.costs import fastest_by_depth
 from foretoken.drafting.draft_timing import time_drafts
@@ -112,7 +112,7 @@ class _ObservedEngine:
             speculative_config=config, on_step=self._records.append, enable_prefix_caching=False, **options
         )  # fmt: skip
 
-    def observe(self, into: Observed, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+    def observe(self, into: Observed, prompts: Sequence[Asked], params: Sequence[SamplingParams]) -> None:
         """Decodes some prompts at once and adds the iterations to `into`."""
         self._records.clear()
         begin = time.perf_counter()
@@ -359,4 +359,4 @@ def _deepest(make: Callable[[Mapping[str, Any]], _ObservedEngine], config: Mappi
 
 def _mean_context(workload: Workload, tokenizer: Any) -> float:
     """Returns the mean committed tokens of a sequence in the middle of its output."""
-    return fmean(len(tokenizer(prompt)["input_ids"]) for prompt in workload.prompts) + workload.max_tokens / 2
+    return fmean(len(prompt_token_ids(each, tokenizer)) for each in workload.prompts) + workload.max_tokens / 2

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.bench.workload import TokenProgress, Workload, load_prompts, no_progress
+from foretoken.bench.workload import TokenProgress, Workload, make_workload, no_progress, read_prompts
 from foretoken.core.errors import ConfigError
 from foretoken.core.results import GenerationMetrics
 from foretoken.entrypoints.llm import LLM
@@ -339,12 +339,12 @@ def saved_draft_model(
     return {**facts, "directory": str(out)}
 
 
-def held_out_workload(prompts: str, num_prompts: int) -> Workload | None:
-    """Returns the workload of a head's measurement; None for no prompts. Raises as `load_prompts`."""
+def held_out_workload(prompts: str, num_prompts: int, target: LoadedModel, tokenizer: Any) -> Workload | None:
+    """Returns the workload of a head's measurement; None for no prompts. Raises as `read_prompts`."""
     if not num_prompts:
         return None
-    texts = load_prompts(prompts, limit=num_prompts)
-    return Workload(prompts=texts, temperatures=TEMPERATURES, max_tokens=_MAX_TOKENS)
+    rows = read_prompts(prompts, limit=num_prompts)
+    return make_workload(rows, target, tokenizer, temperatures=TEMPERATURES, max_tokens=_MAX_TOKENS)
 
 
 def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | None) -> Callable[[float], float]:

@@ -37,7 +37,7 @@ from foretoken.trees.stopping import POSITION_SCALE, TRAINED, StopRule, acceptan
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from foretoken.bench.workload import TokenProgress, Workload
+    from foretoken.bench.workload import Asked, TokenProgress, Workload
     from foretoken.core.records import StageSeconds, StepRecord
     from foretoken.drafters.base import DrafterOptions
     from foretoken.models.loading import LoadedModel
@@ -261,7 +261,7 @@ class IterationSeconds(NamedTuple):
 def iteration_seconds(
     model: LoadedModel,
     tokenizer: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[Asked],
     *,
     options: DrafterOptions,
     controls: Sequence[str],

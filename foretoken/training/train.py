@@ -263,7 +263,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # reports too little data before the work
     evaluation = _evaluation(held_out, eval_every, length, tokenizer, target.vocab_size, model=name)
-    workload = held_out_workload(prompts, num_prompts)
+    workload = held_out_workload(prompts, num_prompts, target, tokenizer)
     if on_step is not None:
         on_step = _with_seconds_after(on_step, held_out_seconds(target, tokenizer, workload))
     common: dict[str, Any] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.serving_load import Answer, DraftCounts, Load, LoadRun
 from foretoken.bench.serving_results import load_results
 from foretoken.bench.speed_report import RunLog, speed_report
-from foretoken.bench.workload import Prompt, categorised_prompts, load_prompts
-from foretoken.core.errors import RequestError
+from foretoken.bench.workload import load_prompts, read_prompts
 from foretoken.core.records import StepRecord
 
 CATEGORIES = ["coding", "math", "coding", "writing"]
@@ -128,20 +126,10 @@ def test_counters_of_a_server_give_rates_but_no_lengths() -> None:
 
 
 def test_bundled_prompts_have_categories() -> None:
-    in_turn = categorised_prompts("all", limit=5)
+    in_turn = read_prompts("all", limit=5)
     assert [prompt.category for prompt in in_turn] == ["completion", "edits", "prose", "completion", "edits"]
     assert in_turn[3].text == load_prompts("heldout")[1]
-    assert len(categorised_prompts("all")) == sum(len(load_prompts(name)) for name in ("heldout", "edit", "prose"))
-
-
-def test_files_may_name_categories(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a", "category": "math"}\n{"prompt": "b"}\n{"prompt": "c", "category": null}\n')
-    assert categorised_prompts(str(file)) == [Prompt("a", "math"), Prompt("b", "all"), Prompt("c", "all")]
-    for bad in ('{"prompt": "a", "category": 3}', '{"prompt": "a", "category": ""}'):
-        file.write_text(bad)
-        with pytest.raises(RequestError, match=r'"category" is .* Expected a string that is not empty'):
-            categorised_prompts(str(file))
+    assert len(read_prompts("all")) == sum(len(load_prompts(name)) for name in ("heldout", "edit", "prose"))
 
 
 BENCH = (

@@ -148,15 +148,20 @@ def test_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('{"text": "b"}', 'is not an object with "prompt"'),
-        ("[1]", 'is not an object with "prompt"'),
-        ("7", 'is not an object with "prompt"'),
-        ("{", 'is not an object with "prompt"'),
-        ("[" * 100_000, 'is not an object with "prompt"'),
-        ('{"prompt": 7}', '"prompt" is 7. Expected a string'),
-        ('{"prompt": null}', '"prompt" is None. Expected a string'),
-        ('{"prompt": ""}', "\"prompt\" is ''. Expected a string that is not empty"),
+        ('{"txt": "b"}', "has the columns ['txt'], none that is known. Expected 'messages', 'conversations', 'turns'"),
+        ("[1]", "is list. Expected an object with 'messages'"),
+        ("7", "is int. Expected an object with 'messages'"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"prompt": 7}', "'prompt' is 7. Expected text"),
+        ('{"prompt": null}', "holds no text. Expected a prompt that is not empty"),
+        ('{"prompt": ""}', "holds no text. Expected a prompt that is not empty"),
         ('{"prompt": "\\ud800"}', "holds a lone surrogate"),
+        ('{"prompt": "a", "category": 3}', "'category' is 3. Expected text"),
+        ('{"turns": "a"}', "'turns' is 'a'. Expected a list of texts that are not empty"),
+        ('{"turns": []}', "'turns' is []. Expected a list of texts that are not empty"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', "turn 0 of 'messages' has the role 'bot'"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "holds no text. Expected a prompt"),
     ],
 )
 def test_lines_of_prompt_sets(line: str, sentence: str, tmp_path: Path) -> None:
@@ -173,8 +178,8 @@ def test_a_line_separator_inside_a_prompt(tmp_path: Path) -> None:
 
 def test_prompt_sets(tmp_path: Path) -> None:
     lines = tmp_path / "prompts.jsonl"
-    lines.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    assert_refused(run("bench", MODEL, "--prompts", str(lines)), 'prompts.jsonl:2 is not an object with "prompt"')
+    lines.write_text('{"prompt": "a"}\n{"txt": "b"}\n')
+    assert_refused(run("bench", MODEL, "--prompts", str(lines)), "prompts.jsonl:2 has the columns ['txt']")
     assert_refused(run("verify", MODEL, "--prompts", "none.jsonl"), "there is no prompt file 'none.jsonl'")
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,14 @@ from foretoken.core.errors import ConfigError, ModelError, RequestError, one_lin
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_ids import common_prefix_len, tokenizer_sha
 from foretoken.files.bounded_reads import check_regular
-from foretoken.training.data.records import Document, Message, Record
+from foretoken.training.data.records import Document, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from foretoken.entrypoints.llm import LLM
+    from foretoken.text.prompt_rows import Message
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NO_ASSISTANT = "conversations without an assistant turn"
@@ -284,28 +285,44 @@ class SelfDistiller:
     def documents(self, records: Iterable[Record]) -> Iterator[tuple[Record, Document]]:
         """Yields documents in the order of the records; writes new ones to the file before they are yielded.
 
+        Later turns of a record follow all first turns, and the target's own answers.
+
         A prompt is the start of a plain text, the prompt of a completion, or a conversation up to the last user turn
         that leaves room for the response. Only the response is supervised. An EOS that the target did not write is
         appended unsupervised. Raises `RequestError` when the file is of other settings, another target or other
         records, or cannot be written, `ModelError` when the target fails.
         """
-        stored = self._stored()
-        self.num_resumed = len(stored)
-        prompts = self._prompts(records)
-        for index, (line, (record, prompt)) in enumerate(zip(stored, prompts, strict=False)):
-            if line["prompt"] != prompt:
-                raise RequestError(
-                    f"'{self._path}': document {index} has another prompt than {record.where}. Expected the same data "
-                    "as in the run to continue. Delete the file to begin anew."
-                )
-            yield record, self._document(prompt, line["response"])
-        index = len(stored)
-        while batch := list(islice(prompts, self._call)):
-            lines = self._generated([prompt for _, prompt in batch], index)
-            self._append("".join(json.dumps(line) + "\n" for line in lines))
-            for (record, prompt), line in zip(batch, lines, strict=True):
-                yield record, self._document(prompt, line["response"])
-            index += len(batch)
+        stored = deque(self._stored())
+        self.num_resumed, index = len(stored), 0
+        waiting = records
+        while True:  # the first turns of all records, then the second turns, and so on
+            prompts, later = self._prompts(waiting), list[Record]()
+            while batch := list(islice(prompts, self._call)):
+                known = [stored.popleft() for _ in batch[: len(stored)]]
+                for number, ((record, prompt), line) in enumerate(zip(batch, known, strict=False), start=index):
+                    if line["prompt"] != prompt:
+                        raise RequestError(
+                            f"'{self._path}': document {number} has another prompt than {record.where}. Expected the "
+                            "same data as in the run to continue. Delete the file to begin anew."
+                        )
+                    yield self._finished(record, line, later)
+                new = batch[len(known) :]
+                if new:
+                    lines = self._generated([prompt for _, prompt in new], index + len(known))
+                    self._append("".join(json.dumps(line) + "\n" for line in lines))
+                    for (record, _), line in zip(new, lines, strict=True):
+                        yield self._finished(record, line, later)
+                index += len(batch)
+            if not later:
+                return
+            waiting = later
+
+    def _finished(self, record: Record, line: dict[str, Any], later: list[Record]) -> tuple[Record, Document]:
+        """Returns a record's document; appends the record's next turn, if there is one, to `later`."""
+        if record.later_turns:
+            answer = str(self._tokenizer.decode(line["response"], skip_special_tokens=True)).strip()
+            later.extend(filter(None, [record.followed(answer)]))
+        return record, self._document(line["prompt"], line["response"])
 
     def _prompts(self, records: Iterable[Record]) -> Iterator[tuple[Record, list[int]]]:
         waiting = iter(records)

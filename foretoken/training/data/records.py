@@ -13,24 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import ConfigError, RequestError, foreign_errors_as, nearest_name_hint, one_line
+from foretoken.text.prompt_rows import PromptRow, json_lines, read_prompt_row
 
 if TYPE_CHECKING:
-    _Row = tuple[Any, str, int]  # a row, its place for messages, and its size
-
-Message = dict[str, str]
-_ROLES = {"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool"}
-_SHAREGPT_ROLES = {
-    **_ROLES,
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
-_COMPLETIONS = ("completion", "response")
-_CHATS = ("messages", "conversations")
+    from foretoken.text.prompt_rows import JsonRow, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +29,8 @@ class Record:
         text: The document, or the completion of `prompt`.
         prompt: The text before the completion; None for a plain document.
         messages: The turns of a conversation, each with `role` and `content`; None for the other forms.
+        later_turns: The user's further turns, which follow the target's own answers.
+        first_key: `key` of the record that a later turn comes from; "" for a record of a source.
         size: The part of its source's total that this record took.
     """
 
@@ -49,83 +38,55 @@ class Record:
     text: str = ""
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
+    later_turns: tuple[str, ...] = ()
+    first_key: str = ""
     size: int = 0
 
     @property
     def key(self) -> str:
-        """SHA-256 of the content, without `where`, as hexadecimal digits."""
-        content = json.dumps([self.text, self.prompt, self.messages], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        """SHA-256 of the content, without `where`, as hexadecimal digits; of all turns of a conversation the first's.
+
+        The turns of one conversation therefore lie on the same side of a split.
+        """
+        content = json.dumps([self.text, self.prompt, self.messages, *self.later_turns], sort_keys=True)
+        return self.first_key or hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def share(self) -> float:
         """A number in 0..1 from a hash of the content, spread evenly over contents."""
         return int(self.key[:12], 16) / 16**12
 
+    def followed(self, answer: str) -> Record | None:
+        """Returns the next turn, after the target's answer to this one; None if there is no further turn."""
+        row = PromptRow(where=self.where, messages=self.messages or (), later_turns=self.later_turns).followed(answer)
+        if row is None:
+            return None
+        return Record(where=self.where, messages=row.messages, later_turns=row.later_turns, first_key=self.key)
+
 
 def read_row(row: Any, where: str, *, text_column: str = "text", size: int = 0) -> Record | None:
-    """Returns a record from a row, or None without text; the first form that fits counts: conversation, prompt, text.
+    """Returns a record from a row, or None without text.
 
     Args:
-        row: With `messages` (role, content) or `conversations` (from, value), `prompt` with `completion` or
-            `response`, or `text`.
+        row: In a form of `foretoken.text.prompt_rows`. A `prompt` may have a `completion`, `response` or `output`.
         text_column: The column of plain text; a name other than "text" comes before all other forms.
 
     Raises:
         RequestError: When no form fits, a value is not of its type, or a role is unknown.
     """
-    if not isinstance(row, Mapping):
-        raise RequestError(f"{where} is {type(row).__name__}. Expected an object with columns.")
-    if text_column == "text":
-        for column in _CHATS:
-            if row.get(column) is not None:
-                messages = _messages(row[column], column, where)
-                return Record(where=where, messages=messages, size=size) if messages else None
-        if "prompt" in row:
-            completion = next((column for column in _COMPLETIONS if row.get(column) is not None), None)
-            text = "" if completion is None else _string(row[completion], completion, where)
-            prompt = _string(row["prompt"], "prompt", where)
-            return Record(where=where, text=text, prompt=prompt, size=size) if prompt or text else None
-    if text_column not in row:
-        known = [*_CHATS, "prompt", "text"] if text_column == "text" else list(map(str, row))
-        raise RequestError(
-            f"{where} has the columns {list(row)}, none that is known. Expected 'messages', 'conversations', 'prompt' "
-            f"with 'completion' or 'response', or '{text_column}'. "
-            f"{nearest_name_hint(str(next(iter(row), '')) if text_column == 'text' else text_column, known)}"
-        )
-    text = _string(row[text_column], text_column, where)
-    return Record(where=where, text=text, size=size) if text.strip() else None
-
-
-def _string(value: Any, column: str, where: str) -> str:
-    if value is None:
-        return ""
-    check_text(f"{where}: '{column}'", value)
-    return str(value)
-
-
-def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
-    """Returns checked turns, without assistant turns before the first user turn (as some ShareGPT data has)."""
-    if not isinstance(turns, list):
-        raise RequestError(f"{where}: '{column}' is {type(turns).__name__}. Expected a list of turns.")
-    roles = _ROLES if column == "messages" else _SHAREGPT_ROLES
-    found: list[Message] = []
-    for number, turn in enumerate(turns):
-        place = f"{where}: turn {number} of '{column}'"
-        if not isinstance(turn, Mapping):
-            raise RequestError(f"{place} is {type(turn).__name__}. Expected an object with role and content.")
-        names = ("role", "content") if "role" in turn else ("from", "value")
-        if not set(names) <= set(turn):
+    if text_column != "text":
+        if not isinstance(row, Mapping) or text_column not in row:
+            columns = list(map(str, row)) if isinstance(row, Mapping) else []
             raise RequestError(
-                f"{place} has the keys {shown(list(turn))}. Expected 'role' and 'content', or 'from', 'value'."
+                f"{where} has the columns {columns}, not '{text_column}'. {nearest_name_hint(text_column, columns)}"
             )
-        role = turn[names[0]]
-        if not isinstance(role, str) or role not in roles:
-            raise RequestError(f"{place} has the role {shown(role)}. {nearest_name_hint(shown(role), roles)}")
-        found.append({"role": roles[role], "content": _string(turn[names[1]], names[1], place)})
-    while column == "conversations" and found and found[0]["role"] == "assistant":
-        del found[0]
-    return tuple(found)
+        row = {"text": row[text_column]}
+    found = read_prompt_row(row, where)
+    record = Record(
+        where=where, text=(found.raw if found.answer is None else found.answer), messages=found.messages or None,
+        prompt=None if found.answer is None else found.raw, later_turns=found.later_turns, size=size,
+    )  # fmt: skip
+    return record if record.messages or record.prompt or record.text.strip() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,30 +182,25 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _records(rows: Iterable[_Row], text_column: str) -> Iterator[Record]:
+def _records(rows: Iterable[JsonRow], text_column: str) -> Iterator[Record]:
     for row, where, size in rows:
         record = read_row(row, where, text_column=text_column, size=size)
         if record is not None:
             yield record
 
 
-def _line_rows(file: Path) -> Iterator[_Row]:
-    number = 0
+def _line_rows(file: Path) -> Iterator[JsonRow]:
+    number = "0"
     try:
         with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as err:  # UnicodeDecodeError too
-                    raise RequestError(f"{file}:{number} is not valid JSON: {err}.") from err
-                yield row, f"{file}:{number}", len(line)
+            for row in json_lines(lines, str(file)):
+                number = row[1].rpartition(":")[2]
+                yield row
     except (OSError, EOFError, zlib.error) as err:
         raise RequestError(f"'{file}' cannot be read after line {number}: {err}.") from err
 
 
-def _array_rows(file: Path) -> Iterator[_Row]:
+def _array_rows(file: Path) -> Iterator[JsonRow]:
     try:
         data = file.read_bytes()
         rows = json.loads(data)

@@ -16,7 +16,7 @@ from foretoken import LLM
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.training.data.documents import DistillSettings, SelfDistiller
-from foretoken.training.data.records import Document, Record
+from foretoken.training.data.records import Document, Record, read_row
 
 SETTINGS = DistillSettings(prompt_tokens=4, max_new_tokens=6, temperature=1.0, seed=11)
 RECORDS = [Record(where=f"{i}", text="".join(chr(97 + (i * 7 + j * 3) % 26) for j in range(2 + i % 6)))
@@ -157,3 +157,27 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
         DistillSettings(prompt_tokens=0)
     with pytest.raises(RequestError, match="temperature is -1"):
         DistillSettings(temperature=-1.0)
+
+
+def test_later_turns_follow_the_targets_own_answers(tmp_path: Path) -> None:
+    """Resumed at any line the file is the same; the turns of a conversation share the key that splits go by."""
+    rows = [{"turns": ["a", "bc", "d"]}, {"turns": ["e"]}, {"turns": ["f", "g"]}]
+    records = [read_row(row, str(index)) for index, row in enumerate(rows)]
+    assert all(records)
+    whole = tmp_path / "whole.jsonl"
+    found = list(distiller(whole).documents(filter(None, records)))
+    assert [record.where for record, _ in found] == ["0", "1", "2", "0", "2", "0"]
+    assert len({record.key for record, _ in found}) == 3
+    tokenizer: Any = llm().tokenizer
+    lines = [json.loads(line) for line in whole.read_text().splitlines()[1:]]
+    said = [{"role": "user", "content": "a"}]
+    for line, asked in ((lines[0], "bc"), (lines[3], "d")):
+        answer = tokenizer.decode(line["response"], skip_special_tokens=True).strip()
+        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": asked}]
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert lines[5]["prompt"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    for kept in (2, 4):
+        parted = tmp_path / f"{kept}.jsonl"
+        parted.write_text("".join(f"{line}\n" for line in whole.read_text().splitlines()[: 1 + kept]))
+        assert made(parted, [each for each in records if each]) == [document for _, document in found]
+        assert parted.read_bytes() == whole.read_bytes()
