@@ -119,7 +119,7 @@ def main() -> None:
         write_shuffled(given.head, Path(directory) / "head")
         made = cases(given.model, f"{directory}/head", references)
         setups = [Setup(name, config) for name, (config, *_) in made.items()]
-        plain, *rows = compare_setups(target, tokenizer, setups, workload)
+        [[plain, *rows]] = compare_setups(target, tokenizer, setups, workload)
     for row in rows:
         loss, constructed = split_loss(row, plain), made[row.setup][1:]
         found = [cause.name for cause in loss.causes][: len(constructed)] == list(constructed)

@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> None:
             prompts=load_prompts(source, limit=options.num_prompts), temperatures=[options.temperature],
             max_tokens=options.max_tokens,
         )  # fmt: skip
-        measured[name] = compare_setups(model, tokenizer, setups, workload, batch_size=options.batch_size)
+        (measured[name],) = compare_setups(model, tokenizer, setups, workload, batch_size=options.batch_size)
         print(f"{name} is done", file=sys.stderr, flush=True)
     rows, machine = rows_of(measured), describe_machine()
     twin = model.cost_twin

@@ -212,15 +212,15 @@ def test_a_drafter_that_stops_the_engine_stops_nothing_else(monkeypatch: pytest.
     """Its neighbours are checked without it."""
     rows: list[tuple[str, Any]] = []
 
-    def verify(model: Any, tokenizer: Any, setups: Any, workload: Any, *, batch_sizes: Any) -> list[Comparison]:
+    def verify(model: Any, tokenizer: Any, setups: Any, workload: Any, *, batch_sizes: Any) -> list[list[Comparison]]:
         if any(setup.name == "bad" for setup in setups):
             raise RuntimeError("tensors on two devices\nand more")
         return [
-            Comparison(
+            [Comparison(
                 setup=setup.name, runner="lean", runner_choice="lean is used: it was asked for",
                 temperature=temperature, batch_size=batch_sizes[0], prompt=0, num_tokens=6, mean_acceptance_length=1.0,
                 divergence=None, gap=None, verdict="identical",
-            )
+            )]
             for setup in setups for temperature in workload.temperatures
         ]  # fmt: skip
 

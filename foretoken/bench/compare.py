@@ -14,7 +14,7 @@ from foretoken.runner.choice import PassWidths, likely_decoder
 from foretoken.runner.costs import measure_costs, pass_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from foretoken.bench.measurement import Measurement
     from foretoken.entrypoints.config import Setup
@@ -33,8 +33,10 @@ def compare_setups(
     repeats: int = 1,
     runner: str = "auto",
     on_progress: Callable[[int, int], None] = no_progress,
-) -> list[Measurement]:
-    """Measures every setup on every prompt at every temperature; plain decoding is always included, as the first.
+) -> Iterator[list[Measurement]]:
+    """Measures every setup on every prompt; yields the measurements of one temperature after another.
+
+    Plain decoding is always included, as the first.
 
     Every setup decodes a batch of prompts in turn before the next batch, so that a drift of the machine's speed affects
     all alike. Every setup decodes a short warm-up before anything is timed.
@@ -53,13 +55,11 @@ def compare_setups(
         done += 1
         on_progress(done, total)
 
-    measurements = []
     for temperature in temperatures:
         rows = measure_rounds(engines, temperature, batches, repeats=repeats, on_measured=count)
         if engines.is_lossy:
             note_surprise(model, tokenizer, workload, rows)
-        measurements.extend(rows)
-    return measurements
+        yield rows
 
 
 def measure_rounds(

@@ -31,12 +31,16 @@ class RequestRun:
         num_tokens: Output tokens.
         lengths: Passes after prefill by the number of tokens that they gave; empty if they are not known.
         times: Seconds, on any clock, at which tokens came.
+        question: Number of its question; the turns of a conversation have the same.
+        seconds: From the call to its last token, prefill included.
     """
 
     category: str = NO_CATEGORY
     num_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     times: list[float] = field(default_factory=list)
+    question: int = 0
+    seconds: float = 0.0
 
     @property
     def acceptance_length(self) -> float | None:
@@ -66,10 +70,11 @@ class RunLog:
             if step.num_emitted and not step.ends_prompt:
                 run.lengths[step.num_emitted] += 1
 
-    def run_of(self, request_id: str, category: str) -> RequestRun:
-        """Returns a request's run with the category of its prompt."""
+    def run_of(self, request_id: str, category: str, *, question: int, begin: float) -> RequestRun:
+        """Returns a request's run with the category and the question of its prompt; `begin`: time of the call."""
         run = self._runs.get(request_id, RequestRun())
-        run.category = category
+        run.category, run.question = category, question
+        run.seconds = run.times[-1] - begin if run.times else 0.0
         return run
 
 

@@ -15,7 +15,7 @@ from foretoken.models.generic import generate_plain, run_plain
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup
@@ -67,10 +67,11 @@ def verify_setups(
     with_transformers: bool = False,
     runner: str = "auto",
     on_progress: Callable[[int, int], None] = no_progress,
-) -> list[Comparison]:
+) -> Iterator[list[Comparison]]:
     """Decodes every prompt plainly, one at a time, then by every setup at every batch size, and compares.
 
-    `with_transformers` also compares with `generate` of transformers. `on_progress` counts output tokens.
+    Yields the comparisons of one setup, temperature and batch size after another. `with_transformers` also compares
+    with `generate` of transformers. `on_progress` counts output tokens.
     """
     progress = TokenProgress(
         workload, len(workload.temperatures) * (1 + len(setups) * len(batch_sizes)), report=on_progress
@@ -78,7 +79,6 @@ def verify_setups(
     # Over the whole vocabulary, as `generate` of transformers decodes.
     engine = partial(LLM, model, tokenizer=tokenizer, runner=runner, allow_unknown_ids=True, on_step=progress.add)
     plain = engine(max_num_seqs=1, enable_prefix_caching=False)
-    checks = []
     prompts = list(workload.prompts)
     for temperature in workload.temperatures:
         params = workload.params(temperature)
@@ -86,23 +86,28 @@ def verify_setups(
         progress.end_run()
         if with_transformers and temperature == 0:
             judge = Judge(model, "transformers generate", plain.target.name, plain.target.choice, 1, params[0])
+            found = []
             for index, want in enumerate(expected):
                 ids = generate_plain(model.module, want.prompt_token_ids, workload.max_tokens)
-                checks.append(judge.compare(index, want.prompt_token_ids, want.outputs[0].token_ids, ids, 1.0))
+                if want.outputs[0].finish_reason == "stop":  # at the end-of-sequence token, which `ids` go on after
+                    ids = ids[: len(want.outputs[0].token_ids)]
+                found.append(judge.compare(index, want.prompt_token_ids, want.outputs[0].token_ids, ids, 1.0))
+            yield found
         for setup in setups:
             config = setup.with_references(expected)
             for batch_size in batch_sizes:
                 llm = engine(speculative_config=config, max_num_seqs=batch_size)
+                found = []
                 for index, (got, want) in enumerate(zip(llm.generate(prompts, params), expected, strict=True)):
                     tau = got.metrics.mean_acceptance_length
                     judge = Judge(model, setup.name, llm.target.name, llm.target.choice, batch_size, params[index])
-                    checks.append(
+                    found.append(
                         judge.compare(
                             index, want.prompt_token_ids, want.outputs[0].token_ids, got.outputs[0].token_ids, tau
                         )
                     )
                 progress.end_run()
-    return checks
+                yield found
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,7 +285,7 @@ class SetupEngines:
     def measure(self, name: str, temperature: float, batch: Sequence[int]) -> Measurement:
         """Decodes one batch, indices into the workload's prompts, with one setup and returns the round."""
         row, params = self.empty(name, temperature), self.workload.params(temperature)
-        categories, log = self.workload.categories, RunLog()
+        work, log = self.workload, RunLog()
 
         def note(record: StepRecord) -> None:
             now = time.perf_counter()
@@ -294,14 +294,17 @@ class SetupEngines:
 
         self._on_step = note
         begin = time.perf_counter()
-        results = self._engines[name].generate([self.workload.prompts[i] for i in batch], [params[i] for i in batch])
+        results = self._engines[name].generate([work.prompts[i] for i in batch], [params[i] for i in batch])
         seconds = time.perf_counter() - begin
         self._on_step = _ignore
         row.metrics = GenerationMetrics.total(result.metrics for result in results)
         row.runs = [
-            log.run_of(result.request_id, categories[index] if categories else NO_CATEGORY)
+            log.run_of(
+                result.request_id, work.categories[index] if work.categories else NO_CATEGORY,
+                question=work.questions[index] if work.questions else index, begin=begin,
+            )
             for result, index in zip(results, batch, strict=True)
-        ]
+        ]  # fmt: skip
         row.wall_seconds = seconds
         row.seconds.append(seconds - row.metrics.prefill_seconds)
         decoded = row.metrics.num_emitted - row.metrics.num_prefill_emitted

@@ -1,4 +1,4 @@
-"""Commands that measure: `foretoken bench`, `foretoken verify` and `foretoken bench serve`."""
+"""Commands that measure speed: `foretoken bench` and `foretoken bench serve`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,8 +18,10 @@ from foretoken.cli.terminal import progress
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from foretoken.bench.measurement import Measurement
-    from foretoken.bench.verify import Comparison
+    from foretoken.text.prompt_rows import PromptRow
 
 
 def bench(
@@ -29,6 +30,13 @@ def bench(
     spec_type: options.SpecType = None,
     synthetic_acceptance: options.SyntheticAcceptance = None,
     prompts: options.Prompts = "heldout",
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="spec-bench: print the form of its leaderboard, for its file in --prompts, greedily by default.",
+        ),
+    ] = None,
     num_prompts: options.NumPrompts = 8,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperatures = None,
@@ -56,7 +64,7 @@ def bench(
 
     All setups decode every batch of prompts in turn. tau is the mean number of tokens generated per target pass, the
     target's own included. Speed-up is the median ratio to plain decoding of the same batch by the same runner.
-    Efficiency is speed-up / tau.
+    Efficiency is speed-up / tau. "declined" stands for a speed-up below 1 where the engine mostly chose not to draft.
 
     A second table shows the drafts: how many nodes were used, how often each depth was accepted, and in which share of
     the passes the engine chose not to draft because drafting would have been slower (with num_speculative_tokens it
@@ -66,80 +74,174 @@ def bench(
 
     A third table has SPEED-Bench's figures, one line a batch size and category of prompts. AL is the mean over texts of
     tokens per target pass. A user is one text, timed from its first token; the tokens/s of all include prefill.
+
+    The last lines say for each temperature what to take, and what to try next.
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
     from foretoken.bench.workload import make_workload, read_prompts
     from foretoken.entrypoints.config import checked_setups
+    from foretoken.planning.verdict import next_step, verdicts
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
     setups = [
         options.with_synthetic_acceptance(setup, synthetic_acceptance, model)
         for setup in checked_setups(drafters, target=model)
     ]
-    rows, batch_sizes = read_prompts(prompts, limit=num_prompts), batch_size or [1]
+    rows = read_prompts(prompts, limit=num_prompts) if suite is None else _suite_rows(suite, prompts, num_prompts)
+    batch_sizes = batch_size or [1]
+    temperatures = temperature or ([0.0] if suite else [0.0, 0.8])
     loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
     if refresh_costs:
         measure_anew(loaded, runner, max(batch_sizes))
     options.check_max_tokens(max_tokens, loaded)
     workload = make_workload(
-        rows, loaded, tokenizer, runner=runner, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed
+        rows, loaded, tokenizer, runner=runner, temperatures=temperatures, max_tokens=max_tokens, seed=seed
     )
-    measurements: list[Measurement] = []
-    for size in batch_sizes:
-        with progress("batches") as on_progress:
-            measurements += compare_setups(
-                loaded, tokenizer, setups, workload, batch_size=size, repeats=repeats, runner=runner,
-                on_progress=on_progress,
-            )  # fmt: skip
     header = options.run_header(
-        loaded, runner=", ".join(dict.fromkeys(row.runner for row in measurements)), prompts=len(workload.prompts),
-        max_tokens=max_tokens, batch_size=batch_sizes[0] if len(batch_sizes) == 1 else batch_sizes, repeats=repeats,
-        seed=seed,
+        loaded, prompts=len(workload.prompts), max_tokens=max_tokens,
+        batch_size=batch_sizes[0] if len(batch_sizes) == 1 else batch_sizes, repeats=repeats, seed=seed,
         command=shlex.join(["foretoken", *sys.argv[1:]]),
     )  # fmt: skip
+    twin = "" if loaded.cost_twin is None else str(loaded.cost_twin)
+    measurements: list[Measurement] = []
+    has_sizes = len(batch_sizes) > 1
+    columns, widest = _columns([setup.name for setup in setups], wide=wide, has_sizes=has_sizes)
+    table = terminal.growing_table(columns, widest, title=twin or None, num_keys=2 + has_sizes)
+    with progress("batches") as bar, table as add:
+        for size in batch_sizes:
+            for measured in compare_setups(
+                loaded, tokenizer, setups, workload, batch_size=size, repeats=repeats, runner=runner, on_progress=bar
+            ):
+                bar.pause()
+                if not as_json and not measurements:
+                    shown = {
+                        **header,
+                        "runner": ", ".join(dict.fromkeys(row.runner for row in measured)),
+                        "command": None,
+                    }
+                    terminal.conditions(shown)
+                if not as_json:
+                    for row in measured:
+                        add(_cells(row, wide=wide, has_sizes=has_sizes))
+                measurements += measured
+    header["runner"] = ", ".join(dict.fromkeys(row.runner for row in measurements))
+    boards = _leaderboards(measurements) if suite else []
+    found = verdicts(measurements, {each.name for each in setups if each.config and not each.needs_references})
     costs = verify_costs(loaded, measurements[0].runner) if cost_curve else []
     if as_json:
         options.print_json(
             {
                 **header,
                 "measurements": [row.as_dict() for row in measurements],
+                **({"spec_bench": boards} if suite else {}),
+                "verdicts": [each._asdict() for each in found],
                 **({"verify_cost": [{"width": w, "seconds": s} for w, s in costs]} if cost_curve else {}),
             }
         )
         return
-    terminal.conditions({key: value for key, value in header.items() if key != "command"})
-    twin = "" if loaded.cost_twin is None else str(loaded.cost_twin)
-    _print_table(measurements, wide=wide, twin=twin)
     _print_acceptance(measurements, twin)
-    _print_speed_bench(measurements, twin)
+    if suite:
+        _print_leaderboards(boards, twin)
+    else:
+        _print_speed_bench(measurements, twin)
     if costs:
         _print_costs(costs, twin)
+    for verdict in found:
+        terminal.prose(verdict.sentence)
+    if found:
+        terminal.prose(next_step(model, found))
 
 
-def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> None:
-    shares = ("draft", "verify", "accept", "commit")
-    more = ("effic.", *shares, "pass ms", "host ms") if wide else ()
-    rows, has_sizes = [], len({row.batch_size for row in measurements}) > 1
+def _suite_rows(suite: str, prompts: str, limit: int) -> list[PromptRow]:
+    from foretoken.bench.spec_bench import GROUPS, SUITE, check_rows
+    from foretoken.bench.workload import read_prompts
+
+    if suite != SUITE:
+        raise ConfigError(f"--suite is '{suite}'. Expected {SUITE}. Leave it out for other prompts.")
+    if prompts == "heldout":
+        raise ConfigError(
+            f"--suite {SUITE} has no questions. Expected its file. Pass --prompts question.jsonl, which lies in "
+            "data/spec_bench of hemingkx/Spec-Bench."
+        )
+    rows = read_prompts(prompts, limit=limit, groups=GROUPS)
+    check_rows(rows)
+    return rows
+
+
+def _leaderboards(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """Returns the lines of the leaderboard, plain decoding's included."""
+    from foretoken.bench.spec_bench import leaderboard
+    from foretoken.entrypoints.config import PLAIN
+
+    plain: dict[tuple[float, int], Measurement] = {}
     for row in measurements:
-        low, high = row.speed_up_spread
-        is_plain = row.num_identical is None
-        timing = [
-            f"{row.efficiency:.2f}", *(f"{row.shares[name]:.0%}" for name in shares), f"{row.verify_ms:.2f}",
-            f"{row.host_ms:.2f}",
-        ]  # fmt: skip
-        rows.append([
-            row.setup,
-            f"{row.temperature:g}",
-            *([str(row.batch_size)] if has_sizes else []),
-            f"{row.tokens_per_s:.1f}",
-            f"{row.speed_up:.2f}",
-            "" if is_plain else f"{low:.2f}-{high:.2f}",
-            f"{row.tau:.2f}",
-            *(timing if wide else ()),
-            "" if is_plain else f"{row.num_identical}/{len(row.texts)}",
-        ])  # fmt: skip
-    columns = ["drafter", "T", *(["batch"] if has_sizes else []), "tokens/s", "speed-up", "(min-max)", "tau", *more]
-    terminal.print_table([*columns, "same text"], rows, title=twin or None, num_keys=2 + has_sizes)
+        if row.setup == PLAIN:
+            plain[row.temperature, row.batch_size] = row
+    return [
+        {
+            "setup": row.setup, "temperature": row.temperature, "batch_size": row.batch_size,
+            "categories": leaderboard(row.runs, plain[row.temperature, row.batch_size].runs),
+        }
+        for row in measurements
+    ]  # fmt: skip
+
+
+def _print_leaderboards(boards: Sequence[Mapping[str, Any]], twin: str) -> None:
+    from foretoken.bench.spec_bench import ALL, CATEGORIES
+
+    titles = {
+        "speed_up": "Spec-Bench: speed-up by category, prefill included; tau counts the target's own token",
+        "tau": "Spec-Bench: accepted tokens a pass by category (tau), the target's own included",
+    }
+    for figure, title in titles.items():
+        rows = []
+        for board in boards:
+            figures = board["categories"]
+            cells = [_number(figures[name][figure] if name in figures else None, "") for name in CATEGORIES]
+            last = [
+                _number(figures[ALL]["tau"], ""),
+                *([_number(figures[ALL][figure])] if figure == "speed_up" else ()),
+            ]
+            rows.append([board["setup"], f"{board['temperature']:g}", str(board["batch_size"]), *cells, *last])
+        columns = [
+            "drafter",
+            "T",
+            "batch",
+            *CATEGORIES.values(),
+            *(["tau", "all"] if figure == "speed_up" else ["all"]),
+        ]
+        terminal.print_table(columns, rows, title=_titled(title, twin), num_keys=3)
+
+
+def _columns(names: Sequence[str], *, wide: bool, has_sizes: bool) -> tuple[list[str], list[str]]:
+    """Returns the columns of the table, and the widest cell of each."""
+    more = ("effic.", "draft", "verify", "accept", "commit", "pass ms", "host ms") if wide else ()
+    sizes = ["batch"] if has_sizes else []
+    columns = ["drafter", "T", *sizes, "tokens/s", "speed-up", "(min-max)", "tau", *more, "same text"]
+    name = max(["plain", *names], key=len)
+    return columns, [name, "0.8", *("" for _ in sizes), "12345.6", "declined", "10.00-10.00", "10.00", *more, "480/480"]
+
+
+def _cells(row: Measurement, *, wide: bool, has_sizes: bool) -> list[str]:
+    from foretoken.planning.verdict import is_declined
+
+    low, high = row.speed_up_spread
+    is_plain = row.num_identical is None
+    timing = [
+        f"{row.efficiency:.2f}", *(f"{row.shares[name]:.0%}" for name in ("draft", "verify", "accept", "commit")),
+        f"{row.verify_ms:.2f}", f"{row.host_ms:.2f}",
+    ]  # fmt: skip
+    return [
+        row.setup,
+        f"{row.temperature:g}",
+        *([str(row.batch_size)] if has_sizes else []),
+        f"{row.tokens_per_s:.1f}",
+        "declined" if is_declined(row) else f"{row.speed_up:.2f}",
+        "" if is_plain else f"{low:.2f}-{high:.2f}",
+        f"{row.tau:.2f}",
+        *(timing if wide else ()),
+        "" if is_plain else f"{row.num_identical}/{len(row.texts)}",
+    ]
 
 
 def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
@@ -211,99 +313,6 @@ def _print_costs(costs: list[tuple[int, float]], twin: str) -> None:
 
 def _titled(title: str, twin: str) -> str:
     return f"{title}; {twin}" if twin else title
-
-
-def verify(
-    model: options.Model,
-    speculative_config: options.Drafters = None,
-    spec_type: options.SpecType = None,
-    prompts: options.Prompts = "heldout",
-    num_prompts: options.NumPrompts = 8,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperatures = None,
-    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated. Default: 1.")] = None,
-    transformers: Annotated[
-        bool, typer.Option("--transformers", help="Also compare greedy plain decoding with transformers' generate.")
-    ] = False,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantization: options.Quantized = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Decode prompts plainly and with each drafter, and compare token by token.
-
-    Greedy and seeded sampled texts must be identical. A difference is a near-tie when the two tokens' scores agree to
-    rounding, and a bug otherwise.
-    """
-    from foretoken.bench.verify import verify_setups
-    from foretoken.bench.workload import make_workload, read_prompts
-    from foretoken.entrypoints.config import checked_setups, parse_speculative_config
-
-    drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
-    setups, temperatures = checked_setups(drafters, target=model), temperature or [0.0, 0.8]
-    for setup in setups:
-        options.check_has_target_text("verify", setup)
-        policy = parse_speculative_config(setup.config, target=model).policy
-        if any(temperatures) and not policy.is_lossy and not policy.keeps_seeded_text:
-            raise ConfigError(
-                f"the rule '{policy.rule}' of '{setup.name}' gives a seeded request another text of the same "
-                "distribution, which cannot be compared. Pass --temperature 0, or leave the rule out."
-            )
-    rows = read_prompts(prompts, limit=num_prompts)
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
-    options.check_max_tokens(max_tokens, loaded)
-    workload = make_workload(
-        rows, loaded, tokenizer, runner=runner, temperatures=temperatures, max_tokens=max_tokens, seed=seed
-    )
-    with progress("tokens") as on_progress:
-        checks = verify_setups(
-            loaded,
-            tokenizer,
-            setups,
-            workload,
-            batch_sizes=batch_size or [1],
-            with_transformers=transformers,
-            runner=runner,
-            on_progress=on_progress,
-        )
-    header = options.run_header(
-        loaded, prompts=len(workload.prompts), max_tokens=max_tokens, seed=seed, runner=checks[0].runner
-    )
-    if as_json:
-        options.print_json({**header, "checks": [asdict(check) for check in checks]})
-    else:
-        terminal.conditions(header)
-        _print_verdicts(checks)
-    if any(not check.is_proof for check in checks):
-        raise typer.Exit(1)
-
-
-def _print_verdicts(checks: list[Comparison]) -> None:
-    rows = []
-    groups: dict[tuple[str, float, int], list[Comparison]] = {}
-    for check in checks:
-        groups.setdefault((check.setup, check.temperature, check.batch_size), []).append(check)
-    for (setup, temperature, batch_size), group in groups.items():
-        verdicts = [check.verdict for check in group]
-        tau = sum(check.mean_acceptance_length for check in group) / len(group)
-        counts = (str(verdicts.count(verdict)) for verdict in ("identical", "near-tie", "bug"))
-        tokens = sum(check.num_tokens for check in group)
-        rows.append([
-            setup, f"{temperature:g}", str(batch_size), str(len(group)), str(tokens), f"{tau:.2f}", *counts
-        ])  # fmt: skip
-    columns = ["drafter", "T", "batch", "texts", "tokens", "tau", "identical", "near-tie", "bug"]
-    terminal.print_table(columns, rows)
-    for check in checks:
-        if check.verdict != "identical":
-            gap = "lengths differ" if check.gap is None else f"relative score gap {check.gap:.1e}"
-            terminal.print_line(
-                f"{check.verdict}: {check.setup}, temperature {check.temperature:g}, batch {check.batch_size}, prompt "
-                f"{check.prompt}, output token {check.divergence}: {gap}"
-            )
 
 
 def bench_serve(

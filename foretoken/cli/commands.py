@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foretoken.cli import batch, bench, chat, data, generate, heads, plan, quantize, serve, sweep, train, twin
+from foretoken.cli import batch, bench, chat, data, generate, heads, plan, quantize, serve, sweep, train, twin, verify
 from foretoken.core.checks import check_range
 from foretoken.core.errors import ConfigError, ForetokenError
 
@@ -196,7 +196,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
         "foretoken report runs/queue.jsonl",
         "foretoken report runs/queue.jsonl --out runs/page.html",
     )),
-    ("verify", bench.verify, ending(
+    ("verify", verify.verify, ending(
         "foretoken verify models/tinycode -s ngram -s draft_model:tree",
         "foretoken verify models/tinycode -s hydra --batch-size 1 --batch-size 3",
         found="some text differs by more than rounding",

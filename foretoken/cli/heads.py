@@ -398,7 +398,7 @@ def doctor(
     if setups:
         workload = make_workload(rows, loaded, tokenizer, runner=runner, temperatures=(0.0,), max_tokens=max_tokens)
         with terminal.progress("batches") as on_progress:
-            plain, *measured = compare_setups(
+            [[plain, *measured]] = compare_setups(
                 loaded, tokenizer, setups, workload, batch_size=batch_size, runner=runner, on_progress=on_progress
             )
         losses = [(row.setup, split_loss(row, plain)) for row in measured]

@@ -130,6 +130,38 @@ def print_table(
         Console(width=max(room, narrowest)).print(table, crop=False, soft_wrap=False)
 
 
+@contextmanager
+def growing_table(
+    columns: Sequence[str], widest: Sequence[str], *, title: str | None = None, num_keys: int = 1
+) -> Iterator[Callable[[Sequence[str]], None]]:
+    """Yields a function that prints a row at once; a table wider than the terminal is printed as a whole at the end.
+
+    Args:
+        widest: The longest cell that is expected in each column.
+        title: See `print_table`, as for `num_keys`.
+    """
+    widths = [max(map(len, pair)) for pair in zip(columns, widest, strict=True)]
+    fits = not sys.stdout.isatty() or sum(widths) + len(widths) + 1 <= shutil.get_terminal_size().columns
+    rows: list[Sequence[str]] = []
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = (visible(cell) for cell in cells)
+        return " ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
+
+    def add(row: Sequence[str]) -> None:
+        if fits and not rows:
+            if title is not None:
+                prose(title)
+            print_line(f"{line(columns)}\n {'─' * (sum(widths) + len(widths) - 1)}")
+        if fits:
+            print_line(line(row))
+        rows.append(row)
+
+    yield add
+    if rows and not fits:
+        print_table(columns, rows, title=title, num_keys=num_keys)
+
+
 def percent_by_depth(shares: Sequence[float]) -> str:
     """Returns a table cell with the shares at depth 1 to 8 in percent, aligned, with hyphens for missing depths."""
     known = [f"{share * 100:3.0f}" for share in shares[:_DEPTHS]]
@@ -228,43 +260,56 @@ def _null(number: int) -> int:
     return number
 
 
+class ProgressBar:
+    """Shows the progress of long work on a terminal's standard error, from the first report on."""
+
+    def __init__(self, what: str) -> None:
+        """Prepares a bar; what: names the counted things."""
+        self._what = what
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """Shows that `done` of `total` things are done."""
+        if not sys.stderr.isatty():
+            return
+        self._bar = self._bar or self._started()
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+
+    def pause(self) -> None:
+        """Removes the bar until the next report, so that results can be printed in its place."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _started(self) -> Any:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        bar.add_task(self._what)
+        bar.start()
+        return bar
+
+
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows the progress of long work, from the first report on; what: names the counted things.
-
-    Yields a function of (done, total).
-    """
-    from foretoken.bench.workload import no_progress
-
-    if not sys.stderr.isatty():
-        yield no_progress
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-
-    def show(done: int, total: int) -> None:
-        if not bar.tasks:
-            bar.add_task(what)
-            bar.start()
-        bar.update(bar.task_ids[0], completed=done, total=total)
-
+def progress(what: str) -> Iterator[ProgressBar]:
+    """Yields the bar of some work, which disappears at the end; what: names the counted things."""
+    bar = ProgressBar(what)
     try:
-        yield show
+        yield bar
     finally:
-        bar.stop()
+        bar.pause()
 
 
 @contextmanager

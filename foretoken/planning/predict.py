@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 # Half-width of an interval, in standard errors; a choice: four of five figures lie within.
-_WIDTH = 1.28
+INTERVAL_WIDTH = 1.28
 
 
 class PlannedDraft(NamedTuple):
@@ -154,7 +154,7 @@ def predict(
     """
     rate, seconds = _rate(draft, costs, batch, context)
     plain, _ = _rate(NO_DRAFT, costs, batch, context)
-    half = _WIDTH * hypot(error, costs.error)
+    half = INTERVAL_WIDTH * hypot(error, costs.error)
     return Prediction(
         draft=draft,
         batch=batch,

@@ -48,7 +48,10 @@ def test_figures_of_an_engine_are_those_of_its_records() -> None:
     engine = LLM("models/tinycode", speculative_config=config, max_num_seqs=2, on_step=note)
     params = [SamplingParams(temperature=0, max_tokens=20 + 10 * i, ignore_eos=True) for i in range(4)]
     outputs = engine.generate(load_prompts(limit=4), params)
-    runs = [log.run_of(output.request_id, name) for output, name in zip(outputs, CATEGORIES, strict=True)]
+    runs = [
+        log.run_of(output.request_id, name, question=0, begin=0.0)
+        for output, name in zip(outputs, CATEGORIES, strict=True)
+    ]
     report = speed_report(runs, seconds=times[-1], concurrency=2)
 
     each = [emitted(records, output.request_id) for output in outputs]
@@ -85,7 +88,7 @@ def test_figures_of_an_engine_are_those_of_its_records() -> None:
 
 
 def test_requests_without_passes_have_no_figures() -> None:
-    report = speed_report([RunLog().run_of("none", "all")], seconds=0.0, concurrency=None)
+    report = speed_report([RunLog().run_of("none", "all", question=0, begin=0.0)], seconds=0.0, concurrency=None)
     assert (report["Average_AL"], report["Output TPS"], report["Conditional_Acceptance_Rate"]) == (None, None, {})
     assert report["Request Generation Tokens Per Second"] is None
 

@@ -28,7 +28,7 @@ def test_a_wrong_engine_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop.Engine, "_accept", wrong_bonus)
     setup = parse_setup('{"method": "oracle", "pattern": [2]}')
     workload = Workload(prompts=["import os\n"], temperatures=(0.0, 0.8), max_tokens=12)
-    checks = verify_setups(model, tokenizer, [setup], workload, batch_sizes=[1])
+    checks = [check for found in verify_setups(model, tokenizer, [setup], workload, batch_sizes=[1]) for check in found]
     assert [check.verdict for check in checks] == ["bug", "bug"]
     assert all(check.gap is not None and check.gap > 1e-3 and not check.is_proof for check in checks)
 
@@ -38,10 +38,11 @@ def test_progress_is_counted_in_tokens() -> None:
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
     workload = Workload(prompts=["import os\n", "x = 1\n"], temperatures=(0.0,), max_tokens=10)
     seen: list[tuple[int, int]] = []
-    verify_setups(
+    checked = verify_setups(
         model, tokenizer, [parse_setup("ngram")], workload, batch_sizes=[1, 2],
         on_progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
+    assert [len(found) for found in checked] == [2, 2]
     done = [one for one, _ in seen]
     assert done == sorted(done)
     assert len(set(done)) > 12  # three runs of twenty tokens: many reports between their ends
