@@ -89,7 +89,8 @@ def generate(
 ) -> None:
     """Complete a prompt (--prompt, --file or standard input) and print the text as it comes.
 
-    The text is the text of the target alone. Statistics go to standard error.
+    The text is the text of the target alone. Statistics go to standard error. The last two lines compare the run with
+    plain decoding, which is not run: its seconds are estimated from passes of this run.
     """
     text = options.read_prompt(prompt, file)
     request = text if prediction is None else {"prompt": text, "prediction": options.read_text(prediction)}
@@ -148,7 +149,7 @@ def generate(
             **header, "runner_choice": llm.target.choice, "load_seconds": clock.seconds,
             "prompt_token_ids": output.prompt_token_ids,
             **{name: getattr(completion, name) for name in ("token_ids", "text", "finish_reason", "stop_reason")},
-            "metrics": output.metrics.as_dict(),
+            "metrics": output.metrics.as_dict(), "verdict": watch.verdict.as_dict(),
             "not_drafted": drafts.as_dict() if setup.config is not None else None,
         })  # fmt: skip
         return
@@ -163,6 +164,9 @@ def generate(
     if verbose and setup.config is not None:
         terminal.print_note(f"[{drafts.line()}]")
         terminal.print_note(f"[{drafts.shares_line()}]")
+    asked = " ".join(options.drafter_texts(speculative_config, spec_type) or ())
+    for sentence in watch.verdict.sentences(model, None if setup.config is None else setup.name, asked):
+        terminal.print_note(f"[{sentence}]")
 
 
 def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch) -> tuple[str, str | None]:
@@ -201,7 +205,9 @@ class _Watch:
         raw: bool,
         trace: Path | None,
     ) -> None:
-        self.drafts = _Drafts()
+        from foretoken.planning.verdict import RunVerdict
+
+        self.drafts, self.verdict = _Drafts(), RunVerdict()
         self._trace, self._prompt = trace, prompt
         self._shown: ShownTokens | None = None
         self._recorder: TraceRecorder | None = None
@@ -223,7 +229,7 @@ class _Watch:
             self._recorder = TraceRecorder(codec, prompt_ids)
 
     def add_step(self, record: StepRecord) -> None:
-        for each in (self.drafts, self._shown, self._recorder):
+        for each in (self.drafts, self.verdict, self._shown, self._recorder):
             if each is not None:
                 each.add_step(record)
 

@@ -151,9 +151,11 @@ class RunVerdict:
         plain = self.plain_seconds
         return plain / self._seconds.total if plain and self._seconds.total else None
 
-    def sentences(self, model: str, drafter: str | None) -> Iterator[str]:
-        """Yields the verdict, and what to try next; drafter: name of the setup, None for plain decoding."""
-        bench = f"`foretoken bench {shlex.quote(model)} -s"
+    def sentences(self, model: str, drafter: str | None, given: str = "") -> Iterator[str]:
+        """Yields the verdict, and what to try next; nothing without a token after the first.
+
+        `drafter` is the name of the setup, None for plain decoding; `given` is its text after -s.
+        """
         took, plain, speed_up = self._seconds.total, self.plain_seconds, self.speed_up
         if not self._tokens:
             return
@@ -161,7 +163,7 @@ class RunVerdict:
             yield f"plain decoding took {took:.2f} s for {self._tokens} tokens after the first; nothing was drafted"
             yield f"next: add -s ngram, or let `foretoken plan {shlex.quote(model)} --measure` choose a drafter"
             return
-        bench += f" {shlex.quote(drafter)}`"
+        bench = f"`foretoken bench {shlex.quote(model)} -s {shlex.quote(given)}`"
         if plain is None or speed_up is None:
             yield (
                 f"not decided: {drafter} took {took:.2f} s for {self._tokens} tokens after the first; no pass of this "

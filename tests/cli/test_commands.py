@@ -175,6 +175,11 @@ def test_generate_says_what_loading_took_and_why_it_does_not_draft() -> None:
     passes = re.search(r"in (\d+) target passes", result.stderr)
     assert passes is not None
     assert skipped is None or 0 < int(skipped[1]) <= int(skipped[2]) == int(passes[1]) - 1  # and one of prefill
+    said = re.search(r"\[(take|do not draft|not decided)\b.* for 39 tokens after the first.*\]\n(.*)\n$", result.stderr)
+    assert said is not None
+    assert said[2].startswith(f"[next: `foretoken bench {MODEL} -s draft_model` measures ")
+    stages = (metrics["metrics"][f"{stage}_seconds"] for stage in ("draft", "verify", "accept", "commit"))
+    assert metrics["verdict"]["seconds"] == pytest.approx(sum(stages))
 
 
 def test_generate_says_which_decoder_is_used_and_why_passes_were_not_drafted_for() -> None:

@@ -30,7 +30,7 @@ def test_show_trace_and_report(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "\x1b[32m" in shown.stdout
     assert ESCAPE.sub("", shown.stdout) == plain
-    summary = ESCAPE.sub("", shown.stderr.strip().splitlines()[-1])
+    summary = next(line for line in ESCAPE.sub("", shown.stderr).splitlines() if line.startswith("[tokens: "))
     assert re.fullmatch(r"\[tokens: the target's own \d+ \(\d+%\)(, [a-z ]+ \d+ \(\d+%\))+; tau \d\.\d\d\]", summary)
     assert sum(map(int, re.findall(r"(\d+) \(", summary))) == 24
     for arguments in ((*GENERATE, "--trace", trace), ("report", trace), ("report", trace)):

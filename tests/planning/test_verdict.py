@@ -78,7 +78,7 @@ def a_run(*steps: StepRecord) -> RunVerdict:
 def test_the_cost_models_seconds_are_taken() -> None:
     verdict = a_run(step(4, 1.5, width=6, told=None), step(4, 1.5, width=6, told=1.0))
     assert (verdict.plain_seconds, verdict.speed_up) == (8.0, 2.0)
-    told, following = verdict.sentences("m", "ngram")
+    told, following = verdict.sentences("m", "ngram", "ngram")
     assert told == (
         "take ngram, 2.00x: plain decoding would have taken 8.00 s for 8 tokens after the first, ngram took 4.00 s "
         "(estimated from passes of this run)"
@@ -90,15 +90,17 @@ def test_else_passes_without_drafts_are() -> None:
     """The seconds of drafting that found nothing are not plain decoding's."""
     verdict = a_run(step(4, 1.5, width=6), step(1, 1.0))
     assert verdict.plain_seconds == 5.0
-    assert next(iter(verdict.sentences("m", "ngram"))).startswith("take ngram, 1.43x")
-    assert next(iter(a_run(step(1, 0.5), step(1, 0.5)).sentences("m", "ngram"))).startswith("do not draft, 0.50x")
+    assert next(iter(verdict.sentences("m", "ngram", "ngram"))).startswith("take ngram, 1.43x")
+    assert next(iter(a_run(step(1, 0.5), step(1, 0.5)).sentences("m", "ngram", "ngram"))).startswith(
+        "do not draft, 0.50x"
+    )
 
 
 def test_nothing_is_invented_without_such_passes() -> None:
     verdict = a_run(step(4, 1.5, width=6))
     assert (verdict.plain_seconds, verdict.speed_up) == (None, None)
-    told, following = verdict.sentences("m", "ngram")
+    told, following = verdict.sentences("m", "ngram", "ngram:a=1 2")
     assert told.startswith("not decided: ngram took 2.00 s for 4 tokens after the first; no pass of this run")
-    assert "measures both" in following
-    assert list(a_run().sentences("m", "ngram")) == []
+    assert following == "next: `foretoken bench m -s 'ngram:a=1 2'` measures both"
+    assert list(a_run().sentences("m", "ngram", "ngram")) == []
     assert next(iter(a_run(step(1, 0.5)).sentences("m", None))).startswith("plain decoding took 1.00 s for 1 tokens")
