@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def batch(
     source: Annotated[Path, typer.Argument(help="Requests: a line each, with custom_id, method, url and body.")],
     out: Annotated[Path, typer.Argument(help="File to make: an answer a line, in the order of completion.")],
-    model: Annotated[str, typer.Option(metavar="MODEL", help="Target: a model directory or a hub id.")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help=f"Target: {options.MODEL_FORMS}.")],
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,
     served_model_name: Annotated[
@@ -66,12 +66,13 @@ def batch(
     from foretoken.server.ray_batch import RayWorkers, run_ray_batch
     from foretoken.server.request_fields import MOST_CHOICES
 
+    name, model = served_model_name or model, options.local_place(model)
     setup = options.one_setup("batch", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     template = None if chat_template is None else options.read_text(chat_template)
     total = count_lines(source)
     if not total:
         raise RequestError(f"'{source}' has no lines. Expected one request a line.")
-    name, number = served_model_name or model, min(num_workers or 1, total)
+    number = min(num_workers or 1, total)
     in_flight = min(
         max_in_flight or 2 * max_num_seqs, -(-total // number)
     )  # no worker takes lines that others could answer

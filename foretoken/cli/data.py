@@ -16,6 +16,7 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, RequestError
+from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from foretoken.entrypoints.llm import LLM
@@ -104,7 +105,10 @@ def vocab(
 
 def data(
     target: Annotated[
-        str, typer.Argument(help="Target: its tokenizer encodes the text; a directory, a GGUF file or a hub id.")
+        str,
+        typer.Argument(
+            parser=options.local_place, help=f"Target, whose tokenizer encodes the text: {options.MODEL_FORMS}."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to make: train/ and perhaps held_out/.")],
     text: Annotated[
@@ -219,12 +223,9 @@ def _file_of_responses(given: Path | None, out: Path) -> Path:
 
 def _tokenizer(target: str) -> Any:
     from foretoken.entrypoints.drafter_files import check_is_no_head
-    from foretoken.models.config_checks import check_model_files, is_gguf
     from foretoken.models.loading import load_tokenizer
 
-    if not Path(target).is_dir() and not is_gguf(target):
-        check_model_files(target)  # gives one sentence about a name that is neither a directory nor a hub id
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(resolve_model(target))
     if tokenizer is None:
         check_is_no_head(target)
         raise RequestError(f"'{target}' has no tokenizer. Expected a model with a tokenizer.")

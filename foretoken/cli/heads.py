@@ -10,6 +10,7 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
+from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from foretoken.bench.loss import Loss
@@ -18,16 +19,25 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    place: Annotated[str, typer.Argument(help="A model's or head's directory, a head's or GGUF file, or a hub id.")],
+    place: Annotated[
+        str,
+        typer.Argument(
+            parser=options.local_place, help=f"A head's directory or file; or a model: {options.MODEL_FORMS}."
+        ),
+    ],
     target: Annotated[
         str | None,
-        typer.Option(help="Directory of a head's target: completes the head's facts, and is compared with it."),
+        typer.Option(
+            parser=options.local_place,
+            help="A head's target, with safetensors: completes the head's facts, and is compared with it.",
+        ),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read all tensors, and report faults.")] = False,
     original: Annotated[
         str | None,
         typer.Option(
             metavar="PATH",
+            parser=options.local_place,
             help="Model that the target in 4 or 8 bits was rounded from: measures perplexity, KL divergence and greedy "
             "tokens beside it.",
         ),
@@ -41,9 +51,9 @@ def inspect(
     tensors that are missing, unknown or of a wrong shape, are errors. With --verify a target's tensors are compared
     with its architecture, and their numbers are read.
     """
-    from foretoken.models.config_checks import is_gguf
+    from foretoken.models.local import is_gguf
 
-    directory = _local(place)
+    directory = options.directory_of(place)
     is_file = is_gguf(directory)
     is_quick = target is None and original is None and not verify
     facts = _quick_facts(directory) if is_quick and not is_file else None
@@ -59,7 +69,7 @@ def inspect(
         if original is not None:
             from foretoken.cli.quantize import measured_quality
 
-            quality = measured_quality(directory, original, text)
+            quality = measured_quality(directory, resolve_model(original), text)
             facts |= {} if quality is None else {QUALITY_KEY: quality.model_dump()}
         read_quality(facts, str(directory))
         if verify and not is_file:
@@ -74,14 +84,6 @@ def inspect(
         _print_facts(facts)
     if has_findings:
         raise typer.Exit(1)
-
-
-def _local(place: str) -> Path:
-    if Path(place).exists():
-        return Path(place)  # importing the hub's client takes half a second
-    from foretoken.formats.files import is_hub_id, local_head
-
-    return local_head(place, what="model or head") if is_hub_id(place) else Path(place)
 
 
 def _quick_facts(directory: Path) -> dict[str, Any] | None:
@@ -99,7 +101,7 @@ def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[st
 
     if not holds_head(directory):
         return None
-    around = TargetInfo() if target is None else TargetInfo.of_directory(target)
+    around = TargetInfo() if target is None else TargetInfo.of_directory(resolve_model(target))
     with describe.kept_warnings() as warnings:
         name, checkpoint = read_head(
             directory,
@@ -172,7 +174,10 @@ def convert(
     ] = "native",
     target: Annotated[
         str | None,
-        typer.Option(help="Directory of the target, for formats that leave out its sizes or repeat its tensors."),
+        typer.Option(
+            parser=options.local_place,
+            help="The target, with safetensors, for formats that leave out its sizes or repeat its tensors.",
+        ),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(help="Revision of SOURCE on the hub; its main branch if none.")
@@ -206,7 +211,7 @@ def convert(
     _check_out(out, force=force)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
-    around = TargetInfo() if target is None else TargetInfo.of_directory(target)
+    around = TargetInfo() if target is None else TargetInfo.of_directory(resolve_model(target))
     name, checkpoint = _read_head(local_head(source, revision), around, has_target=target is not None)
     checkpoint = _counted(checkpoint, "hydra", num_hydra_heads, num_hydra_layers)
     checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)

@@ -17,6 +17,7 @@ from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.files.atomic_files import check_writable
 from foretoken.files.bounded_reads import read_named, read_stream
+from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +26,31 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.config import Setup
     from foretoken.models.loading import LoadedModel
 
-Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging Face layout, or a hub id.")]
+MODEL_FORMS = (
+    "a directory in Hugging Face layout, a GGUF file, a folder with GGUF files (FOLDER:Q4_K_M for one of several), a "
+    "hub id (owner/name, owner/name:Q4_K_M), or a name that `foretoken models` lists"
+)
+
+
+def local_place(name: str) -> str:
+    """Returns the place of a model on this machine, or the name of one of the hub, which is not asked yet.
+
+    Raises `ModelError` if there is no such model. An empty name is refused later.
+    """
+    return resolve_model(name, uses_hub=False) if name else name
+
+
+def directory_of(name: str) -> Path:
+    """Returns the local place of a model or head; raises `ModelError` if there is none, or it cannot be fetched."""
+    place = resolve_model(name)
+    if Path(place).exists():
+        return Path(place)  # importing the hub's client takes half a second
+    from foretoken.formats.files import local_head
+
+    return local_head(place, what="model or head")
+
+
+Model = Annotated[str, typer.Argument(parser=local_place, help=f"Target: {MODEL_FORMS}.")]
 Dtype = Annotated[
     str, typer.Option(metavar="NAME", help="float32, bfloat16, float16, float64, or auto (float32 on CPU).")
 ]

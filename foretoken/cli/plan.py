@@ -14,6 +14,7 @@ from foretoken.cli import options, terminal
 from foretoken.cli.terminal import progress
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import write_file
+from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from foretoken.planning.acceptance import Curve
@@ -29,7 +30,10 @@ _SHOWN = 3  # drafters of each batch in the table without --wide
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="Target, as `foretoken bench` takes it; a described machine needs only its config.json."),
+        typer.Argument(
+            parser=options.local_place,
+            help="Target, as `foretoken bench` takes it; a described machine needs only its config.json.",
+        ),
     ],
     speculative_config: Annotated[
         list[str] | None,
@@ -193,7 +197,7 @@ def _described(
     from foretoken.planning.costs import HOST_S, RooflineCosts, nominal_machine
     from foretoken.planning.sizes import described_sizes
 
-    target, most = described_sizes(model, dtype)
+    target, most = described_sizes(resolve_model(model), dtype)
     machine = nominal_machine(bandwidth * 1e9, flops * 1e12, memory * 2**30)
     host = HOST_S if host_ms is None else host_ms / 1e3
     costs = RooflineCosts(target=target, machine=machine, host_s=host)

@@ -32,7 +32,9 @@ Speculative decoding with this model is lossless against this model, not against
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(help="Model directory with safetensors.")],
+    model: Annotated[
+        str, typer.Argument(parser=options.local_place, help="Model with safetensors: a directory or a hub id.")
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to write; a killed run goes on there.")],
     scheme: Annotated[
         str, typer.Option(metavar="NAME", help="W4A16 (4-bit weights), W8A16, or W8A8 (inputs in 8 bits too).")
@@ -76,13 +78,14 @@ def quantize(
         chosen = chosen._replace(group=group_size)
     if threads is not None:
         set_num_threads(threads)
-    source = Original(model)
+    place = options.directory_of(model)
+    source = Original(place)
     source.check_groups(chosen)
     if compare:
         _check_text(text)
     texts = None if calibrate is None else _pieces(str(calibrate), source)
     digest = None if texts is None else hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    settings = {"source": str(model.resolve()), "scheme": scheme, "group_size": chosen.group, "calibration": digest}
+    settings = {"source": str(place.resolve()), "scheme": scheme, "group_size": chosen.group, "calibration": digest}
     begin = time.perf_counter()
 
     def rounded(name: str, weight: Any) -> Any:
@@ -95,9 +98,9 @@ def quantize(
     with terminal.progress("files") as on_progress:
         write_quantized(source, out, chosen, settings, rounded, on_progress)
     written = time.perf_counter()
-    quality = measured_quality(out, str(model), text) if compare else None
+    quality = measured_quality(out, str(place), text) if compare else None
     how = "rounded to nearest" if texts is None else f"rounded by GPTQ on {len(texts)} pieces of text"
-    _finish(model, out, scheme, how, quality)
+    _finish(place, out, scheme, how, quality)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     if as_json:
         seconds = {"writing": written - begin, "comparing": time.perf_counter() - written}

@@ -32,7 +32,7 @@ _VLLMS_NAME = "--per-request-spec-decode-metrics"  # too long for a column at 80
 
 
 def serve(
-    model: options.Model,
+    model: Annotated[str, typer.Argument(help=f"Target: {options.MODEL_FORMS}.")],
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,
     synthetic_acceptance: options.SyntheticAcceptance = None,
@@ -131,6 +131,7 @@ def serve(
     requests have 30 seconds to end. Options of `vllm serve` are accepted at values that change nothing here; other
     values are refused with a hint.
     """
+    names, model = served_model_name or [model], options.local_place(model)
     setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     if synthetic_acceptance is not None and setup.config is None:
         raise ConfigError("--synthetic-acceptance needs a drafter. Pass one with --speculative-config.")
@@ -157,7 +158,7 @@ def serve(
         ) from err
     draft = None if distill_to is None else _trained_draft(setup, model, distill_to)
     config = ServerConfig(
-        names=served_model_name or [model], api_keys=keys, allowed_origins=_origins(allowed_origins or ()),
+        names=names, api_keys=keys, allowed_origins=_origins(allowed_origins or ()),
         has_vllm_metrics=metrics_compat == "vllm",
         has_draft_metrics=per_request_spec_decode_metrics == "summary", chat_template=template,
         tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser,

@@ -29,7 +29,10 @@ _NAMES = "Name; may be repeated."
 def sweep(
     model: Annotated[
         str,
-        typer.Argument(help="Target, as `foretoken bench` takes it; or the directory of a sweep, to show it again."),
+        typer.Argument(
+            parser=options.local_place,
+            help="Target, as `foretoken bench` takes it; or the directory of a sweep, to show it again.",
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="Directory of the results; the same command continues.")] = None,
     axes: Annotated[

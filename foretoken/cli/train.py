@@ -53,8 +53,9 @@ def train(
     init: Annotated[
         str | None,
         _head(
-            help="Start from this head or draft model, a directory or a hub id, instead of neutral weights. A draft "
-            "model needs the target's tokenizer."
+            parser=options.local_place,
+            help="Start from this head or draft model, as MODEL is named, instead of neutral weights. A draft "
+            "model needs the target's tokenizer.",
         ),
     ] = None,
     draft_vocab: Annotated[

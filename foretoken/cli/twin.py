@@ -24,7 +24,13 @@ _NUM_PROMPTS, _PROMPT_LEN = 3, 64  # of the comparison
 
 
 def twin(
-    model: Annotated[Path, typer.Argument(help="Trained target: a model directory of the Llama family.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            parser=options.local_place,
+            help="Trained target of the Llama family with safetensors: a directory or a hub id.",
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to write; drafters go beside it, as OUT-medusa.")],
     layers: Annotated[int, typer.Option(min=1, help="Of the twin; at least the model's.")] = 24,
     hidden_size: Annotated[
@@ -73,14 +79,15 @@ def twin(
         raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
     if threads is not None:
         set_num_threads(threads)
-    check_model_files(str(model), may_be_hub_id=False)
-    tokenizer = load_tokenizer(str(model))
+    place = options.directory_of(model)
+    check_model_files(str(place), may_be_hub_id=False)
+    tokenizer = load_tokenizer(str(place))
     if tokenizer is None:
         raise RequestError(
             f"'{model}' has no tokenizer. Expected tokenizer files, for the text that twins are tested on."
         )
     choices: Any = {"draft_model": draft_model, "fill": fill, "dtype": None if dtype is None else getattr(torch, dtype)}
-    plan = TwinPlan(model=model, out=out, num_layers=layers, hidden_size=hidden_size, heads=heads, seed=seed, **choices)
+    plan = TwinPlan(model=place, out=out, num_layers=layers, hidden_size=hidden_size, heads=heads, seed=seed, **choices)
     begin = time.perf_counter()
     with progress("tensors") as on_progress:
         parts = make_twin(plan, on_progress)

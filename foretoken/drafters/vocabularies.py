@@ -18,7 +18,9 @@ import torch
 from foretoken.core.errors import ConfigError, PassError, described, foreign_errors_as
 from foretoken.core.passes import Pass
 from foretoken.core.token_ids import byte_alphabet
+from foretoken.models.describe import listed_tokens
 from foretoken.models.loading import load_model, load_tokenizer
+from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -297,7 +299,8 @@ class DraftModelFiles:
     """A draft model in a directory or on the hub."""
 
     def __init__(self, name: str, revision: str | None) -> None:
-        self.name, self._revision = name, revision
+        """Finds the model; raises `ModelError` if there is none, see `resolve_model`."""
+        self.name, self._revision = resolve_model(name, revision), revision
 
     def model(self, target: TargetHandle | LoadedModel) -> LoadedModel:
         """Loads the model on the target's device, in the target's dtype; raises `ModelError` if that fails."""
@@ -307,6 +310,19 @@ class DraftModelFiles:
     def tokenizer(self) -> Any | None:
         """Loads its tokenizer, None if there is none; raises `ModelError` if it cannot be loaded."""
         return load_tokenizer(self.name, self._revision)
+
+    def check_vocabulary(self, target: str | None, match: VocabMatch | None) -> None:
+        """Compares the vocabulary with the target's before any weights are read, as `vocabulary_map` does later.
+
+        `target` is a place, or None for a target in memory, which is left to `vocabulary_map`; so are files without a
+        list of tokens. Raises `ConfigError` if the vocabularies differ and `match` is "same".
+        """
+        known = [listed_tokens(each) for each in (target or "", self.name)]
+        if target is None or match != "same" or None in known or known[0] == known[1]:
+            return
+        ours, theirs = load_tokenizer(target), self.tokenizer()
+        if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
+            raise _another_vocabulary(self.name, theirs, target, ours)
 
 
 def vocabulary_map(
@@ -328,12 +344,7 @@ def vocabulary_map(
     if ours.get_vocab() == tokenizer.get_vocab():
         return None
     if match == "same":
-        differing = len(set(ours.get_vocab().items()) ^ set(tokenizer.get_vocab().items()))
-        raise ConfigError(
-            f"draft model '{model.name}' has another vocabulary than '{target.name}': {differing} entries "
-            "differ. Expected the same tokenizer. Use a draft model of the same family, or set 'vocab_match' to "
-            f"{_OTHERWISE}."
-        )
+        raise _another_vocabulary(model.name, tokenizer, target.name, ours)
     known = vocabularies(target, model, tokenizer)
     mapping = VocabularyMap(*known, target.device)
     least = _LEAST_SHARE_UNASKED if match == "auto" else _LEAST_SHARE
@@ -349,6 +360,14 @@ def vocabulary_map(
             target.name, 100 * mapping.share, _bound(mapping, known[0], target),
         )  # fmt: skip
     return mapping
+
+
+def _another_vocabulary(name: str, tokenizer: Any, target: str, ours: Any) -> ConfigError:
+    differing = len(set(ours.get_vocab().items()) ^ set(tokenizer.get_vocab().items()))
+    return ConfigError(
+        f"draft model '{name}' has another vocabulary than '{target}': {differing} entries differ. Expected the same "
+        f"tokenizer. Use a draft model of the same family, or set 'vocab_match' to {_OTHERWISE}."
+    )
 
 
 def _bound(mapping: VocabularyMap, known: Vocabulary, target: TargetHandle) -> str:

@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,10 @@ from foretoken.acceptance.synthetic import joint_rates
 from foretoken.core.checks import as_python, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method
+from foretoken.drafters.vocabularies import DraftModelFiles
 from foretoken.drafting.policies import check_batch_table, check_control
 from foretoken.entrypoints.drafter_files import (
+    DRAFT_MODEL,
     beside,
     check_model_of,
     exists,
@@ -30,6 +32,7 @@ from foretoken.entrypoints.model_arguments import checked_path
 from foretoken.entrypoints.vllm_arguments import is_one_of
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.formats.registry import holds_head, method_of
+from foretoken.models.local import TAG, is_gguf, local_model
 from foretoken.trees.stopping import STOP_CONTROLS, TRAINED, StopRule, read_rule, rule_file
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.results import RequestOutput
     from foretoken.drafters.base import DrafterOptions
-    from foretoken.drafting.policies import BatchTable
+from foretoken.drafting.policies import BatchTable
 
 PLAIN = "plain"
 _BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")
@@ -147,8 +150,13 @@ def _from_words(text: str, target: str | None, reads_files: bool) -> Setup:
     tree, *pairs = _BEFORE_KEY.split(text[len(drafter) :])
     tree = tree.removeprefix(":")
     is_name = drafter in known_methods() or head_beside(target, drafter) is not None
-    is_path = not is_name and ("/" in drafter or exists(drafter))
+    is_path = not is_name and ("/" in drafter or exists(drafter) or is_gguf(drafter))
+    tag, _, rest = tree.partition(":")
+    if is_path and TAG.fullmatch(tag):  # one of several GGUF files
+        drafter, tree = f"{drafter}:{tag}", rest
     config: dict[str, Any] = {"model" if is_path else "method": drafter, **({"tree": tree} if tree else {})}
+    if not is_name and not is_path and local_model(drafter) is not None:
+        config |= {"method": DRAFT_MODEL, "model": drafter}
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key in config:
@@ -277,6 +285,21 @@ class SpeculativeConfig:
             return None
         return drafter_options({"method": _PREDICTION})
 
+    def located(self, target: str | None) -> SpeculativeConfig:
+        """Returns the configuration with the places of draft models, see `resolve_model`; reads no weights.
+
+        Raises `ModelError` if there is no such model, `ConfigError` if its vocabulary has to be that of the target, and
+        is another one. `target` is a place, or None for a target in memory.
+        """
+        options = []
+        for each in self.options:
+            if each.method == DRAFT_MODEL and each.model is not None:
+                files = DraftModelFiles(each.model, getattr(each, "revision", None))
+                files.check_vocabulary(target, getattr(each, "matching", None))
+                each = each.model_copy(update={"model": files.name})  # noqa: PLW2901
+            options.append(each)
+        return replace(self, options=options)
+
 
 def parse_speculative_config(
     given: Mapping[str, Any] | str | os.PathLike[str] | None, *, target: str | None
@@ -349,11 +372,11 @@ def checked_setups(texts: Sequence[str], *, target: str) -> list[Setup]:
 
 
 def check_setup(setup: Setup, *, target: str) -> None:
-    """Checks the configuration of a setup; raises what `parse_speculative_config` raises."""
+    """Checks the configuration of a setup; raises what `parse_speculative_config` and its `located` raise."""
     config = setup.config
     if setup.needs_references and config is not None:  # plain decoding makes them later
         config = {**config, "references": []}
-    parse_speculative_config(config, target=target)
+    parse_speculative_config(config, target=target).located(target)
 
 
 def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

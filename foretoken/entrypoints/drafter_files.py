@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from foretoken.drafters.base import Drafter, TargetHandle
 
-_DRAFT_MODEL = "draft_model"
+DRAFT_MODEL = "draft_model"
 _NAME_OF_HEAD = re.compile(r"[\w+-]+")
 
 
@@ -43,20 +43,21 @@ class FoundWeights(NamedTuple):
     @property
     def is_model(self) -> bool:
         """Whether the files are a whole model."""
-        return self.method == _DRAFT_MODEL
+        return self.method == DRAFT_MODEL
 
 
 def what_lies_at(place: str | Path) -> FoundWeights | None:
     """Returns the kind of model or head in a directory or file of weights; None if there is neither."""
     from foretoken.formats.describe import native_facts
     from foretoken.formats.registry import holds_head, method_of
-    from foretoken.models.config_checks import check_model_files, is_gguf
+    from foretoken.models.config_checks import check_model_files
+    from foretoken.models.local import is_gguf
 
     path = Path(place)
     if not exists(path):
         return None
     if is_gguf(path) and path.is_file():
-        return FoundWeights(_DRAFT_MODEL, "a model")
+        return FoundWeights(DRAFT_MODEL, "a model")
     try:
         facts = native_facts(path)
         if facts is not None:
@@ -67,7 +68,7 @@ def what_lies_at(place: str | Path) -> FoundWeights | None:
         check_model_files(str(path), may_be_hub_id=False)
     except ForetokenError:
         return None
-    return FoundWeights(_DRAFT_MODEL, "a model")
+    return FoundWeights(DRAFT_MODEL, "a model")
 
 
 def _foreign(path: Path, method_of: Any) -> FoundWeights:
@@ -89,7 +90,7 @@ def exists(name: str | os.PathLike[str]) -> bool:
 
 def beside(target: str | None, name: str) -> Path | None:
     """Returns the directory `TARGET-NAME`, for a draft model `TARGET-draft`; None if it does not exist."""
-    place = f"{_stem(target)}-{'draft' if name == _DRAFT_MODEL else name}"
+    place = f"{_stem(target)}-{'draft' if name == DRAFT_MODEL else name}"
     return Path(place) if target is not None and exists(place) and Path(place).is_dir() else None
 
 
@@ -150,7 +151,7 @@ def check_model_of(method: str, model: str | None, target: str | None) -> None:
     from foretoken.heads import head_methods
 
     is_head = method in head_methods()
-    if not is_head and method != _DRAFT_MODEL:
+    if not is_head and method != DRAFT_MODEL:
         return
     if model is None:
         if target is not None:

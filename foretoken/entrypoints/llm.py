@@ -40,6 +40,7 @@ from foretoken.entrypoints.model_arguments import (
     check_engine_arguments,
     directory_of,
     enough_memory,
+    located,
     sampling_defaults,
     target_model,
     target_tokenizer,
@@ -125,7 +126,10 @@ class LLM(BuiltPerProcess):
             allow_unknown_ids=allow_unknown_ids, trace=trace,
         )  # fmt: skip
         runner = "auto" if runner == "generate" else runner
-        config = parse_speculative_config(speculative_config, target=directory_of(model))
+        model = located("model", model, revision)
+        place = directory_of(model)
+        config = parse_speculative_config(speculative_config, target=place)
+        config = config.located(place if tokenizer is None else None)
         loaded = target_model(model, dtype, device, revision, quantization, kv_cache_dtype)
         check_context_len(max_model_len, loaded)
         self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)

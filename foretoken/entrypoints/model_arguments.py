@@ -26,6 +26,7 @@ from foretoken.models.loading import (
     load_tokenizer,
     wrap_model,
 )
+from foretoken.models.names import resolve_model
 from foretoken.models.quantization.rounding import check_quantization_name, quantize_model
 from foretoken.text.prompts import check_vocabulary
 
@@ -95,6 +96,17 @@ def enough_memory(target: LoadedModel, num_slots: int, max_model_len: int | None
         ) from err
 
 
+def located(what: str, model: Any, revision: Any = None) -> Any:
+    """Returns the place of a model that is given by its name, see `resolve_model`; other values as they are.
+
+    Raises `ConfigError` for a name that the file system refuses, `ModelError` if there is no such model. `what` names
+    the argument.
+    """
+    if not isinstance(model, str | os.PathLike) or not os.fspath(model):
+        return model
+    return resolve_model(checked_path(what, model), revision if isinstance(revision, str) else None)
+
+
 def target_model(
     model: Any, dtype: Any, device: Any, revision: Any = None, quantization: Any = None, kv_cache_dtype: Any = None
 ) -> LoadedModel:
@@ -157,6 +169,7 @@ def load_target(
         ModelError: When the model cannot be loaded, or the device does not exist.
         RequestError: When the model has no tokenizer.
     """
+    model = located("model", model)
     try:
         target = target_model(model, dtype, device, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     except ModelError:
@@ -184,10 +197,11 @@ def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_rev
     Without `tokenizer_revision` the model's own tokenizer has the revision of the model. Raises `ConfigError` for
     arguments of another form, `ModelError` when the tokenizer cannot be loaded.
     """
-    name = model if given is None else given
-    _check_revision("tokenizer_revision", tokenizer_revision, "tokenizer", name)
+    _check_revision("tokenizer_revision", tokenizer_revision, "tokenizer", model if given is None else given)
+    place = located("tokenizer", given, tokenizer_revision)
+    name = model if place is None else place
     if isinstance(name, str | os.PathLike):
-        is_own = given is None or given == model
+        is_own = place is None or place == model
         return load_tokenizer(checked_path("tokenizer", name), tokenizer_revision or (revision if is_own else None))
     if given is not None and not (callable(given) and callable(getattr(given, "decode", None))):
         raise ConfigError(f"tokenizer is {shown(given)}. Expected a transformers tokenizer, or a directory or hub id.")

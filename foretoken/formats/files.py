@@ -26,23 +26,17 @@ from torch import Tensor
 from foretoken.core.errors import ConfigError, ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
-from foretoken.models.config_checks import indexed_files, is_gguf
+from foretoken.models.config_checks import indexed_files
+from foretoken.models.local import is_gguf
+from foretoken.models.names import is_hub_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PLAIN = ["*.json", "*.safetensors"]
 # Downloaded only if a repository has no safetensors; torch's restricted reader opens them.
 _FETCHED_PICKLES = ["medusa_lm_head.pt", "hydra_lm_head.pt", "medusa_heads*.pt", "pytorch_model*.bin"]
 _ELSEWHERE = ["*/*"]  # parts of training runs
-
-
-def is_hub_id(name: str) -> bool:
-    """Decides whether a name is meant for the hub: `owner/name`, and no such directory exists here."""
-    path = Path(name)
-    # If the parent directory exists, the path is misspelt.
-    return bool(_HUB_ID.fullmatch(name)) and not path.exists() and not path.parent.is_dir()
 
 
 def local_head(name: str, revision: str | None = None, *, what: str = "head") -> Path:
@@ -57,7 +51,7 @@ def local_head(name: str, revision: str | None = None, *, what: str = "head") ->
             cache.
     """
     path = Path(name)
-    if not is_hub_id(name):
+    if "/" not in name or not is_hub_id(name):
         if revision is not None:
             raise ModelError(f"revision '{revision}' is of a hub repository, and '{name}' is none. Leave it out.")
         if not name or not path.exists():

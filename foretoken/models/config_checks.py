@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, listed, one_line
 from foretoken.files.bounded_reads import MIB, check_regular, read_json_object
+from foretoken.models.local import is_gguf
+from foretoken.models.names import is_hub_id, refuse_missing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,17 +131,11 @@ def _is_bitsandbytes(settings: Any) -> bool:
     return isinstance(settings, dict) and bool(settings.get("load_in_8bit") or settings.get("load_in_4bit"))
 
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
 # Files that libraries read to their end; a device has no end.
 _READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 _TEMPLATES = "additional_chat_templates"  # the only directory that tokenizers read besides
 _MOST_TEXT_BYTES = 256 * MIB  # a choice: tokenizers of 260,000 tokens have 40 MiB
-
-
-def is_gguf(name: str | Path) -> bool:
-    """Decides whether a name is meant for a GGUF file of llama.cpp."""
-    return Path(name).suffix == ".gguf"
 
 
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
@@ -153,12 +147,9 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
             "the weights as they were before they were rounded. Name the directory of the original model."
         )
     if not directory.is_dir():
-        if may_be_hub_id and _is_hub_id(name):
+        if may_be_hub_id and is_hub_id(name):
             return
-        raise ModelError(
-            f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "
-            + _nearby(directory)
-        )
+        refuse_missing(name)
     check_readable(directory)
     if not (directory / "config.json").is_file():
         raise ModelError(f"'{name}' has no config.json. Expected a model directory in Hugging Face layout.")
@@ -218,22 +209,3 @@ def indexed_files(index: Path) -> list[Path]:
             f"'{index.parent}' lacks weight files that its index names: {listed(missing)}. Copy or download them again."
         )
     return [index.parent / name for name in names]
-
-
-def _is_hub_id(name: str) -> bool:
-    """Decides whether a name is meant for the hub: it has that form and no local model is near."""
-    path = Path(name)
-    if not _HUB_ID.fullmatch(name) or path.exists():
-        return False
-    return not path.parent.is_dir() if "/" in name else not _model_directories(Path())
-
-
-def _nearby(directory: Path) -> str:
-    known = {path.name: str(path) for path in _model_directories(directory.parent)}
-    close = get_close_matches(directory.name, known, n=1, cutoff=0.5)
-    question = f"Did you mean '{known[close[0]]}'? " if close else ""
-    return f"{question}Known: {listed(known.values())}." if known else "Check the path."
-
-
-def _model_directories(parent: Path) -> list[Path]:
-    return [path for path in parent.iterdir() if (path / "config.json").is_file()] if parent.is_dir() else []

@@ -7,6 +7,7 @@ transformers knows every configuration, but takes seconds to import. Common arch
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
@@ -14,10 +15,11 @@ from safetensors import safe_open
 from foretoken.core.errors import ModelError
 from foretoken.files.bounded_reads import read_json_object, tensor_headers
 from foretoken.models.config_checks import ATTENTION_LAYERS, SIZES, check_model_files, is_size, read_twin_record
+from foretoken.models.local import is_gguf
+from foretoken.models.quantization.gguf_header import read_headers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 _PLAIN = {
     "llama": "LlamaForCausalLM",
@@ -152,6 +154,24 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not None} | (
         {"findings": findings} if verify else {}
     )
+
+
+def listed_tokens(place: str) -> list[str | None] | None:
+    """Returns the tokens of a model by their ids, as its files list them; None if they do not. Needs no torch.
+
+    `place`: a directory or a GGUF file. Raises `ModelError` for a damaged file.
+    """
+    if is_gguf(place):
+        return read_headers(Path(place))[0].array("tokenizer.ggml.tokens")
+    path = Path(place) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    values = read_json_object(path)
+    vocabulary, added = values.get("model", {}).get("vocab"), values.get("added_tokens") or []
+    if not isinstance(vocabulary, dict):  # a list of tokens with scores
+        return None
+    ids = {number: text for text, number in vocabulary.items()} | {each["id"]: each["content"] for each in added}
+    return [ids.get(number) for number in range(max(ids, default=-1) + 1)]
 
 
 def _facts(

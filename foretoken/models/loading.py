@@ -28,9 +28,9 @@ from foretoken.models.config_checks import (
     check_readable,
     check_sizes,
     end_tokens,
-    is_gguf,
     read_twin_record,
 )
+from foretoken.models.local import is_gguf
 from foretoken.models.placement import gather_weights, resolve_device, resolve_dtype, shared_copy
 from foretoken.models.plugin import ATTENTION_NAME, adapt_attention
 from foretoken.models.quantization.checkpoints import is_stored, open_checkpoint

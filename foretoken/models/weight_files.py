@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from foretoken.core.errors import ModelError, listed
 from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
 from foretoken.models.config_checks import indexed_files
+from foretoken.models.local import part_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -191,7 +192,10 @@ def untied_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def files_identity(place: Path) -> str | None:
     """Returns what changes when a model's files do: names, sizes, times; None if there is no such file or directory."""
     try:
-        files = [place] if place.is_file() else [each for each in place.iterdir() if each.suffix in _OF_MODELS]
+        if place.is_file():
+            files = [place.with_name(name) for name in part_names(place.name)]
+        else:
+            files = [each for each in place.iterdir() if each.suffix in _OF_MODELS]
         states = [(each.name, each.stat()) for each in sorted(files)]
     except OSError:
         return None

@@ -10,8 +10,8 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.decoder.quantized_experts import QuantizedExperts
-from foretoken.models.config_checks import is_gguf
 from foretoken.models.loading import check_architecture, load_config
+from foretoken.models.local import is_gguf
 from foretoken.models.placement import DTYPES
 from foretoken.models.quantization.gguf import open_gguf
 from foretoken.models.quantization.gguf_file import read_gguf

@@ -32,7 +32,7 @@ def copied_model(tmp_path: Path) -> Path:
 
 def test_missing_model_names_the_nearest() -> None:
     result = run("generate", "models/tinycod", "-p", "x")
-    assert_refused(result, "there is no model directory 'models/tinycod'", "Did you mean 'models/tinycode'?")
+    assert_refused(result, "there is no model 'models/tinycod'", "Did you mean 'models/tinycode'?")
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_data(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:
 
 
 def test_no_model(refuse: Callable[..., str], tmp_path: Path) -> None:
-    assert "there is no model directory" in refuse(model=str(tmp_path / "none"))
+    assert "there is no model" in refuse(model=str(tmp_path / "none"))
 
 
 def test_an_existing_output_is_left_alone(shared: Path, tmp_path: Path) -> None:

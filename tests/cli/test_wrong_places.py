@@ -181,6 +181,7 @@ def test_hub_ids(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) ->
         asked.append((name, options["revision"]))
         return str(ROOT / HEAD)
 
+    monkeypatch.setattr("foretoken.models.names._asked", lambda *_: (["config.json", "model.safetensors"], ""))
     monkeypatch.setattr("foretoken.formats.files.snapshot_download", snapshot)
     result = run(*arguments)
     assert result.returncode in (0, 1), result.stderr

@@ -12,8 +12,10 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
+from tiny_models import CONTEXT_LEN, tiny_model
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 TINYCODE = Path(__file__).parents[2] / "models" / "tinycode"
 _SIZES = {
     "vocab_size": gguf.GGUFWriter.add_vocab_size,
@@ -28,6 +30,13 @@ _SIZES = {
     "layer_norm_eps": gguf.GGUFWriter.add_layer_norm_eps,
 }
 _PERMUTED = ("llama", "granite", "smollm3")  # rows that turn together are neighbours
+
+
+def tiny_file(path: Path, *extra: Callable[[gguf.GGUFWriter], None], context: int = CONTEXT_LEN, **kwargs: Any) -> Path:
+    """Writes a tiny Llama."""
+    sizes = SMALL | {"num_hidden_layers": 1, "max_position_embeddings": context}
+    write(path, tiny_model("llama", **sizes), **{"matrices": Type.Q4_0, "tied": True, "values": extra} | kwargs)
+    return path
 
 
 def blocks(weights: np.ndarray, type_: Type, seed: int = 0) -> np.ndarray:
@@ -85,6 +94,7 @@ def write(
     leave_out: Iterable[str] = (),
     tensors: dict[str, np.ndarray] | None = None,
     joined: dict[str, tuple[str, ...]] | None = None,
+    split: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Writes a model; gives the weights that the file stands for, by their names in transformers.
 
@@ -95,8 +105,9 @@ def write(
         leave_out: Tensors of the file that are not written.
         tensors: More of them, in float32.
         joined: Tensors of a block that are written as one, row below row, by its name.
+        split: Most tensors of a part; 0 for a single file.
     """
-    writer, config = gguf.GGUFWriter(path, architecture), model.config
+    writer, config = gguf.GGUFWriter(path, architecture, split_max_tensors=split), model.config
     for field, add in _SIZES.items():
         if (value := getattr(config, field, None)) is not None:
             add(writer, value)

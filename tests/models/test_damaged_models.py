@@ -25,7 +25,7 @@ def test_missing_directory_names_the_nearest(directory: Path) -> None:
     saved(directory.parent / "other")
     (directory.parent / "tinx").mkdir()  # holds no model: never suggested
     message = refusal(directory.parent / "tinny")
-    assert message.startswith(f"there is no model directory '{directory.parent / 'tinny'}'. Expected a directory with")
+    assert message.startswith(f"there is no model '{directory.parent / 'tinny'}'. Expected a directory with")
     assert f"Did you mean '{directory}'? Known: {directory.parent / 'other'}, {directory}." in message
 
 
@@ -42,7 +42,7 @@ def test_missing_directory_alone(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_file_is_no_directory(directory: Path) -> None:
-    assert "there is no model directory" in refusal(directory / WEIGHTS)
+    assert "there is no model" in refusal(directory / WEIGHTS)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-0.5B", "a_b/c-d.e"])

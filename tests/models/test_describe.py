@@ -116,10 +116,10 @@ def test_damage_is_a_model_error(damage: str, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="there is no model directory"):
+    with pytest.raises(ModelError, match="there is no model"):
         describe_directory(tmp_path / "none")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="there is no model directory"):
+    with pytest.raises(ModelError, match="there is no model"):
         describe_directory(Path("gpt2"))  # a hub id elsewhere; here only directories count
 
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from gguf_files import TINYCODE, add_tokenizer, write
+from gguf_files import SMALL, TINYCODE, add_tokenizer, tiny_file, write
 from limits import limit_memory
-from tiny_models import CONTEXT_LEN, tiny_config, tiny_model
+from tiny_models import tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from foretoken import LLM
@@ -29,7 +29,6 @@ from foretoken.models.quantization.gguf_file import read_gguf
 from foretoken.models.quantization.stored import build
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}  # blocks of 256 weights
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 _GEMMA = SMALL | {"head_dim": 32, "query_pre_attn_scalar": 32, "final_logit_softcapping": 200.0}
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
@@ -269,13 +268,6 @@ def test_tokenizer_of_a_trained_model(tinycode: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
-def tiny_file(path: Path, *extra: Callable[[GGUFWriter], None], context: int = CONTEXT_LEN, **kwargs: Any) -> Path:
-    """Writes a tiny Llama."""
-    sizes = SMALL | {"num_hidden_layers": 1, "max_position_embeddings": context}
-    write(path, tiny_model("llama", **sizes), **{"matrices": Type.Q4_0, "tied": True, "values": extra} | kwargs)
-    return path
-
-
 def with_tokens(writer: GGUFWriter) -> None:
     add_tokenizer(writer, "llama-bpe")
     writer.add_add_bos_token(True)
@@ -322,7 +314,7 @@ def refusal(path: Path, opened: Callable[[Path], Any] = open_gguf) -> str:
         ("llama.rope.freq_base_swa", 500.0, "rotates by another base in layers with a window"),
         ("llama.rope.scaling.type", "linear", "lacks llama.rope.scaling.factor."),
         ("tokenizer.ggml.eos_token_id", "x", "tokenizer.ggml.eos_token_id is 'x', and no token id"),
-        ("split.count", 3, "is a part of a split model"),
+        ("split.count", 3, "is a part of a model in 3 files. Expected the first one with its own name"),
         ("general.alignment", 3, "general.alignment is 3, not a power of 2"),
     ],
 )
@@ -349,8 +341,21 @@ def test_architectures_that_are_refused(tmp_path: Path, name: str) -> None:
     assert f"holds a model of the architecture '{name}'. Expected one of llama, qwen2," in message
 
 
-def test_a_part_of_a_split_model_is_refused_by_its_name(tmp_path: Path) -> None:
-    assert "llama-gguf-split --merge" in refusal(tiny_file(tmp_path / "model-00001-of-00003.gguf"))
+def test_a_split_model_is_that_of_one_file(tmp_path: Path) -> None:
+    whole = open_gguf(tiny_file(tmp_path / "whole.gguf"))
+    tiny_file(tmp_path / "model.gguf", split=4)
+    first, second, third = sorted(tmp_path.glob("model-*"))
+    same_logits(first, build(whole, "whole", torch.float32)[0], 0)
+    assert {len(header.tensors) for header in read_gguf(first).headers} == {4, 3}
+    assert f"is part 2 of a model in 3 files. Expected the first one, which has the settings. Name '{first}'." in (
+        refusal(second)
+    )
+    third.write_bytes(second.read_bytes())
+    assert "is damaged: blk.0.attn_output.weight is in an earlier part too" in refusal(
+        third, lambda _: read_gguf(first)
+    )
+    third.unlink()
+    assert f"there is no {third.name} beside it. Expected all parts in one directory." in refusal(first)
 
 
 def test_missing_and_foreign_tensors_are_named(tmp_path: Path) -> None:

@@ -43,18 +43,15 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(?:gate|up|down)_proj\.(weight|bias)
 
 
 def open_gguf(path: Path) -> StoredModel:
-    """Opens a GGUF file; its tensors are read later, one at a time.
+    """Opens a GGUF file, or a split model by its first file; its tensors are read later, one at a time.
 
     Matrices in the types of `gguf_blocks.FORMATS` keep their integers and scales; F32, F16 and BF16 are read as they
     are. If there is no LM head, the LM head shares a quantized embedding's integers.
 
     Raises:
-        ModelError: If the file is damaged, incomplete or a part of several files, or the architecture or the type of a
-            tensor is not known.
+        ModelError: If the file is damaged or incomplete, or the architecture or the type of a tensor is not known.
     """
     file = read_gguf(path)
-    if file.values.get("split.count") or re.search(r"-\d+-of-\d+\.gguf$", path.name):
-        raise ModelError(f"'{path}' is a part of a split model. Expected one file. Join it: llama-gguf-split --merge.")
     config, architecture, file = read_config(file)
     names = _tensor_names(file, architecture)
     embedding = file.tensors.get("token_embd.weight")

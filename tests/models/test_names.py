@@ -1,0 +1,93 @@
+"""Names of models become places: directories, GGUF files and what holds them, on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gguf_files import write_header
+from model_files import saved
+
+from foretoken.core.errors import ModelError
+from foretoken.models.local import main_files, preferred, tag_of, with_tag
+from foretoken.models.names import is_gguf, resolve_model
+
+
+def refused(name: str | Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_header(tmp_path_factory.mktemp("names") / "a.gguf").read_bytes()
+
+
+def put(content: bytes, *paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def test_directories_and_files_stand_for_themselves(content: bytes, tmp_path: Path) -> None:
+    directory = saved(tmp_path / "tiny")
+    put(content, tmp_path / "Model.GGUF", tmp_path / "sha256-abc", directory / "beside.gguf")
+    for place in (directory, directory / "model.safetensors", tmp_path / "Model.GGUF", tmp_path / "sha256-abc"):
+        assert resolve_model(place) == str(place)
+    assert is_gguf(tmp_path / "Model.GGUF")
+    assert is_gguf(tmp_path / "sha256-abc")  # by its first bytes
+    assert not is_gguf(directory / "model.safetensors")
+    assert is_gguf(tmp_path / "none.gguf")  # so that the error speaks of a file
+    assert not is_gguf("x\0y")
+
+
+def test_a_folder_with_one_model_is_that_model(content: bytes, tmp_path: Path) -> None:
+    first = tmp_path / "one" / "model-Q8_0-00001-of-00002.gguf"
+    companions = ("mmproj-model-f16.gguf", "model.imatrix.gguf", "mtp-model-Q8_0.gguf", "README.md")
+    put(
+        content, first, tmp_path / "one" / "model-Q8_0-00002-of-00002.gguf", *(tmp_path / "one" / n for n in companions)
+    )
+    assert resolve_model(tmp_path / "one") == str(first)
+    assert resolve_model(f"{tmp_path}/one:q8_0") == str(first)
+
+
+def test_a_folder_with_several_models_needs_a_tag(content: bytes, tmp_path: Path) -> None:
+    names = [f"model-{tag}.gguf" for tag in ("BF16", "F16", "Q4_K_M", "Q4_K_S", "UD-Q4_K_XL")]
+    put(content, *(tmp_path / name for name in names))
+    message = refused(tmp_path)
+    assert f"holds 5 GGUF files: {', '.join(names)}. Expected the name of one. Write '{tmp_path}:BF16'" in message
+    for tag, name in (("f16", "model-F16.gguf"), ("Q4_K_M", names[2]), ("ud-q4_k_xl", names[4]), (names[3], names[3])):
+        assert resolve_model(f"{tmp_path}:{tag}") == str(tmp_path / name)
+    message = refused(f"{tmp_path}:Q4_K")
+    assert (
+        "has no GGUF file 'Q4_K'. Expected a tag such as Q4_K_M. Known: BF16, F16, Q4_K_M, Q4_K_S, UD-Q4_K_XL"
+        in message
+    )
+    (tmp_path / "empty").mkdir()
+    assert "It holds no GGUF file." in refused(f"{tmp_path}/empty:Q8_0")
+
+
+def test_files_are_chosen_as_llama_cpp_chooses_them() -> None:
+    files = main_files(["b/M.Q8_0.gguf", "a/M-IQ2_XS.gguf", "c/M-Q4_K_M-00001-of-00003.gguf", "mmproj-F16.gguf"])
+    assert files == ["a/M-IQ2_XS.gguf", "b/M.Q8_0.gguf", "c/M-Q4_K_M-00001-of-00003.gguf"]
+    assert preferred(files) == files[2]
+    assert preferred(files[:2]) == files[1]
+    assert preferred(files[:1]) == files[0]
+    assert [tag_of(each, files) for each in files] == ["IQ2_XS", "Q8_0", "Q4_K_M"]
+    assert with_tag(files, "Q2_XS") is None
+    assert tag_of("model.gguf", ["model.gguf"]) == "model.gguf"
+
+
+def test_missing_names_are_refused_with_the_nearest(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(content, tmp_path / "places" / "story.gguf")
+    monkeypatch.chdir(tmp_path)
+    assert "there is no file 'places/storm.gguf'. Expected a GGUF file. Did you mean 'places/story.gguf'?" in (
+        refused("places/storm.gguf")
+    )
+    assert "Did you mean 'models/tinycode'?" not in refused("places/none")
+    for name in ("a/b/c", "./none", "", "x y"):
+        assert f"there is no model '{name}'. Expected a directory with config.json" in refused(name)
