@@ -15,6 +15,7 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import RequestError
+from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from foretoken.entrypoints.async_llm import AsyncLLM
@@ -66,7 +67,7 @@ def batch(
     from foretoken.server.ray_batch import RayWorkers, run_ray_batch
     from foretoken.server.request_fields import MOST_CHOICES
 
-    name, model = served_model_name or model, options.local_place(model)
+    name, model = served_model_name or model, resolve_model(model)
     setup = options.one_setup("batch", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     template = None if chat_template is None else options.read_text(chat_template)
     total = count_lines(source)

@@ -11,9 +11,25 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foretoken.cli import batch, bench, chat, data, generate, heads, plan, quantize, serve, sweep, train, twin, verify
+from foretoken.cli import (
+    batch,
+    bench,
+    chat,
+    data,
+    generate,
+    heads,
+    options,
+    plan,
+    quantize,
+    serve,
+    sweep,
+    train,
+    twin,
+    verify,
+)
 from foretoken.core.checks import check_range
 from foretoken.core.errors import ConfigError, ForetokenError
+from foretoken.models.names import resolve_model
 
 _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 _DIRECTORIES = {"model", "target", "init"}  # text options that name a directory or a hub id
@@ -38,7 +54,10 @@ class Command(TyperCommand):
         super().__init__(*args, **kwargs)
         self.help = joined(self.help or "")
         callback = self.callback
-        hints = typing.get_type_hints(getattr(callback, "__wrapped__", callback))
+        callback = getattr(callback, "__wrapped__", callback)
+        hints = typing.get_type_hints(callback)
+        whole = typing.get_type_hints(callback, include_extras=True)
+        self._models = [name for name, hint in whole.items() if _names_model(hint)]
         for param in self.params:
             is_argument = param.param_type_name == "argument"
             if param.metavar is None and param.name in hints:
@@ -64,6 +83,13 @@ class Command(TyperCommand):
                     usual = _INTEGERS if isinstance(value, int) else _NUMBERS
                     check_range(str(name), value, *_BOUNDS.get(param.name, usual), error=ConfigError)
         return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """See click; asks the hub for models that are not on this machine, before anything heavy is imported."""
+        for name in self._models:
+            if ctx.params.get(name):
+                ctx.params[name] = resolve_model(ctx.params[name])
+        return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """See click; hides other names of an option, and of a switch's other side, unless the text mentions them."""
@@ -94,6 +120,11 @@ class VllmCommand(Command):
 
         own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         return super().parse_args(ctx, without_other_options(args, own))
+
+
+def _names_model(hint: Any) -> bool:
+    """Decides whether a parameter is the name of a model, which `local_place` reads."""
+    return any(getattr(each, "parser", None) is options.local_place for each in getattr(hint, "__metadata__", ()))
 
 
 def _no_type(ctx: Any) -> None:  # typer passes `ctx` by name

@@ -16,7 +16,6 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from foretoken.entrypoints.llm import LLM
@@ -225,7 +224,7 @@ def _tokenizer(target: str) -> Any:
     from foretoken.entrypoints.drafter_files import check_is_no_head
     from foretoken.models.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(resolve_model(target))
+    tokenizer = load_tokenizer(target)
     if tokenizer is None:
         check_is_no_head(target)
         raise RequestError(f"'{target}' has no tokenizer. Expected a model with a tokenizer.")

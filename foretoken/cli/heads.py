@@ -10,7 +10,6 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
-from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from foretoken.bench.loss import Loss
@@ -69,7 +68,7 @@ def inspect(
         if original is not None:
             from foretoken.cli.quantize import measured_quality
 
-            quality = measured_quality(directory, resolve_model(original), text)
+            quality = measured_quality(directory, original, text)
             facts |= {} if quality is None else {QUALITY_KEY: quality.model_dump()}
         read_quality(facts, str(directory))
         if verify and not is_file:
@@ -101,7 +100,7 @@ def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[st
 
     if not holds_head(directory):
         return None
-    around = TargetInfo() if target is None else TargetInfo.of_directory(resolve_model(target))
+    around = TargetInfo() if target is None else TargetInfo.of_directory(target)
     with describe.kept_warnings() as warnings:
         name, checkpoint = read_head(
             directory,
@@ -211,7 +210,7 @@ def convert(
     _check_out(out, force=force)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
-    around = TargetInfo() if target is None else TargetInfo.of_directory(resolve_model(target))
+    around = TargetInfo() if target is None else TargetInfo.of_directory(target)
     name, checkpoint = _read_head(local_head(source, revision), around, has_target=target is not None)
     checkpoint = _counted(checkpoint, "hydra", num_hydra_heads, num_hydra_layers)
     checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)

@@ -33,7 +33,7 @@ MODEL_FORMS = (
 
 
 def local_place(name: str) -> str:
-    """Returns the place of a model on this machine, or the name of one of the hub, which is not asked yet.
+    """Returns the place of a model on this machine, or the name of one of the hub, see `Command.invoke`.
 
     Raises `ModelError` if there is no such model. An empty name is refused later.
     """
@@ -41,13 +41,12 @@ def local_place(name: str) -> str:
 
 
 def directory_of(name: str) -> Path:
-    """Returns the local place of a model or head; raises `ModelError` if there is none, or it cannot be fetched."""
-    place = resolve_model(name)
-    if Path(place).exists():
-        return Path(place)  # importing the hub's client takes half a second
+    """Returns the local place of a model or head by its place; raises `ModelError` if it cannot be fetched."""
+    if Path(name).exists():
+        return Path(name)  # importing the hub's client takes half a second
     from foretoken.formats.files import local_head
 
-    return local_head(place, what="model or head")
+    return local_head(name, what="model or head")
 
 
 Model = Annotated[str, typer.Argument(parser=local_place, help=f"Target: {MODEL_FORMS}.")]

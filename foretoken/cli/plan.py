@@ -14,7 +14,6 @@ from foretoken.cli import options, terminal
 from foretoken.cli.terminal import progress
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import write_file
-from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from foretoken.planning.acceptance import Curve
@@ -197,7 +196,7 @@ def _described(
     from foretoken.planning.costs import HOST_S, RooflineCosts, nominal_machine
     from foretoken.planning.sizes import described_sizes
 
-    target, most = described_sizes(resolve_model(model), dtype)
+    target, most = described_sizes(model, dtype)
     machine = nominal_machine(bandwidth * 1e9, flops * 1e12, memory * 2**30)
     host = HOST_S if host_ms is None else host_ms / 1e3
     costs = RooflineCosts(target=target, machine=machine, host_s=host)

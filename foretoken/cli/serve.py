@@ -15,6 +15,7 @@ from foretoken.cli import options, terminal
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.files.processes import run_lock
+from foretoken.models.names import resolve_model
 from foretoken.server.guards import KEY_VARIABLE, api_keys
 from foretoken.server.tools import TAGS, TOOL_FORMATS, thinking_tags, tool_format
 
@@ -131,7 +132,7 @@ def serve(
     requests have 30 seconds to end. Options of `vllm serve` are accepted at values that change nothing here; other
     values are refused with a hint.
     """
-    names, model = served_model_name or [model], options.local_place(model)
+    names, model = served_model_name or [model], resolve_model(model)
     setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     if synthetic_acceptance is not None and setup.config is None:
         raise ConfigError("--synthetic-acceptance needs a drafter. Pass one with --speculative-config.")

