@@ -18,6 +18,7 @@ from foretoken.cli import (
     data,
     generate,
     heads,
+    models,
     options,
     plan,
     quantize,
@@ -265,6 +266,10 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("quantize", quantize.quantize, ending(
         "foretoken quantize models/tinycode runs/w8a8 --scheme W8A8",
         "foretoken quantize models/tinycode runs/w4a16 --group-size 64 --text edit",
+    )),
+    ("models", models.models, ending(
+        "foretoken models",
+        "foretoken models --json",
     )),
     ("inspect", heads.inspect, ending(
         "foretoken inspect models/tinycode",

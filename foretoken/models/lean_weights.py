@@ -5,7 +5,6 @@ An unknown architecture or part is refused by name and left to the generic decod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from foretoken.decoder.blocks import (
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding, embedding_table
 from foretoken.decoder.quantized_experts import QuantizedExperts
+from foretoken.models.architectures import LEAN_ARCHITECTURES, LeanArchitecture
 from foretoken.models.model_changes import foreign_call
 
 if TYPE_CHECKING:
@@ -37,50 +37,6 @@ if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Architecture:
-    """How an architecture differs from Llama.
-
-    Attributes:
-        norms: Names of a layer's norms before and after attention, before and after the feed-forward layer; None
-            without a norm.
-        norm_offset: Added to a norm's weight.
-        activation: The configuration's entry that names the activation.
-        window: Source of the sliding window: "none", "config" (one for all layers), or "layer"
-            (`self_attn.sliding_window`).
-        softcap: Whether the configuration caps attention scores.
-    """
-
-    norms: tuple[str | None, str | None, str | None, str | None] = (
-        "input_layernorm", None, "post_attention_layernorm", None,
-    )  # fmt: skip
-    norm_offset: float = 0.0
-    activation: str = "hidden_act"
-    window: str = "none"
-    softcap: bool = False
-
-
-_SANDWICH = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-)  # fmt: skip
-_ARCHITECTURES = {
-    "LlamaForCausalLM": _Architecture(),
-    "MistralForCausalLM": _Architecture(window="config"),
-    "MixtralForCausalLM": _Architecture(window="config"),
-    "Qwen2ForCausalLM": _Architecture(window="layer"),
-    "Qwen3ForCausalLM": _Architecture(window="layer"),
-    "Qwen3MoeForCausalLM": _Architecture(window="layer"),
-    "Phi3ForCausalLM": _Architecture(window="config"),
-    "SmolLM3ForCausalLM": _Architecture(window="layer"),
-    "Olmo2ForCausalLM": _Architecture(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")),
-    "Gemma2ForCausalLM": _Architecture(
-        norms=_SANDWICH, norm_offset=1.0, activation="hidden_activation", window="layer", softcap=True
-    ),
-    "Gemma3ForCausalLM": _Architecture(
-        norms=_SANDWICH, norm_offset=1.0, activation="hidden_activation", window="layer"
-    ),
-    "Starcoder2ForCausalLM": _Architecture(window="config"),
-}
 _LAYERS = (
     nn.Linear, QuantizedLinear, QuantizedExperts, nn.Embedding, QuantizedEmbedding, nn.LayerNorm, nn.Dropout,
     nn.ModuleList,
@@ -112,11 +68,11 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
     )
 
 
-def _known_architecture(module: Any, config: Any) -> _Architecture:
+def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
     name = type(module).__name__
-    if name not in _ARCHITECTURES or not _is_of_transformers(module):
+    if name not in LEAN_ARCHITECTURES or not _is_of_transformers(module):
         raise UnsuitableError(f"{name} is not among the architectures it knows.")
-    architecture = _ARCHITECTURES[name]
+    architecture = LEAN_ARCHITECTURES[name]
     activation = getattr(config, architecture.activation)
     if activation not in _ACTIVATIONS:
         raise UnsuitableError(f"{name} with activation '{activation}' is not among what it knows.")
@@ -178,7 +134,7 @@ class _RotaryTables:
         return self._known[kind]
 
 
-def _block(layer: Any, config: Any, index: int, architecture: _Architecture, tables: _RotaryTables) -> Block:
+def _block(layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: _RotaryTables) -> Block:
     attention, offset = layer.self_attn, architecture.norm_offset
     head_dim = attention.head_dim
     sizes = [config.num_attention_heads * head_dim, *[config.num_key_value_heads * head_dim] * 2]

@@ -90,9 +90,10 @@ def preferred(files: list[str]) -> str:
 
 
 def tag_of(file: str, files: Iterable[str]) -> str:
-    """Returns a tag that chooses a file among others: its quantization if that does, else its name."""
+    """Returns a tag that stands for one file among others: its quantization if no other has it, else its name."""
     match = _TAG_IN_NAME.search(Path(file).name)
-    return match[1] if match and with_tag(files, match[1]) == file else Path(file).name
+    others = [name for name in files if name != file]
+    return match[1] if match and with_tag(others, match[1]) is None else Path(file).name
 
 
 def files_below(directory: Path) -> list[str]:

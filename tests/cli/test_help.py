@@ -21,7 +21,7 @@ from foretoken.entrypoints.config import parse_setup
 
 COMMANDS = [
     "generate", "verify", "chat", "bench", "bench serve", "batch", "serve", "sweep", "plan", "twin", "quantize",
-    "inspect", "convert",
+    "models", "inspect", "convert",
     "data", "data vocab", "data index", "train", "tune tree", "tune acceptance", "tune stop", "doctor", "report",
 ]  # fmt: skip
 VALUE = r"(N|X|TEXT|PATH|NAME|URL|MODEL|DRAFTER=PATH|DRAFTER|KEY=\w+)"

