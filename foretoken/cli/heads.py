@@ -385,7 +385,8 @@ def doctor(
         raise ConfigError("'plain' loses no speed to drafts. Expected a drafter. Pass -s ngram, or another one.")
     rows = read_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    has_head = head is not None or method is not None
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, unpacks=has_head)
     options.check_max_tokens(max_tokens, loaded)
     case = Examination(
         head=place,
@@ -397,7 +398,7 @@ def doctor(
         runner=runner,
         allow_other_target=allow_other_target,
     )
-    checks = [] if head is None and method is None else examine(loaded, tokenizer, case)
+    checks = examine(loaded, tokenizer, case) if has_head else []
     losses: list[tuple[str, Loss]] = []
     if setups:
         workload = make_workload(rows, loaded, tokenizer, runner=runner, temperatures=(0.0,), max_tokens=max_tokens)

@@ -218,8 +218,10 @@ def load_target(
     threads: int | None,
     quantization: str | None = None,
     kv_cache_dtype: str | None = None,
+    *,
+    unpacks: bool = False,
 ) -> tuple[LoadedModel, Any]:
-    """Loads the target and its tokenizer, once for all setups.
+    """Loads the target and its tokenizer, once for all setups; with `unpacks` for training, see `unpacked_model`.
 
     Raises:
         ConfigError: When the machine has far fewer processors than `threads`, or the model is a head.
@@ -232,7 +234,7 @@ def load_target(
     if threads is not None:
         set_num_threads(threads)
     return model_arguments.load_target(
-        model, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        model, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype, unpacks=unpacks
     )
 
 

@@ -165,8 +165,7 @@ def serve(
         tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser,
     )  # fmt: skip
     lock = nullcontext() if distill_to is None else run_lock(distill_to, option="--distill-to")
-    with lock:  # as the port, before the slow loading of the model
-        listening = _listen(host, port)
+    with lock, _listen(host, port) as listening:  # before the slow loading of the model
         from foretoken.entrypoints.async_llm import AsyncLLM
         from foretoken.entrypoints.llm import LLM
 

@@ -250,7 +250,7 @@ def tree(
     if out is not None:
         check_writable(out, ConfigError, _TREE_ADVICE)
     rows = read_prompts(prompts, limit=num_prompts)
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, unpacks=True)
     options.check_max_tokens(max_tokens, loaded)
     workload = make_workload(
         rows, loaded, tokenizer, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed
@@ -310,7 +310,7 @@ def acceptance(
             f"'{head}' does not say how it was trained. Expected a head of `foretoken train`. Measure other heads with "
             "`foretoken tune tree`."
         )
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, unpacks=True)
     checkpoint.check_target(TargetFingerprint.of(loaded), what=head)
     stored = next(value.dtype for value in checkpoint.weights.values() if value.is_floating_point())
     with progress("held-out tokens") as on_progress:
@@ -358,7 +358,7 @@ def stop(
     asked = read_prompts(prompts, limit=num_prompts)
     if len(asked) < 2:
         raise ConfigError("there is one prompt. Expected two at least, to train on and to choose thresholds by.")
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, unpacks=True)
     options.check_max_tokens(max_tokens, loaded)
     workload = make_workload(
         asked, loaded, tokenizer, temperatures=temperature or (0.0,), max_tokens=max_tokens, seed=seed
@@ -420,13 +420,14 @@ def _drafter(config: DrafterOptions, target: LoadedModel, tokenizer: Any) -> tup
     from foretoken.drafters import draft_model
     from foretoken.drafters.head_drafter import HeadOptions, checked_head
     from foretoken.drafters.vocabularies import DraftModelFiles
+    from foretoken.models.smaller import unpacked_model
 
     if isinstance(config, HeadOptions):
         head = checked_head(config, target).module(dtype=torch.float32)
         return head, head.config.steps
     if isinstance(config, draft_model.Options) and config.model is not None:
         files = DraftModelFiles(config.model, config.revision)
-        model, own = files.model(target), files.tokenizer()
+        model, own = unpacked_model(files.model(target)), files.tokenizer()
         if own is not None and own.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
                 f"draft model '{model.name}' has another vocabulary than '{target.name}'. Expected the same."

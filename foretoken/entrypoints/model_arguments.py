@@ -161,8 +161,9 @@ def load_target(
     device: Any = "auto",
     quantization: Any = None,
     kv_cache_dtype: Any = None,
+    unpacks: bool = False,
 ) -> tuple[LoadedModel, Any]:
-    """Loads a target and its tokenizer from files; arguments as in `LLM`.
+    """Loads a target and its tokenizer from files; arguments as in `LLM`. With `unpacks` see `unpacked_model`.
 
     Raises:
         ConfigError: When the directory holds a draft head, or an argument has another form.
@@ -177,6 +178,10 @@ def load_target(
     tokenizer = target_tokenizer(None, model)
     if tokenizer is None:
         raise RequestError(f"'{model}' has no tokenizer. Expected tokenizer files beside the weights.")
+    if unpacks:
+        from foretoken.models.smaller import unpacked_model  # for training alone
+
+        target = unpacked_model(target)
     return target, tokenizer
 
 

@@ -328,6 +328,8 @@ def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> 
 
 def load_config(name: str, revision: str | None = None) -> Any:
     """Returns the model's configuration without running its code; raises `ModelError` if it cannot be read."""
+    if is_gguf(name):
+        return open_gguf(Path(name)).config
     with foreign_errors_as(ModelError, partial(_refusal, f"the configuration of '{name}'")):
         config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         text = config.get_text_config()

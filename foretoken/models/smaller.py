@@ -1,4 +1,4 @@
-"""Makes a smaller causal LM of a target's architecture, to be trained as its draft model.
+"""Makes another causal LM of a target's architecture: a smaller one as a draft model, or one without integers.
 
 The new model has the target's vocabulary and special tokens, and float32 weights on the target's device.
 """
@@ -6,17 +6,23 @@ The new model has the target's vocabulary and special tokens, and float32 weight
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from foretoken.core.errors import ConfigError, foreign_errors_as, nearest_name_hint, one_line
+from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.decoder.quantized_embedding import QuantizedEmbedding
+from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.generic import find_blocks
 from foretoken.models.loading import LoadedModel, wrap_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
 
 _LAYERS = "num_hidden_layers"
 
@@ -48,6 +54,35 @@ def pruned_model(target: LoadedModel, layers: Sequence[int]) -> LoadedModel:
         model = _new(target, _config(target, {}, layers))
         model.load_state_dict(weights, strict=True)
     return _ready(model, target)
+
+
+def unpacked_model(model: LoadedModel) -> LoadedModel:
+    """Returns a model with the weights that the integers of another one stand for; a model without integers itself.
+
+    Training and copies need weights that are no integers. The model takes the memory of all weights in float32. Raises
+    `ConfigError` if the architecture cannot be made anew.
+    """
+    if model.quantization is None:
+        return model
+    module: Any = model.module
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    config = copy.deepcopy(module.config)
+    config.tie_word_embeddings = getattr(embedding, "matrix", embedding) is getattr(head, "matrix", head)
+    with _told(model):
+        made = _new(model, config)
+        made.load_state_dict(dict(_unpacked_weights(module)), strict=True)
+    return replace(_ready(made, model), name=model.name)
+
+
+def _unpacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, part in module.named_modules():
+        if isinstance(part, QuantizedExperts):
+            inner, hidden = part.down.num_inputs, part.gate_up.num_inputs
+            yield f"{name}.gate_up_proj", part.gate_up.dequantized().view(-1, 2 * inner, hidden)
+            yield f"{name}.down_proj", part.down.dequantized().view(-1, hidden, inner)
+        elif isinstance(part, QuantizedLinear | QuantizedEmbedding):
+            yield f"{name}.weight", part.matrix.dequantized()
+    yield from module.named_parameters()
 
 
 def fresh_model(target: LoadedModel, sizes: Mapping[str, int], *, seed: int) -> LoadedModel:

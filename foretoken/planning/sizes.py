@@ -13,7 +13,6 @@ from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.loading import check_architecture, load_config
 from foretoken.models.local import is_gguf
 from foretoken.models.placement import DTYPES
-from foretoken.models.quantization.gguf import open_gguf
 from foretoken.models.quantization.gguf_file import read_gguf
 from foretoken.models.weight_files import meta_model
 from foretoken.planning.theory import ModelSizes
@@ -40,7 +39,7 @@ def described_sizes(name: str, dtype: str) -> tuple[ModelSizes, int]:
     Raises:
         ModelError: If the configuration cannot be read, or its architecture cannot be built.
     """
-    config = open_gguf(Path(name)).config if is_gguf(name) else load_config(name)
+    config = load_config(name)
     check_architecture(config, name)
     module = meta_model(config)
     if module is None:

@@ -22,7 +22,7 @@ from foretoken.core.token_ids import tokenizer_sha
 from foretoken.models.generic import own_attention
 from foretoken.models.loading import LoadedModel, load_model, load_tokenizer
 from foretoken.models.parts import target_parts
-from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
+from foretoken.models.smaller import fresh_model, kept_layers, pruned_model, unpacked_model
 from foretoken.training.draft_text import Distillation, DraftWriter, MixedText, Writer, written_windows
 from foretoken.training.losses import distances, target_rows
 from foretoken.training.objective_base import HeadSums, portion_rows
@@ -62,7 +62,7 @@ def new_student(
         ModelError: If the model `init` cannot be loaded.
     """
     if init is not None:
-        model = load_model(init, dtype="float32", device=str(target.device))
+        model = unpacked_model(load_model(init, dtype="float32", device=str(target.device)))
         own = load_tokenizer(init)
         if own is None or tokenizer_sha(own) != tokenizer_sha(tokenizer):
             raise ConfigError(

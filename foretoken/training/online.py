@@ -266,7 +266,7 @@ class OnlineTraining:
         """
         drafts = directory / DRAFTS
         remove_unfinished(drafts)
-        target, tokenizer = load_target(model, dtype=dtype, device="cpu")
+        target, tokenizer = load_target(model, dtype=dtype, device="cpu", unpacks=True)
         student = new_student(target, tokenizer, init=draft, sizes={}, seed=0).model
         for place in reversed(numbered(drafts)):
             with suppress(ModelError):  # the server says so

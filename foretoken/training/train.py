@@ -258,7 +258,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         "weight_decay": weight_decay, "clip_norm": clip_norm, "precision": precision,
     })  # fmt: skip
     packed = PackedTokens.open(Path(data))
-    target, tokenizer = load_target(name, dtype=dtype, device=device)
+    target, tokenizer = load_target(name, dtype=dtype, device=device, unpacks=True)
     settings = settings.model_copy(update={"max_offset": _max_offset(max_offset, length, target.context_len)})
     _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # reports too little data before the work

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from models.gguf_files import write
+from models.gguf_files import tiny_file, write
 from models.test_gguf import add_value, refusal, same_logits
 from tiny_models import tiny_model
 
@@ -20,6 +20,7 @@ from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.loading import load_model
 from foretoken.models.quantization.gguf import open_gguf
 from foretoken.models.quantization.stored import build
+from foretoken.models.smaller import unpacked_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 WIDE = SMALL | {"hidden_size": 256, "intermediate_size": 256}  # blocks of 256 weights
@@ -134,3 +135,26 @@ def test_experts_of_other_architectures(tmp_path: Path) -> None:
     write(path, tiny_model("qwen2", **SMALL), matrices=Type.Q4_0, architecture="qwen2",
           values=[partial(add_value, "qwen2.expert_count", 4)])  # fmt: skip
     assert "is a mixture of experts. Expected a dense model." in refusal(path)
+
+
+@pytest.mark.parametrize("architecture", [*NAMES, "llama"])
+def test_integers_are_unpacked_for_training(tmp_path: Path, architecture: str) -> None:
+    path = tmp_path / "model.gguf"
+    if architecture == "llama":
+        tiny_file(path)
+    else:
+        written(path, architecture, WIDE, matrices=mixed)
+    stored, tokens = load_model(path), torch.arange(1, 25).view(2, 12)
+    unpacked = unpacked_model(stored)
+    assert (unpacked.quantization, unpacked.name, unpacked.eos_ids) == (None, str(path), stored.eos_ids)
+    assert unpacked_model(unpacked) is unpacked
+    head: Any = unpacked.module.get_output_embeddings()
+    assert (head.weight is unpacked.module.get_input_embeddings().weight) == (architecture == "llama")  # type: ignore[operator]
+    modules: Any = (unpacked.module, stored.module)
+    for module in modules:
+        module.set_attn_implementation("eager")
+    with torch.no_grad():
+        found, expected = (module(tokens).logits for module in modules)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    unpacked.module.save_pretrained(tmp_path / "saved")
+    assert load_model(tmp_path / "saved").quantization is None
