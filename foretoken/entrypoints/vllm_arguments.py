@@ -99,9 +99,10 @@ OTHER_ARGUMENTS = {
         quantization_config=_NOTHING, allow_deprecated_quantization=_OFF,
     ),
     **_group(
-        "Models are loaded from safetensors. Leave it out.",
-        load_format=_one_of("auto", "safetensors"), config_format=_one_of("auto", "hf"), model_impl=_one_of("auto"),
-        model_loader_extra_config=_EMPTY, ignore_patterns=_one_of([], "original/**/*"), use_tqdm_on_load=_EITHER,
+        "Models are loaded from safetensors or a GGUF file, as their names say. Leave it out.",
+        load_format=_one_of("auto", "safetensors", "gguf"), config_format=_one_of("auto", "hf"),
+        model_impl=_one_of("auto"), model_loader_extra_config=_EMPTY,
+        ignore_patterns=_one_of([], "original/**/*"), use_tqdm_on_load=_EITHER,
     ),
     **_group(
         "Code that comes with a model is never run. Leave it out.",
@@ -110,6 +111,10 @@ OTHER_ARGUMENTS = {
     **_group(
         "Change the model's config.json, or pass a transformers model in memory.",
         hf_overrides=_EMPTY, rope_scaling=_EMPTY, rope_theta=_NOTHING, disable_sliding_window=_OFF,
+    ),
+    **_group(
+        "Name the file as the model: LLM('FOLDER/FILE.gguf'), or LLM('owner/name:Q4_K_M') for the hub.",
+        gguf_file=_NOTHING,
     ),
     **_group("Set HF_TOKEN in the environment.", hf_token=_NOTHING),
     **_group("Set HF_HOME in the environment.", download_dir=_NOTHING),

@@ -10,12 +10,15 @@ import io
 import logging
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from end_to_end.tiny_llms import tokenizer
+from gguf import GGMLQuantizationType as Type
+from models.gguf_files import tiny_file
 from pairwise import slow_products
 from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 from transformers import (
@@ -406,6 +409,19 @@ def test_bundled_model_with_a_draft_model_and_streamers(capsys: pytest.CaptureFi
     assert texts[0] == texts[1]
     accepted = {each.name: each for each in acceleration.llm.get_metrics()}["vllm:spec_decode_num_accepted_tokens"]
     assert accepted.value > 20
+    acceleration.release()
+
+
+@pytest.mark.parametrize("drafter", ["ngram:prompt_lookup_min=1", "FILE"])
+def test_models_that_transformers_reads_from_gguf_files(drafter: str, tmp_path: Path) -> None:
+    path = tiny_file(tmp_path / "model.gguf", matrices=Type.Q8_0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    model.generation_config = GenerationConfig(max_new_tokens=24, pad_token_id=PAD)
+    expected = model.generate(**batch())
+    acceleration = accelerate(model, f"{drafter.replace('FILE', str(path))}:num_speculative_tokens=4")
+    assert torch.equal(model.generate(**batch()), expected)
+    metrics = {each.name: each for each in acceleration.llm.get_metrics()}
+    assert metrics["vllm:spec_decode_num_drafts"].value > 0
     acceleration.release()
 
 
