@@ -15,8 +15,8 @@ def models(as_json: options.AsJson = False) -> None:
     """List the models on this machine by the names that every command takes as MODEL.
 
     They are in installed Python packages, in models/, in the hub's cache, in Ollama's store and in LM Studio's folder.
-    Only headers are read. A model can draft for another one that has the same tokens; the share of its bytes says what
-    a draft costs beside a pass of the target.
+    Only headers are read. "fast" means that a lean decoder knows the architecture. A model can draft for another one
+    that has the same tokens; the share of its bytes says what a draft costs beside a pass of the target.
     """
     from foretoken.models.listing import summaries
     from foretoken.models.local import local_models
@@ -47,7 +47,7 @@ def models(as_json: options.AsJson = False) -> None:
 
 def _row(each: ModelSummary) -> list[str]:
     size = "" if each.num_bytes is None else f"{each.num_bytes / 1e6:.0f}"
-    decoder = {None: "", True: "fast", False: "transformers"}[each.is_lean]
+    decoder = {None: "", True: "fast", False: "not fast"}[each.is_lean]
     return [each.name, each.source, each.format or "", each.architecture or "", size, decoder]
 
 
