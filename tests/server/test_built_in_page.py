@@ -132,6 +132,33 @@ def test_a_conversation_is_what_the_api_writes(tab: Tab, speculative: LiveServer
 
 
 @in_browser
+def test_three_examples_fill_in_the_prompt(tab: Tab, speculative: LiveServer, guarded: LiveServer) -> None:
+    """They suit a model with and without a chat template, and make room for answers."""
+    names = "[...document.querySelectorAll('#examples button')].map((each) => each.textContent)"
+    is_shown = "document.getElementById('examples').checkVisibility()"
+    value = "document.getElementById('prompt').value"
+    tab.open(speculative.url)
+    tab.wait_for(is_shown)
+    assert tab.run(names) == ["Write a table", "Edit code", "Ask a question"]
+    tab.run("document.querySelectorAll('#examples button')[1].click()")
+    assert tab.run(value).startswith("Rename the variable total to amount in this code:\n\ndef price(items):\n")
+    assert tab.run("document.activeElement.id") == "prompt"
+    assert tab.run("document.querySelectorAll('.turn').length") == 0, "nothing is sent yet"
+    tab.fill("max-tokens", "4")
+    tab.press("Enter")
+    is_over(tab)
+    assert not tab.run(is_shown)
+    tab.click("clear")
+    assert tab.run(is_shown)
+    tab.open(guarded.url)
+    tab.wait_for("document.getElementById('key-form').checkVisibility()")
+    tab.fill("key", KEY)
+    tab.run("document.querySelector('#key-form button').click()")
+    tab.wait_for(is_shown)
+    assert tab.run(names) == ["Go on with data", "Write a class", "Write a function"]
+
+
+@in_browser
 def test_enter_sends_and_shift_enter_begins_a_line(tab: Tab, speculative: LiveServer) -> None:
     tab.open(speculative.url)
     ask(tab, "x = 1", max_tokens=10)

@@ -14,6 +14,19 @@
   const SPEED = "speed beside plain decoding";
   const STREAMED = { stream: true, stream_options: { continuous_usage_stats: true }, return_token_origins: true, spec_decode_metrics: "summary" };
 
+  const EXAMPLES = { // by whether the model has a chat template; the first repeats itself, which suits drafts
+    true: [
+      ["Write a table", "Write an HTML table of the planets with their distance from the sun."],
+      ["Edit code", "Rename the variable total to amount in this code:\n\ndef price(items):\n    total = 0\n    for item in items:\n        total = total + item.price * item.count\n    return total"],
+      ["Ask a question", "Why is the sky blue?"],
+    ],
+    false: [
+      ["Go on with data", '[\n  {"name": "Anna", "age": 31, "city": "Rome"},\n  {"name": "Ben", "age": 27, "city": "Oslo"},\n'],
+      ["Write a class", "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self"],
+      ["Write a function", "def read_config(path):\n"],
+    ],
+  };
+
   let model = null; // what /v1/models tells
   let messages = []; // of the conversation
   let running = null; // ends what is under way
@@ -239,6 +252,17 @@
     find("compare").disabled = Boolean(running) || !model || !model.drafters.length;
     find("stop").disabled = !running;
     find("clear").disabled = Boolean(running);
+    find("examples").hidden = !model || find("log").childElementCount > 0;
+  }
+
+  function exampleOf([name, prompt]) {
+    const button = element("button", "", name);
+    button.type = "button";
+    button.addEventListener("click", () => {
+      find("prompt").value = prompt;
+      find("prompt").focus();
+    });
+    return button;
   }
 
   async function begin(work) {
@@ -276,6 +300,7 @@
     find("max-tokens").max = model.max_model_len - 1;
     find("speculate").checked = find("speculate").checked && model.drafters.length > 0;
     find("speculate").disabled = !model.drafters.length;
+    find("examples").replaceChildren("Try: ", ...EXAMPLES[Boolean(model.has_chat_template)].map(exampleOf));
     find("problem").textContent = "";
     find("key-form").hidden = true;
     setRunning(running);
@@ -292,6 +317,7 @@
     for (const id of ["status", "problem"]) find(id).textContent = "";
     for (const id of ["rate", "tau", "share", "first", "speedup"]) find(id).textContent = "–";
     find("spread").textContent = SPEED;
+    setRunning(null);
     find("prompt").focus();
   });
   find("key-form").addEventListener("submit", (event) => { event.preventDefault(); find("prompt").focus(); tryToLoad(); });
