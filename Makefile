@@ -18,6 +18,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.base: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): downloads 240 MB of packages (torch for CPUs: 190 MB), takes a minute or two, 1 GB on disk."
 	$(PIP) torch==2.13.0
 	$(PIP) --editable .
 	touch $@
@@ -30,9 +31,9 @@ $(VENV)/.lint: $(VENV)/.base
 	$(PIP) --editable '.[lint]'
 	touch $@
 
-# A fixed depth: what the first command shows is the method's, also beside other programs.
 demo: $(VENV)/.base
-	$(BIN)/foretoken generate models/tinycode -s draft_model:num_speculative_tokens=6 --max-tokens 96 --seed 1 --temperature 0.8 \
+	@echo "Two commands with the model of the repository, about a minute; nothing more is downloaded."
+	$(BIN)/foretoken generate models/tinycode -s draft_model --max-tokens 96 --seed 1 --temperature 0.8 \
 		--prompt 'def read_config(path):'
 	$(BIN)/foretoken bench models/tinycode -s ngram -s draft_model --num-prompts 8 --max-tokens 128
 
