@@ -21,7 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import slow_products
 
-from foretoken.cli.terminal import fact, percent_by_depth, print_note, print_table, progress, step_progress, visible
+from foretoken.cli.terminal import (
+    fact,
+    growing_table,
+    percent_by_depth,
+    print_note,
+    print_table,
+    progress,
+    step_progress,
+    visible,
+)
 from foretoken.training.trainer import StepReport
 
 HEAD = "models/tinycode-hydra"
@@ -134,6 +143,42 @@ def test_no_bar_before_there_is_something_to_show(monkeypatch: pytest.MonkeyPatc
     with progress("tokens") as show:
         show(3, 8)
     assert "3/8" in told.getvalue()
+
+
+def test_results_are_printed_in_place_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause the bar is gone, and it comes back with the next report."""
+    told = Terminal()
+    monkeypatch.setattr(sys, "stderr", told)
+    with progress("tokens") as bar:
+        bar(3, 8)
+        bar.pause()
+        before = told.getvalue()
+        bar.pause()
+        assert told.getvalue() == before
+        bar(5, 8)
+    assert "5/8" in told.getvalue().removeprefix(before)
+
+
+@pytest.mark.parametrize(("columns", "is_printed_at_once"), [(80, True), (24, False)])
+def test_rows_are_printed_as_they_come(
+    columns: int, is_printed_at_once: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the terminal is too narrow: a table is then split, which needs all rows."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    with growing_table(["drafter", "tokens/s", "tau"], ["draft_model", "12345.6", "10.00"], num_keys=1) as add:
+        add(["plain", "40.1", "1.00"])
+        first = capsys.readouterr().out
+        add(["ngram\x1b[2J", "80.2", "2.00"])
+    shown = first + re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert ("plain" in first) == is_printed_at_once
+    if is_printed_at_once:
+        heading, line, *rows = shown.splitlines()
+        assert heading == " drafter     tokens/s   tau"
+        assert line == " " + "─" * (len(heading) - 1)
+        assert rows == [" plain           40.1  1.00", r" ngram\x1b[2J     80.2  2.00"]
+    assert max(map(len, shown.splitlines())) <= columns
+    assert {"plain", "40.1", "80.2", "2.00"} <= set(shown.split())
 
 
 def test_a_table_that_is_too_wide_is_several_whose_words_are_whole(
