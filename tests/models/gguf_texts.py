@@ -79,10 +79,10 @@ SHORT_TEXTS = [
 
 
 def texts() -> list[str]:
-    """Returns 400 texts: single cases, then mixes of them from a seed."""
+    """Returns 1,000 texts: single cases, then mixes of them from a seed."""
     found = [*_SPACES, *_OTHER_SPACES, *_NUMBERS, *_WORDS, *_SCRIPTS, *_CODE, *_SPECIALS, *_AMONG]
     chosen = random.Random(51)
-    while len(found) < 400:
+    while len(found) < 1000:
         parts = [chosen.choice(_SPECIALS if chosen.random() < 0.1 else _PARTS) for _ in range(chosen.randint(2, 5))]
         found.append(chosen.choice(["", " "]).join(parts))
     return found

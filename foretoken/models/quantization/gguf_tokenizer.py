@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -42,6 +42,7 @@ class _Split(NamedTuple):
     marks_spaces: bool = False
 
 
+_ADD_BOS = "tokenizer.ggml.add_bos_token"
 _SUFFIXES = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES = r"\s+(?!\S)|\s+"
 _LINES = r"\s*[\r\n]+"
@@ -183,14 +184,21 @@ def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> PreTrainedTok
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]  # fmt: skip
     backend.add_tokens(added)
+    begin, end = ([vocabulary.ids[name]] if adds and name in vocabulary.ids else [] for name, adds in (
+        ("bos", adds_bos), ("eos", file.values.get("tokenizer.ggml.add_eos_token", False)),
+    ))  # fmt: skip
+    # By ids, because a file may give such a token the type of an ordinary one.
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*(f"[{token}]" for token in begin), "$A", *(f"[{token}]" for token in end)],
+        special_tokens=[(f"[{token}]", token) for token in {*begin, *end}],
+    )
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     whole = {token.content for token in added}
+    bos = vocabulary.tokens[begin[0]] if begin else None
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=file.values.get("tokenizer.chat_template"),
+        chat_template=_chat_template(file, bos if bos in whole else None),
         clean_up_tokenization_spaces=False,
-        add_bos_token=bool(file.values.get("tokenizer.ggml.add_bos_token", adds_bos)),
-        add_eos_token=bool(file.values.get("tokenizer.ggml.add_eos_token", False)),
         **{
             names[name]: vocabulary.tokens[token]
             for name, token in vocabulary.ids.items()
@@ -199,8 +207,20 @@ def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> PreTrainedTok
     )
 
 
+def _chat_template(file: GgufFile, bos: str | None) -> str | dict[str, str] | None:
+    """Returns the template, or templates by their names; each begins with BOS if texts do, as llama.cpp has it."""
+    key = "tokenizer.chat_template"
+    named = {name.removeprefix(f"{key}."): text for name, text in file.values.items() if name.startswith(f"{key}.")}
+    templates = {
+        name: text if bos is None or bos in text or "bos_token" in text else f"{{{{- bos_token }}}}{text}"
+        for name, text in ({"default": file.values.get(key)} | named).items()
+        if isinstance(text, str)
+    }
+    return templates if len(templates) > 1 else templates.get("default")
+
+
 def _byte_pairs(file: GgufFile, vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool]:
-    """Returns a tokenizer that merges the pair of the lowest rank first, and whether it adds BOS by default."""
+    """Returns a tokenizer that merges the pair of the lowest rank first, and whether texts begin with BOS."""
     name = "gemma4" if vocabulary.model == "gemma4" else file.values.get("tokenizer.ggml.pre") or "default"
     split = _SPLITS.get(name) if isinstance(name, str) else None
     if split is None:
@@ -227,11 +247,13 @@ def _byte_pairs(file: GgufFile, vocabulary: GgufVocabulary) -> tuple[Tokenizer, 
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         backend.decoder = decoders.ByteLevel()
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    return backend, split.adds_bos
+    # llama.cpp has a fault of published files of Gemma 4 in mind.
+    is_forced = split.adds_bos and split.marks_spaces
+    return backend, is_forced or bool(file.values.get(_ADD_BOS, split.adds_bos))
 
 
 def _sentence_pieces(file: GgufFile, vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool]:
-    """Returns a tokenizer that merges the pair of the highest score first, and True: it adds BOS by default."""
+    """Returns a tokenizer that merges the pair of the highest score first, and whether texts begin with BOS."""
     scores = file.array("tokenizer.ggml.scores")
     if scores is None or len(scores) < len(vocabulary.tokens):
         raise _missing(file, "scores")
@@ -240,7 +262,7 @@ def _sentence_pieces(file: GgufFile, vocabulary: GgufVocabulary) -> tuple[Tokeni
     prefix = [normalizers.Prepend("\u2581")] if file.values.get("tokenizer.ggml.add_space_prefix", True) else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
     backend.decoder = _text_decoder(strips=bool(prefix))
-    return backend, True
+    return backend, bool(file.values.get(_ADD_BOS, True))
 
 
 def _merges(ids: dict[str, int], scores: list[float]) -> Iterable[tuple[str, str]]:
