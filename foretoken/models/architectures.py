@@ -41,6 +41,9 @@ LEAN_ARCHITECTURES = {
     "Phi3ForCausalLM": LeanArchitecture(window="config"),
     "SmolLM3ForCausalLM": LeanArchitecture(window="layer"),
     "Olmo2ForCausalLM": LeanArchitecture(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")),
+    "Olmo3ForCausalLM": LeanArchitecture(
+        norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), window="layer"
+    ),
     "Gemma2ForCausalLM": LeanArchitecture(
         norms=_SANDWICH, norm_offset=1.0, activation="hidden_activation", window="layer", softcap=True
     ),

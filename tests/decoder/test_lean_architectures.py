@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from decoder.lean_models import LEAN, TOLERANCE, assert_exact, assert_like_generic, runner
 from pairwise import slow_products
 from tiny_models import CONTEXT_LEN, LEAN_ARCHITECTURES, random_model, tiny_config, tiny_model
@@ -48,6 +49,15 @@ VARIANTS: dict[str, Any] = {
     "olmo2": tiny_config("olmo2"),
     "olmo2 odd sizes": tiny_config(
         "olmo2", hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=101
+    ),
+    "olmo3": hf.Olmo3Config(
+        **tiny_config("olmo2").to_dict()
+        | {
+            "model_type": "olmo3",
+            "sliding_window": 6,
+            "rope_parameters": BY_KIND,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        }
     ),
     "starcoder2": tiny_config("starcoder2"),
     "starcoder2 gelu": tiny_config("starcoder2", hidden_act="gelu", use_bias=False, sliding_window=None),

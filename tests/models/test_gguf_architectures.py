@@ -125,7 +125,8 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "runner"), [("smollm3", "lean-native"), ("olmo2", "lean-native"), ("glm4", "generic")]
+    ("name", "runner"),
+    [("smollm3", "lean-native"), ("olmo2", "lean-native"), ("olmo3", "lean-native"), ("glm4", "generic")],
 )
 def test_text_with_drafts_is_the_files_models(tmp_path: Path, name: str, runner: str) -> None:
     path, prompt = tmp_path / "model.gguf", [5, 6, 7, 8, 5, 6]

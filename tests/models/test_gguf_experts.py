@@ -37,6 +37,10 @@ def rounded(key: str) -> Type:
     return Type.F32 if "mlp.gate." in key else Type.Q4_0
 
 
+def in_codes(key: str) -> Type:
+    return Type.F32 if "mlp.gate." in key else Type.MXFP4 if "experts" in key else Type.IQ4_XS
+
+
 def changes(architecture: str, sizes: dict[str, int]) -> dict[str, Any]:
     if architecture == "mixtral":
         return sizes
@@ -54,7 +58,9 @@ def written(path: Path, architecture: str = "qwen3_moe", sizes: dict[str, int] =
     return model
 
 
-@pytest.mark.parametrize("types", [rounded, mixed, lambda _: Type.BF16], ids=["Q4_0", "Q4_K_M", "BF16"])
+@pytest.mark.parametrize(
+    "types", [rounded, mixed, in_codes, lambda _: Type.BF16], ids=["Q4_0", "Q4_K_M", "codes", "BF16"]
+)
 @pytest.mark.parametrize("architecture", NAMES)
 def test_models_are_those_of_their_weights(tmp_path: Path, architecture: str, types: Any) -> None:
     path = tmp_path / "model.gguf"
@@ -64,7 +70,7 @@ def test_models_are_those_of_their_weights(tmp_path: Path, architecture: str, ty
     assert config.num_experts_per_tok == 2
     same_logits(path, model, 1e-5)
     module: Any = build(open_gguf(path), str(path), torch.float32)[0]
-    assert isinstance(module.model.layers[1].mlp.experts, QuantizedExperts) == (types is rounded or types is mixed)
+    assert isinstance(module.model.layers[1].mlp.experts, QuantizedExperts) == (types in (rounded, mixed, in_codes))
 
 
 def test_text_with_drafts_is_text_without(tmp_path: Path) -> None:
