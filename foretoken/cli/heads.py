@@ -72,7 +72,7 @@ def inspect(
             facts |= {} if quality is None else {QUALITY_KEY: quality.model_dump()}
         read_quality(facts, str(directory))
         if verify and not is_file:
-            from foretoken.models.loading import weight_findings
+            from foretoken.models.weight_findings import weight_findings
 
             found = weight_findings(directory)
             facts |= {**({"warnings": found.warnings} if found.warnings else {}), "findings": found.findings}

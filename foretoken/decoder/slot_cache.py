@@ -234,7 +234,7 @@ class SlotCache:
     def affords(self, capacity: int) -> bool:
         """Decides whether the free memory holds a further cache with so many rows a slot."""
         row = sum(part.shape[1] * part.shape[3] * part.itemsize for part in (*self.keys, *self.values))
-        return self.num_slots * capacity * row <= _free_bytes(self.keys[0].device)
+        return self.num_slots * capacity * row <= free_bytes(self.keys[0].device)
 
     @property
     def num_rows(self) -> int:
@@ -409,10 +409,11 @@ def affordable_rows(
 
 def share_of_free(device: torch.device, most: float = 1.0) -> int:
     """Returns the default bound on the bytes of KV rows; most: the largest share of the free memory."""
-    return int(_free_bytes(device) * min(_SHARE, most))
+    return int(free_bytes(device) * min(_SHARE, most))
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Returns the bytes of memory that are free, also below the limit of a container."""
     if has_cuda_runtime(device):
         return torch.cuda.mem_get_info(device)[0]
     if not runs_cpu_kernels(device):

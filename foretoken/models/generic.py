@@ -17,8 +17,8 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError, PassError
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.memory import check_memory, plain_tensors
+from foretoken.models.forward_pass import ForwardPass, current_pass, running
 from foretoken.models.parts import target_parts
-from foretoken.models.plugin import ForwardPass, as_transformers_cache, current_pass, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -224,6 +224,8 @@ class GenericDecoder:
 
     def __init__(self, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> None:
         """Places hooks for the taps; raises `ModelError` if a tap cannot be read."""
+        from foretoken.models.plugin import as_transformers_cache  # imports transformers' models
+
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
         self._takes_rows = "logits_to_keep" in signature(model.module.forward).parameters
         self._weights, self._device = plain_tensors(model.module), cache.keys[0].device

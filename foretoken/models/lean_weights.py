@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import (
@@ -48,6 +47,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
     """Finds the weights of a model, copies norms alone; raises `UnsuitableError` if a part is unknown."""
+    if model.lean is not None:
+        return model.lean(num_positions)
     module: Any = model.module
     architecture = _known_architecture(module, model.config)
     backbone = module.model
@@ -82,6 +83,8 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
     foreign = [f"{key} ({type(part).__name__})" for key, part in _projections(module) if not _is_plain(part)]
     if foreign:
         raise UnsuitableError(f"{foreign[0]} is not a plain linear layer.")
+    from transformers.activations import ACT2FN
+
     known = (*_LAYERS, type(ACT2FN[activation]))
     replaced = [
         f"{key} is a {type(part).__name__}, which {name} has not"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils.logging import disable_progress_bar
+import transformers
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
@@ -30,12 +30,14 @@ from foretoken.models.config_checks import (
     end_tokens,
     read_twin_record,
 )
+from foretoken.models.forward_pass import ATTENTION_NAME
 from foretoken.models.local import is_gguf
-from foretoken.models.placement import gather_weights, resolve_device, resolve_dtype, shared_copy
-from foretoken.models.plugin import ATTENTION_NAME, adapt_attention
+from foretoken.models.placement import check_memory, gather_weights, resolve_device, resolve_dtype, shared_copy
 from foretoken.models.quantization.checkpoints import is_stored, open_checkpoint
-from foretoken.models.quantization.gguf import gguf_tokenizer, open_gguf
-from foretoken.models.quantization.stored import StoredModel, build
+from foretoken.models.quantization.gguf import gguf_tokenizer, open_gguf, stored_model
+from foretoken.models.quantization.gguf_config import read_settings
+from foretoken.models.quantization.gguf_file import read_gguf
+from foretoken.models.quantization.gguf_lean import lean_file
 from foretoken.models.weight_files import (
     check_counts,
     check_dtypes,
@@ -44,17 +46,19 @@ from foretoken.models.weight_files import (
     check_total,
     check_unused,
     files_identity,
-    meta_model,
+    num_weights,
     read_headers,
     settings_beside,
-    untied_shapes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
 
+    from foretoken.decoder.blocks import LeanWeights
+    from foretoken.files.bounded_reads import TensorHeader
+    from foretoken.models.quantization.stored import StoredModel
 
 KVCacheDtype = Literal["auto", "int8"]
 HASHED_ROWS = 64  # of the LM head; a choice: enough to tell models apart, read in milliseconds
@@ -65,7 +69,12 @@ class LoadedModel:
     """A causal LM that is ready to run.
 
     Attributes:
-        module: The transformers model in evaluation mode, with our attention plug-in.
+        make_module: Returns `module`, always the same one.
+        architecture: The class of the module, or the model type in a file that was read without transformers.
+        sizes: Whole numbers of the configuration, by name.
+        num_weights: Of the model.
+        lean: Reads the weights for lean decoders without `module`, see `LeanFile.weights`; None: they are found in it.
+        generation_values: The values of the model's generation configuration, by name.
         context_len: Number of positions that it can embed, whatever other sequences of a batch do.
         dtype: Dtype of weights and cache.
         eos_ids: End-of-sequence tokens of its generation configuration.
@@ -78,8 +87,12 @@ class LoadedModel:
         files: See `files_identity`; None for weights that came from memory.
     """
 
-    module: nn.Module
-    config: Any
+    make_module: Callable[[], nn.Module]
+    architecture: str
+    sizes: Mapping[str, int]
+    num_weights: int
+    lean: Callable[[int], LeanWeights] | None = None
+    generation_values: Mapping[str, Any]
     name: str
     vocab_size: int
     context_len: int
@@ -94,21 +107,26 @@ class LoadedModel:
     files: str | None = None
 
     @property
+    def module(self) -> nn.Module:
+        """The transformers model in evaluation mode, with our attention plug-in."""
+        return self.make_module()
+
+    @property
+    def config(self) -> Any:
+        """The text configuration of `module`."""
+        module: Any = self.module
+        return module.config.get_text_config()
+
+    @property
     def backbone(self) -> nn.Module:
         """The model without its LM head."""
         backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
         return backbone
 
     @property
-    def generation_values(self) -> dict[str, Any]:
-        """The values of the model's generation configuration, by name."""
-        config = getattr(self.module, "generation_config", None)
-        return {} if config is None else dict(config.to_diff_dict())
-
-    @property
     def cost_twin(self) -> TwinRecord | None:
         """The trained model behind a cost twin; None for other models. Raises `ModelError` for an invalid record."""
-        return read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
+        return None if self.lean else read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
 
 
 def load_model(
@@ -136,7 +154,7 @@ def load_model(
 def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | None) -> LoadedModel:
     torch_dtype = resolve_dtype(dtype, torch_device)
     if is_gguf(name):
-        return _stored_model(open_gguf(Path(name)), name, torch_dtype, torch_device)
+        return _gguf_model(name, torch_dtype, torch_device)
     check_model_files(name)
     config, headers = load_config(name, revision), read_headers(Path(name))
     check_architecture(config, name)
@@ -147,15 +165,16 @@ def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | N
     is_quantised = getattr(config, "quantization_config", None) is not None
     if not is_quantised:
         check_total(name, config, headers)
+        check_memory(name, _num_bytes(headers, torch_dtype), torch_device)
     if not sys.stderr.isatty():
-        disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
 
     def told(error: Exception) -> str:
         check_shapes(name, config, headers)  # names the weights if their shapes are wrong
         return f"model '{name}' cannot be loaded: {one_line(error)}. Check that it is complete."
 
     with foreign_errors_as(ModelError, told):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             revision=revision,
@@ -174,17 +193,72 @@ def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | N
     return _ready(module, name)
 
 
-def _stored_model(stored: StoredModel, name: str, dtype: torch.dtype | str, device: torch.device) -> LoadedModel:
+def _gguf_model(name: str, dtype: Any, device: torch.device) -> LoadedModel:
+    settings = read_settings(read_gguf(Path(name)))
+    file = lean_file(settings, dtype)
+    if file is None:
+        return _stored_model(stored_model(settings), name, dtype, device)
+    _check_served(file.label, name, dtype, device)
+    check_memory(name, file.num_bytes, device)
+    side = ThreadPoolExecutor(1)
+    reading = side.submit(file.weights, 1)  # without Python's lock: the tokenizer can be read meanwhile
+    side.shutdown(wait=False)
+
+    @cache
+    def module() -> nn.Module:
+        reading.result()
+        return _stored_model(stored_model(settings), name, dtype, device).module
+
+    def weights(num_positions: int) -> LeanWeights:
+        reading.result()
+        return file.weights(num_positions)
+
+    fields = settings.fields
+    vocab_size = fields["vocab_size"]
+    return LoadedModel(
+        make_module=module,
+        architecture=settings.architecture.model_type,
+        sizes={key: value for key, value in fields.items() if isinstance(value, int)},
+        num_weights=file.num_weights,
+        lean=weights,
+        generation_values={},
+        name=name,
+        vocab_size=vocab_size,
+        context_len=fields["max_position_embeddings"],
+        num_layers=fields["num_hidden_layers"],
+        dtype=dtype,
+        device=device,
+        eos_ids=end_tokens(None, SimpleNamespace(**fields), vocab_size=vocab_size, name=name),
+        quantization=file.label,
+    )
+
+
+def _check_served(label: str, name: str, dtype: torch.dtype | str, device: torch.device) -> None:
     if not runs_cpu_kernels(device) or dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(
-            f"'{name}' is stored as {stored.label} and was asked for in {dtype} on '{device}'. Only CPUs have kernels "
-            "for it, and inputs are float32 or bfloat16. Pass device='cpu' and dtype='bfloat16'."
+            f"'{name}' is stored as {label} and was asked for in {dtype} on '{device}'. Only CPUs have kernels for it, "
+            "and inputs are float32 or bfloat16. Pass device='cpu' and dtype='bfloat16'."
         )
+
+
+def _stored_model(stored: StoredModel, name: str, dtype: Any, device: torch.device) -> LoadedModel:
+    from foretoken.models.quantization.building import build  # imports transformers' models
+
+    _check_served(stored.label, name, dtype, device)
     check_architecture(stored.config, name)
     module, info = build(stored, name, dtype)
     _check_loaded(info, stored.config, name)
     gather_weights(module)
     return replace(_ready(module, name), quantization=stored.label)
+
+
+_STORED_BYTES = {"F64": 8, "F32": 4}  # of a number as safetensors name its dtype; 2 for the others
+
+
+def _num_bytes(headers: Mapping[str, TensorHeader], dtype: torch.dtype | str) -> int:
+    """Returns the bytes of weights in memory; "auto" keeps the dtypes of the files."""
+    own = dtype.itemsize if isinstance(dtype, torch.dtype) else None
+    return sum(prod(each.shape) * (own or _STORED_BYTES.get(each.dtype, 2)) for each in headers.values())
 
 
 def _check_loaded(info: Any, config: Any, name: str) -> None:
@@ -209,7 +283,9 @@ def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device
     config = load_config(name)
     check_architecture(config, name)
     with torch.device(device):
-        module: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="eager")
+        module: Any = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=config.dtype, attn_implementation="eager"
+        )
     wanted, misshaped, unknown = dict(module.named_parameters()), [], []
     for key, tensor in tensors:
         parameter = wanted.pop(key, None)
@@ -271,9 +347,13 @@ def _ready(module: Any, name: str) -> LoadedModel:
     if parameter is None:
         raise ModelError(f"'{name}' has no weights of real numbers. Expected a causal LM.")
     vocab_size = module.get_output_embeddings().out_features
+    generation = getattr(module, "generation_config", None)
     return LoadedModel(
-        module=module,
-        config=config,
+        make_module=lambda: module,
+        architecture=type(module).__name__,
+        sizes={key: value for key, value in config.to_dict().items() if isinstance(value, int)},
+        num_weights=num_weights(module),
+        generation_values={} if generation is None else dict(generation.to_diff_dict()),
         name=name,
         vocab_size=vocab_size,
         context_len=_context_len(config),
@@ -285,6 +365,8 @@ def _ready(module: Any, name: str) -> LoadedModel:
 
 
 def _plug_in(module: Any, name: str) -> None:
+    from foretoken.models.plugin import adapt_attention  # imports transformers' models
+
     if adapt_attention(module):
         module.config._attn_implementation = "eager"
         return
@@ -308,7 +390,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
     if directory.is_dir() and not any(directory.glob("tokenizer*")) and not any(directory.glob("*vocab*")):
         return None
     with foreign_errors_as(ModelError, partial(_refusal, f"the tokenizer of '{name}'")):
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
@@ -331,11 +413,11 @@ def load_config(name: str, revision: str | None = None) -> Any:
     if is_gguf(name):
         return open_gguf(Path(name)).config
     with foreign_errors_as(ModelError, partial(_refusal, f"the configuration of '{name}'")):
-        config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config: Any = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         text = config.get_text_config()
     if getattr(config, "quantization_config", None) is None and (settings := settings_beside(Path(name))):
         config.quantization_config = settings
-    if not isinstance(text, PreTrainedConfig):  # transformers keeps unknown keys with any value
+    if not isinstance(text, transformers.PreTrainedConfig):  # transformers keeps unknown keys with any value
         raise ModelError(
             f"the text configuration inside config.json of '{name}' is {shown(text)}, which its architecture does not "
             "have. Expected none. Copy or download config.json again."
@@ -359,7 +441,7 @@ def load_generation_values(name: str) -> dict[str, Any]:
         check_readable(Path(name))
     told = "the generation configuration of '{}' cannot be read: {}. Expected a directory with generation_config.json."
     with foreign_errors_as(ModelError, lambda err: told.format(name, one_line(err).rstrip("."))):
-        return dict(GenerationConfig.from_pretrained(name).to_diff_dict())
+        return dict(transformers.GenerationConfig.from_pretrained(name).to_diff_dict())
 
 
 def _context_len(config: Any) -> int:
@@ -373,80 +455,3 @@ def _context_len(config: Any) -> int:
         if part.get("rope_type") == "longrope":
             longest = min(longest, int(part["original_max_position_embeddings"]))
     return longest
-
-
-class WeightFindings(NamedTuple):
-    """The findings in a target's weights.
-
-    `findings`: tensors that are missing, of a wrong shape or dtype, or not finite. `warnings`: tensors that the
-    architecture does not use; published checkpoints carry some.
-    """
-
-    findings: list[str]
-    warnings: list[str]
-
-
-def weight_findings(directory: Path) -> WeightFindings:
-    """Compares the safetensors of a model directory with its architecture; reads one tensor at a time.
-
-    Raises `ModelError` if there is nothing to compare with: quantised weights, architectures that cannot be built, and
-    weights stored under other names.
-    """
-    config, headers = load_config(str(directory)), read_headers(directory)
-    check_architecture(config, str(directory))
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"the weights of '{directory}' are quantised, which --verify cannot compare with the architecture. Load "
-            "the model with `foretoken generate` to see whether they fit, or leave --verify out."
-        )
-    not_finite = list(_not_finite(directory))
-    if (more := _told(lambda: check_counts(headers, config.get_text_config(), str(directory)))) is not None:
-        return WeightFindings([more, *not_finite], [])  # before the layers are built one by one
-    module: Any = meta_model(config)
-    if module is None:
-        raise ModelError(
-            f"the architecture of '{directory}' cannot be built, so --verify has nothing to compare its weights with. "
-            "Expected a causal LM of transformers. Leave --verify out."
-        )
-    shapes, used = untied_shapes(module), set(module.state_dict())
-    names = {_named(key, used, str(getattr(module, "base_model_prefix", ""))): key for key in headers}
-    missing, unused = sorted(shapes.keys() - names.keys()), sorted(names.keys() - used)
-    if missing and unused and get_model_conversion_mapping(module, add_legacy=False):
-        raise ModelError(
-            f"the weights of '{directory}' are stored under other names than its architecture's, which --verify cannot "
-            "compare. Load the model with `foretoken generate` to see whether they fit, or leave --verify out."
-        )
-    findings = [f"{key} is missing, of shape {list(shapes[key])}" for key in missing]
-    findings += [
-        f"{names[key]} has shape {list(headers[names[key]].shape)} instead of {list(shape)}"
-        for key, shape in shapes.items()
-        if key in names and headers[names[key]].shape != shape
-    ]
-    more = _told(lambda: check_dtypes(headers, module, str(directory)))
-    extra = _told(lambda: check_unused(unused, config.get_text_config(), str(directory)))
-    findings += [each for each in (more, extra) if each is not None]
-    return WeightFindings([*findings, *not_finite], [f"{names[key]} is not used" for key in unused])
-
-
-def _told(check: Callable[[], None]) -> str | None:
-    try:
-        check()
-    except ModelError as err:
-        return str(err)
-    return None
-
-
-def _named(key: str, used: set[str], prefix: str) -> str:
-    names = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
-    return next((name for name in names if name in used), key)
-
-
-def _not_finite(directory: Path) -> Iterator[str]:
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                tensor = file.get_tensor(key)
-                if tensor.is_floating_point():
-                    wrong = tensor.numel() - int(torch.isfinite(tensor.float()).sum())
-                    if wrong:
-                        yield f"{key} holds {wrong} numbers that are not finite"

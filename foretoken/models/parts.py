@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foretoken.core.errors import ModelError
 from foretoken.decoder.native_head import LmHead, ScaledEmbedding
@@ -200,14 +199,14 @@ def scaled_frequencies(
             f"original_max_position_embeddings of rotary scaling '{kind}' is {original!r}. Expected a length"
         )
     try:
-        config = LlamaConfig(
+        config = transformers.LlamaConfig(
             hidden_size=head_dim,
             num_attention_heads=1,
             head_dim=head_dim,
             max_position_embeddings=original or 1,
             rope_parameters={**scaling, "rope_theta": theta},
         )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device)
+        frequencies, factor = transformers.ROPE_INIT_FUNCTIONS[kind](config, device)
     except (KeyError, TypeError, ZeroDivisionError, AttributeError) as err:
         raise ValueError(f"rotary scaling {dict(scaling)} makes no sense: {err!r}") from err
     return frequencies, float(factor)

@@ -9,12 +9,13 @@ from types import MethodType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, nearest_name_hint, one_line
 from foretoken.decoder.memory import has_memory, in_own_memory, lost_memory, plain_tensors
+from foretoken.decoder.slot_cache import free_bytes
 
 DTYPES = {
     "float32": torch.float32,
@@ -75,6 +76,17 @@ _BLOCK = re.compile(r"(.*?\.\d+)\.")  # the part of a weight's name up to its bl
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
+def check_memory(name: str, num_bytes: int, device: torch.device) -> None:
+    """Raises `ModelError` if the weights of a model need more memory than is free, before they are read."""
+    free = free_bytes(device)
+    if num_bytes > free:
+        raise ModelError(
+            f"the weights of '{name}' need {num_bytes / 1e9:.1f} GB of memory on '{device}', where {free / 1e9:.1f} GB "
+            "are free. Expected at least that and some more for the KV cache. Free memory, or use a file with fewer "
+            "bits a weight."
+        )
+
+
 def gather_weights(module: nn.Module) -> None:
     """Moves the weights of each block into one allocation, in place; leaves other devices and tensor subclasses."""
     plain = set(map(id, plain_tensors(module)))
@@ -122,7 +134,7 @@ def shared_copy(model: Any) -> Any:
         return copy.deepcopy(source, _kept_as_they_are(source))
 
 
-def _plain_model(model: Any) -> PreTrainedModel:
+def _plain_model(model: Any) -> transformers.PreTrainedModel:
     model = getattr(model, "_orig_mod", model)  # torch.compile
     name = type(model).__name__
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
@@ -132,7 +144,7 @@ def _plain_model(model: Any) -> PreTrainedModel:
                 "within its layers (LoRA and its kind)."
             )
         model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(
             f"a {name} is no transformers model. Expected a causal LM such as AutoModelForCausalLM gives; unwrap it "
             "first where it is inside something else."

@@ -1,13 +1,7 @@
-"""Connects transformers models to our KV cache and attention through their public plug-in points.
-
-A context variable carries the pass: some models drop unknown forward arguments.
-"""
+"""Connects transformers models to our KV cache and attention through their public plug-in points."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,56 +11,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from foretoken.attention.dispatch import tree_attention
 from foretoken.core.errors import ModelError
+from foretoken.models.forward_pass import ATTENTION_NAME, current_layout, current_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from foretoken.attention.layout import AttentionLayout
     from foretoken.decoder.slot_cache import SlotCache
 
-ATTENTION_NAME = "foretoken_tree"
 _HARMLESS_TENSORS = {"position_ids", "cache_position"}  # forward arguments that some models pass to attention
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardPass:
-    """One pass of the model in progress.
-
-    Attributes:
-        layout: Visible rows of the slot cache; None if the model runs by itself and only features are read.
-        num_layers: Number of blocks after which the pass ends; None for all.
-        features: Filled by taps during the pass: tap name to (1, M, D).
-        windows: Filled by attention during the pass: layer index to sliding window.
-    """
-
-    layout: AttentionLayout | None
-    num_layers: int | None = None
-    features: dict[int | str, Tensor] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
-
-
-_current: ContextVar[ForwardPass | None] = ContextVar("foretoken_forward_pass", default=None)
-
-
-@contextmanager
-def running(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
-    """Makes a pass the current one for cache, attention and taps."""
-    token = _current.set(forward_pass)
-    try:
-        yield forward_pass
-    finally:
-        _current.reset(token)
-
-
-def current_pass() -> ForwardPass | None:
-    """Returns the pass in progress, or None."""
-    return _current.get()
-
-
-def current_layout() -> AttentionLayout | None:
-    """Returns the layout of the pass in progress, or None outside a pass over the slot cache."""
-    forward_pass = current_pass()
-    return None if forward_pass is None else forward_pass.layout
 
 
 class SlotCacheLayer(CacheLayerMixin):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from foretoken.core.errors import ConfigError, foreign_errors_as, nearest_name_hint, one_line
 from foretoken.decoder.quantized import QuantizedLinear
@@ -122,7 +122,7 @@ def _config(target: LoadedModel, sizes: Mapping[str, int], layers: Sequence[int]
 
 
 def _new(target: LoadedModel, config: Any) -> Any:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     if getattr(target.module, "generation_config", None) is not None:
         model.generation_config = copy.deepcopy(target.module.generation_config)
     return model

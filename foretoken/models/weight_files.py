@@ -8,9 +8,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from foretoken.core.errors import ModelError, listed
+from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
 from foretoken.models.config_checks import indexed_files
 from foretoken.models.local import part_names
@@ -177,7 +179,7 @@ def meta_model(config: Any) -> nn.Module | None:
     """Builds a model on the device "meta"; None if its architecture cannot be built."""
     try:
         with torch.device("meta"):
-            module: nn.Module = AutoModelForCausalLM.from_config(config)
+            module: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     except Exception:  # noqa: BLE001 - loading reports the architecture as the error
         return None
     return module
@@ -201,3 +203,14 @@ def files_identity(place: Path) -> str | None:
         return None
     facts = [(name, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24] if facts else None
+
+
+def num_weights(module: nn.Module) -> int:
+    """Returns the number of a module's weights, those in integers too."""
+    total = sum(p.numel() for p in module.parameters())
+    for part in module.modules():
+        if isinstance(part, QuantizedLinear):
+            total += part.out_features * part.in_features
+        if isinstance(part, QuantizedExperts):
+            total += sum(m.num_outputs * m.num_inputs for m in (part.gate_up, part.down))
+    return total

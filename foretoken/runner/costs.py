@@ -248,7 +248,7 @@ def measure_costs(
     rows = max(NUM_ROWS, min(rows, needed))
     cache = SlotCache(shapes, num_slots=num_slots, capacity=rows, **kinds)
     passes = _Passes(model, cache, make_decoder(decoder, model, cache, ()), prefix)
-    with refusing(model.module, f"cannot be timed on {decoder}", "It cannot be used as a target."):
+    with refusing(model.architecture, f"cannot be timed on {decoder}", "It cannot be used as a target."):
         tree = CostCurve.measure(passes.tree, passes.tree_widths, limit_s=limit_s)
         step = CostCurve.measure(passes.step, _STEP_WIDTHS, limit_s=limit_s / 6)
         widths = passes.prompt_widths

@@ -47,7 +47,7 @@ def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
 
     Raises `ModelError` if the model cannot run, or a layer keeps anything but keys and values.
     """
-    with refusing(model, "cannot run two tokens", "Check its config.json."):
+    with refusing(type(model).__name__, "cannot run two tokens", "Check its config.json."):
         output = run_plain(model, torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
     layers = getattr(getattr(output, "past_key_values", None), "layers", None)
     if not layers:

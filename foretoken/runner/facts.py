@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 def facts_of_passes(model: LoadedModel, decoder: str) -> dict[str, Any]:
     """Returns the machine, the kernels, and the model's architecture and sizes, JSON-ready; weights do not count."""
-    sizes = {name: value for name, value in model.config.to_dict().items() if isinstance(value, int)}
     return {
         "torch": torch.__version__,
         "processor": sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items()),
@@ -27,11 +26,11 @@ def facts_of_passes(model: LoadedModel, decoder: str) -> dict[str, Any]:
         "runner": decoder,
         "kernels": kernels_version(),
         "sanitizers": os.environ.get("FORETOKEN_SANITIZE", "0") != "0",
-        "architecture": type(model.module).__name__,
+        "architecture": model.architecture,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "kv_cache_dtype": model.kv_cache_dtype,
-        "sizes": sorted(sizes.items()),
+        "sizes": sorted(model.sizes.items()),
     }
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from foretoken.files.user_cache import KeptEntries
 from foretoken.runner.facts import as_key, facts_of_passes
-from foretoken.runner.self_test import num_weights
 
 if TYPE_CHECKING:
     from foretoken.decoder.slot_cache import SlotCache
@@ -28,7 +27,7 @@ def key_of_proof(model: LoadedModel, decoder: str, cache: SlotCache, *, context_
 
     Models in memory are not, as their weights may be any, nor are small ones.
     """
-    if model.files is None or num_weights(model.module) < _SMALL:
+    if model.files is None or model.num_weights < _SMALL:
         return None
     facts = facts_of_passes(model, decoder) | {
         "proof": _FORMAT,

@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from foretoken.core.errors import ModelError, PassError, RequestError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
@@ -124,7 +126,8 @@ class Runner:
         self.last_position = min(model.context_len, self.cache.num_positions) - 1
         self._taps = tuple(taps)
         self.quantization: Quantization | None = None  # of rounded copies of the weights
-        self._writes = WeightWrites(model.module)
+        # Nobody else holds weights that were read for lean decoders alone.
+        self._writes = WeightWrites(nn.Module() if model.lean is not None else model.module)
         decoder, self.choice = choose_decoder(
             model,
             self.cache,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from foretoken.core.backend import is_out_of_memory
@@ -27,11 +27,11 @@ from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as,
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.quantized import QuantizedLinear
-from foretoken.decoder.quantized_experts import QuantizedExperts
+from foretoken.models.forward_pass import current_pass
 from foretoken.models.generic import block_list, first_output, run_plain
 from foretoken.models.lean_weights import read_weights
-from foretoken.models.plugin import current_pass
 from foretoken.models.replay import WIDE, replay
+from foretoken.models.weight_files import num_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -186,7 +186,7 @@ class _Test:
 
     def _errors(self, texts: _Texts) -> dict[str, Tensor]:
         """Returns errors by what was compared, each in units of what is allowed."""
-        with refusing(self._model.module, "cannot run a batch of token trees", "It cannot be used as a target."):
+        with refusing(self._model.architecture, "cannot run a batch of token trees", "It cannot be used as a target."):
             logits, states = self._computed(self._decoder, texts)
             self._check_windows()
             if bool(logits.isnan().any()):
@@ -199,7 +199,7 @@ class _Test:
             if self._tapped is not None:
                 tapped, states = self._computed(self._tapped, texts)
                 errors["a pass with features"] = self._same(tapped, logits)
-        with refusing(self._model.module, f"cannot run {texts.paths.shape[1]} tokens", "Check its config.json."):
+        with refusing(self._model.architecture, f"cannot run {texts.paths.shape[1]} tokens", "Check its config.json."):
             if states is not None:
                 try:
                     return errors | self._state_errors(texts, states, logits)
@@ -367,17 +367,6 @@ def sampled_blocks(model: LoadedModel) -> list[int]:
     return sorted({*kinds.values(), *(round((step + 1) * (len(blocks) - 1) / more) for step in range(more))})
 
 
-def num_weights(module: nn.Module) -> int:
-    """Returns the number of a module's weights, those in integers too."""
-    total = sum(p.numel() for p in module.parameters())
-    for part in module.modules():
-        if isinstance(part, QuantizedLinear):
-            total += part.out_features * part.in_features
-        if isinstance(part, QuantizedExperts):
-            total += sum(m.num_outputs * m.num_inputs for m in (part.gate_up, part.down))
-    return total
-
-
 def _has_steps(model: LoadedModel) -> bool:
     """Decides whether passes round inputs of matrices or KV rows to 8 bits."""
     return model.kv_cache_dtype == "int8" or any(
@@ -396,8 +385,8 @@ def _relative(ours: Tensor, theirs: Tensor) -> Tensor:
     return errors
 
 
-def refusing(model: nn.Module, what: str, advice: str) -> AbstractContextManager[None]:
-    """Returns a context in which foreign errors become a `ModelError`: the model's class, `what`, why, and `advice`.
+def refusing(architecture: str, what: str, advice: str) -> AbstractContextManager[None]:
+    """Returns a context in which foreign errors become a `ModelError`: the architecture, `what`, why, and `advice`.
 
     Failed allocations pass.
     """
@@ -405,6 +394,6 @@ def refusing(model: nn.Module, what: str, advice: str) -> AbstractContextManager
     def told(err: Exception) -> str:
         if is_out_of_memory(err):
             raise err
-        return f"{type(model).__name__} {what} ({one_line(err)}). {advice}"
+        return f"{architecture} {what} ({one_line(err)}). {advice}"
 
     return foreign_errors_as(ModelError, told, passing=(ForetokenError,))

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.files.atomic_files import new_file
+from foretoken.models.forward_pass import ForwardPass, running
 from foretoken.models.generic import Taps, own_attention
-from foretoken.models.plugin import ForwardPass, running
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from foretoken.runner.runner import Runner
 
 
 def test_rows_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_cache, "_free_bytes", lambda device: 2 * 80_000)
+    monkeypatch.setattr(slot_cache, "free_bytes", lambda device: 2 * 80_000)
     shapes = [LayerShape(2, 8, 8), LayerShape(1, 4, 4)]  # 32 + 8 numbers a row
     rows = affordable_rows(shapes, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert rows == 80_000 // (40 * 2)
@@ -27,7 +27,7 @@ def test_rows_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_share_of_the_free_memory_can_be_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_cache, "_free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(slot_cache, "free_bytes", lambda device: 100_000)
     assert [slot_cache.share_of_free(torch.device("cpu"), most) for most in (0.25, 0.5, 0.9)] == [
         25_000,
         50_000,
@@ -46,22 +46,22 @@ def test_memory_that_holds_files_is_free(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(slot_cache, "_CGROUP", tmp_path)
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available, unused = (int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "MemFree"))
-    found = slot_cache._free_bytes(torch.device("cpu"))
+    found = slot_cache.free_bytes(torch.device("cpu"))
     assert abs(found - available) < 1 << 28, "as the system says, but for what others took meanwhile"
     assert found > unused - (1 << 28)
 
 
 def test_the_limit_of_a_container_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_cache, "_CGROUP", tmp_path)
-    whole = slot_cache._free_bytes(torch.device("cpu"))
+    whole = slot_cache.free_bytes(torch.device("cpu"))
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\nactive_file 100000\ninactive_file 50000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert slot_cache._free_bytes(torch.device("cpu")) > whole / 2
+    assert slot_cache.free_bytes(torch.device("cpu")) > whole / 2
     (tmp_path / "memory.max").write_text("1000000\n")
-    assert slot_cache._free_bytes(torch.device("cpu")) == 250_000
+    assert slot_cache.free_bytes(torch.device("cpu")) == 250_000
     (tmp_path / "memory.max").write_text("1000\n")
-    assert slot_cache._free_bytes(torch.device("cpu")) == 0
+    assert slot_cache.free_bytes(torch.device("cpu")) == 0
 
 
 def test_context_is_cut_to_what_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -182,7 +182,7 @@ def test_prompts_that_snapkv_does_not_observe_are_read_whole() -> None:
 
 def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(tiny_model("llama"))
-    monkeypatch.setattr("foretoken.decoder.slot_cache._free_bytes", lambda _: 200_000)
+    monkeypatch.setattr("foretoken.decoder.slot_cache.free_bytes", lambda _: 200_000)
     with pytest.raises(ConfigError, match=r"do not fit into half of the free memory, only \d+ rows a slot\. Lower max"):
         made(target)
 

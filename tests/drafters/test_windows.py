@@ -125,7 +125,7 @@ def test_retrieval_keeps_rows_of_the_targets_context_alone(monkeypatch: pytest.M
     short = PartialRows.own(cache, 4, options, context_len=99)
     assert short.store is not None
     assert short.store.capacity == 100
-    monkeypatch.setattr("foretoken.decoder.slot_cache._free_bytes", lambda _: 1000)
+    monkeypatch.setattr("foretoken.decoder.slot_cache.free_bytes", lambda _: 1000)
     with pytest.raises(ConfigError, match="draft_retrieval keeps 100 KV rows of the drafter for each of 2 sequences"):
         PartialRows.own(cache, 4, options, context_len=99)
 

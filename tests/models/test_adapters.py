@@ -109,6 +109,6 @@ def test_control_a_wrong_adapter_is_refused(architecture: str, monkeypatch: pyte
     monkeypatch.setattr(plugin, "tree_attention", other_scale)
     with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
         runner(architecture)
-    monkeypatch.setattr("foretoken.models.loading.adapt_attention", lambda module: False)
+    monkeypatch.setattr("foretoken.models.plugin.adapt_attention", lambda module: False)
     with pytest.raises(ModelError, match="ignores the attention plug-in"):
         runner(architecture)

@@ -36,7 +36,7 @@ _GATE = "model.layers.1.mlp.gate_proj.weight"
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No memory beyond `_MEMORY`: what is asked for in vain raises a MemoryError or RuntimeError."""
-    monkeypatch.setattr(slot_cache, "_free_bytes", lambda device: 1 << 26)  # what a long context may take
+    monkeypatch.setattr(slot_cache, "free_bytes", lambda device: 1 << 26)  # what a long context may take
     with limit_memory(_MEMORY):
         yield
 

@@ -18,8 +18,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
 from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.loading import load_model
+from foretoken.models.quantization.building import build
 from foretoken.models.quantization.gguf import open_gguf
-from foretoken.models.quantization.stored import build
 from foretoken.models.smaller import unpacked_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -15,9 +15,9 @@ from tiny_models import ARCHITECTURES, CONTEXT_LEN, EOS_ID, VOCAB_SIZE, tiny_mod
 from foretoken import LLM
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree
+from foretoken.models.forward_pass import ATTENTION_NAME
 from foretoken.models.loading import _context_len, load_model, load_tokenizer, wrap_model
 from foretoken.models.placement import DTYPES
-from foretoken.models.plugin import ATTENTION_NAME
 from foretoken.runner.runner import Runner
 
 

@@ -14,7 +14,8 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
-from foretoken.models.plugin import ATTENTION_NAME, ForwardPass, as_transformers_cache, current_pass, running
+from foretoken.models.forward_pass import ATTENTION_NAME, ForwardPass, current_pass, running
+from foretoken.models.plugin import as_transformers_cache
 
 HEADS, WIDTH, LENGTH = 2, 4, 5
 

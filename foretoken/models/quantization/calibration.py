@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from foretoken.core.checks import require
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
@@ -48,7 +48,7 @@ class Calibration:
         with foreign_errors_as(
             ModelError, lambda err: f"model '{name}' cannot be loaded: {one_line(err)}. Check its files."
         ):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 name, dtype="auto", trust_remote_code=False, use_safetensors=True
             )
         self._module: Any = loaded.eval()

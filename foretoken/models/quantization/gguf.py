@@ -23,7 +23,8 @@ from foretoken.models.quantization.gguf_config import (
     PARTS,
     ROPE_FACTORS,
     Architecture,
-    read_config,
+    Settings,
+    read_settings,
     refusal,
 )
 from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
@@ -51,8 +52,12 @@ def open_gguf(path: Path) -> StoredModel:
     Raises:
         ModelError: If the file is damaged or incomplete, or the architecture or the type of a tensor is not known.
     """
-    file = read_gguf(path)
-    config, architecture, file = read_config(file)
+    return stored_model(read_settings(read_gguf(path)))
+
+
+def stored_model(settings: Settings) -> StoredModel:
+    """Returns the model of a file that was opened; as `open_gguf`."""
+    file, architecture, config = settings.file, settings.architecture, settings.config()
     names = _tensor_names(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if config.tie_word_embeddings and embedding is not None and embedding.is_quantized:
@@ -73,22 +78,14 @@ def open_gguf(path: Path) -> StoredModel:
             kept.add(key)
             in_integers |= {f"{owner}.{expert}.{part}": names[key] for expert in range(stored[key].shape[0])}
     types = {file.tensors[name].type_name for name in in_integers.values()} or {"not quantized"}
-    shared: dict[torch.dtype, QuantizedMatrix] = {}  # the embedding, by the dtype of inputs
 
     def matrix(part: str, dtype: torch.dtype) -> QuantizedMatrix:
-        name = in_integers[part]
-        if file.tensors[name] == embedding:
-            if dtype not in shared:
-                shared[dtype] = file.matrix(name, dtype)
-            return shared[dtype]
         expert = None if experts_of(part) is None else int(part.rsplit(".", 2)[1])
-        return file.matrix(name, dtype, _row_order(file, config, architecture, name), part=expert)
+        return file.matrix(in_integers[part], dtype, settings.row_order(in_integers[part]), part=expert)
 
     def dense(dtype: torch.dtype) -> dict[str, Tensor]:
         tensors = {
-            key: file.dense(name, _row_order(file, config, architecture, name)).to(dtype)
-            for key, name in names.items()
-            if key not in kept
+            key: file.dense(name, settings.row_order(name)).to(dtype) for key, name in names.items() if key not in kept
         }
         for owner, kind in sorted({match.groups() for key in tensors if (match := _EXPERTS.fullmatch(key))}):
             keys = [f"{owner}.{part}.{kind}" for part in EXPERT_PARTS]
@@ -114,18 +111,6 @@ def _joined_experts(owner: str, kind: str, config: Any, gate: Tensor, up: Tensor
     both = torch.stack([gate, up], 2).flatten(1, 2)  # a row of gate, one of up, and so on
     joined = (both, down) if kind == "bias" else (both.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous())
     return dict(zip(names, joined, strict=True))
-
-
-def _row_order(file: GgufFile, config: Any, architecture: Architecture, name: str) -> Tensor | None:
-    """Returns the order of rows that transformers expects, None for the file's own.
-
-    llama.cpp rotates pairs of rows 0 and 1, 2 and 3, and so on; transformers pairs each row of a head's first half with
-    one of its second half.
-    """
-    match = BLOCK.match(name)
-    part = match[2] if match and architecture.is_permuted else ""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
-    return heads and torch.arange(file.tensors[name].shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _tensor_names(file: GgufFile, architecture: Architecture) -> dict[str, str]:

@@ -23,6 +23,8 @@ from foretoken.models.quantization.gguf_vocabulary import read_vocabulary
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import Tensor
+
     from foretoken.models.quantization.gguf_file import GgufFile, StoredTensor
 
 _RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
@@ -215,8 +217,53 @@ class _Values:
         return int(value)
 
 
-def read_config(file: GgufFile) -> tuple[Any, Architecture, GgufFile]:
-    """Returns the configuration of a file, its architecture, and the file with one tensor for each part of a block.
+class Settings(NamedTuple):
+    """The settings of a file.
+
+    Attributes:
+        file: With one tensor for each part of a block.
+        fields: Of transformers' configuration; what the file does not state is as llama.cpp takes it.
+        others: Keys of `fields` that not every architecture has, as the file calls them.
+    """
+
+    file: GgufFile
+    architecture: Architecture
+    fields: dict[str, Any]
+    others: dict[str, str]
+
+    def row_order(self, name: str) -> Tensor | None:
+        """Returns the order of a tensor's rows in transformers, (rows,) int64; None for the file's own.
+
+        llama.cpp rotates pairs of rows 0 and 1, 2 and 3, and so on; transformers pairs each row of a head's first half
+        with one of its second half.
+        """
+        match = BLOCK.match(name)
+        part = match[2] if match and self.architecture.is_permuted else ""
+        field = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part)
+        if field is None:
+            return None
+        rows = self.file.tensors[name].shape[0]
+        return torch.arange(rows).view(self.fields[field], -1, 2).transpose(1, 2).flatten()
+
+    def config(self) -> Any:
+        """Returns transformers' configuration; raises `ModelError` for a setting that it does not know."""
+        from transformers import AutoConfig
+
+        path = self.file.path
+        with foreign_errors_as(ModelError, lambda err: refusal("configuration", path, err)):
+            config: Any = AutoConfig.for_model(self.architecture.model_type, **self.fields)
+        foreign = [key for key, field in self.others.items() if self.fields[field] and not hasattr(type(config), field)]
+        if foreign:
+            raise ModelError(
+                f"'{path}' has {foreign[0]}, which may change the model. Expected known settings. Use another file, or "
+                "safetensors of the model."
+            )
+        check_sizes(config, str(path))
+        return config
+
+
+def read_settings(file: GgufFile) -> Settings:
+    """Returns the settings of a file.
 
     Raises:
         ModelError: For an architecture or a setting that is not known, and for one that is missing.
@@ -266,15 +313,8 @@ def read_config(file: GgufFile) -> tuple[Any, Architecture, GgufFile]:
     if values.is_mixture:
         fields |= _mixture(values, fields["intermediate_size"])
     fields |= {field: tensor in file.tensors for field, tensor in architecture.switches.items()}
-    from transformers import AutoConfig
-
-    with foreign_errors_as(ModelError, lambda err: refusal("configuration", file.path, err)):
-        config: Any = AutoConfig.for_model(architecture.model_type, **fields)
-    foreign = [key for key, field in _OTHERS.items() if values.own.get(key) and not hasattr(type(config), field)]
-    if foreign:
-        raise values.refusal(f"has {values.name}.{foreign[0]}, which may change the model", "known settings")
-    check_sizes(config, str(file.path))
-    return config, architecture, file
+    others = {f"{values.name}.{key}": field for key, field in _OTHERS.items() if key in values.own}
+    return Settings(file, architecture, fields, others)
 
 
 def refusal(what: str, path: Path, error: Exception) -> str:

@@ -6,7 +6,7 @@ memory: a mapped file that shrinks ends the process. This module knows no archit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,10 +74,12 @@ class GgufFile:
     Attributes:
         headers: Of each file, several for a split model; the first one has the settings.
         tensors: All tensors by their names; they lie inside their files, and do not overlap.
+        kept: Matrices that were read, by their names and dtypes: all who ask get the same.
     """
 
     headers: Sequence[GgufHeader]
     tensors: dict[str, StoredTensor]
+    kept: dict[tuple[str, torch.dtype], QuantizedMatrix] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -99,20 +101,36 @@ class GgufFile:
         tensors = self.tensors.values()
         return sum(each.num_bytes for each in tensors) / max(1, sum(prod(each.shape) for each in tensors))
 
+    def bytes_in_memory(self, name: str, dtype: torch.dtype) -> int:
+        """Returns the bytes that a tensor takes as a matrix in integers, or in a dtype."""
+        stored = self.tensors[name]
+        if not stored.is_quantized:
+            return prod(stored.shape) * dtype.itemsize
+        form = FORMATS[stored.type_name]
+        scales = (2 if form.is_half else 4) * (1 + form.has_offsets)
+        return prod(stored.shape) * form.bits // 8 + prod(stored.shape) // form.group * scales
+
     def matrix(
         self, name: str, dtype: torch.dtype, order: Tensor | None = None, *, part: int | None = None
     ) -> QuantizedMatrix:
-        """Returns a matrix that is stored in integers.
+        """Returns a matrix that is stored in integers; a second call returns the same.
 
         Args:
             name: Of the tensor.
             dtype: Of inputs and outputs, see `QuantizedMatrix`.
-            order: (rows,) int64, the rows in another order; None for their own.
-            part: The index of a matrix in a tensor (matrices, rows, cols).
+            order: (rows,) int64, the rows in another order, always the same one; None for their own.
+            part: The index of a matrix in a tensor (matrices, rows, cols), which is read at each call.
 
         Raises:
             ModelError: For scales that are not finite.
         """
+        if part is not None:
+            return self._read_matrix(name, dtype, order, part)
+        if (name, dtype) not in self.kept:
+            self.kept[name, dtype] = self._read_matrix(name, dtype, order, None)
+        return self.kept[name, dtype]
+
+    def _read_matrix(self, name: str, dtype: torch.dtype, order: Tensor | None, part: int | None) -> QuantizedMatrix:
         stored = self.tensors[name]
         form = FORMATS[stored.type_name]
         if can_store_blocks():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,7 @@ _MOST_ITEMS = 1 << 22  # of an array; a choice: vocabularies and their merges ha
 _MOST_NAME_BYTES = 1 << 12  # of a key, a tensor's name or a token
 _MOST_TEXT_BYTES = 1 << 24  # of a value; chat templates have some 10,000
 _PIECE_BYTES = 1 << 20  # read at once; a choice, far above `_MOST_NAME_BYTES`
-_KEPT_ITEMS = 1 << 12  # longer arrays are skipped: they belong to the tokenizer
+_ROUNDED_ITEMS = 1 << 12  # of a longer array, which belongs to the tokenizer, numbers are as they are
 _TEXT, _ARRAY = 8, 9
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _TYPES = (
@@ -49,20 +50,18 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """The header of a file; a file that changed since raises `ModelError`.
+    """The header of a file.
 
     Attributes:
         path: Of the file.
         version: What tells that the file has not changed; its third number is the file's size in bytes.
-        values: The header's values by their keys; None for arrays of texts, and for long arrays. See `array`.
-        array_starts: Where those arrays begin, by their keys.
+        values: The header's values by their keys.
         tensors: All tensors by their names.
     """
 
     path: Path
     version: tuple[int, ...]
     values: dict[str, Any]
-    array_starts: dict[str, int]
     tensors: dict[str, TensorPlace]
 
     @property
@@ -71,11 +70,7 @@ class GgufHeader:
         return self.version[2]
 
     def array(self, key: str) -> list[Any] | None:
-        """Returns an array of the header, also a long one; None if the key is missing or has another value."""
-        if key in self.array_starts:
-            with opened(self.path, self.version) as cursor:
-                cursor.skip(self.array_starts[key])
-                return cursor.array(keeps_all=True)
+        """Returns an array; None if the key is missing or has another value."""
         value = self.values.get(key)
         return value if isinstance(value, list) else None
 
@@ -115,8 +110,14 @@ def split_parts(path: Path) -> list[Path]:
     return parts
 
 
+_recent: deque[GgufHeader] = deque(maxlen=2)  # a target's and a draft model's: the tokenizer is read after the model
+
+
 def _read_header(path: Path) -> GgufHeader:
     with opened(path) as cursor:
+        known = next((each for each in list(_recent) if (each.path, each.version) == (path, cursor.version)), None)
+        if known is not None:
+            return known
         if cursor.size < 4 or cursor.read(4) != b"GGUF":
             raise ModelError(f"'{path}' is no GGUF file. Expected one that begins with 'GGUF'.")
         version = cursor.number("I")
@@ -127,13 +128,9 @@ def _read_header(path: Path) -> GgufHeader:
             )
         num_tensors, num_values = cursor.count(_MOST_ENTRIES, "tensors"), cursor.count(_MOST_ENTRIES, "values")
         values: dict[str, Any] = {}
-        starts: dict[str, int] = {}
         for _ in range(num_values):
             key = cursor.name(values)
-            at = cursor.at
             values[key] = cursor.value()
-            if values[key] is None:
-                starts[key] = at + 4  # after the type
         found: dict[str, TensorPlace] = {}
         for _ in range(num_tensors):
             name = cursor.name(found)
@@ -143,7 +140,9 @@ def _read_header(path: Path) -> GgufHeader:
             raise cursor.damaged(f"general.alignment is {shown(alignment)}, not a power of 2")
         first = -(-cursor.at // alignment) * alignment
         tensors = {name: each._replace(start=first + each.start) for name, each in found.items()}
-        return GgufHeader(path=path, version=cursor.version, values=values, array_starts=starts, tensors=tensors)
+        header = GgufHeader(path=path, version=cursor.version, values=values, tensors=tensors)
+        _recent.append(header)
+        return header
 
 
 def damaged(path: Path, why: str) -> ModelError:
@@ -161,11 +160,6 @@ class _Cursor:
 
     def damaged(self, why: str) -> ModelError:
         return damaged(self.path, why)
-
-    def skip(self, count: int) -> None:
-        """Goes on behind the next `count` bytes."""
-        self._move(count)
-        self.file.seek(self.at)
 
     def read(self, count: int) -> bytes:
         self._move(count)
@@ -202,27 +196,22 @@ class _Cursor:
         kind = self.number("I")
         if kind == _TEXT:
             return self.text(_MOST_TEXT_BYTES)
-        return self.array(keeps_all=False) if kind == _ARRAY else self.scalar(kind)
+        return self.array() if kind == _ARRAY else self.scalar(kind)
 
-    def array(self, *, keeps_all: bool) -> list[Any] | None:
-        """Reads an array after its type; returns None for texts and long arrays unless `keeps_all`."""
+    def array(self) -> list[Any]:
         item, count = self.number("I"), self.count(_MOST_ITEMS, "items of an array")
         if item == _TEXT:
-            return self.texts(count, keeps_all=keeps_all)
+            return self.texts(count)
         if item not in _SCALARS:
             raise self.damaged(f"a value of its header has the unknown type {item}")
-        if count <= _KEPT_ITEMS:
+        if count <= _ROUNDED_ITEMS:
             return [self.scalar(item) for _ in range(count)]
         form = f"<{count}{_SCALARS[item]}"
-        if keeps_all:
-            return list(struct.unpack(form, self.read(struct.calcsize(form))))
-        self.skip(struct.calcsize(form))
-        return None
+        return list(struct.unpack(form, self.read(struct.calcsize(form))))
 
-    def texts(self, count: int, *, keeps_all: bool) -> list[Any] | None:
-        """Reads or skips the texts of an array, which may be hundreds of thousands: many from one piece of the file."""
-        texts: list[Any] | None = [] if keeps_all else None
-        piece, begin = b"", 0
+    def texts(self, count: int) -> list[str]:
+        """Reads the texts of an array, which may be hundreds of thousands: many from one piece of the file."""
+        texts, piece, begin = list[str](), b"", 0
         for _ in range(count):
             if len(piece) < begin + 8 + _MOST_NAME_BYTES:
                 piece, begin = piece[begin:] + self.file.read(_PIECE_BYTES), 0
@@ -232,8 +221,7 @@ class _Cursor:
             end = begin + 8 + length
             if end > len(piece):
                 raise self.damaged("the file ends inside its header")
-            if texts is not None:
-                texts.append(piece[begin + 8 : end].decode("utf-8", "replace"))
+            texts.append(piece[begin + 8 : end].decode("utf-8", "replace"))
             begin = end
         self.at = self.file.tell() - len(piece) + begin
         self.file.seek(self.at)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed
@@ -166,7 +166,7 @@ _SPLITS = {
 }  # fmt: skip
 
 
-def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> PreTrainedTokenizerFast:
+def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> transformers.PreTrainedTokenizerFast:
     """Returns the tokenizer of a vocabulary, with the file's chat template.
 
     Raises:
@@ -195,7 +195,7 @@ def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> PreTrainedTok
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     whole = {token.content for token in added}
     bos = vocabulary.tokens[begin[0]] if begin else None
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=_chat_template(file, bos if bos in whole else None),
         clean_up_tokenization_spaces=False,

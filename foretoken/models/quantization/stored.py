@@ -1,29 +1,18 @@
-"""Loads a checkpoint whose matrices are in integers, as they are stored; drafts are then verified against it.
+"""A checkpoint whose matrices are in integers, as they are stored; drafts are then verified against it.
 
-A format is a module that opens a checkpoint as `StoredModel`. The module of transformers is built without its matrices,
-which are read one at a time, so that the model is never in memory in its dtype.
+A format is a module that opens a checkpoint as `StoredModel`; `building` makes a transformers model of it.
 """
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.logging import disable_progress_bar
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
-from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding
-from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, stacked
-from foretoken.models.quantization.experts import PARTS, experts_of
+from foretoken.core.errors import ModelError
+from foretoken.decoder.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -179,148 +168,3 @@ def matrix_of(
         ordered, group=whole, group_scales=wide.to(kind), group_offsets=None if offsets is None else offsets.to(kind),
         **fields,
     )  # fmt: skip
-
-
-class _Settings(QuantizationConfigMixin):
-    """Tells transformers which linear layers to leave out, and which embedding; both as in `StoredModel`."""
-
-    def __init__(self, linears: frozenset[str] = frozenset(), embedding: str | None = None) -> None:
-        self.quant_method: Any = OWN_METHOD
-        self.linears, self.embedding = linears, embedding
-
-
-class _Place(nn.Module):
-    """Stands where a `QuantizedLinear` will, with its bias."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-
-
-class _ExpertsPlace(nn.Module):
-    """Stands where `QuantizedExperts` will."""
-
-    def __init__(self, experts: Any) -> None:
-        super().__init__()
-        self.act_fn = experts.act_fn
-        self.count, self.hidden_size, self.inner_size = experts.down_proj.shape
-
-
-class _Quantizer(HfQuantizer):
-    is_trainable = False
-
-    def is_serializable(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        settings: Any = self.quantization_config
-        for name in sorted(settings.linears):
-            owner = experts_of(name)
-            if owner is not None and isinstance(experts := _submodule(model, owner), nn.Module):
-                if is_plain_experts(experts):
-                    model.set_submodule(owner, _ExpertsPlace(experts))
-                if isinstance(_submodule(model, owner), _ExpertsPlace):
-                    continue
-            part = _submodule(model, name)
-            if type(part) is not nn.Linear:
-                raise ModelError(
-                    f"{name} is in integers, but the architecture has no plain linear layer there. Copy or download "
-                    "the model again."
-                )
-            model.set_submodule(name, _Place(part))
-        if settings.embedding is not None:
-            # The module stays until transformers has set its buffers; `build` gives it a table of one row meanwhile.
-            table = model.get_submodule(settings.embedding)
-            table.weight = nn.Parameter(table.weight[:1].detach(), requires_grad=False)
-
-
-register_quantization_config(OWN_METHOD)(_Settings)
-register_quantizer(OWN_METHOD)(_Quantizer)
-
-
-def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
-    """Returns a transformers model on the CPU, and what transformers tells about keys that did not fit.
-
-    Raises:
-        ModelError: If a tensor is damaged or has another shape than the architecture's, or the architecture has no
-            such layer.
-    """
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
-    weights = dict(stored.dense(dtype))
-    if stored.embedding is not None:  # one row in place of the table, see `_Quantizer`
-        weights[f"{stored.embedding}.weight"] = torch.zeros(1, stored.config.hidden_size, dtype=dtype)
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
-        module, info = kind.from_pretrained(
-            None,
-            config=stored.config,
-            state_dict=weights,
-            dtype=dtype,
-            attn_implementation="eager",
-            quantization_config=_Settings(stored.linears, stored.embedding),
-            output_loading_info=True,
-        )
-    module.hf_quantizer.remove_quantization_config(module)
-    orders: dict[bytes, Tensor] = {}
-
-    def matrix(linear: str, rows: int, cols: int) -> QuantizedMatrix:
-        with foreign_errors_as(ModelError, partial(_refusal, name), passing=(ModelError,)):
-            found = stored.matrix(linear, dtype)
-        if found.input_order is not None:  # one tensor, as the kernels compare addresses
-            order = found.input_order
-            found = replace(found, input_order=orders.setdefault(order.numpy().tobytes(), order))
-        if found.shape != (rows, cols):
-            raise ModelError(
-                f"{linear} of '{name}' is {list(found.shape)}. Expected {[rows, cols]}, as its configuration says. "
-                "Copy or download the model again."
-            )
-        return found
-
-    places = {owner for linear in stored.linears if (owner := experts_of(linear)) is not None}
-    for owner in sorted(places):
-        module.set_submodule(owner, _experts(owner, module.get_submodule(owner), stored.linears, matrix, name))
-    for linear in sorted(stored.linears):
-        if experts_of(linear) is None:
-            place: Any = module.get_submodule(linear)
-            made = matrix(linear, place.out_features, place.in_features)
-            module.set_submodule(linear, QuantizedLinear(made, place.bias))
-    if stored.embedding is not None:
-        replaced: Any = module.get_submodule(stored.embedding)
-        table = matrix(stored.embedding, replaced.num_embeddings, replaced.embedding_dim)
-        module.set_submodule(stored.embedding, QuantizedEmbedding(table, getattr(replaced, "embed_scale", None)))
-    return module, info
-
-
-def _experts(
-    owner: str, place: Any, linears: frozenset[str], matrix: Callable[[str, int, int], QuantizedMatrix], name: str
-) -> QuantizedExperts:
-    hidden, inner = place.hidden_size, place.inner_size
-    wanted = [[f"{owner}.{expert}.{part}" for part in PARTS] for expert in range(place.count)]
-    odd = {each for expert in wanted for each in expert} ^ {each for each in linears if experts_of(each) == owner}
-    if odd:
-        raise ModelError(
-            f"'{name}' should have {place.count} experts in {owner}, all in integers, as its configuration says. "
-            f"Missing, or more than that: {listed(odd)}. Copy or download the model again."
-        )
-    try:
-        gate_up = stacked([matrix(each, inner, hidden) for gate, up, _ in wanted for each in (gate, up)])
-        down = stacked([matrix(each, hidden, inner) for _, _, each in wanted])
-    except ValueError as err:
-        raise ModelError(
-            f"the experts in {owner} of '{name}' are not stored alike: they differ in bits, groups or the order of "
-            "inputs. Such checkpoints cannot be read."
-        ) from err
-    return QuantizedExperts(gate_up, down, place.act_fn)
-
-
-def _refusal(name: str, error: Exception) -> str:
-    return f"model '{name}' cannot be loaded: {one_line(error)}. Check that it is complete."
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None

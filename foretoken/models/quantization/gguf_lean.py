@@ -1,0 +1,250 @@
+"""Reads the weights for lean decoders straight from a GGUF file, without transformers, which takes seconds to import.
+
+For the architectures that most files have; the others, and files with tensors that do not fit, are read through the
+model of transformers. The self-test compares a decoder on these weights with that model.
+
+Letters: E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from foretoken.decoder.blocks import (
+    Activation,
+    Block,
+    Blocks,
+    BlockSpec,
+    FeedForward,
+    LeanWeights,
+    Matrix,
+    Norm,
+    Rotary,
+)
+from foretoken.decoder.native_linear import linear_layer
+from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
+from foretoken.models.quantization.gguf_config import ROPE_FACTORS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from foretoken.models.quantization.gguf_config import Settings
+
+
+class _Architecture(NamedTuple):
+    """How an architecture differs from Llama.
+
+    Attributes:
+        norms: The tensors of a block's norms before and after attention, before and after the feed-forward layer.
+        scales_embedding: Whether embeddings are multiplied by sqrt(E), rounded to the dtype of the model.
+        norm_offset: What weights of norms have more than in transformers.
+        others: Settings that it has beside the common ones, see `Settings.others`.
+    """
+
+    norms: tuple[str, str | None, str, str | None] = ("attn_norm", None, "ffn_norm", None)
+    activation: Activation = "silu"
+    scales_embedding: bool = False
+    norm_offset: float = 0.0
+    others: frozenset[str] = frozenset()
+
+
+_GEMMA3 = _Architecture(
+    ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+    "gelu_tanh",
+    True,
+    1.0,
+    frozenset({"sliding_window"}),
+)
+_ARCHITECTURES = {
+    "llama": _Architecture(), "qwen2": _Architecture(), "qwen3": _Architecture(), "gemma3_text": _GEMMA3,
+}  # fmt: skip
+_ROPES = {"default", "linear", "llama3"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeanFile:
+    """A file whose weights lean decoders can have.
+
+    Attributes:
+        settings: Of an architecture that is known here, with all tensors in their shapes.
+        dtype: Of inputs and outputs, float32 or bfloat16.
+    """
+
+    settings: Settings
+    dtype: torch.dtype
+
+    @property
+    def label(self) -> str:
+        """The types of the matrices in integers, for people."""
+        types = {each.type_name for each in self.settings.file.tensors.values() if each.is_quantized}
+        return f"GGUF, {' and '.join(sorted(types or {'not quantized'}))}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights in memory."""
+        file = self.settings.file
+        return sum(file.bytes_in_memory(name, self.dtype) for name in file.tensors)
+
+    @property
+    def num_weights(self) -> int:
+        """Of all tensors."""
+        return sum(prod(each.shape) for each in self.settings.file.tensors.values())
+
+    def weights(self, num_positions: int) -> LeanWeights:
+        """Reads the weights; matrices are read by the first call alone.
+
+        Args:
+            num_positions: Rows of the rotary tables.
+
+        Raises:
+            ModelError: For numbers that are not finite.
+        """
+        fields, rotary = self.settings.fields, dict[str, Rotary]()
+        blocks = []
+        for layer in range(fields["num_hidden_layers"]):
+            kind = fields["layer_types"][layer] if "layer_types" in fields else "full_attention"
+            if kind not in rotary:
+                rotary[kind] = self._rotary(kind, min(num_positions, fields["max_position_embeddings"]))
+            blocks.append(self._block(layer, kind, rotary[kind]))
+        scale = torch.tensor(fields["hidden_size"] ** 0.5, dtype=self.dtype).item()
+        return LeanWeights(
+            embedding=self._matrix("token_embd"),
+            embedding_scale=scale if self._architecture.scales_embedding else 1.0,
+            layers=Blocks(blocks=blocks, final_norm=self._norm("output_norm")),
+            head=self._head,
+            logit_softcap=None,
+            is_borrowed=False,
+        )
+
+    @property
+    def _architecture(self) -> _Architecture:
+        return _ARCHITECTURES[self.settings.architecture.model_type]
+
+    @cached_property
+    def _head(self) -> nn.Module:
+        weight = self._matrix("output" if "output.weight" in self.settings.file.tensors else "token_embd")
+        return QuantizedLinear(weight) if isinstance(weight, QuantizedMatrix) else linear_layer(weight)
+
+    def _block(self, layer: int, kind: str, rotary: Rotary) -> Block:
+        fields, architecture, at = self.settings.fields, self._architecture, f"blk.{layer}."
+        head_dim = _head_dim(fields)
+        query, key, value, output, gate, up, down = (
+            Matrix(weight=self._matrix(at + name), bias=self._bias(at + name))
+            for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        )
+        norms = (None if name is None else self._norm(at + name) for name in architecture.norms)
+        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
+        has_norms = f"{at}attn_q_norm.weight" in self.settings.file.tensors
+        return Block(
+            spec=BlockSpec(
+                num_heads=fields["num_attention_heads"],
+                num_kv_heads=fields["num_key_value_heads"],
+                head_dim=head_dim,
+                scale=fields.get("query_pre_attn_scalar", head_dim) ** -0.5,
+                window=fields["sliding_window"] if kind == "sliding_attention" else None,
+                activation=architecture.activation,
+            ),
+            query=query,
+            key=key,
+            value=value,
+            output=output,
+            mlp=FeedForward(gate=gate, up=up, down=down),
+            attention_norm=attention_norm,
+            attention_post_norm=attention_post_norm,
+            mlp_norm=mlp_norm,
+            mlp_post_norm=mlp_post_norm,
+            query_norm=self._norm(f"{at}attn_q_norm") if has_norms else None,
+            key_norm=self._norm(f"{at}attn_k_norm") if has_norms else None,
+            rotary=rotary,
+        )
+
+    def _rotary(self, kind: str, num_positions: int) -> Rotary:
+        """Returns tables with the bits of transformers', which computes in float32 and in this order."""
+        fields = self.settings.fields
+        rope = _rope(fields, kind)
+        head_dim = _head_dim(fields)
+        steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        frequencies = 1.0 / (rope["rope_theta"] ** steps)
+        if rope["rope_type"] == "linear":
+            frequencies = frequencies / rope["factor"]
+        elif rope["rope_type"] == "llama3":
+            frequencies = frequencies / self.settings.file.dense(ROPE_FACTORS).float()
+        angles = torch.arange(num_positions).float().unsqueeze(1) * frequencies
+        return Rotary(cos=angles.cos(), sin=angles.sin())
+
+    def _matrix(self, name: str) -> Tensor | QuantizedMatrix:
+        full = f"{name}.weight"
+        order = self.settings.row_order(full)
+        if self.settings.file.tensors[full].is_quantized:
+            return self.settings.file.matrix(full, self.dtype, order)
+        return self._dense.setdefault(full, self.settings.file.dense(full, order).to(self.dtype))
+
+    @cached_property
+    def _dense(self) -> dict[str, Tensor]:
+        return {}
+
+    def _bias(self, name: str) -> Tensor | None:
+        full = f"{name}.bias"
+        if full not in self.settings.file.tensors:
+            return None
+        return self.settings.file.dense(full, self.settings.row_order(full)).to(self.dtype)
+
+    def _norm(self, name: str) -> Norm:
+        """Returns a norm with weights rounded as in transformers' model, which has those of Gemma less 1."""
+        offset = self._architecture.norm_offset
+        rounded = (self.settings.file.dense(f"{name}.weight").float() - offset).to(self.dtype).float()
+        return Norm(weight=rounded + offset, epsilon=self.settings.fields["rms_norm_eps"])
+
+
+def lean_file(settings: Settings, dtype: torch.dtype) -> LeanFile | None:
+    """Returns a file that lean decoders can have; None if transformers has to read, or to refuse it."""
+    architecture, fields = _ARCHITECTURES.get(settings.architecture.model_type), settings.fields
+    if architecture is None or not architecture.others.issuperset(settings.others.values()):
+        return None
+    if any(
+        _rope(fields, kind)["rope_type"] not in _ROPES for kind in {"full_attention", *fields.get("layer_types", ())}
+    ):
+        return None
+    found = {name: each.shape for name, each in settings.file.tensors.items() if name != ROPE_FACTORS}
+    needed, optional = _shapes(architecture, fields)
+    fits = needed.keys() <= found.keys() and all((needed | optional).get(name) == found[name] for name in found)
+    return LeanFile(settings=settings, dtype=dtype) if fits else None
+
+
+def _head_dim(fields: dict[str, Any]) -> int:
+    return int(fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"])
+
+
+def _rope(fields: dict[str, Any], kind: str) -> dict[str, Any]:
+    rope: dict[str, Any] = fields["rope_parameters"]
+    own: dict[str, Any] = rope.get(kind, rope)
+    return own
+
+
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def _shapes(architecture: _Architecture, fields: dict[str, Any]) -> tuple[_Shapes, _Shapes]:
+    """Returns the shapes of all tensors that a file must have, and of those that it may have."""
+    hidden, inner, head_dim = fields["hidden_size"], fields["intermediate_size"], _head_dim(fields)
+    queries, keys = fields["num_attention_heads"] * head_dim, fields["num_key_value_heads"] * head_dim
+    matrices = {
+        "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries),
+        "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
+    }  # fmt: skip
+    vocabulary = (fields.get("vocab_size", 0), hidden)
+    needed: _Shapes = {"token_embd.weight": vocabulary, "output_norm.weight": (hidden,)}
+    optional: _Shapes = {"output.weight": vocabulary}
+    for layer in range(fields["num_hidden_layers"]):
+        at = f"blk.{layer}."
+        needed |= {f"{at}{name}.weight": shape for name, shape in matrices.items()}
+        needed |= {f"{at}{name}.weight": (hidden,) for name in architecture.norms if name is not None}
+        optional |= {f"{at}{name}.bias": shape[:1] for name, shape in matrices.items()}
+        optional |= {f"{at}attn_{name}_norm.weight": (head_dim,) for name in ("q", "k")}
+    return needed, optional

@@ -1,0 +1,203 @@
+"""Weights for lean decoders straight from a GGUF file are those that are found in transformers' model of the file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
+from gguf_files import SMALL, tiny_file, write
+from tiny_models import tiny_model
+
+from foretoken.core.errors import ModelError
+from foretoken.models.lean_weights import read_weights
+from foretoken.models.loading import load_model, wrap_model
+from foretoken.models.quantization.gguf_config import read_settings
+from foretoken.models.quantization.gguf_file import read_gguf
+from foretoken.models.quantization.gguf_lean import lean_file
+
+_GEMMA = SMALL | {"head_dim": 32, "query_pre_attn_scalar": 32, "rope_parameters": None}
+Add = Callable[[GGUFWriter], None]
+
+
+def mixed(key: str) -> Type:
+    return Type.Q8_0 if "v_proj" in key or "embed" in key else Type.Q4_0
+
+
+def value(key: str, number: float) -> Add:
+    return lambda writer: writer.add_float32(key, number)
+
+
+CASES: dict[str, tuple[str, dict[str, Any], list[Add], dict[str, Any]]] = {
+    "llama": ("llama", SMALL, [], {}),
+    "llama tied": ("llama", SMALL, [], {"tied": True}),
+    "llama in bf16, tied": ("llama", SMALL, [], {"tied": True, "matrices": Type.BF16}),
+    "llama with biases": ("llama", SMALL | {"attention_bias": True, "mlp_bias": True}, [], {}),
+    "llama, linear": ("llama", SMALL, [value("llama.rope.scaling.factor", 4.0)], {}),
+    "llama 3": ("llama", SMALL, [], {"tensors": True}),
+    "qwen2": ("qwen2", SMALL, [], {"tied": True}),
+    "qwen3": ("qwen3", SMALL | {"head_dim": 32}, [], {}),
+    "gemma3": (
+        "gemma3", _GEMMA,
+        [
+            lambda writer: writer.add_sliding_window(6),
+            lambda writer: writer.add_array("gemma3.attention.sliding_window_pattern", [True, False, True]),
+        ],
+        {"tied": True},
+    ),
+}  # fmt: skip
+
+
+def written(path: Path, case: str) -> None:
+    architecture, changes, adds, options = CASES[case]
+    model = tiny_model(architecture, **changes)
+    if options.get("tensors"):
+        rope = {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_theta": 10000.0,
+        }  # fmt: skip
+        scaled = tiny_model("llama", **changes, rope_parameters=rope)
+        factors = model.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq
+        options = options | {"tensors": {"rope_freqs.weight": factors.numpy()}}
+    write(path, model, **{"matrices": mixed, "architecture": architecture, "values": adds} | options)
+
+
+def same(found: Any, expected: Any, where: str) -> None:
+    """Compares values, tensors by their bits, layers and matrices by what they hold."""
+    assert type(found) is type(expected) or {type(found), type(expected)} <= {torch.Tensor, torch.nn.Parameter}, where
+    if isinstance(found, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    elif isinstance(found, torch.nn.Module):
+        same(dict(found.named_parameters()), dict(expected.named_parameters()), where)
+        same(dict(found.named_buffers()), dict(expected.named_buffers()), where)
+    elif is_dataclass(found):
+        for field in fields(found):
+            same(getattr(found, field.name), getattr(expected, field.name), f"{where}.{field.name}")
+    elif isinstance(found, dict):
+        assert found.keys() == expected.keys(), where
+        for key in found:
+            same(found[key], expected[key], f"{where}[{key}]")
+    elif isinstance(found, list):
+        assert len(found) == len(expected), where
+        for index, pair in enumerate(zip(found, expected, strict=True)):
+            same(*pair, f"{where}[{index}]")
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_all_weights_have_the_same_bits(case: str, dtype: str, tmp_path: Path) -> None:
+    written(tmp_path / "model.gguf", case)
+    model = load_model(tmp_path / "model.gguf", dtype=dtype)
+    assert model.lean is not None
+    of_module = wrap_model(model.module, name="module")
+    found, expected = model.lean(40), read_weights(of_module, 40)
+    expected = type(expected)(**{field.name: getattr(expected, field.name) for field in fields(expected)} | {
+        "is_borrowed": False
+    })  # fmt: skip
+    if case == "llama 3":  # the file has the factors, rounded; transformers computes them again
+        for one, other in zip(found.layers.blocks, expected.layers.blocks, strict=True):
+            torch.testing.assert_close(one.rotary.cos, other.rotary.cos, atol=1e-5, rtol=0)
+            object.__setattr__(other, "rotary", one.rotary)
+    same(found, expected, case)
+    for name in ("vocab_size", "context_len", "num_layers", "eos_ids"):
+        assert getattr(model, name) == getattr(of_module, name), name
+
+
+def test_matrices_are_in_memory_once(tmp_path: Path) -> None:
+    """The module and the lean weights share them, and a tied head shares the embedding."""
+    written(tmp_path / "model.gguf", "llama tied")
+    model = load_model(tmp_path / "model.gguf")
+    weights: Any = read_weights(model, 8)
+    module: Any = model.module
+    assert model.module is module
+    assert module.model.layers[1].mlp.down_proj.matrix is weights.layers.blocks[1].mlp.down.weight
+    assert module.lm_head.matrix is weights.embedding is weights.head.matrix
+
+
+def test_transformers_models_stay_out_of_the_way(tmp_path: Path) -> None:
+    """They take seconds to import."""
+    written(tmp_path / "model.gguf", "llama")
+    program = """
+import sys
+from foretoken.models.lean_weights import read_weights
+from foretoken.models.loading import load_model
+from foretoken.entrypoints.llm import LLM
+read_weights(load_model(sys.argv[1]), 8)
+heavy = ("modeling_utils", "core_model_loading", "activations")
+print([name for name in heavy if f"transformers.{name}" in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "model.gguf")], check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("adds", "options"),
+    [
+        ([lambda writer: writer.add_sliding_window(6)], {}),
+        ([], {"leave_out": ["blk.0.ffn_up.weight"]}),
+        ([], {"tensors": {"blk.0.other.weight": np.zeros(4, np.float32)}}),
+        ([], {"tensors": {"blk.0.attn_q.bias": np.zeros(4, np.float32)}}),
+    ],
+    ids=["a setting", "a missing tensor", "another tensor", "a wrong shape"],
+)
+def test_other_files_are_left_to_transformers(adds: list[Add], options: dict[str, Any], tmp_path: Path) -> None:
+    """Which then refuses them with its own reason."""
+    path = tiny_file(tmp_path / "model.gguf", *adds, **options)
+    assert lean_file(read_settings(read_gguf(path)), torch.float32) is None
+    with pytest.raises(ModelError, match=r"may change the model|is missing|lacks|instead of"):
+        load_model(path)
+
+
+def test_other_rotations_are_left_to_transformers(tmp_path: Path) -> None:
+    adds = [
+        value("llama.rope.scaling.factor", 4.0),
+        lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"),
+        lambda writer: writer.add_uint32("llama.rope.scaling.original_context_length", 24),
+    ]
+    assert load_model(tiny_file(tmp_path / "model.gguf", *adds)).lean is None
+
+
+def test_scales_that_are_not_finite(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path / "model.gguf", matrices=Type.Q4_0)
+    stored = read_gguf(path).tensors["blk.0.ffn_up.weight"]
+    with path.open("r+b") as file:
+        file.seek(stored.start)
+        file.write(np.array([np.nan], np.float16).tobytes())
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_up\.weight of .* holds NaN or infinite values"):
+        read_weights(load_model(path), 8)
+
+
+def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "model.gguf", "llama")
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("foretoken.models.placement.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("foretoken.models.quantization.gguf_file.GgufFile.matrix", None)
+    for name in ("model.gguf", "model"):
+        with pytest.raises(
+            ModelError, match=r"weights of .*model.* need 0\.0 GB of memory on 'cpu', where 0\.0 GB are"
+        ):
+            load_model(tmp_path / name)
+
+
+def test_bytes_in_memory_are_told_before(tmp_path: Path) -> None:
+    written(tmp_path / "model.gguf", "llama")
+    file = lean_file(read_settings(read_gguf(tmp_path / "model.gguf")), torch.bfloat16)
+    assert file is not None
+    weights = file.weights(8)
+    tensors = {each.data_ptr(): each.nbytes for each in weights.tensors()}
+    assert file.num_bytes == pytest.approx(sum(tensors.values()), rel=0.3)  # panels are filled up
