@@ -27,6 +27,21 @@ inline float half_at(const uint8_t* bytes) {
   return half_to_float(bits);
 }
 
+template <typename Word>
+Word word_at(const uint8_t* bytes) {
+  Word word;
+  std::memcpy(&word, bytes, sizeof word);
+  return word;
+}
+
+// Adds 16 to each of eight numbers whose bit is set.
+inline void add_fifth_bits(uint8_t bits, uint8_t* numbers) {
+  const uint64_t apart = bits * 0x0101010101010101u & 0x8040201008040201u;  // bit i in byte i, little-endian
+  const uint64_t fifth = (apart + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
+  const uint64_t sum = word_at<uint64_t>(numbers) | fifth;
+  std::memcpy(numbers, &sum, sizeof sum);
+}
+
 // Q4_0, Q4_1, Q5_0 and Q5_1: a scale, an offset, the fifth bits, and nibbles.
 template <int kBits, bool kHasOffset>
 void read_short(const uint8_t* from, Block& to) {
@@ -36,7 +51,7 @@ void read_short(const uint8_t* from, Block& to) {
     to.numbers[i + 16] = nibbles[i] >> 4;
   }
   if (kBits == 5) {
-    for (int i = 0; i < 32; ++i) to.numbers[i] |= (fifth[i / 8] >> i % 8 & 1) << 4;
+    for (int i = 0; i < 4; ++i) add_fifth_bits(fifth[i], to.numbers + 8 * i);
   }
   to.scales[0] = half_at(from);
   if (kHasOffset) to.offsets[0] = half_at(from + 2) + float(1 << (kBits - 1)) * to.scales[0];  // the product is exact
@@ -66,7 +81,9 @@ void read_long(const uint8_t* from, Block& to) {
     }
   }
   if (kBits == 5) {
-    for (int i = 0; i < 256; ++i) to.numbers[i] |= (fifth[i % 32] >> i / 32 & 1) << 4;
+    for (int part = 0; part < 8; ++part) {
+      for (int i = 0; i < 32; ++i) to.numbers[32 * part + i] |= (fifth[i] >> part & 1) << 4;
+    }
   }
 }
 
@@ -77,14 +94,20 @@ inline void read_q6_k(const uint8_t* from, Block& to) {
       to.numbers[128 * half + i] = from[64 * half + i] & 15;
       to.numbers[128 * half + 64 + i] = from[64 * half + i] >> 4;
     }
-    for (int i = 0; i < 128; ++i) to.numbers[128 * half + i] |= (high[32 * half + i % 32] >> i / 32 * 2 & 3) << 4;
+    for (int part = 0; part < 4; ++part) {
+      for (int i = 0; i < 32; ++i) to.numbers[128 * half + 32 * part + i] |= (high[32 * half + i] >> 2 * part & 3) << 4;
+    }
   }
   const float scale = half_at(from + 208);
   for (int i = 0; i < 16; ++i) to.scales[i] = float(int8_t(scales[i])) * scale;
 }
 
-// Numbers 128 h + 32 s + l of two bits each, at bit 2 s of byte 32 h + l.
-inline int two_bits(const uint8_t* from, int i) { return from[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3; }
+// 256 numbers of two bits each plus `first`; number 128 h + 32 s + i is at bit 2 s of byte 32 h + i.
+inline void read_two_bits(const uint8_t* from, uint8_t first, uint8_t* numbers) {
+  for (int part = 0; part < 8; ++part) {
+    for (int i = 0; i < 32; ++i) numbers[32 * part + i] = uint8_t(first + (from[part / 4 * 32 + i] >> part % 4 * 2 & 3));
+  }
+}
 
 // Q2_K: 16 scales and 16 offsets in 4 bits, and numbers in 2 bits.
 inline void read_q2_k(const uint8_t* from, Block& to) {
@@ -93,13 +116,16 @@ inline void read_q2_k(const uint8_t* from, Block& to) {
     to.scales[i] = float(from[i] & 15) * scale;
     to.offsets[i] = -float(from[i] >> 4) * least;
   }
-  for (int i = 0; i < 256; ++i) to.numbers[i] = uint8_t(8 + two_bits(from + 16, i));
+  read_two_bits(from + 16, 8, to.numbers);
 }
 
 // Q3_K: the third bits, two bits, and 16 scales in 6 bits.
 inline void read_q3_k(const uint8_t* from, Block& to) {
   const uint8_t* scales = from + 96;
-  for (int i = 0; i < 256; ++i) to.numbers[i] = uint8_t(4 + two_bits(from + 32, i) + (from[i % 32] >> i / 32 & 1) * 4);
+  read_two_bits(from + 32, 4, to.numbers);
+  for (int part = 0; part < 8; ++part) {
+    for (int i = 0; i < 32; ++i) to.numbers[32 * part + i] += (from[i] >> part & 1) << 2;
+  }
   const float scale = half_at(from + 108);
   for (int i = 0; i < 16; ++i) {
     const int factor = (scales[i % 8] >> i / 8 * 4 & 15) | (scales[8 + i % 4] >> i / 4 * 2 & 3) << 4;
@@ -133,13 +159,6 @@ inline void read_iq4_xs(const uint8_t* from, Block& to) {
 inline void read_mxfp4(const uint8_t* from, Block& to) {
   read_codes(from + 1, to.table, to.numbers);
   to.scales[0] = from[0] == 255 ? NAN : std::ldexp(1.0f, from[0] - 128);
-}
-
-template <typename Word>
-Word word_at(const uint8_t* bytes) {
-  Word word;
-  std::memcpy(&word, bytes, sizeof word);
-  return word;
 }
 
 // Eight numbers, four from each of two places of a table; a bit of `signs` negates one.
@@ -279,6 +298,35 @@ constexpr BlockForm kBlockForms[] = {
 };
 static_assert(std::size(kBlockForms) == kNumBlockKinds);
 
+// Stores the numbers of a block in a panel, from the place of its row on; changes the block.
+inline void put_numbers(const BlockForm& form, Block& block, uint8_t* to) {
+  uint8_t* own = block.numbers;
+  if (form.bits == 4) {
+    for (int64_t i = 0; i < form.weights; i += 2 * kQuad, to += kPanelRows * kQuad) {
+      const auto quads = word_at<uint32_t>(own + i) | word_at<uint32_t>(own + i + kQuad) << 4;
+      std::memcpy(to, &quads, kQuad);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < form.weights; ++i) own[i] = uint8_t(own[i] - form.zero);
+  for (int64_t i = 0; i < form.weights; i += kQuad, to += kPanelRows * kQuad) std::memcpy(to, own + i, kQuad);
+}
+
+// Stores the scales and offsets of a block; `from`: its bytes. Returns whether all are finite.
+inline bool put_scales(const StoredBlocks& stored, const BlockForm& form, const Block& block, const uint8_t* from, int64_t place) {
+  bool is_finite = true;
+  for (int64_t i = 0; i < form.weights / form.group; ++i, place += kPanelRows) {
+    is_finite = is_finite && std::isfinite(block.scales[i]) && (!form.has_offsets || std::isfinite(block.offsets[i]));
+    if (form.is_half) {
+      std::memcpy(static_cast<uint16_t*>(stored.scales) + place, from, sizeof(uint16_t));  // as it is in the file
+      continue;
+    }
+    static_cast<float*>(stored.scales)[place] = block.scales[i];
+    if (form.has_offsets) static_cast<float*>(stored.offsets)[place] = block.offsets[i];
+  }
+  return is_finite;
+}
+
 // Fills one panel. Returns whether all scales and offsets are finite.
 inline bool fill_panel(const StoredBlocks& stored, int64_t panel) {
   const BlockForm& form = kBlockForms[stored.kind];
@@ -296,31 +344,16 @@ inline bool fill_panel(const StoredBlocks& stored, int64_t panel) {
   bool is_finite = true;
   Block block;
   block.table = stored.table;
-  for (int64_t at = 0; at < per_row; ++at) {
+  // 256 weights of a row, then of the next one: the lines of the panel that they share stay in the cache.
+  const int64_t step = 256 / form.weights;
+  for (int64_t first = 0; first < per_row; first += step) {
     for (int64_t r = 0; r < count; ++r) {
       const int64_t row = stored.order == nullptr ? panel * kPanelRows + r : stored.order[panel * kPanelRows + r];
-      const uint8_t* from = stored.blocks + (row * per_row + at) * form.bytes;
-      form.read(from, block);
-      const uint8_t* own = block.numbers;
-      uint8_t* to = numbers + at * form.weights * kPanelRows * form.bits / 8 + r * kQuad;
-      if (form.bits == 4) {
-        for (int64_t i = 0; i < form.weights; i += 2 * kQuad, own += 2 * kQuad, to += kPanelRows * kQuad) {
-          for (int64_t j = 0; j < kQuad; ++j) to[j] = uint8_t(own[j] | own[kQuad + j] << 4);
-        }
-      } else {
-        for (int64_t i = 0; i < form.weights; i += kQuad, own += kQuad, to += kPanelRows * kQuad) {
-          for (int64_t j = 0; j < kQuad; ++j) to[j] = uint8_t(own[j] - form.zero);
-        }
-      }
-      for (int64_t i = 0; i < shares; ++i) {
-        const int64_t place = (panel * groups + at * shares + i) * kPanelRows + r;
-        is_finite = is_finite && std::isfinite(block.scales[i]) && (!form.has_offsets || std::isfinite(block.offsets[i]));
-        if (form.is_half) {
-          std::memcpy(static_cast<uint16_t*>(stored.scales) + place, from, sizeof(uint16_t));  // as it is in the file
-        } else {
-          static_cast<float*>(stored.scales)[place] = block.scales[i];
-          if (form.has_offsets) static_cast<float*>(stored.offsets)[place] = block.offsets[i];
-        }
+      for (int64_t at = first; at < std::min(first + step, per_row); ++at) {
+        const uint8_t* from = stored.blocks + (row * per_row + at) * form.bytes;
+        form.read(from, block);
+        put_numbers(form, block, numbers + at * form.weights * kPanelRows * form.bits / 8 + r * kQuad);
+        is_finite = put_scales(stored, form, block, from, (panel * groups + at * shares) * kPanelRows + r) && is_finite;
       }
     }
   }
