@@ -166,6 +166,16 @@ _SPLITS = {
 }  # fmt: skip
 
 
+class _Given:
+    """Hands a tokenizer over to transformers, which would copy it for a second by way of JSON."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Tokenizer:
+        return self._backend
+
+
 def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> transformers.PreTrainedTokenizerFast:
     """Returns the tokenizer of a vocabulary, with the file's chat template.
 
@@ -196,7 +206,7 @@ def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> transformers.
     whole = {token.content for token in added}
     bos = vocabulary.tokens[begin[0]] if begin else None
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_Given(backend),
         chat_template=_chat_template(file, bos if bos in whole else None),
         clean_up_tokenization_spaces=False,
         **{
