@@ -30,6 +30,7 @@ NEEDED = {
     "twin": (MODEL, "{out}"),
     "quantize": (MODEL, "{out}"),
     "inspect": (MODEL,),
+    "models": (),
     "convert": (HEAD, "{out}", "--to", "tensorrt_llm", "--target", MODEL),
     "data": (MODEL, "--text", "README.md", "--out", "{out}"),
     "data vocab": ("{out}", "--size", "4", "--out", "{out}"),
