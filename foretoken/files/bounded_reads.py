@@ -118,11 +118,15 @@ def _kind(mode: int) -> str | None:
 
 
 def read_json_object(
-    path: Path, *, error: type[ForetokenError] = ModelError, advice: str = "Copy or download it again."
+    path: Path,
+    *,
+    limit: int = MOST_JSON_BYTES,
+    error: type[ForetokenError] = ModelError,
+    advice: str = "Copy or download it again.",
 ) -> dict[str, Any]:
-    """Returns the object in a JSON file of at most `MOST_JSON_BYTES`; raises `error`, with `advice`, otherwise."""
+    """Returns the object in a JSON file of at most `limit` bytes; raises `error`, with `advice`, otherwise."""
     try:
-        value = json.loads(read_regular(path, error=error).decode("utf-8"))
+        value = json.loads(read_regular(path, limit=limit, error=error).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as err:
         raise error(f"{path} is not valid JSON: {one_line(err)}. {advice}") from err
     if not isinstance(value, dict):

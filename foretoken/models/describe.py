@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from foretoken.core.errors import ModelError
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.files.bounded_reads import read_json_object, tensor_headers
 from foretoken.models.config_checks import ATTENTION_LAYERS, SIZES, check_model_files, is_size, read_twin_record
 from foretoken.models.local import is_gguf
@@ -29,6 +30,7 @@ _PLAIN = {
 }
 _PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 _PLAIN_TENSORS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_MOST_TOKENS = 1 << 22  # of a vocabulary; a choice: the largest public ones have some 260,000
 _YES = "yes, if it loads and the self-test agrees"
 
 
@@ -167,11 +169,15 @@ def listed_tokens(place: str) -> list[str | None] | None:
     if not path.is_file():
         return None
     values = read_json_object(path)
-    vocabulary, added = values.get("model", {}).get("vocab"), values.get("added_tokens") or []
-    if not isinstance(vocabulary, dict):  # a list of tokens with scores
-        return None
-    ids = {number: text for text, number in vocabulary.items()} | {each["id"]: each["content"] for each in added}
-    return [ids.get(number) for number in range(max(ids, default=-1) + 1)]
+    with foreign_errors_as(ModelError, lambda err: f"{path} is damaged: {one_line(err)}. Copy or download it again."):
+        vocabulary, added = values["model"]["vocab"], values.get("added_tokens") or []
+        if not isinstance(vocabulary, dict):  # a list of tokens with scores
+            return None
+        ids = {number: text for text, number in vocabulary.items()} | {each["id"]: each["content"] for each in added}
+        largest = max(ids, default=-1)
+        if largest >= _MOST_TOKENS:
+            raise ValueError(f"it has a token with the id {shown(largest)}")
+        return [ids.get(number) for number in range(largest + 1)]
 
 
 def _facts(

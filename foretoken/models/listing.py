@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ForetokenError
+from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as
 from foretoken.files.bounded_reads import read_json_object, tensor_headers
 from foretoken.models.architectures import is_lean
 from foretoken.models.describe import listed_tokens
@@ -95,15 +96,18 @@ def _of_directory(directory: Path) -> dict[str, Any]:
     paths, config = sorted(directory.glob("*.safetensors")), read_json_object(directory / "config.json")
     kinds = Counter[str]()
     for path in paths:
-        for each in tensor_headers(path).values():
+        with foreign_errors_as(ModelError, partial("'{}' cannot be read: {}. Download it again.".format, path)):
+            headers = tensor_headers(path)
+        for each in headers.values():
             kinds[each.dtype] += prod(each.shape)
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    names = config.get("architectures") or [str(config.get("model_type"))]
+    settings, names = config.get("quantization_config"), config.get("architectures")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    name = names[0] if isinstance(names, list) and names else config.get("model_type")
     return {
         "num_bytes": sum(path.stat().st_size for path in paths),
         "format": f"safetensors {method or (kinds.most_common(1)[0][0] if kinds else '')}".rstrip(),
-        "architecture": str(names[0]),
-        "is_lean": is_lean(str(names[0])),
+        "architecture": str(name),
+        "is_lean": is_lean(str(name)),
     }
 
 

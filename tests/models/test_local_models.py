@@ -47,6 +47,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         manifest = home / ".ollama/models/manifests" / name
         manifest.parent.mkdir(parents=True, exist_ok=True)
         manifest.write_text(json.dumps({"layers": layers}))
+    other = home / ".ollama/models/manifests/registry.ollama.ai/library"
+    (other / "story\x1b/1b").parent.mkdir()
+    (other / "story\x1b/1b").write_text(json.dumps({"layers": [layer]}))  # a name that no terminal should print
+    (other.parent / "story").write_text(json.dumps({"layers": [layer]}))  # has no tag
+    for name, commit in {"abs": str(hub), "up": "..", "long": "a" * 5000}.items():
+        (hub / f"models--owner--{name}" / "refs").mkdir(parents=True)
+        (hub / f"models--owner--{name}" / "snapshots").mkdir()
+        (hub / f"models--owner--{name}" / "refs" / "main").write_text(commit)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("OLLAMA_MODELS", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
@@ -103,6 +111,26 @@ def test_models_are_described_from_headers(tmp_path: Path) -> None:
     assert "the file ends inside its header" in (cut.error or "")
     assert (tiny.format, tiny.architecture, tiny.is_lean) == ("safetensors F32", "LlamaForCausalLM", True)
     assert tiny.drafts_for is None  # has no tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", "cut"),
+        ("config.json", '{"model_type": [1], "quantization_config": "x"}'),
+        ("config.json", '{"model_type": 7, "architectures": {"a": 1}}'),
+        ("tokenizer.json", '{"model": 7}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1000000000000}}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "b", "c": 1}}, "added_tokens": [1]}'),
+    ],
+)
+def test_a_damaged_model_hides_no_other(name: str, content: str, tmp_path: Path) -> None:
+    damaged, whole = saved(tmp_path / "damaged"), tiny_file(tmp_path / "whole.gguf", tiny_tokens)
+    (damaged / name).write_text(content)
+    first, second = summaries(LocalModel(place.stem, place, "here") for place in (damaged, whole))
+    assert (second.architecture, second.error) == ("llama", None)
+    assert first.drafts_for is None
+    assert (first.error is not None) == (content == "cut")
 
 
 def test_the_model_of_a_package() -> None:

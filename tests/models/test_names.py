@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.constants  # noqa: F401 - before another user looks for it
 import pytest
 from gguf_files import write_header
 from model_files import saved
 
 from foretoken.core.errors import ModelError
-from foretoken.models.local import main_files, preferred, tag_of, with_tag
+from foretoken.models.local import local_models, main_files, preferred, tag_of, with_tag
 from foretoken.models.names import is_gguf, resolve_model
 
 
@@ -91,3 +94,45 @@ def test_missing_names_are_refused_with_the_nearest(
     assert "Did you mean 'models/tinycode'?" not in refused("places/none")
     for name in ("a/b/c", "./none", "", "x y"):
         assert f"there is no model '{name}'. Expected a directory with config.json" in refused(name)
+
+
+def test_names_that_no_path_can_have(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(content, tmp_path / "known.gguf")
+    monkeypatch.chdir(tmp_path)
+    for name in ("a" * 5000, f"{'a' * 5000}:Q8_0", "a\nb", "x\0y:Q4", "\x1b[31mred"):
+        assert refused(name).startswith(f"there is no model {name!r}. Expected a directory")
+    for name in ("a" * 5000, "\n"):
+        assert refused(f"{name}.gguf").startswith("there is no file ")
+
+
+def test_what_cannot_be_named_is_not_suggested(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.gguf").symlink_to("none")
+    (tmp_path / "loop").symlink_to("loop")
+    put(content, tmp_path / "bro\nken.gguf", tmp_path / "other.gguf")
+    monkeypatch.chdir(tmp_path)
+    assert refused("broken.gguf").endswith("Known: other.gguf.")
+    assert "there is no model 'loop'" in refused("loop")
+
+
+@pytest.fixture
+def no_rights(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with a folder that may not be read: the test runs as a user who is not root."""
+    put(content, tmp_path / "models/locked/m.gguf", tmp_path / "models/open/m.gguf")
+    monkeypatch.chdir(tmp_path)
+    user = os.geteuid()
+    tmp_path.chmod(0o755)
+    (tmp_path / "models/locked").chmod(0)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        yield tmp_path
+    finally:
+        os.seteuid(user)
+        (tmp_path / "models/locked").chmod(0o700)
+
+
+def test_folders_without_rights_hide_no_other_model(no_rights: Path) -> None:
+    assert str(Path("models/open")) in [each.name for each in local_models()]
+    assert refused("models/locked").startswith("'models/locked' cannot be read: ")
+    assert refused("models/locked/m.gguf").startswith("'models/locked/m.gguf' cannot be reached: Permission denied.")
+    assert "there is no model './none'" in refused("./none")
