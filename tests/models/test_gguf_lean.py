@@ -161,6 +161,34 @@ def test_other_files_are_left_to_transformers(adds: list[Add], options: dict[str
         load_model(path)
 
 
+_HEAD_NORMS = [f"blk.{layer}.attn_{part}_norm.weight" for layer in range(3) for part in "qk"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {"tensors": dict.fromkeys(_HEAD_NORMS, np.ones(16, np.float32))}),
+        ("llama", {"tensors": {"blk.1.attn_q.bias": np.ones(64, np.float32)}}),
+        ("llama", {"tensors": {"blk.0.ffn_up.bias": np.ones(96, np.float32)}}),
+        ("qwen2", {"leave_out": ["blk.1.attn_q.bias"]}),
+        ("qwen2", {"tensors": {"blk.0.attn_output.bias": np.ones(64, np.float32)}}),
+        ("qwen3", {"leave_out": _HEAD_NORMS}),
+        ("qwen3", {"leave_out": _HEAD_NORMS[1:2]}),
+        ("gemma3", {"leave_out": _HEAD_NORMS}),
+        ("gemma3", {"tensors": {"blk.2.attn_k.bias": np.ones(32, np.float32)}}),
+    ],
+)
+def test_norms_and_biases_of_other_models_are_refused(
+    architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A file without a norm of its heads would be another model, and say nothing."""
+    model = tiny_model(architecture, **(_GEMMA if architecture == "gemma3" else SMALL | {"head_dim": 16}))
+    write(tmp_path / "model.gguf", model, matrices=Type.Q8_0, architecture=architecture, tied=True, **options)
+    assert lean_file(read_settings(read_gguf(tmp_path / "model.gguf")), torch.float32) is None
+    with pytest.raises(ModelError, match=r"is missing|is not used"):
+        load_model(tmp_path / "model.gguf")
+
+
 def test_other_rotations_are_left_to_transformers(tmp_path: Path) -> None:
     adds = [
         value("llama.rope.scaling.factor", 4.0),

@@ -43,6 +43,8 @@ class _Architecture(NamedTuple):
         norms: The tensors of a block's norms before and after attention, before and after the feed-forward layer.
         scales_embedding: Whether embeddings are multiplied by sqrt(E), rounded to the dtype of the model.
         norm_offset: What weights of norms have more than in transformers.
+        has_head_norms: Whether the heads of queries and keys have norms.
+        biases: The matrices with biases that no setting tells.
         others: Settings that it has beside the common ones, see `Settings.others`.
     """
 
@@ -50,6 +52,8 @@ class _Architecture(NamedTuple):
     activation: Activation = "silu"
     scales_embedding: bool = False
     norm_offset: float = 0.0
+    has_head_norms: bool = False
+    biases: tuple[str, ...] = ()
     others: frozenset[str] = frozenset()
 
 
@@ -58,10 +62,15 @@ _GEMMA3 = _Architecture(
     "gelu_tanh",
     True,
     1.0,
-    frozenset({"sliding_window"}),
+    True,
+    others=frozenset({"sliding_window"}),
 )
 _ARCHITECTURES = {
-    "llama": _Architecture(), "qwen2": _Architecture(), "qwen3": _Architecture(), "gemma3_text": _GEMMA3,
+    "llama": _Architecture(), "qwen2": _Architecture(biases=("attn_q", "attn_k", "attn_v")),
+    "qwen3": _Architecture(has_head_norms=True), "gemma3_text": _GEMMA3,
+}  # fmt: skip
+_BIASES = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
 }  # fmt: skip
 _ROPES = {"default", "linear", "llama3"}
 
@@ -139,7 +148,6 @@ class LeanFile:
         )
         norms = (None if name is None else self._norm(at + name) for name in architecture.norms)
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
-        has_norms = f"{at}attn_q_norm.weight" in self.settings.file.tensors
         return Block(
             spec=BlockSpec(
                 num_heads=fields["num_attention_heads"],
@@ -158,8 +166,8 @@ class LeanFile:
             attention_post_norm=attention_post_norm,
             mlp_norm=mlp_norm,
             mlp_post_norm=mlp_post_norm,
-            query_norm=self._norm(f"{at}attn_q_norm") if has_norms else None,
-            key_norm=self._norm(f"{at}attn_k_norm") if has_norms else None,
+            query_norm=self._norm(f"{at}attn_q_norm") if architecture.has_head_norms else None,
+            key_norm=self._norm(f"{at}attn_k_norm") if architecture.has_head_norms else None,
             rotary=rotary,
         )
 
@@ -211,9 +219,10 @@ def lean_file(settings: Settings, dtype: torch.dtype) -> LeanFile | None:
     ):
         return None
     found = {name: each.shape for name, each in settings.file.tensors.items() if name != ROPE_FACTORS}
-    needed, optional = _shapes(architecture, fields)
-    fits = needed.keys() <= found.keys() and all((needed | optional).get(name) == found[name] for name in found)
-    return LeanFile(settings=settings, dtype=dtype) if fits else None
+    shapes = _shapes(architecture, fields)
+    if not fields["tie_word_embeddings"]:
+        shapes["output.weight"] = shapes["token_embd.weight"]
+    return LeanFile(settings=settings, dtype=dtype) if found == shapes else None
 
 
 def _head_dim(fields: dict[str, Any]) -> int:
@@ -226,11 +235,8 @@ def _rope(fields: dict[str, Any], kind: str) -> dict[str, Any]:
     return own
 
 
-_Shapes = dict[str, tuple[int, ...]]
-
-
-def _shapes(architecture: _Architecture, fields: dict[str, Any]) -> tuple[_Shapes, _Shapes]:
-    """Returns the shapes of all tensors that a file must have, and of those that it may have."""
+def _shapes(architecture: _Architecture, fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors of a model, but for those of its LM head: no other tensor is left unread."""
     hidden, inner, head_dim = fields["hidden_size"], fields["intermediate_size"], _head_dim(fields)
     queries, keys = fields["num_attention_heads"] * head_dim, fields["num_key_value_heads"] * head_dim
     matrices = {
@@ -238,13 +244,16 @@ def _shapes(architecture: _Architecture, fields: dict[str, Any]) -> tuple[_Shape
         "attn_output": (hidden, queries),
         "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
     }  # fmt: skip
-    vocabulary = (fields.get("vocab_size", 0), hidden)
-    needed: _Shapes = {"token_embd.weight": vocabulary, "output_norm.weight": (hidden,)}
-    optional: _Shapes = {"output.weight": vocabulary}
+    biases = {*architecture.biases, *(part for key, parts in _BIASES.items() if fields.get(key) for part in parts)}
+    found: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (fields.get("vocab_size", 0), hidden),
+        "output_norm.weight": (hidden,),
+    }
     for layer in range(fields["num_hidden_layers"]):
         at = f"blk.{layer}."
-        needed |= {f"{at}{name}.weight": shape for name, shape in matrices.items()}
-        needed |= {f"{at}{name}.weight": (hidden,) for name in architecture.norms if name is not None}
-        optional |= {f"{at}{name}.bias": shape[:1] for name, shape in matrices.items()}
-        optional |= {f"{at}attn_{name}_norm.weight": (head_dim,) for name in ("q", "k")}
-    return needed, optional
+        found |= {f"{at}{name}.weight": shape for name, shape in matrices.items()}
+        found |= {f"{at}{name}.bias": matrices[name][:1] for name in biases}
+        found |= {f"{at}{name}.weight": (hidden,) for name in architecture.norms if name is not None}
+        if architecture.has_head_norms:
+            found |= {f"{at}attn_{name}_norm.weight": (head_dim,) for name in ("q", "k")}
+    return found
