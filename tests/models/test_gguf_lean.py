@@ -143,6 +143,40 @@ print([name for name in heavy if f"transformers.{name}" in sys.modules])
     assert done.stdout == "[]\n"
 
 
+SLOW = """
+import atexit, os, sys, time
+from foretoken.models.lean_weights import read_weights
+from foretoken.models.loading import load_model
+from foretoken.models.quantization.gguf_file import GgufFile
+read, parent, seen = GgufFile.matrix, os.getpid(), []
+def slow(*args, **kwargs):
+    if os.getpid() == parent:
+        seen.append(args)
+        time.sleep(1)
+    return read(*args, **kwargs)
+GgufFile.matrix = slow
+model = load_model(sys.argv[1])
+if os.fork() == 0:
+    read_weights(model, 8)
+    print("read", flush=True)
+    os._exit(0)
+os.wait()
+atexit.register(lambda: print(len(seen)))
+raise KeyboardInterrupt
+"""
+
+
+def test_a_process_ends_while_weights_are_read(tmp_path: Path) -> None:
+    """At Ctrl-C the thread that reads is not waited for; a forked process has none, and reads itself."""
+    written(tmp_path / "model.gguf", "llama")
+    command = [sys.executable, "-c", SLOW, str(tmp_path / "model.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    first, number = done.stdout.splitlines()
+    assert first == "read"
+    assert int(number) < 22  # matrices
+
+
 @pytest.mark.parametrize(
     ("adds", "options"),
     [

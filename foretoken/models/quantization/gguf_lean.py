@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from threading import main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -104,8 +105,18 @@ class LeanFile:
         """Of all tensors."""
         return sum(prod(each.shape) for each in self.settings.file.tensors.values())
 
+    def read_ahead(self) -> None:
+        """Reads the matrices, for a thread beside: until the main thread ends, so that Ctrl-C ends the process.
+
+        Raises:
+            ModelError: As `weights`.
+        """
+        for name, stored in self.settings.file.tensors.items():
+            if stored.is_matrix and main_thread().is_alive():
+                self._matrix(name.removesuffix(".weight"))
+
     def weights(self, num_positions: int) -> LeanWeights:
-        """Reads the weights; matrices are read by the first call alone.
+        """Reads the weights; matrices are read once.
 
         Args:
             num_positions: Rows of the rotary tables.
@@ -190,7 +201,9 @@ class LeanFile:
         order = self.settings.row_order(full)
         if self.settings.file.tensors[full].is_quantized:
             return self.settings.file.matrix(full, self.dtype, order)
-        return self._dense.setdefault(full, self.settings.file.dense(full, order).to(self.dtype))
+        if full not in self._dense:
+            self._dense[full] = self.settings.file.dense(full, order).to(self.dtype)
+        return self._dense[full]
 
     @cached_property
     def _dense(self) -> dict[str, Tensor]:
