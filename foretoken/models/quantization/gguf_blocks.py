@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
 
-class Format(NamedTuple):
+class BlockFormat(NamedTuple):
     """How integers are stored: in blocks of `block` weights and `num_bytes` bytes; `group` weights share a scale.
 
     Attributes:
@@ -271,30 +271,30 @@ def _moved(indices: Tensor, is_down: Tensor) -> Tensor:
     return (8 * _IQ1_GRID[indices] + torch.where(is_down, -1, 1).to(torch.int8).unsqueeze(2)).flatten(1)
 
 
-def _with_table(block_bytes: int, group: int, unpack: Callable[..., Unpacked], table: Tensor) -> Format:
-    return Format(256, block_bytes, 8, group, partial(unpack, table=table), table=table)
+def _with_table(block_bytes: int, group: int, unpack: Callable[..., Unpacked], table: Tensor) -> BlockFormat:
+    return BlockFormat(256, block_bytes, 8, group, partial(unpack, table=table), table=table)
 
 
 _IQ2_LEVELS, _IQ3_LEVELS = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
 FORMATS = {
-    "Q4_0": Format(32, 18, 4, 32, partial(_short_block, bits=4, has_offset=False), is_half=True),
-    "Q4_1": Format(32, 20, 4, 32, partial(_short_block, bits=4, has_offset=True), has_offsets=True),
-    "Q5_0": Format(32, 22, 8, 32, partial(_short_block, bits=5, has_offset=False), is_half=True),
-    "Q5_1": Format(32, 24, 8, 32, partial(_short_block, bits=5, has_offset=True), has_offsets=True),
-    "Q8_0": Format(32, 34, 8, 32, _q8_0, is_half=True),
-    "Q4_K": Format(256, 144, 4, 32, partial(_long_block, bits=4), has_offsets=True),
-    "Q5_K": Format(256, 176, 8, 32, partial(_long_block, bits=5), has_offsets=True),
-    "Q6_K": Format(256, 210, 8, 16, _q6_k),
-    "Q2_K": Format(256, 84, 4, 16, _q2_k, has_offsets=True),
-    "Q3_K": Format(256, 110, 4, 16, _q3_k),
-    "IQ4_NL": Format(32, 18, 8, 32, _iq4_nl, is_half=True, table=_IQ4),
-    "IQ4_XS": Format(256, 136, 8, 32, _iq4_xs, table=_IQ4),
-    "MXFP4": Format(32, 17, 8, 32, _mxfp4, table=_E2M1),
+    "Q4_0": BlockFormat(32, 18, 4, 32, partial(_short_block, bits=4, has_offset=False), is_half=True),
+    "Q4_1": BlockFormat(32, 20, 4, 32, partial(_short_block, bits=4, has_offset=True), has_offsets=True),
+    "Q5_0": BlockFormat(32, 22, 8, 32, partial(_short_block, bits=5, has_offset=False), is_half=True),
+    "Q5_1": BlockFormat(32, 24, 8, 32, partial(_short_block, bits=5, has_offset=True), has_offsets=True),
+    "Q8_0": BlockFormat(32, 34, 8, 32, _q8_0, is_half=True),
+    "Q4_K": BlockFormat(256, 144, 4, 32, partial(_long_block, bits=4), has_offsets=True),
+    "Q5_K": BlockFormat(256, 176, 8, 32, partial(_long_block, bits=5), has_offsets=True),
+    "Q6_K": BlockFormat(256, 210, 8, 16, _q6_k),
+    "Q2_K": BlockFormat(256, 84, 4, 16, _q2_k, has_offsets=True),
+    "Q3_K": BlockFormat(256, 110, 4, 16, _q3_k),
+    "IQ4_NL": BlockFormat(32, 18, 8, 32, _iq4_nl, is_half=True, table=_IQ4),
+    "IQ4_XS": BlockFormat(256, 136, 8, 32, _iq4_xs, table=_IQ4),
+    "MXFP4": BlockFormat(32, 17, 8, 32, _mxfp4, table=_E2M1),
     "IQ3_S": _with_table(110, 32, _iq3_s, _grid("IQ3_S", 4, *range(1, 16, 2))),
     "IQ3_XXS": _with_table(98, 32, _iq3_xxs, _grid("IQ3_XXS", 4, *_IQ3_LEVELS)),
     "IQ2_S": _with_table(82, 16, _iq2_s, _grid("IQ2_S", 8, *_IQ2_LEVELS)),
     "IQ2_XS": _with_table(74, 16, _iq2_xs, _grid("IQ2_XS", 8, *_IQ2_LEVELS)),
     "IQ2_XXS": _with_table(66, 32, _iq2_xxs, _grid("IQ2_XXS", 8, *_IQ2_LEVELS)),
-    "IQ1_S": Format(256, 50, 8, 32, _iq1_s, table=_IQ1_GRID),
-    "IQ1_M": Format(256, 56, 8, 16, _iq1_m, table=_IQ1_GRID),
+    "IQ1_S": BlockFormat(256, 50, 8, 32, _iq1_s, table=_IQ1_GRID),
+    "IQ1_M": BlockFormat(256, 56, 8, 16, _iq1_m, table=_IQ1_GRID),
 }
