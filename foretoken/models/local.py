@@ -217,7 +217,7 @@ def _home() -> Path:
 
 def _of_ollama() -> Iterator[LocalModel]:
     own = os.environ.get("OLLAMA_MODELS")
-    for store in map(Path, [own] if own else [_home() / ".ollama/models", _SERVICE_STORE]):
+    for store in [Path(own)] if own else [_home() / ".ollama/models", Path(_SERVICE_STORE)]:
         manifests = store / "manifests"
         for file in sorted(files_below(manifests)):
             if file.count("/") < 2:

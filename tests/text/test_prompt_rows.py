@@ -12,6 +12,7 @@ import pytest
 from foretoken.bench.workload import load_prompts, read_prompts
 from foretoken.core.errors import RequestError
 from foretoken.text.prompt_rows import PromptRow, read_prompt_row
+from foretoken.training.data.records import file_source
 
 
 def user(content: str) -> dict[str, str]:
@@ -106,6 +107,17 @@ def test_packed_files_and_byte_order_marks(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-12])
     with pytest.raises(RequestError, match=r"cut\.jsonl\.gz' cannot be read"):
         load_prompts(str(tmp_path / "cut.jsonl.gz"))
+
+
+def test_files_that_cannot_be(tmp_path: Path) -> None:
+    for name in ("a" * 5000, "x\0y"):
+        with pytest.raises(RequestError, match="there is no prompt file"):
+            read_prompts(f"{name}.jsonl")
+        with pytest.raises(RequestError, match="there is no file"):
+            file_source(f"{name}.jsonl")
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(RequestError, match=r"deep\.json' is not valid JSON: maximum recursion depth"):
+        list(file_source(str(tmp_path / "deep.json")).records())
 
 
 def test_a_limit_takes_evenly_from_categories(tmp_path: Path) -> None:

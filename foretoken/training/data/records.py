@@ -6,6 +6,7 @@ import glob
 import gzip
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -165,9 +166,9 @@ def file_source(path: str, *, text_column: str = "text") -> Source:
 
 def _files(path: str, suffixes: Sequence[str]) -> list[Path]:
     place = Path(path)
-    if place.is_file():
+    if os.path.isfile(place):  # noqa: PTH113 - pathlib raises for some names
         return [place]
-    if place.is_dir():
+    if os.path.isdir(place):  # noqa: PTH112
         found = [file for file in place.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(place))]
         found = [file for file in found if not suffixes or file.name.endswith(tuple(suffixes))]
     else:
@@ -206,7 +207,7 @@ def _array_rows(file: Path) -> Iterator[JsonRow]:
         rows = json.loads(data)
     except OSError as err:
         raise RequestError(f"'{file}' cannot be read: {err}.") from err
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise RequestError(f"'{file}' is not valid JSON: {err}. Name files of JSON lines .jsonl.") from err
     if not isinstance(rows, list):
         raise RequestError(f"'{file}' holds {type(rows).__name__}. Expected an array of rows.")
