@@ -437,7 +437,7 @@ def _predicted(prediction: Any) -> Any:
         return prediction
     content = prediction.get("content")
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
+        content = "\n".join(part["text"] for part in content)  # as the parts of a message
     if prediction.get("type") != "content" or not isinstance(content, str):
         expected = "Expected {'type': 'content', 'content': text}."
         raise ApiError(f"prediction is {shown(prediction)}. {expected}", param="prediction")
