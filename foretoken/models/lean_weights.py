@@ -24,6 +24,7 @@ from foretoken.decoder.blocks import (
     Norm,
     Rotary,
 )
+from foretoken.decoder.memory import is_plain
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding, embedding_table
 from foretoken.decoder.quantized_experts import QuantizedExperts
@@ -90,6 +91,11 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
         f"{key} is a {type(part).__name__}, which {name} has not"
         for key, part in module.named_modules()
         if type(part) not in known and type(part).__module__ != type(module).__module__
+    ]
+    replaced += [  # torchao keeps plain layers, and puts its integers into their weights
+        f"{key} is a {type(weight).__name__}, not a plain tensor"
+        for key, weight in module.named_parameters()
+        if not is_plain(weight)
     ]
     call = foreign_call(module)
     if replaced or call:

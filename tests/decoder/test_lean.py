@@ -209,6 +209,10 @@ def test_native_kernels_read_weights_in_place() -> None:
     torch.testing.assert_close(after[0], run_plain(module, torch.tensor([[5]])).logits[0, 0], rtol=1e-4, atol=1e-4)
 
 
+class _OfALibrary(torch.Tensor):
+    """Stands for weights of torchao: a linear layer of torch, and a tensor that holds integers."""
+
+
 class TestWhatIsLeftToTheGenericRunner:
     """`auto` falls back and says so once; `lean` is refused with a sentence."""
 
@@ -220,12 +224,16 @@ class TestWhatIsLeftToTheGenericRunner:
         hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *event: event[2] * 2)
         layer = adapted.model.layers[2].self_attn
         layer.q_proj = nn.Sequential(layer.q_proj, nn.Identity())
+        in_integers = tiny_model("llama")
+        up = in_integers.model.layers[1].mlp.up_proj
+        up.weight = nn.Parameter(torch.Tensor._make_subclass(_OfALibrary, up.weight.detach()), requires_grad=False)
         return {
             "GPT2LMHeadModel is not among the architectures it knows": tiny_model("gpt2"),
             "with activation 'relu' is not among what it knows": relu,
             "its weights differ in dtype: torch.bfloat16, torch.float32": mixed,
             "up_proj (Linear) is not a plain linear layer": hooked,
             "q_proj (Sequential) is not a plain linear layer": adapted,
+            "up_proj.weight is a _OfALibrary, not a plain tensor": in_integers,
         }
 
     @pytest.mark.parametrize("reason", list(foreign()))
