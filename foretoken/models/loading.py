@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from foretoken.models.quantization.stored import StoredModel
 
 KVCacheDtype = Literal["auto", "int8"]
+_log = logging.getLogger(__name__)
 HASHED_ROWS = 64  # of the LM head; a choice: enough to tell models apart, read in milliseconds
 
 
@@ -136,11 +137,12 @@ def load_model(
 ) -> LoadedModel:
     """Loads a causal LM into memory; its files may then be changed or removed.
 
-    On CPUs, matrices that are stored in integers stay so, see `StoredModel`; elsewhere transformers loads them.
+    On CPUs in float32 and bfloat16, matrices that are stored in integers stay so, see `StoredModel`. Elsewhere those of
+    a GGUF file are unpacked to the dtype, and transformers loads other formats.
 
     Args:
         name: A directory in Hugging Face layout, a hub id, or a GGUF file.
-        dtype: "auto" (float32 on CPU, else the checkpoint's), or a key of `placement.DTYPES`.
+        dtype: "auto" (float32 on CPU, else the checkpoint's, of a GGUF file bfloat16), or a key of `placement.DTYPES`.
         device: "auto" (an accelerator if there is one), or a torch device.
 
     Raises:
@@ -172,6 +174,11 @@ def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | N
         transformers.utils.logging.disable_progress_bar()
 
     def told(error: Exception) -> str:
+        if is_quantised and (isinstance(error, ImportError) or "pip install" in str(error)):
+            return (
+                f"'{name}' is stored in a format that transformers reads with a library that is missing: "
+                f"{one_line(error).rstrip('.')}. Expected that library. Install it, see docs/runners.md."
+            )
         check_shapes(name, config, headers)  # names the weights if their shapes are wrong
         return f"model '{name}' cannot be loaded: {one_line(error)}. Check that it is complete."
 
@@ -185,6 +192,8 @@ def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | N
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            # Libraries pack weights for the device that they are read to. Others are joined on the host and moved.
+            device_map={"": str(torch_device)} if is_quantised else None,
         )
     module, info = loaded
     _check_loaded(info, config, name)
@@ -197,10 +206,13 @@ def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | N
 
 def _gguf_model(name: str, dtype: Any, device: torch.device) -> LoadedModel:
     settings = read_settings(read_gguf(Path(name)))
+    dtype = torch.bfloat16 if dtype == "auto" else dtype
+    keeps_integers = _has_kernels(dtype, device)
+    if not keeps_integers:
+        check_memory(name, settings.file.num_weights * dtype.itemsize, device)
     file = lean_file(settings, dtype)
-    if file is None:
+    if file is None or not keeps_integers:
         return _stored_model(stored_model(settings), name, dtype, device)
-    _check_served(file.label, name, dtype, device)
     check_memory(name, file.num_bytes, device)
     finish = _read_beside(file)
 
@@ -219,7 +231,7 @@ def _gguf_model(name: str, dtype: Any, device: torch.device) -> LoadedModel:
         make_module=module,
         architecture=settings.architecture.model_type,
         sizes={key: value for key, value in fields.items() if isinstance(value, int)},
-        num_weights=file.num_weights,
+        num_weights=settings.file.num_weights,
         lean=weights,
         generation_values={},
         name=name,
@@ -253,23 +265,37 @@ def _read_beside(file: LeanFile) -> Callable[[], None]:
     return lambda: done.result() if os.getpid() == process else None
 
 
-def _check_served(label: str, name: str, dtype: torch.dtype | str, device: torch.device) -> None:
-    if not runs_cpu_kernels(device) or dtype not in (torch.float32, torch.bfloat16):
-        raise ModelError(
-            f"'{name}' is stored as {label} and was asked for in {dtype} on '{device}'. Only CPUs have kernels for it, "
-            "and inputs are float32 or bfloat16. Pass device='cpu' and dtype='bfloat16'."
-        )
+def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Decides whether matrices in integers can be multiplied as they are."""
+    return runs_cpu_kernels(device) and dtype in (torch.float32, torch.bfloat16)
 
 
 def _stored_model(stored: StoredModel, name: str, dtype: Any, device: torch.device) -> LoadedModel:
-    from foretoken.models.quantization.building import build  # imports transformers' models
+    from foretoken.models.quantization.building import build, unpacked  # imports transformers' models
 
-    _check_served(stored.label, name, dtype, device)
     check_architecture(stored.config, name)
-    module, info = build(stored, name, dtype)
+    module, info = build(stored, name, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     _check_loaded(info, stored.config, name)
+    label: str | None = stored.label
+    if not _has_kernels(dtype, device):
+        if any(getattr(part, "matrix", None) is not None and part.matrix.input_bits == 8 for part in module.modules()):
+            raise ModelError(
+                f"'{name}' is stored as {stored.label} and was asked for in {dtype}. It rounds inputs to 8 bits, in "
+                "float32 and bfloat16 alone. Pass dtype='bfloat16'."
+            )
+        before, label = _bytes_of(module), None
+        with foreign_errors_as(ModelError, lambda err: f"'{name}' cannot be unpacked to {dtype}: {one_line(err)}."):
+            module = unpacked(module, dtype).to(device)
+        _log.info(
+            "%s: %s is unpacked to %s on '%s', where no kernels read it: %.1f MB of memory instead of %.1f MB",
+            name, stored.label, str(dtype).removeprefix("torch."), device, _bytes_of(module) / 1e6, before / 1e6,
+        )  # fmt: skip
     gather_weights(module)
-    return replace(_ready(module, name), quantization=stored.label)
+    return replace(_ready(module, name), quantization=label)
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
 
 
 _STORED_BYTES = {"F64": 8, "F32": 4}  # of a number as safetensors name its dtype; 2 for the others
@@ -286,7 +312,7 @@ def _check_loaded(info: Any, config: Any, name: str) -> None:
     check_unused(info["unexpected_keys"], config.get_text_config(), name)
     if info["unexpected_keys"]:
         # A warning only: published checkpoints carry heads and buffers that a plain causal LM does not use.
-        logging.getLogger(__name__).warning("%s: unused weights: %s", name, listed(info["unexpected_keys"]))
+        _log.warning("%s: unused weights: %s", name, listed(info["unexpected_keys"]))
 
 
 def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device: torch.device) -> LoadedModel:

@@ -13,16 +13,12 @@ import torch
 import transformers
 
 from foretoken.core.errors import ConfigError, foreign_errors_as, nearest_name_hint, one_line
-from foretoken.decoder.quantized import QuantizedLinear
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding
-from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.generic import find_blocks
 from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.quantization.building import unpacked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import Tensor, nn
+    from collections.abc import Mapping, Sequence
 
 _LAYERS = "num_hidden_layers"
 
@@ -64,25 +60,9 @@ def unpacked_model(model: LoadedModel) -> LoadedModel:
     """
     if model.quantization is None:
         return model
-    module: Any = model.module
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    config = copy.deepcopy(module.config)
-    config.tie_word_embeddings = getattr(embedding, "matrix", embedding) is getattr(head, "matrix", head)
     with _told(model):
-        made = _new(model, config)
-        made.load_state_dict(dict(_unpacked_weights(module)), strict=True)
+        made = unpacked(model.module, torch.float32)
     return replace(_ready(made, model), name=model.name)
-
-
-def _unpacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, part in module.named_modules():
-        if isinstance(part, QuantizedExperts):
-            inner, hidden = part.down.num_inputs, part.gate_up.num_inputs
-            yield f"{name}.gate_up_proj", part.gate_up.dequantized().view(-1, 2 * inner, hidden)
-            yield f"{name}.down_proj", part.down.dequantized().view(-1, hidden, inner)
-        elif isinstance(part, QuantizedLinear | QuantizedEmbedding):
-            yield f"{name}.weight", part.matrix.dequantized()
-    yield from module.named_parameters()
 
 
 def fresh_model(target: LoadedModel, sizes: Mapping[str, int], *, seed: int) -> LoadedModel:

@@ -1,10 +1,12 @@
-"""Builds the transformers model of a checkpoint whose matrices are in integers (`StoredModel`).
+"""Builds the transformers model of a checkpoint whose matrices are in integers (`StoredModel`), and unpacks it.
 
-The model is built without its matrices, which are read one at a time: it is never in memory in its dtype.
+The model is built without its matrices, which are read one at a time: it is never in memory in its dtype, unless
+something needs weights that are no integers.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import replace
 from functools import partial
@@ -26,7 +28,7 @@ from foretoken.models.quantization.experts import PARTS, experts_of
 from foretoken.models.quantization.stored import OWN_METHOD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -143,6 +145,40 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
         table = matrix(stored.embedding, replaced.num_embeddings, replaced.embedding_dim)
         module.set_submodule(stored.embedding, QuantizedEmbedding(table, getattr(replaced, "embed_scale", None)))
     return module, info
+
+
+def unpacked(module: Any, dtype: torch.dtype) -> Any:
+    """Returns a model of transformers' own layers, on the CPU, with the weights that a module's integers stand for.
+
+    Args:
+        module: As `build` returns it, or with matrices that were rounded in memory. Shares no weight with the result.
+        dtype: Of the result; numbers are computed in float32 and rounded once.
+    """
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    config = copy.deepcopy(module.config)
+    config.tie_word_embeddings = getattr(embedding, "matrix", embedding) is getattr(head, "matrix", head)
+    weights = {key: weight.to(dtype, copy=True) for key, weight in _unpacked_weights(module)}
+    made, info = type(module).from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), f"of one class: {info}"
+    if getattr(module, "generation_config", None) is not None:
+        made.generation_config = copy.deepcopy(module.generation_config)
+    return made
+
+
+def _unpacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    seen = set[int]()  # a head may share the integers of the embedding
+    for name, part in module.named_modules():
+        if isinstance(part, QuantizedExperts):
+            inner, hidden = part.down.num_inputs, part.gate_up.num_inputs
+            yield f"{name}.gate_up_proj", part.gate_up.dequantized().view(-1, 2 * inner, hidden)
+            yield f"{name}.down_proj", part.down.dequantized().view(-1, hidden, inner)
+        elif isinstance(part, QuantizedLinear | QuantizedEmbedding) and id(part.matrix) not in seen:
+            seen.add(id(part.matrix))
+            yield f"{name}.weight", part.matrix.dequantized()
+    for name, parameter in module.named_parameters():
+        yield name, parameter.detach()
 
 
 def _experts(

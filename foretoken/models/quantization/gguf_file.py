@@ -98,8 +98,12 @@ class GgufFile:
     @property
     def bytes_per_weight(self) -> float:
         """The mean over all tensors."""
-        tensors = self.tensors.values()
-        return sum(each.num_bytes for each in tensors) / max(1, sum(prod(each.shape) for each in tensors))
+        return sum(each.num_bytes for each in self.tensors.values()) / max(1, self.num_weights)
+
+    @property
+    def num_weights(self) -> int:
+        """Of all tensors."""
+        return sum(prod(each.shape) for each in self.tensors.values())
 
     def bytes_in_memory(self, name: str, dtype: torch.dtype) -> int:
         """Returns the bytes that a tensor takes as a matrix in integers, or in a dtype."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from threading import main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,11 +98,6 @@ class LeanFile:
         """Of the weights in memory."""
         file = self.settings.file
         return sum(file.bytes_in_memory(name, self.dtype) for name in file.tensors)
-
-    @property
-    def num_weights(self) -> int:
-        """Of all tensors."""
-        return sum(prod(each.shape) for each in self.settings.file.tensors.values())
 
     def read_ahead(self) -> None:
         """Reads the matrices, for a thread beside: until the main thread ends, so that Ctrl-C ends the process.

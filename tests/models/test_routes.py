@@ -1,0 +1,142 @@
+"""Files in integers where no kernel reads them: on accelerators, and in dtypes that kernels do not take."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from models.gguf_files import SMALL, tiny_file, write
+from models.integer_checkpoints import Scheme, small_config
+from models.integer_checkpoints import write as write_checkpoint
+from models.test_gguf_experts import mixed, written
+from tiny_models import tiny_model
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ModelError
+from foretoken.models.loading import load_model
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [*range(3, 40)]]
+_W8A8 = {"format": "int-quantized", "inputs": True}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def texts(model: Any, **options: Any) -> list[list[int]]:
+    outputs = LLM(model, **options).generate(PROMPTS, GREEDY)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def texts_of(reference: Any) -> list[list[int]]:
+    """What transformers writes."""
+    found = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        made = reference.generate(tokens, max_new_tokens=24, min_new_tokens=24, do_sample=False)
+        found.append(made[0, len(prompt) :].tolist())
+    return found
+
+
+def test_a_gguf_file_in_another_dtype_is_the_dequantized_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, model = tmp_path / "model.gguf", tiny_model("llama", **SMALL)
+    model.load_state_dict(write(path, model, matrices=Type.Q4_0, tied=True))
+    with caplog.at_level(logging.INFO, "foretoken"):
+        loaded = load_model(path, dtype="float64")
+    assert (loaded.dtype, loaded.quantization, loaded.lean) == (torch.float64, None, None)
+    (line,) = [each for each in caplog.messages if "unpacked" in each]
+    assert line.startswith(f"{path}: GGUF, Q4_0 is unpacked to float64 on 'cpu'")
+    module, reference = loaded.module, model.double()
+    assert module.state_dict().keys() == reference.state_dict().keys()
+    for key, weight in reference.state_dict().items():
+        assert torch.equal(module.state_dict()[key], weight), key
+    expected = texts_of(reference)
+    assert texts(loaded) == texts(path, dtype="float64", speculative_config="ngram") == expected
+
+
+def test_experts_and_offsets_are_unpacked_too(tmp_path: Path) -> None:
+    sizes = SMALL | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    reference = written(tmp_path / "model.gguf", "mixtral", sizes, matrices=mixed)
+    module = load_model(tmp_path / "model.gguf", dtype="float16").module
+    for key, weight in reference.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], weight.half(), rtol=1e-3, atol=1e-7, msg=key)
+
+
+def test_an_accelerator_gets_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device "meta" has shapes, dtypes and places, and no numbers."""
+    monkeypatch.setattr("foretoken.models.loading.resolve_device", torch.device)
+    loaded = load_model(tiny_file(tmp_path / "model.gguf"), device="meta")
+    assert (loaded.dtype, loaded.device.type, loaded.quantization) == (torch.bfloat16, "meta", None)
+    assert {each.device.type for each in loaded.module.buffers()} == {"meta"}
+
+
+def test_what_an_accelerator_does_not_hold_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_file(tmp_path / "model.gguf")
+    monkeypatch.setattr("foretoken.models.loading.resolve_device", torch.device)
+    monkeypatch.setattr("foretoken.models.placement.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("foretoken.models.quantization.gguf_file.GgufFile.matrix", None)
+    with pytest.raises(ModelError, match=r"need 0\.0 GB of memory on 'meta', where 0\.0 GB are free"):
+        load_model(path, device="meta")
+
+
+def checkpoint(directory: Path, scheme: Scheme) -> Any:
+    """Writes a checkpoint in integers; gives the model that it stands for."""
+    return write_checkpoint(directory, small_config(), scheme).eval()
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors", "gptq", "awq"])
+def test_other_formats_are_unpacked_in_another_dtype(kind: str, tmp_path: Path) -> None:
+    reference = checkpoint(tmp_path, Scheme(kind, group=32, zeros=True))
+    assert texts(str(tmp_path), dtype="float64") == texts_of(reference.double())
+
+
+def test_rounded_inputs_are_no_weights(tmp_path: Path) -> None:
+    checkpoint(tmp_path, Scheme("compressed-tensors", bits=8, group=0, settings=_W8A8))
+    with pytest.raises(ModelError, match=r"W8A8 and was asked for in torch.float64. It rounds inputs to 8 bits"):
+        load_model(str(tmp_path), dtype="float64")
+
+
+def test_compressed_tensors_on_an_accelerator_are_read_by_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU plays the accelerator: transformers and compressed-tensors take the place of our kernels."""
+    pytest.importorskip("accelerate")
+    reference = checkpoint(tmp_path, Scheme("compressed-tensors", group=32))
+    monkeypatch.setattr("foretoken.models.loading.runs_cpu_kernels", lambda device: False)
+    loaded = load_model(str(tmp_path))
+    assert type(loaded.module.hf_quantizer).__name__ == "CompressedTensorsHfQuantizer"
+    assert texts(loaded, speculative_config="ngram") == texts(loaded) == texts_of(reference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "package"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, "torchao"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "optimum"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, "gptqmodel"),
+    ],
+)
+def test_a_missing_library_is_named(
+    settings: dict[str, Any], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+    monkeypatch.setattr("foretoken.models.loading.runs_cpu_kernels", lambda device: False)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(tmp_path))
+    message = str(caught.value)
+    assert f"'{tmp_path}' is stored in a format that transformers reads with a library that is missing: " in message
+    assert package in message
+    assert "docs/runners.md" in message
