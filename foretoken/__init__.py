@@ -1,4 +1,4 @@
-"""Speculative decoding for any Hugging Face causal LM.
+"""Speculative decoding for Hugging Face causal LMs and GGUF files.
 
 >>> from foretoken import LLM, SamplingParams  # doctest: +SKIP
 """

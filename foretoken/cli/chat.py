@@ -48,6 +48,7 @@ def chat(
     kv_cache_dtype: options.KVCacheDtype = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
+    verbose: options.Verbose = False,
     color: Annotated[bool, typer.Option("--color", help="Colour answers also in a pipe.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="Leave colours out, as NO_COLOR does.")] = False,
 ) -> None:
@@ -55,7 +56,11 @@ def chat(
 
     /reset forgets the conversation, /exit or Ctrl-D ends it, and Ctrl-C ends an answer.
     """
-    from foretoken.core.sampling_params import SamplingParams
+    clock = terminal.StartClock()
+    with clock.stage("libraries"):
+        from foretoken.core.sampling_params import SamplingParams
+        from foretoken.entrypoints.llm import LLM
+        from foretoken.text.codec import Codec
 
     setup = options.one_setup("chat", model, speculative_config, spec_type)
     given: dict[str, Any] = {
@@ -65,18 +70,18 @@ def chat(
     SamplingParams(**given)  # refuses bad values before anything is loaded
     template = None if chat_template is None else options.read_text(chat_template)
     told = None if system is None else options.checked(system, "--system")
-    from foretoken.entrypoints.llm import LLM
-    from foretoken.text.codec import Codec
-
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype, clock=clock)
     params = options.sampling(
         loaded, generation_config, override_generation_config, given, temperature=0.0, max_tokens=None
     )
     answers = _Answers((color and not no_color) if color or no_color else None)
-    llm = LLM(
-        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
-        on_step=answers.add_step,
-    )  # fmt: skip
+    with options.runner_stage(clock, loaded):
+        llm = LLM(
+            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
+            on_step=answers.add_step,
+        )  # fmt: skip
+    if verbose:
+        options.note_start(clock, llm)
     answers.use_model(llm, Codec(tokenizer, loaded.vocab_size), params, template)
     _talk(answers, [] if told is None else [{"role": "system", "content": told}])
 

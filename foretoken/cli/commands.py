@@ -198,7 +198,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     name="foretoken",
-    help="Speculative decoding for any Hugging Face causal LM, provably lossless.",
+    help="Speculative decoding for Hugging Face causal LMs and GGUF files, provably lossless.",
     cls=_Commands,
     pretty_exceptions_enable=False,
 )
@@ -212,8 +212,8 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
         "    --trace runs/queue.jsonl",
     )),
     ("chat", chat.chat, ending(
-        "foretoken chat Qwen/Qwen3-0.6B -s ngram",
-        "foretoken chat Qwen/Qwen3-0.6B -s ngram --system 'Answer in one sentence.'",
+        "foretoken chat model.gguf -s draft_model:model=small.gguf",
+        "foretoken chat model.gguf -s suffix --system 'Answer in one sentence.'",
     )),
     ("serve", serve.serve, ending(
         "foretoken serve models/tinycode -s ngram",
@@ -332,7 +332,7 @@ for _name, _function, _ending in _COMMANDS:
     invoke_without_command=True,
     epilog=ending(
         "foretoken generate models/tinycode -s ngram -p 'class Queue:'",
-        "foretoken generate Qwen/Qwen3-0.6B -s ngram -p 'def read_config(path):'",
+        "foretoken chat model.gguf -s draft_model:model=small.gguf",
         "foretoken COMMAND --help",
         found="the command found something wrong",
     ),
@@ -341,7 +341,7 @@ def foretoken(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Speculative decoding for any Hugging Face causal LM, provably lossless."""
+    """Speculative decoding for Hugging Face causal LMs and GGUF files, provably lossless."""
     if version:
         print_version()
         raise typer.Exit

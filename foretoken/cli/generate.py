@@ -99,8 +99,10 @@ def generate(
         raise ConfigError("--show and --json exclude each other. Pass one of them.")
     if trace is not None:
         options.check_new_file(trace, "--trace", force=force)
-    clock = _LoadClock()
-    from foretoken.core.sampling_params import SamplingParams
+    clock = terminal.StartClock()
+    with clock.stage("libraries"):
+        from foretoken.core.sampling_params import SamplingParams
+        from foretoken.entrypoints.llm import LLM
 
     setup = options.one_setup("generate", model, speculative_config, spec_type)
     given: dict[str, Any] = {
@@ -108,16 +110,12 @@ def generate(
         "max_tokens": max_tokens, "stop": stops, "ignore_eos": ignore_eos,
     }  # fmt: skip
     SamplingParams(**given)  # refuses bad values before anything is loaded
-    from foretoken.entrypoints.llm import LLM
-
-    clock.mark("libraries")
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype, clock=clock)
     if max_tokens is not None:
         options.check_max_tokens(max_tokens, loaded)
     params = options.sampling(
         loaded, generation_config, override_generation_config, given, temperature=0.0, max_tokens=128
     )
-    clock.mark("weights and tokenizer")
     watch = _Watch(
         loaded,
         tokenizer,
@@ -127,15 +125,14 @@ def generate(
         raw=raw,
         trace=trace,
     )
-    llm = LLM(
-        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
-        on_step=watch.add_step, trace=trace is not None,
-    )  # fmt: skip
+    with options.runner_stage(clock, loaded):
+        llm = LLM(
+            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
+            on_step=watch.add_step, trace=trace is not None,
+        )  # fmt: skip
     drafts = watch.drafts
-    clock.mark("runner and drafter")
     if verbose:
-        terminal.print_note(clock.line())
-        terminal.print_note(f"[{llm.target.choice}]")
+        options.note_start(clock, llm)
     header = options.run_header(loaded, runner=llm.target.name, setup=setup.name)
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     conditions = {
@@ -247,21 +244,6 @@ class _Watch:
             self._recorder.write_file(
                 self._trace, conditions=conditions, prompt=self._prompt, text=text, finish_reason=finish_reason
             )
-
-
-class _LoadClock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def mark(self, what: str) -> None:
-        now = time.perf_counter()
-        self.seconds[what] = round(now - self._last, 3)
-        self._last = now
-
-    def line(self) -> str:
-        parts = ", ".join(f"{what} {seconds:.1f}" for what, seconds in self.seconds.items())
-        return f"[loaded in {sum(self.seconds.values()):.1f} s: {parts}]"
 
 
 class _Drafts:

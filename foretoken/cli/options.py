@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,11 @@ from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup
+    from foretoken.entrypoints.llm import LLM
     from foretoken.models.loading import LoadedModel
 
 MODEL_FORMS = (
@@ -150,6 +153,9 @@ Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the i-th gets
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 HeldOut = Annotated[str, typer.Option(help="Held-out text for the comparison: a bundled set's name, .jsonl or text.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice when left out.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print the seconds of each stage of the start, and which decoder runs.")
+]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns.")]
 
 
@@ -220,22 +226,53 @@ def load_target(
     kv_cache_dtype: str | None = None,
     *,
     unpacks: bool = False,
+    clock: terminal.StartClock | None = None,
 ) -> tuple[LoadedModel, Any]:
-    """Loads the target and its tokenizer, once for all setups; with `unpacks` for training, see `unpacked_model`.
+    """Loads the target and its tokenizer, once for all setups, in a stage of a start.
+
+    Args:
+        model: A name. The others are as in `LLM`.
+        unpacks: For training, see `unpacked_model`.
+        clock: Of the start; None for one that is forgotten.
 
     Raises:
         ConfigError: When the machine has far fewer processors than `threads`, or the model is a head.
         ModelError: When the model cannot be loaded, or the device does not exist.
         RequestError: When the model has no tokenizer.
     """
-    from foretoken.decoder.library import set_num_threads
-    from foretoken.entrypoints import model_arguments
+    with (clock or terminal.StartClock()).stage("weights and tokenizer"):
+        from foretoken.decoder.library import set_num_threads
+        from foretoken.entrypoints import model_arguments
 
-    if threads is not None:
-        set_num_threads(threads)
-    return model_arguments.load_target(
-        model, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype, unpacks=unpacks
-    )
+        if threads is not None:
+            set_num_threads(threads)
+        return model_arguments.load_target(
+            model, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+            unpacks=unpacks,
+        )  # fmt: skip
+
+
+def runner_stage(clock: terminal.StartClock, loaded: LoadedModel) -> AbstractContextManager[None]:
+    """Times the making of an `LLM`; the line shows the weights that are still read beside it."""
+    if loaded.bytes_read is None:
+        return clock.stage("runner and drafter")
+    bytes_read, begin = loaded.bytes_read, time.perf_counter()
+    before, total = bytes_read()
+
+    def rest() -> str:
+        done, seconds = bytes_read()[0], time.perf_counter() - begin
+        pace = (done - before) / max(seconds, 0.1)
+        bar = "━" * (20 * done // total)
+        told = f", weights {bar:─<20} {done / 1e6:.0f} of {total / 1e6:.0f} MB, {pace / 1e6:.0f} MB/s"
+        return told if done < total else ""
+
+    return clock.stage("runner and drafter", rest)
+
+
+def note_start(clock: terminal.StartClock, llm: LLM) -> None:
+    """Prints the seconds of each stage of a start, and the choice of the runner."""
+    clock.print_table()
+    terminal.print_note(f"[{llm.target.choice}]")
 
 
 def sampling(

@@ -125,6 +125,7 @@ def serve(
     kv_cache_dtype: options.KVCacheDtype = None,
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
+    verbose: options.Verbose = False,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: completions, chat, streaming, structured outputs, metrics.
 
@@ -132,7 +133,12 @@ def serve(
     requests have 30 seconds to end. Options of `vllm serve` are accepted at values that change nothing here; other
     values are refused with a hint.
     """
+    clock = terminal.StartClock()
     names, model = served_model_name or [model], resolve_model(model)
+    with clock.stage("libraries"):
+        from foretoken.entrypoints.async_llm import AsyncLLM
+        from foretoken.entrypoints.llm import LLM
+
     setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     if synthetic_acceptance is not None and setup.config is None:
         raise ConfigError("--synthetic-acceptance needs a drafter. Pass one with --speculative-config.")
@@ -166,17 +172,19 @@ def serve(
     )  # fmt: skip
     lock = nullcontext() if distill_to is None else run_lock(distill_to, option="--distill-to")
     with lock, _listen(host, port) as listening:  # before the slow loading of the model
-        from foretoken.entrypoints.async_llm import AsyncLLM
-        from foretoken.entrypoints.llm import LLM
-
-        loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
-        llm = LLM(
-            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
-            enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            generation_config=generation_config, override_generation_config=override_generation_config,
-        )  # fmt: skip
+        loaded, tokenizer = options.load_target(
+            model, dtype, device, threads, quantization, kv_cache_dtype, clock=clock
+        )
+        with options.runner_stage(clock, loaded):
+            llm = LLM(
+                loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
+                enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
+                gpu_memory_utilization=gpu_memory_utilization,
+                generation_config=generation_config, override_generation_config=override_generation_config,
+            )  # fmt: skip
+        if verbose:
+            options.note_start(clock, llm)
         options.note_sampling(llm.sampling_defaults)
         engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests, max_waiting_tokens=max_waiting_tokens)
         distillation = None

@@ -312,6 +312,51 @@ def progress(what: str) -> Iterator[ProgressBar]:
         bar.pause()
 
 
+class StartClock:
+    """Times the stages of a start; on a terminal the running one has a line, which disappears.
+
+    Attributes:
+        seconds: Of each stage that has ended, by its name.
+    """
+
+    def __init__(self) -> None:
+        """Begins with the stage before the command: from the start of the process to now."""
+        import psutil
+
+        self.seconds = {"Python and command": round(time.time() - psutil.Process().create_time(), 3)}
+
+    @contextmanager
+    def stage(self, name: str, detail: Callable[[], str] = str) -> Iterator[None]:
+        """Times a stage; `detail` returns what its line shows besides the seconds, four times a second."""
+        begin = time.perf_counter()
+        with _running_line(lambda: f"{name}: {time.perf_counter() - begin:.0f} s{detail()}"):
+            yield
+        self.seconds[name] = round(time.perf_counter() - begin, 3)
+
+    def print_table(self) -> None:
+        """Writes the seconds of each stage to standard error."""
+        print_note("start                   seconds")
+        for name, seconds in {**self.seconds, "all": sum(self.seconds.values())}.items():
+            print_note(f" {name:22} {seconds:7.1f}")
+
+
+@contextmanager
+def _running_line(text: Callable[[], str]) -> Iterator[None]:
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(
+        get_renderable=lambda: Text(text(), no_wrap=True, overflow="ellipsis"), console=Console(stderr=True),
+        transient=True,
+    ) as live:  # fmt: skip
+        live.refresh()
+        yield
+
+
 @contextmanager
 def renewed_line() -> Iterator[tuple[Callable[[str], None], float]]:
     """Yields a function that shows progress on standard error, and the least seconds between its calls.

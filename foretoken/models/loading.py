@@ -77,6 +77,7 @@ class LoadedModel:
         sizes: Whole numbers of the configuration, by name.
         num_weights: Of the model.
         lean: Reads the weights for lean decoders without `module`, see `LeanFile.weights`; None: they are found in it.
+        bytes_read: Returns the bytes read so far and the bytes of all matrices; None if all were read.
         generation_values: The values of the model's generation configuration, by name.
         context_len: Number of positions that it can embed, whatever other sequences of a batch do.
         dtype: Dtype of weights and cache.
@@ -95,6 +96,7 @@ class LoadedModel:
     sizes: Mapping[str, int]
     num_weights: int
     lean: Callable[[int], LeanWeights] | None = None
+    bytes_read: Callable[[], tuple[int, int]] | None = None
     generation_values: Mapping[str, Any]
     name: str
     vocab_size: int
@@ -233,6 +235,7 @@ def _gguf_model(name: str, dtype: Any, device: torch.device) -> LoadedModel:
         sizes={key: value for key, value in fields.items() if isinstance(value, int)},
         num_weights=settings.file.num_weights,
         lean=weights,
+        bytes_read=file.bytes_read,
         generation_values={},
         name=name,
         vocab_size=vocab_size,

@@ -41,7 +41,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_conversation(template: str, prompts: list[str]) -> None:
-    options = ("--chat-template", template, "--max-tokens", "12", "--system", "code")
+    options = ("--chat-template", template, "--max-tokens", "12", "--system", "code", "-v")
     lines = "class Queue:\n\ndef f():\n/reset\nclass Queue:\n/exit\nnever read\n"
     result = run("chat", MODEL, "-s", "ngram", "--color", *options, stdin=lines)
     assert result.returncode == 0, result.stderr
@@ -51,6 +51,7 @@ def test_a_conversation(template: str, prompts: list[str]) -> None:
     assert ESCAPE.sub("", result.stdout).startswith(f"{answer}\n")
     plain = LLM(MODEL).generate(prompts[1], SamplingParams(temperature=0.0, max_tokens=12))[0].outputs[0].text
     assert f"{answer}\n{plain}\n{answer}\n" == ESCAPE.sub("", result.stdout)
+    assert re.search(r"^ weights and tokenizer +[\d.]+\n runner and drafter +[\d.]+\n", result.stderr, re.MULTILINE)
     assert result.stderr.count("[ended: length]") == 3
     assert result.stderr.count("tokens: the target's own") == 3
 

@@ -167,9 +167,10 @@ def test_inspect_needs_no_torch(directory: str) -> None:
 def test_generate_says_what_loading_took_and_why_it_does_not_draft() -> None:
     arguments = ("generate", MODEL, "-p", PROMPT, "--max-tokens", "40", "-s", "draft_model")
     result = run(*arguments, "--verbose")
-    assert re.search(r"\[loaded in [\d.]+ s: libraries [\d.]+, weights and tokenizer ", result.stderr)
+    stages = ("Python and command", "libraries", "weights and tokenizer", "runner and drafter")
+    assert re.search("".join(rf" {stage} +[\d.]+\n" for stage in (*stages, "all")), result.stderr)
     metrics = json.loads(output_of(*arguments, "--json"))
-    assert metrics["load_seconds"].keys() == {"libraries", "weights and tokenizer", "runner and drafter"}
+    assert metrics["load_seconds"].keys() == set(stages)
     # Whether drafts pay is the machine's to say; the line is there whenever the engine did not draft.
     skipped = re.search(r"\[did not draft in (\d+) of (\d+) passes: a pass of \d+ tokens costs [\d.]+x", result.stderr)
     passes = re.search(r"in (\d+) target passes", result.stderr)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from pairwise import slow_products
 
 from foretoken.cli.terminal import (
+    StartClock,
     fact,
     growing_table,
     percent_by_depth,
@@ -157,6 +158,30 @@ def test_results_are_printed_in_place_of_the_bar(monkeypatch: pytest.MonkeyPatch
         assert told.getvalue() == before
         bar(5, 8)
     assert "5/8" in told.getvalue().removeprefix(before)
+
+
+def test_a_stage_of_a_start_is_shown_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, clock = Terminal(), StartClock()
+    monkeypatch.setattr(sys, "stderr", told)
+    with clock.stage("libraries", lambda: ", 3 of 8 MB"):
+        assert "libraries: 0 s, 3 of 8 MB" in told.getvalue()
+    assert told.getvalue().endswith("\x1b[2K")  # the line is erased
+    assert list(clock.seconds) == ["Python and command", "libraries"]
+
+
+def test_stages_of_a_start_leave_pipes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = StartClock()
+    with clock.stage("libraries"):
+        pass
+    assert capsys.readouterr().err == ""
+    clock.seconds = {"libraries": 2.04, "weights and tokenizer": 0.31}
+    clock.print_table()
+    assert capsys.readouterr().err.splitlines() == [
+        "start                   seconds",
+        " libraries                  2.0",
+        " weights and tokenizer      0.3",
+        " all                        2.4",
+    ]
 
 
 @pytest.mark.parametrize(("columns", "is_printed_at_once"), [(80, True), (24, False)])

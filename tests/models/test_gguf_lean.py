@@ -260,6 +260,9 @@ def test_bytes_in_memory_are_told_before(tmp_path: Path) -> None:
     written(tmp_path / "model.gguf", "llama")
     file = lean_file(read_settings(read_gguf(tmp_path / "model.gguf")), torch.bfloat16)
     assert file is not None
+    done, total = file.bytes_read()
+    assert 0 == done < total < (tmp_path / "model.gguf").stat().st_size
     weights = file.weights(8)
+    assert file.bytes_read() == (total, total)
     tensors = {each.data_ptr(): each.nbytes for each in weights.tensors()}
     assert file.num_bytes == pytest.approx(sum(tensors.values()), rel=0.3)  # panels are filled up

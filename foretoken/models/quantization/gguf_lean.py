@@ -109,6 +109,12 @@ class LeanFile:
             if stored.is_matrix and main_thread().is_alive():
                 self._matrix(name.removesuffix(".weight"))
 
+    def bytes_read(self) -> tuple[int, int]:
+        """Returns the bytes of matrices in integers: those read so far, from any thread, and all."""
+        tensors = self.settings.file.tensors
+        read = [tensors[name].num_bytes for name, _ in list(self.settings.file.kept)]
+        return sum(read), sum(each.num_bytes for each in tensors.values() if each.is_quantized)
+
     def weights(self, num_positions: int) -> LeanWeights:
         """Reads the weights; matrices are read once.
 
