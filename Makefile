@@ -32,7 +32,8 @@ $(VENV)/.lint: $(VENV)/.base
 	touch $@
 
 demo: $(VENV)/.base
-	@echo "Two commands with the model of the repository, about a minute; nothing more is downloaded."
+	@echo "Two commands with the model of the repository, about a minute; nothing more is downloaded. The first of them"
+	@echo "compiles the CPU kernels, once on this machine, in up to half a minute of a processor more."
 	$(BIN)/foretoken generate models/tinycode -s draft_model --max-tokens 96 --seed 1 --temperature 0.8 \
 		--prompt 'def read_config(path):'
 	$(BIN)/foretoken bench models/tinycode -s ngram -s draft_model --num-prompts 8 --max-tokens 128
@@ -45,6 +46,7 @@ test-all: $(VENV)/.test
 
 # A wheel for Linux on x86-64, with the kernels compiled for every generation of processors. Needs a C++ compiler.
 wheel: $(BIN)/python
+	@echo "Builds a wheel into dist/: compiles the kernels six times, about two minutes of a processor, without further messages."
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # The native kernels under GCC's AddressSanitizer and UndefinedBehaviorSanitizer, over the tests that run them. Python
