@@ -121,8 +121,9 @@ def print_table(
         table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, leading=int(bool(texts) and sys.stdout.isatty()))
         for index in part:
             table.add_column(
-                Text(columns[index]), justify="left" if are_texts[index] else "right", no_wrap=not are_texts[index],
-                overflow="fold", min_width=widths[index],
+                Text(columns[index]), justify="left" if are_texts[index] else "right", overflow="fold",
+                # rich takes the room from the widest column that may wrap, which one of a single word cannot give.
+                no_wrap=all(len(row[index]) <= widths[index] for row in cells), min_width=widths[index],
             )  # fmt: skip
         for row in cells:
             table.add_row(*(Text(row[index], style=colours.get(row[index], "")) for index in part))

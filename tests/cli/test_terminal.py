@@ -249,6 +249,15 @@ def test_what_is_longer_than_a_line_is_broken_between_words(
     assert max(map(len, [*shown.out.splitlines(), *shown.err.splitlines()])) <= 40
 
 
+def test_a_column_of_words_gives_its_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The widest column here is one word; the second has two."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    print_table(["model", "format"], [["m" * 20, "safetensors BF16-and-more"]], texts=["format"])
+    told = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+    assert max(map(len, told.splitlines())) <= 40
+
+
 def test_piped_tables_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     setup = '{"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}'
