@@ -373,7 +373,7 @@ def bench_serve(
     concurrencies: list[int | None] = [*max_concurrency] if max_concurrency else [None]
     if save_result is not None and len(concurrencies) > 1:
         raise ConfigError("a file of --save-result holds one load. Expected one --max-concurrency, or --json.")
-    cases, key = read_prompts(prompts), _api_key(api_key_variable)
+    cases, key = read_prompts(prompts, limit=num_prompts), _api_key(api_key_variable)
     asked = list(islice(cycle(cases), num_prompts))
     loads = [
         Load(

@@ -362,7 +362,7 @@ def test_a_directory_with_other_files_is_unsuitable(tmp_path: Path) -> None:
 
 def test_a_second_server_is_told_before_its_model_is_loaded(tmp_path: Path) -> None:
     with run_lock(tmp_path, option="--distill-to"):
-        finished = run("serve", "nothing", "-s", f"draft_model:model={DRAFT}", "--distill-to", str(tmp_path))
+        finished = run("serve", MODEL, "-s", f"draft_model:model={DRAFT}", "--distill-to", str(tmp_path))
     assert finished.returncode == 2
     assert f"another run is at work in '{tmp_path}'. Expected one at a time." in finished.stderr
 
