@@ -321,10 +321,8 @@ class StartClock:
     """
 
     def __init__(self) -> None:
-        """Begins with the stage before the command: from the start of the process to now."""
-        import psutil
-
-        self.seconds = {"Python and command": round(time.time() - psutil.Process().create_time(), 3)}
+        """Begins with the stage before the command, in seconds of the processor: clocks that may jump are not read."""
+        self.seconds = {"Python and command": round(time.process_time(), 3)}
 
     @contextmanager
     def stage(self, name: str, detail: Callable[[], str] = str) -> Iterator[None]:

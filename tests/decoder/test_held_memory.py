@@ -225,7 +225,7 @@ def test_tensors_that_only_look_like_some() -> None:
     loaded = wrap_model(tiny_model("llama"), name="tiny")
     target, module = Runner(loaded, num_slots=1, runner="lean-native"), loaded.module
     module.get_submodule("model.layers.0.mlp.up_proj").weight = nn.Parameter(Wrapper((48, 32)), requires_grad=False)
-    with pytest.raises(UnsuitableError, match=r"up_proj is a Wrapper \(48, 32\)"):
+    with pytest.raises(UnsuitableError, match=r"up_proj\.weight is a Wrapper, not a plain tensor"):
         NativeBlocks(read_weights(loaded, 40).layers, target.cache, [])
 
 
