@@ -94,7 +94,10 @@ def test_config_that_cannot_be_parsed(directory: Path, content: bytes, part: str
         ({"dtype": "float33"}, "float33"),
         ({"layer_types": ["nope"] * 3}, "'nope'"),
         ({"layer_types": ["chunked_attention"] * 3}, "has layers of kind chunked_attention"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "with a library that is missing"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            "with a library that is missing",
+        ),
         ({"vocab_size": 10**6}, "lm_head.weight [67, 32] instead of [1000000, 32]"),
         ({"vocab_size": 10**12}, "vocab_size in the configuration of"),
         ({"vocab_size": -1}, "is -1. Expected a whole number from 1 to"),

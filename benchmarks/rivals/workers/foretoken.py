@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.rivals.messages import Generation, Loaded, LoadRequest
 from benchmarks.rivals.workers.serve import ChunkClock, median_seconds, serve
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, SamplingParams, __version__
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import TargetReads
 
@@ -90,7 +90,7 @@ class Foretoken:
         )
         self._wide: Any = None
         return Loaded(
-            versions={name: version(name) for name in ("foretoken", "torch", "transformers")},
+            versions={"foretoken": __version__} | {name: version(name) for name in ("torch", "transformers")},
             can_forward=request.mode == "plain",
             model_bytes=_memory_bytes(self._llm.target.model.module),
             notes=[f"foretoken's runner is {self._llm.target.name}"],
