@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,7 +57,6 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.blocks import LeanWeights
     from foretoken.files.bounded_reads import TensorHeader
-    from foretoken.models.quantization.gguf_lean import LeanFile
     from foretoken.models.quantization.stored import StoredModel
 
 KVCacheDtype = Literal["auto", "int8"]
@@ -216,7 +213,7 @@ def _gguf_model(name: str, dtype: Any, device: torch.device) -> LoadedModel:
     if file is None or not keeps_integers:
         return _stored_model(stored_model(settings), name, dtype, device)
     check_memory(name, file.num_bytes, device)
-    finish = _read_beside(file)
+    finish = file.read_beside()
 
     @cache
     def module() -> nn.Module:
@@ -246,26 +243,6 @@ def _gguf_model(name: str, dtype: Any, device: torch.device) -> LoadedModel:
         eos_ids=end_tokens(None, SimpleNamespace(**fields), vocab_size=vocab_size, name=name),
         quantization=file.label,
     )
-
-
-def _read_beside(file: LeanFile) -> Callable[[], None]:
-    """Starts to read matrices, without Python's lock: the tokenizer can be read meanwhile.
-
-    Returns what waits for the end, and raises `ModelError` if they cannot be read. A process that was forked meanwhile
-    has no such thread, and does not wait.
-    """
-    done, process = Future[None](), os.getpid()
-
-    def read() -> None:
-        try:
-            file.read_ahead()
-        except BaseException as err:  # noqa: BLE001 - told to those that wait
-            done.set_exception(err)
-        else:
-            done.set_result(None)
-
-    Thread(target=read).start()  # an executor's thread would be waited for at the end of the process
-    return lambda: done.result() if os.getpid() == process else None
 
 
 def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:

@@ -8,9 +8,11 @@ Letters: E hidden size, H query heads, Hk KV heads, D head size, I width of the 
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from threading import main_thread
+from threading import Thread, main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,6 +33,8 @@ from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
 from foretoken.models.quantization.gguf_config import ROPE_FACTORS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
     from foretoken.models.quantization.gguf_config import Settings
@@ -99,15 +103,29 @@ class LeanFile:
         file = self.settings.file
         return sum(file.bytes_in_memory(name, self.dtype) for name in file.tensors)
 
-    def read_ahead(self) -> None:
-        """Reads the matrices, for a thread beside: until the main thread ends, so that Ctrl-C ends the process.
+    def read_beside(self) -> Callable[[], None]:
+        """Starts a thread that reads the matrices without Python's lock, so that the tokenizer can be read meanwhile.
 
-        Raises:
-            ModelError: As `weights`.
+        The thread ends when the main thread does, so that Ctrl-C ends the process.
+
+        Returns:
+            A function that waits until all are read, and raises `ModelError` as `weights`. In a process that was forked
+            meanwhile, which has no such thread, it returns at once.
         """
-        for name, stored in self.settings.file.tensors.items():
-            if stored.is_matrix and main_thread().is_alive():
-                self._matrix(name.removesuffix(".weight"))
+        done, process = Future[None](), os.getpid()
+
+        def read() -> None:
+            try:
+                for name, stored in self.settings.file.tensors.items():
+                    if stored.is_matrix and main_thread().is_alive():
+                        self._matrix(name.removesuffix(".weight"))
+            except BaseException as err:  # noqa: BLE001 - told to those that wait
+                done.set_exception(err)
+            else:
+                done.set_result(None)
+
+        Thread(target=read).start()  # an executor's thread would be waited for at the end of the process
+        return lambda: done.result() if os.getpid() == process else None
 
     def bytes_read(self) -> tuple[int, int]:
         """Returns the bytes of matrices in integers: those read so far, from any thread, and all."""
