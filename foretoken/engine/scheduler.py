@@ -385,15 +385,16 @@ class Scheduler:
         return coming - (0 if prefix is None else prefix.length) >= LEAST_PREFIX
 
     def _join(self, sequence: Sequence) -> None:
-        taken = self._taken_slot(sequence)
+        is_first = not sequence.has_begun
+        sequence.has_begun = True  # before it takes a slot: other threads count free slots, then who waits for one
+        taken = self._taken_slot(sequence, is_first=is_first)
         sequence.slot = taken.slot
         self.running.append(sequence)
-        contained(sequence, self._begin, taken.prefix)
-        if not sequence.has_begun:
+        contained(sequence, self._begin, taken.prefix, is_first)
+        if is_first:
             self._counts.begin(sequence)
-        sequence.has_begun = True
 
-    def _taken_slot(self, sequence: Sequence) -> Taken:
+    def _taken_slot(self, sequence: Sequence, *, is_first: bool) -> Taken:
         cache, prefix = self._target.cache, None
         if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # scores need the logits of all positions
             slot = self._slots.take_oldest()
@@ -402,7 +403,7 @@ class Scheduler:
             slot, prefix = self._slots.take(
                 sequence.tokens, most=most, salt=salt, running=self._held(), reusable=self._drafting.reusable
             )
-            if not sequence.has_begun:
+            if is_first:
                 sequence.metrics.num_prefix_queries = sequence.num_prompt
         cache.trim(slot, prefix.length if prefix is not None and prefix.slot == slot else 0)
         rows = self._rows_of(sequence)
@@ -427,7 +428,7 @@ class Scheduler:
             self._target.cache.trim(forgotten, 0)
         return True
 
-    def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
+    def _begin(self, sequence: Sequence, prefix: Prefix | None, is_first: bool) -> None:
         slot, params = sequence.slot, sequence.params
         if slot is None:
             raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences begin")
@@ -435,7 +436,7 @@ class Scheduler:
             if prefix.slot != slot:
                 self._target.copy_prefix(prefix.slot, slot, prefix.length)
             sequence.num_cached = prefix.length
-            if not sequence.has_begun:
+            if is_first:
                 sequence.metrics.num_cached_tokens = prefix.length
         self._history.start(slot, sequence.tokens[: sequence.num_prompt], needs_counts=params.has_penalties)
         self._history.append(slot, sequence.output_ids)

@@ -38,6 +38,7 @@ from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.records import StepRecord
 from foretoken.core.results import StreamChunk
 from foretoken.engine.loop import Engine
+from foretoken.engine.scheduler import Scheduler
 from foretoken.entrypoints.async_llm import RequestStream
 from foretoken.entrypoints.shared_engine import Throughput, _at_exit
 
@@ -475,6 +476,27 @@ def test_without_a_queue_as_many_are_taken_as_there_are_slots() -> None:
     gate.open()
     for stream in streams:
         asyncio.run(stream.output())
+    engine.close()
+
+
+def test_a_request_that_just_gets_its_slot_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, may_go_on, begin = threading.Event(), threading.Event(), Scheduler._begin
+
+    def slow(*arguments: Any) -> None:
+        arrived.set()
+        may_go_on.wait(PATIENCE_S)
+        begin(*arguments)
+
+    monkeypatch.setattr(Scheduler, "_begin", slow)
+    engine = AsyncLLM(llm({}, max_num_seqs=1), max_waiting_requests=1)
+    streams = [engine.submit([5], GREEDY)]
+    try:
+        assert arrived.wait(PATIENCE_S)
+        streams.append(engine.submit([6], GREEDY))  # the one place in the queue is free
+    finally:
+        may_go_on.set()
+    for stream in streams:
+        assert asyncio.run(stream.output()).outputs[0].finish_reason == "length"
     engine.close()
 
 
