@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from foretoken.decoder.quantized import QuantizedMatrix
 
 
+_SCALE_KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # `ScaleKind`
+
+
 class MatrixStruct(Structure):
-    """A row-major matrix in the model's dtype, or in 8 or 4 bits; its bias in float32 or null."""
+    """A row-major matrix in the model's dtype, or in 4 to 8 bits; its bias in float32 or null."""
 
     _fields_ = (
         ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
         ("pass_bytes", c_int64), ("bits", c_int64), ("group_scales", c_void_p), ("group_offsets", c_void_p),
-        ("group", c_int64), ("groups_are_half", c_int64), ("input_bits", c_int64), ("input_group", c_int64),
-        ("input_order", c_void_p),
+        ("super_scales", c_void_p), ("super_offsets", c_void_p), ("group", c_int64), ("scale_kind", c_int64),
+        ("offsets_are_lowest", c_int64), ("input_bits", c_int64), ("input_group", c_int64), ("input_order", c_void_p),
     )  # fmt: skip
 
 
@@ -34,15 +37,19 @@ def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, 
     if isinstance(weight, torch.Tensor):
         struct.weight = weight.data_ptr()
         return struct
-    addresses = [
-        None if each is None else each.data_ptr()
-        for each in (weight.numbers, weight.row_scales, weight.group_scales, weight.group_offsets, weight.input_order)
-    ]
-    struct.weight, struct.scales, struct.group_scales, struct.group_offsets, struct.input_order = addresses
+    struct.weight, struct.scales = address(weight.numbers), address(weight.row_scales)
+    struct.group_scales, struct.group_offsets = address(weight.group_scales), address(weight.group_offsets)
+    struct.super_scales, struct.super_offsets = address(weight.super_scales), address(weight.super_offsets)
+    struct.input_order = address(weight.input_order)
     struct.bits, struct.group, struct.input_bits = weight.bits, weight.group, weight.input_bits
-    struct.input_group = weight.input_group
-    struct.groups_are_half = weight.group_scales is not None and weight.group_scales.dtype == torch.float16
+    struct.input_group, struct.offsets_are_lowest = weight.input_group, weight.offsets_are_lowest
+    struct.scale_kind = 0 if weight.group_scales is None else _SCALE_KINDS[weight.group_scales.dtype]
     return struct
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Returns where the memory of a tensor begins, None for None."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 class NormStruct(Structure):
@@ -179,7 +186,7 @@ class StoredBlocks(Structure):
 
     _fields_ = (
         ("blocks", c_void_p), ("order", c_void_p), ("kind", c_int64), ("rows", c_int64), ("cols", c_int64),
-        ("numbers", c_void_p), ("scales", c_void_p), ("offsets", c_void_p), ("table", c_void_p),
+        *((name, c_void_p) for name in ("numbers", "scales", "offsets", "super_scales", "super_offsets", "table")),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import require
-from foretoken.decoder.arguments import Status, StoredBlocks, matrix_struct
+from foretoken.decoder.arguments import Status, StoredBlocks, address, matrix_struct
 from foretoken.decoder.library import kernel_threads, library_or_none
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def store_blocks(
     """Fills a matrix of `QuantizedMatrix.empty`; returns whether all scales and offsets are finite.
 
     Args:
-        matrix: Its scales are in float16 if the blocks have scales without offsets in float16, otherwise in float32.
+        matrix: Its bits, and the dtype of its scales, are those of the blocks, see `BlockFormat`.
         blocks: The bytes of all rows, uint8, as a GGUF file has them.
         kind: Type of the blocks, one of `KINDS`.
         order: (N,) int64, the row of the file for each row of the matrix; None for the same.
@@ -44,11 +44,11 @@ def store_blocks(
         ValueError: For blocks that do not fill rows of this length, or rows that the file does not have.
     """
     order = None if order is None else order.contiguous()
-    parts = (matrix.numbers, matrix.group_scales, matrix.group_offsets, order, table)
-    numbers, scales, offsets, rows, entries = (None if each is None else each.data_ptr() for each in parts)
     stored = StoredBlocks(
-        blocks=blocks.data_ptr(), order=rows, kind=KINDS.index(kind), rows=matrix.num_outputs, cols=matrix.num_inputs,
-        numbers=numbers, scales=scales, offsets=offsets, table=entries,
+        blocks=address(blocks), order=address(order), kind=KINDS.index(kind), rows=matrix.num_outputs,
+        cols=matrix.num_inputs, numbers=address(matrix.numbers), scales=address(matrix.group_scales),
+        offsets=address(matrix.group_offsets), super_scales=address(matrix.super_scales),
+        super_offsets=address(matrix.super_offsets), table=address(table),
     )  # fmt: skip
     library: Any = library_or_none()
     status = Status(library.foretoken_store_blocks(byref(stored), c_int64(kernel_threads())))

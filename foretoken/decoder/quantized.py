@@ -1,4 +1,4 @@
-"""Matrices in 4 or 8 bits: how weights are rounded and stored, and a linear layer that keeps no other copy.
+"""Matrices in 4 to 8 bits: how weights are rounded and stored, and a linear layer that keeps no other copy.
 
 Letters: N outputs and K inputs of a matrix, G groups of weights that share a scale.
 """
@@ -17,6 +17,7 @@ from foretoken.core.errors import ModelError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.memory import SHARED_PAGES
 from foretoken.decoder.native_storage import dequantize
+from foretoken.decoder.panels import PANEL, QUAD, in_panels, in_rows, num_blocks, num_groups, packed, padded, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,19 +26,19 @@ if TYPE_CHECKING:
 Quantization = Literal["int4", "int8", "w4a8", "w8a8"]
 
 _GREATEST = 127  # of int8; -128 is left out, so that the range is symmetric
-_ZERO = 8  # a number of 4 bits stands for itself less this
-_PANEL = 16  # rows that are stored together, see `kernels/interface.h`
-_QUAD = 4  # numbers of a row side by side
+_ZERO = 8  # of 4 bits: numbers are from -_ZERO to _ZERO - 1
+_SUPER = 256  # weights that share a scale of int8 scales
+# The scales of groups of a `QuantizedMatrix`, in panels as the numbers are.
+SCALES = ("group_scales", "group_offsets", "super_scales", "super_offsets")
 _SHORTEST_GROUP = 16  # weights that share a scale; see `rounded_inputs.h`
-_WHOLE = 64  # the inputs of a row are padded to multiples of this
 _GROUP = 128  # weights of int4 that share a scale; a choice: 4.13 bits a weight
 # Shares of the scale at which a group's greatest weight ends the range; the one with the least squared error is taken.
 # A choice: smaller ones cut the greatest weights, and all others are rounded more finely.
 _SHARES = (1.0, 0.93, 0.86, 0.79)
 _INPUT_GROUP = 128  # inputs that share a scale
 _WIDE_INPUT_GROUP = 512  # the same of 16 bits; a choice: sums become float32 a quarter as often
+_SCALE_DTYPES = (torch.int8, torch.float16, torch.float32)
 _AT_ONCE = 1 << 20  # weights in float32 during rounding, 4 MiB; a choice: they stay in the processor's caches
-_ALL = slice(None)
 _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a choice: some 200 MiB with temporaries
 
 
@@ -50,7 +51,7 @@ class QuantizedMatrix:
     Tensors are stored in the kernels' order, see `kernels/interface.h`; `of` takes them row by row. P = ceil(N / 16).
 
     Attributes:
-        numbers: (P, ceil(K / 64) * 16, 64) int8; or half as many uint8, with two numbers of 4 bits each.
+        numbers: (P, ceil(K / 64) * 16, 64) int8; or of 4, 5 or 6 bits uint8, with 4/8, 5/8 or 6/8 of the blocks of 64.
         num_outputs: N.
         num_inputs: K.
         dtype: Of the layer's inputs and outputs, float32 or bfloat16.
@@ -58,8 +59,12 @@ class QuantizedMatrix:
         has_token_scales: Whether all inputs of a token share a scale.
         row_scales: (N,) float32, or None for 1.
         group: Weights side by side that share a scale, a power of 2 from 16 on; 0 without groups.
-        group_scales: (P, G, 16) float16 or float32, or None for 1.
+        group_scales: (P, G, 16) float16 or float32, or int8 as multiples of `super_scales`; None for 1.
         group_offsets: As `group_scales`, or None for 0.
+        super_scales: (P, ceil(K / 256), 16) float16, with `group_scales` in int8; otherwise None.
+        super_offsets: As `super_scales`, for `group_offsets`.
+        offsets_are_lowest: Whether numbers count from the lowest one on, so that offsets are the lowest weights:
+            numbers + 2 ** (bits - 1) stands in the formula.
         input_order: (K,) int32, a permutation: column k of the numbers belongs to input input_order[k], so that groups
             may hold inputs that are far apart. None for the order as it is.
     """
@@ -74,16 +79,23 @@ class QuantizedMatrix:
     group: int = 0
     group_scales: Tensor | None = None
     group_offsets: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_offsets: Tensor | None = None
+    offsets_are_lowest: bool = False
     input_order: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, cols = self.shape
-        panels, groups = -(-rows // _PANEL), _num_groups(cols, self.group)
+        panels, groups = -(-rows // PANEL), num_groups(cols, self.group)
         is_packed = self.numbers.dtype == torch.uint8
-        expected = panels, _padded(cols) // (2 * _QUAD if is_packed else _QUAD), _PANEL * _QUAD
+        expected = panels, num_blocks(cols, self.bits), PANEL * QUAD
         scales = [each for each in (self.group_scales, self.group_offsets) if each is not None]
+        supers = [each for each in (self.super_scales, self.super_offsets) if each is not None]
+        is_coded = bool(scales) and scales[0].dtype == torch.int8
         require(
-            self.numbers.dtype in (torch.int8, torch.uint8) and self.numbers.shape == expected,
+            self.bits in ((4, 5, 6) if is_packed else (8,))
+            and self.numbers.dtype in (torch.int8, torch.uint8)
+            and self.numbers.shape == expected,
             "numbers have another shape",
         )
         require(self.dtype in (torch.float32, torch.bfloat16), "the dtype is not float32 or bfloat16")
@@ -93,11 +105,19 @@ class QuantizedMatrix:
             "a group is too short",
         )
         require((self.group_scales is not None) == bool(self.group), "groups have scales, and only groups")
-        require(bool(self.group) or not is_packed, "numbers of 4 bits come in groups")
+        require(bool(self.group) or not is_packed, "numbers of less than 8 bits come in groups")
+        require(self.bits != 5 or self.group >= 2 * _SHORTEST_GROUP, "a group of numbers of 5 bits is too short")
         require(
-            all(each.shape == (panels, groups, _PANEL) and each.dtype == scales[0].dtype for each in scales)
-            and (not scales or scales[0].dtype in (torch.float16, torch.float32)),
+            all(each.shape == (panels, groups, PANEL) and each.dtype == scales[0].dtype for each in scales)
+            and (not scales or scales[0].dtype in _SCALE_DTYPES),
             "scales and offsets of groups have another shape or dtype",
+        )
+        require(
+            len(supers) == (len(scales) if is_coded else 0)
+            and all(each.shape == (panels, -(-cols // _SUPER), PANEL) for each in supers)
+            and all(each.dtype == torch.float16 for each in supers)
+            and (not is_coded or (self.group <= _SUPER and cols % _SUPER == 0)),
+            "scales in int8 have no scales in float16 of their own",
         )
         require(
             self.row_scales is None or (self.row_scales.shape == (rows,) and self.row_scales.dtype == torch.float32),
@@ -105,6 +125,9 @@ class QuantizedMatrix:
         )
         require(
             self.input_order is None or _is_permutation(self.input_order, cols), "the order of inputs is no permutation"
+        )
+        require(
+            not self.offsets_are_lowest or (is_packed and len(scales) == 2), "there are no offsets of lowest numbers"
         )
         require(len({each.device for each in self.tensors()}) == 1, "tensors are on several devices")
         require(all(each.is_contiguous() for each in self.tensors()), "a tensor is not contiguous")
@@ -117,39 +140,43 @@ class QuantizedMatrix:
         """Stores tensors for the kernels.
 
         Args:
-            numbers: (N, K) int8; of 4 bits from -8 to 7.
-            bits: 4 or 8.
+            numbers: (N, K) int8; of 4 bits from -8 to 7, of more accordingly.
+            bits: 4, 5, 6 or 8.
             group_scales: (N, ceil(K / group)) float16 or float32, or None.
             group_offsets: As `group_scales`.
             fields: All others. Without `input_bits`, float32 inputs have 24 and bfloat16 ones 16.
         """
         rows, cols = numbers.shape
-        is_small = bits == 4 and bool(((numbers >= -_ZERO) & (numbers < _ZERO)).all())
+        is_small = 4 <= bits < 8 and bool(((numbers >= -(1 << bits - 1)) & (numbers < 1 << bits - 1)).all())
         require(is_small or bits == 8, "numbers have other bits")
         for each in (group_scales, group_offsets):
             expected = rows, -(-cols // max(1, fields.get("group", 0)))
             require(each is None or each.shape == expected, "scales and offsets of groups have another shape")
         fields = {"input_bits": _input_bits(fields["dtype"])} | fields
-        groups = _num_groups(cols, fields.get("group", 0))
+        groups = num_groups(cols, fields.get("group", 0))
         return cls(
-            numbers=SHARED_PAGES.copy(_packed(numbers, bits)), num_outputs=rows, num_inputs=cols,
-            group_scales=None if group_scales is None else _in_panels(group_scales, groups),
-            group_offsets=None if group_offsets is None else _in_panels(group_offsets, groups), **fields,
+            numbers=SHARED_PAGES.copy(packed(numbers, bits)), num_outputs=rows, num_inputs=cols,
+            group_scales=None if group_scales is None else in_panels(group_scales, groups),
+            group_offsets=None if group_offsets is None else in_panels(group_offsets, groups), **fields,
         )  # fmt: skip
 
     @classmethod
     def empty(
         cls, shape: Sequence[int], *, bits: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype,
-        has_offsets: bool,
+        has_offsets: bool, offsets_are_lowest: bool = False,
     ) -> QuantizedMatrix:  # fmt: skip
         """Returns a matrix in groups, to be filled by `store_blocks`; `scale_dtype`: of scales and offsets."""
-        panels, scales = -(-shape[0] // _PANEL), [scale_dtype] * (1 + has_offsets)
-        numbers = SHARED_PAGES.empty((panels, _padded(shape[1]) * bits // (8 * _QUAD), _PANEL * _QUAD), torch.uint8)
-        parts = [SHARED_PAGES.empty((panels, _num_groups(shape[1], group), _PANEL), each) for each in scales]
+        panels, cols = -(-shape[0] // PANEL), shape[1]
+        numbers = SHARED_PAGES.empty((panels, num_blocks(cols, bits), PANEL * QUAD), torch.uint8)
+        places = ("group", num_groups(cols, group), scale_dtype), ("super", -(-cols // _SUPER), torch.float16)
+        parts: dict[str, Any] = {
+            f"{name}_{kind}": SHARED_PAGES.empty((panels, count, PANEL), own)
+            for name, count, own in places[: 1 + (scale_dtype == torch.int8)]
+            for kind in ("scales", "offsets")[: 1 + has_offsets]
+        }
         return cls(
-            numbers=numbers if bits == 4 else numbers.view(torch.int8), num_outputs=shape[0], num_inputs=shape[1],
-            dtype=dtype, input_bits=_input_bits(dtype), group=group, group_scales=parts[0],
-            group_offsets=parts[1] if has_offsets else None,
+            numbers=numbers.view(torch.int8) if bits == 8 else numbers, num_outputs=shape[0], num_inputs=cols,
+            dtype=dtype, input_bits=_input_bits(dtype), group=group, offsets_are_lowest=offsets_are_lowest, **parts,
         )  # fmt: skip
 
     @property
@@ -170,8 +197,8 @@ class QuantizedMatrix:
 
     @property
     def bits(self) -> int:
-        """Bits of a number."""
-        return 8 if self.numbers.dtype == torch.int8 else 4
+        """Bits of a number: 4, 5, 6 or 8."""
+        return self.numbers.shape[1] * 8 * QUAD // padded(self.num_inputs)
 
     @property
     def shape(self) -> torch.Size:
@@ -190,27 +217,28 @@ class QuantizedMatrix:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields every tensor."""
-        for each in (self.numbers, self.row_scales, self.group_scales, self.group_offsets, self.input_order):
+        for name in ("numbers", "row_scales", *SCALES, "input_order"):
+            each: Tensor | None = getattr(self, name)
             if each is not None:
                 yield each
 
     def rows(self, start: int, end: int) -> QuantizedMatrix:
         """Returns the rows start..end, in place if start is a multiple of 16 and end too, or N; otherwise copied."""
         row_scales = None if self.row_scales is None else self.row_scales[start:end]
-        panels = slice(start // _PANEL, -(-end // _PANEL))
+        panels = slice(start // PANEL, -(-end // PANEL))
         parts: dict[str, Any] = {name: each[panels] for name, each in self._panels()}
-        if start % _PANEL or (end % _PANEL and end != self.num_outputs):
-            cut = slice(start % _PANEL, start % _PANEL + end - start)
+        if start % PANEL or (end % PANEL and end != self.num_outputs):
+            cut = slice(start % PANEL, start % PANEL + end - start)
             parts = {
-                name: _packed(_unpacked(each, self.num_inputs)[cut], self.bits)
+                name: packed(unpacked(each, self.num_inputs, self.bits)[cut], self.bits)
                 if name == "numbers"
-                else _in_panels(_in_rows(each)[cut], each.shape[1])
+                else in_panels(in_rows(each)[cut], each.shape[1])
                 for name, each in parts.items()
             }
         return replace(self, num_outputs=end - start, row_scales=row_scales, **parts)
 
     def _panels(self) -> Iterator[tuple[str, Tensor]]:
-        for name in ("numbers", "group_scales", "group_offsets"):
+        for name in ("numbers", *SCALES):
             each: Tensor | None = getattr(self, name)
             if each is not None:
                 yield name, each
@@ -223,11 +251,13 @@ class QuantizedMatrix:
         if rows is None and (weights := dequantize(self)) is not None:
             return weights
         chosen: Any = slice(self.num_outputs) if rows is None else rows
-        weights = _unpacked(self.numbers, self.num_inputs, chosen).float()
+        weights = unpacked(self.numbers, self.num_inputs, self.bits, chosen).float()
+        if self.offsets_are_lowest:
+            weights += 1 << self.bits - 1
         if self.group_scales is not None:
-            weights *= self._spread(self.group_scales, chosen)
+            weights *= self._spread("scales", chosen)
         if self.group_offsets is not None:
-            weights += self._spread(self.group_offsets, chosen)
+            weights += self._spread("offsets", chosen)
         if self.row_scales is not None:
             weights *= self.row_scales[chosen].unsqueeze(1)
         return weights if self.input_order is None else weights[:, self.input_order.long().argsort()]
@@ -239,14 +269,22 @@ class QuantizedMatrix:
         rounding.
         """
         x = rounded_inputs(x, self) if self.input_bits == 8 else x
-        step = max(1, _DENSE_AT_ONCE // self.num_inputs // _PANEL) * _PANEL
+        step = max(1, _DENSE_AT_ONCE // self.num_inputs // PANEL) * PANEL
         starts = range(0, self.num_outputs, step)
         rows = (self.rows(start, min(start + step, self.num_outputs)) for start in starts)
         return torch.cat([functional.linear(x, each.dequantized().to(x.dtype)) for each in rows], -1)
 
-    def _spread(self, each: Tensor, rows: Any) -> Tensor:
-        own = _in_rows(each, rows).float()
-        return own.repeat_interleave(min(self.group, _padded(self.num_inputs)), 1)[:, : self.num_inputs]
+    def _of_groups(self, kind: str, rows: Any) -> Tensor:
+        """Returns the scales or offsets of groups (M, G) float32."""
+        own, supers = getattr(self, f"group_{kind}"), getattr(self, f"super_{kind}")
+        values = in_rows(own, rows).float()
+        if supers is None:
+            return values
+        return values * in_rows(supers, rows).float().repeat_interleave(_SUPER // self.group, 1)
+
+    def _spread(self, kind: str, rows: Any) -> Tensor:
+        values = self._of_groups(kind, rows)
+        return values.repeat_interleave(min(self.group, padded(self.num_inputs)), 1)[:, : self.num_inputs]
 
 
 def _input_bits(dtype: torch.dtype) -> int:
@@ -257,52 +295,6 @@ def _input_bits(dtype: torch.dtype) -> int:
 def _is_permutation(order: Tensor, count: int) -> bool:
     own = order.cpu()
     return own.dtype == torch.int32 and torch.equal(own.sort().values, torch.arange(count, dtype=torch.int32))
-
-
-def whole_panels(rows: int) -> int:
-    """Returns a number of rows, filled up to whole panels of the kernels."""
-    return -(-rows // _PANEL) * _PANEL
-
-
-def _padded(cols: int) -> int:
-    return -(-cols // _WHOLE) * _WHOLE
-
-
-def _num_groups(cols: int, group: int) -> int:
-    return -(-_padded(cols) // group) if group else 0
-
-
-def _packed(numbers: Tensor, bits: int) -> Tensor:
-    """Turns (N, K) int8 into the kernels' order."""
-    rows, cols = numbers.shape
-    whole = functional.pad(numbers, (0, _padded(cols) - cols, 0, -rows % _PANEL))
-    if bits == 8:
-        return whole.view(-1, _PANEL, _padded(cols) // _QUAD, _QUAD).transpose(1, 2).flatten(2)
-    pairs = (whole + _ZERO).view(torch.uint8).view(-1, _PANEL, _padded(cols) // (2 * _QUAD), 2, _QUAD)
-    low, high = pairs.unbind(3)
-    packed: Tensor = (low | high << 4).transpose(1, 2).flatten(2)
-    return packed
-
-
-def _unpacked(numbers: Tensor, cols: int, rows: Any = _ALL) -> Tensor:
-    """Returns rows (M, K) int8, of 4 bits from -8 to 7; of all 16 * panels rows those of a slice, or (M,) int64."""
-    quads = _in_rows(numbers.unflatten(2, (_PANEL, _QUAD)), rows)
-    if numbers.dtype == torch.uint8:
-        quads = torch.stack([quads & 15, quads >> 4], 2).view(torch.int8).sub_(_ZERO)
-    return quads.flatten(1)[:, :cols]
-
-
-def _in_panels(scales: Tensor, groups: int) -> Tensor:
-    """Turns (N, G) into the kernels' order, with zeros for the groups and rows that are missing."""
-    rows, own = scales.shape
-    whole = functional.pad(scales, (0, groups - own, 0, -rows % _PANEL))
-    return SHARED_PAGES.copy(whole.view(-1, _PANEL, groups).transpose(1, 2).contiguous())
-
-
-def _in_rows(panels: Tensor, rows: Any = _ALL) -> Tensor:
-    """Turns (P, G, 16, ...) into rows (M, G, ...); `rows` as in `_unpacked`."""
-    whole = panels.transpose(1, 2)
-    return whole[rows // _PANEL, rows % _PANEL] if isinstance(rows, Tensor) else whole.flatten(0, 1)[rows]
 
 
 def is_int4(quantization: Quantization) -> bool:
@@ -331,9 +323,9 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
     weight, dtype = weight.detach(), dtype or torch.bfloat16
     is_small, cols = is_int4(quantization), weight.shape[1]
     made = []
-    for part in weight.split(max(1, _AT_ONCE // cols // _PANEL) * _PANEL):
+    for part in weight.split(max(1, _AT_ONCE // cols // PANEL) * PANEL):
         numbers, scale = round_groups(part, _GROUP, _as_stored) if is_small else round_rows(part)
-        made.append((_packed(numbers, 4 if is_small else 8), scale))
+        made.append((packed(numbers, 4 if is_small else 8), scale))
     scales = torch.cat([each for _, each in made])
     if not scales.isfinite().all():
         raise UnsuitableError(
@@ -344,7 +336,7 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
         fields = {"input_bits": 8, "has_token_scales": quantization == "w8a8"}
     if is_small:
         stored = scales.half() if _fits_half(scales) else scales
-        fields |= {"group": _GROUP, "group_scales": _in_panels(stored, _num_groups(cols, _GROUP))}
+        fields |= {"group": _GROUP, "group_scales": in_panels(stored, num_groups(cols, _GROUP))}
     else:
         fields["row_scales"] = scales.flatten()
     return QuantizedMatrix(

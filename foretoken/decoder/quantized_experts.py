@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from foretoken.core.checks import require
 from foretoken.decoder.memory import SHARED_PAGES
-from foretoken.decoder.quantized import Quantization, QuantizedMatrix, QuantizedModule, quantized, whole_panels
+from foretoken.decoder.panels import whole_panels
+from foretoken.decoder.quantized import SCALES, Quantization, QuantizedMatrix, QuantizedModule, quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,22 +38,22 @@ def stacked(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         for each in parts
         if each.row_scales is not None
     ]
+    scales: dict[str, Any] = {name: _joined([getattr(each, name) for each in parts]) for name in SCALES}
     return replace(
         first,
         numbers=SHARED_PAGES.copy(torch.cat([each.numbers for each in parts])),
         num_outputs=sum(whole_panels(each.num_outputs) for each in parts),
         row_scales=torch.cat(rows) if rows else None,
-        group_scales=_joined([each.group_scales for each in parts]),
-        group_offsets=_joined([each.group_offsets for each in parts]),
+        **scales,
     )
 
 
 def _kind(matrix: QuantizedMatrix) -> tuple[Any, ...]:
     """Returns what matrices that are stacked have in common."""
     order = None if matrix.input_order is None else matrix.input_order.numpy().tobytes()
-    parts = tuple(each is None for each in (matrix.row_scales, matrix.group_scales, matrix.group_offsets))
+    parts = tuple(getattr(matrix, name) is None for name in ("row_scales", *SCALES))
     rounding = matrix.input_bits, matrix.has_token_scales
-    return matrix.bits, matrix.num_inputs, matrix.group, matrix.dtype, order, parts, rounding
+    return matrix.bits, matrix.num_inputs, matrix.group, matrix.dtype, matrix.offsets_are_lowest, order, parts, rounding
 
 
 def _joined(scales: list[Tensor | None]) -> Tensor | None:

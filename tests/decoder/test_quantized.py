@@ -20,6 +20,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Block, Blocks, Experts, FeedForward, Matrix
 from foretoken.decoder.native_linear import NativeLinear
+from foretoken.decoder.panels import unpacked
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix, quantized
 from foretoken.decoder.quantized_experts import quantized_parts, stacked
 
@@ -37,7 +38,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def integers(matrix: QuantizedMatrix) -> Tensor:
     """The numbers of a matrix, (N, K) int8."""
-    return quantized_module._unpacked(matrix.numbers, matrix.num_inputs)[: matrix.num_outputs]
+    return unpacked(matrix.numbers, matrix.num_inputs, matrix.bits)[: matrix.num_outputs]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -98,6 +99,9 @@ def test_weights_that_are_not_finite_are_refused(value: float, quantization: Qua
 
 
 ORDER = ", inputs in another order"
+LOWEST = ", offsets of the lowest number"
+CODED = ", scales in int8"
+KINDS = ("scales", "offsets")
 # Bits, weights in a group (0: a scale a row), dtype of scales, whether there are offsets, bits of inputs, and whether a
 # token has one scale.
 FORMATS = {
@@ -114,6 +118,14 @@ FORMATS = {
     f"4 bits, groups of 128 with offsets{ORDER}": (4, 128, torch.float16, True, 16, False),
     f"8 bits, rows{ORDER}": (8, 0, torch.float32, False, 24, False),
     "4 bits, groups of 32 with offsets, inputs of 24 bits": (4, 32, torch.float32, True, 24, False),
+    "5 bits, groups of 32": (5, 32, torch.float16, False, 16, False),
+    f"5 bits, groups of 64 with offsets, inputs of 8 bits{LOWEST}": (5, 64, torch.float16, True, 8, False),
+    "6 bits, groups of 16": (6, 16, torch.float32, False, 16, False),
+    f"4 bits, groups of 32 with offsets{LOWEST}": (4, 32, torch.float16, True, 16, False),
+    f"4 bits, groups of 32 with offsets{LOWEST}{CODED}": (4, 32, torch.float16, True, 16, False),
+    f"5 bits, groups of 32 with offsets{LOWEST}{CODED}": (5, 32, torch.float16, True, 24, False),
+    f"6 bits, groups of 16{CODED}": (6, 16, torch.float16, False, 16, False),
+    f"6 bits, groups of 16, inputs of 8 bits, a scale a token{CODED}": (6, 16, torch.float16, False, 8, True),
     "8 bits, rows": (8, 0, torch.float32, False, 16, False),
     "8 bits, rows, inputs of 8 bits, a scale a token": (8, 0, torch.float32, False, 8, True),
 }
@@ -129,7 +141,7 @@ def some_matrix(name: str, rows: int, cols: int, dtype: torch.dtype) -> Quantize
     generator = torch.Generator().manual_seed(rows + cols)
     shape = (rows, -(-cols // group) if group else 1)
     scales = torch.randn(shape, generator=generator)
-    return QuantizedMatrix.of(
+    made = QuantizedMatrix.of(
         torch.randint(-(1 << bits - 1), 1 << bits - 1, (rows, cols), generator=generator).to(torch.int8),
         bits=bits,
         dtype=dtype,
@@ -140,7 +152,17 @@ def some_matrix(name: str, rows: int, cols: int, dtype: torch.dtype) -> Quantize
         group_scales=scales.to(kind) if group else None,
         group_offsets=torch.randn(shape, generator=generator).to(kind) if has_offsets else None,
         input_order=another_order(cols) if name.endswith(ORDER) else None,
+        offsets_are_lowest=LOWEST in name,
     )
+    if not name.endswith(CODED) or cols % 256:
+        return made
+    panels = -(-rows // 16), cols // 256, 16
+    supers = {f"super_{kind}": torch.randn(panels, generator=generator).half() for kind in KINDS[: 1 + has_offsets]}
+    codes = {
+        f"group_{kind}": torch.randint(-128, 128, (panels[0], cols // group, 16), generator=generator).to(torch.int8)
+        for kind in KINDS[: 1 + has_offsets]
+    }
+    return replace(made, **codes, **supers)
 
 
 def rounded_inputs(x: Tensor, most: int, group: int) -> tuple[Tensor, Tensor]:
@@ -157,35 +179,41 @@ def rounded_inputs(x: Tensor, most: int, group: int) -> tuple[Tensor, Tensor]:
 def product(matrix: QuantizedMatrix, bias: Tensor, x: Tensor) -> Tensor:
     """The kernels' product, operation by operation: exact sums, and one rounding to float32 for each fused addition."""
     digits, (rows, cols) = matrix.digits, matrix.shape
-    own, padded = integers(matrix).double(), -(-cols // 64) * 64
+    lift = 1 << matrix.bits - 1 if matrix.offsets_are_lowest else 0
+    own, padded = integers(matrix).double() + lift, -(-cols // 64) * 64
     group = matrix.input_group or padded
     x = x if matrix.input_order is None else x[:, matrix.input_order.long()]
     x, scale = rounded_inputs(x, {8: 127, 16: 32639, 24: 8355711}[matrix.input_bits], group)
-    unit = min(group, matrix.group or group, 1024)
+    unit = min(group, matrix.group or group, 512 if digits == 2 else 1024)
+    span = max(unit, min(group, 128))
+    scales, offsets = (
+        None if getattr(matrix, f"group_{kind}") is None else matrix._of_groups(kind, slice(rows)) for kind in KINDS
+    )
     total = torch.zeros(len(x), rows)
 
     def joined(parts: list[Tensor]) -> Tensor:
+        if digits == 2:
+            return (parts[0] * 256 + parts[1]).float()
         value = parts[0].float()
         for each in parts[1:]:
             value = (value.double() * 256 + each).float()
         return value
 
-    for start in range(0, cols, unit):
-        part, rest, split = slice(start, start + unit), x[:, start : start + unit].double(), []
-        for _ in range(digits):
-            low = (rest + 128) % 256 - 128 if len(split) < digits - 1 else rest
-            split.insert(0, low)
-            rest = (rest - low) / 256
-        at, factor = start // matrix.group if matrix.group else 0, scale[:, start : start + 1]
-        own_scale, own_offset = (
-            fallback if each is None else each[:, at].flatten()[:rows].float()
-            for each, fallback in ((matrix.group_scales, torch.ones(rows)), (matrix.group_offsets, None))
-        )
-        value = joined([each @ own[:, part].T for each in split])
-        total = (value.double() * (own_scale * factor).double() + total).float()
-        if own_offset is not None:
-            inputs = joined([each.sum(1, keepdim=True) for each in split])
-            total = (inputs.double() * (own_offset * factor).double() + total).float()
+    for first in range(0, cols, span):
+        part = torch.zeros_like(total)
+        for start in range(first, min(first + span, cols), unit):
+            rest, split = x[:, start : start + unit].double(), []
+            for _ in range(digits):
+                low = (rest + 128) % 256 - 128 if len(split) < digits - 1 else rest
+                split.insert(0, low)
+                rest = (rest - low) / 256
+            at = start // matrix.group if matrix.group else 0
+            value = joined([each @ own[:, start : start + unit].T for each in split])
+            part = (value.double() * (1.0 if scales is None else scales[:, at].double()) + part).float()
+            if offsets is not None:
+                inputs = joined([each.sum(1, keepdim=True) for each in split])
+                part = (inputs.double() * offsets[:, at].double() + part).float()
+        total = (part.double() * scale[:, first : first + 1].double() + total).float()
     return (total if matrix.row_scales is None else total * matrix.row_scales) + bias
 
 
@@ -206,10 +234,10 @@ def some_product(name: str, rows: int, cols: int, dtype: torch.dtype) -> tuple[Q
 )  # fmt: skip
 def test_products_are_exact(instruction_set: str, name: str, dtype: torch.dtype) -> None:
     """Sizes around every block. Numbers of tokens, and instruction sets with fused additions, give the same bits."""
-    for rows, cols in ((1, 1), (16, 32), (37, 96), (50, 200), (150, 1000), (7, 4500)):
+    for rows, cols in ((1, 1), (16, 32), (37, 96), (50, 200), (150, 1000), (7, 4500), (37, 768)):
         matrix, bias, x, expected = some_product(name, rows, cols, dtype)
         found = NativeLinear(matrix, bias)
-        for count in (1, 2, 3, 5, 16, 17, 40):
+        for count in (1, 2, 3, 4, 5, 6, 7, 16, 17, 40):
             got = found(x[:count])
             if instruction_set == "x86-64":
                 assert (got - expected[:count]).abs().max() <= 1e-5 * expected.abs().max()

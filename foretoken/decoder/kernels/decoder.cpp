@@ -168,12 +168,14 @@ Status foretoken_gather(const char* const* from, char* const* to, const int64_t*
 // Stores a matrix of a GGUF file in panels. Returns a `Status`: `kNotFinite` for scales that are NaN or infinite.
 Status foretoken_store_blocks(const StoredBlocks* stored, int64_t num_threads) {
   if (stored->kind < 0 || stored->kind >= kNumBlockKinds || stored->cols % kBlockForms[stored->kind].weights != 0) return Status::kShape;
-  if (kBlockForms[stored->kind].has_table && stored->table == nullptr) return Status::kMissing;
+  const BlockForm& form = kBlockForms[stored->kind];
+  if (form.has_table && stored->table == nullptr) return Status::kMissing;
+  if (form.scale_kind == kCoded && (stored->super_scales == nullptr || (form.has_offsets && stored->super_offsets == nullptr))) return Status::kMissing;
   if (stored->order != nullptr && !all_within(stored->order, stored->rows, stored->rows)) return Status::kShape;
   std::atomic<bool> is_finite{true};
 #pragma omp parallel num_threads(int(num_threads))
   share((stored->rows + kPanelRows - 1) / kPanelRows, [&](int64_t panel) {
-    if (!fill_panel(*stored, panel)) is_finite = false;
+    if (!StoredPanel(*stored, panel).fill()) is_finite = false;
   });
   return is_finite ? Status::kDone : Status::kNotFinite;
 }

@@ -165,11 +165,14 @@ class ExpertLayer {
       return part;
     }
     const int64_t panel = index * ((rows + kPanelRows - 1) / kPanelRows);
-    const int64_t at = panel * num_groups(matrix) * kPanelRows * (matrix.groups_are_half ? 2 : 4);  // in bytes
+    const int64_t width = matrix.scale_kind == kFloat ? 4 : matrix.scale_kind == kHalf ? 2 : 1;  // bytes of a scale
+    const int64_t at = panel * num_groups(matrix) * kPanelRows * width, super = panel * num_supers(matrix) * kPanelRows;
     part.weight = static_cast<const char*>(matrix.weight) + panel * panel_bytes(matrix);
     if (matrix.scales != nullptr) part.scales = matrix.scales + panel * kPanelRows;
     if (matrix.group_scales != nullptr) part.group_scales = static_cast<const char*>(matrix.group_scales) + at;
     if (matrix.group_offsets != nullptr) part.group_offsets = static_cast<const char*>(matrix.group_offsets) + at;
+    if (matrix.super_scales != nullptr) part.super_scales = matrix.super_scales + super;
+    if (matrix.super_offsets != nullptr) part.super_offsets = matrix.super_offsets + super;
     return part;
   }
 

@@ -1,7 +1,7 @@
 // Products of weights and inputs in integers on matrix units (AMX), see `rounded_inputs.h`; and which way a matrix takes.
 //
 // A tile of inputs holds one digit of up to sixteen tokens, a tile of weights one panel; both cover the same 64 inputs, or
-// 32. Weights of 4 bits are decoded into int8 first, for all tokens.
+// 32. Weights of fewer than 8 bits are decoded into int8 first, for all tokens.
 //
 // Letters: M tokens, K inputs, D digits of an input, P panels whose sums are in registers.
 #pragma once
@@ -26,19 +26,6 @@ namespace {
 #if defined(FORETOKEN_TILES) && defined(__AMX_INT8__)
 
 constexpr int64_t kNearPanels = 8 << 10;  // bytes of panels in int8 that are multiplied with all tokens; 16 KiB leave the first cache, see `benchmarks/NOTES.md`
-
-// This thread's memory, valid until the next call.
-inline char* thread_memory(size_t bytes) {
-  static thread_local std::unique_ptr<char, decltype(&std::free)> memory(nullptr, &std::free);
-  static thread_local size_t size = 0;
-  if (bytes > size) {
-    size = 0;
-    memory.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
-    if (memory == nullptr) throw std::bad_alloc();
-    size = bytes;
-  }
-  return memory.get();
-}
 
 // Registers of a product of inputs with D digits: sums of kPanels panels for each digit; then the digits of the tokens,
 // then weights.
@@ -100,13 +87,14 @@ FORETOKEN_INLINE void store_tiles(int32_t* out) {
   if constexpr (kCount == 4) _tile_stored(3, out + 3 * kTile, kRow);
 }
 
-// Decodes the 4-bit numbers of a panel for some inputs into int8.
-inline void decode_panel(const char* numbers, int64_t count, char* out) {
-  const __m512i low = _mm512_set1_epi8(15), zero = _mm512_set1_epi8(8);
-  for (int64_t i = 0; i < count * kPanelRows; i += 128, numbers += 64) {
-    const __m512i both = _mm512_loadu_si512(numbers);
-    _mm512_store_si512(out + i, _mm512_sub_epi8(_mm512_and_si512(both, low), zero));
-    _mm512_store_si512(out + i + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), zero));
+// Decodes the numbers of a panel for some inputs into int8.
+template <int kBits>
+void decode_panel(const char* panel, int64_t count, bool counts_from_0, char* out) {
+  using Own = Packing<kBits>;
+  const uint8_t zero = counts_from_0 ? 0 : Own::kZero;
+  for (int64_t k = 0; k < count; k += Own::kNumbers, panel += Own::kBytes) {
+#pragma GCC unroll 8
+    for (int q = 0; q < Own::kQuads; ++q, out += kBlockBytes) *reinterpret_cast<ByteLanes*>(out) = Own::codes(panel, q) - zero;
   }
 }
 
@@ -132,28 +120,31 @@ template <int D, int P>
   const int64_t unit = unit_of(matrix), step = std::min<int64_t>(unit, kWholeStep), digit = x.width * kWholeStep;
   const int8_t* const inputs = x.at(0, m, 0);
   const int64_t each = (fetched * step / (last - first) + 63) / 64 * 64;  // prefetched in a step
-  // Two units' sums: those of one are added to the totals while the products of the next one are on their way.
+  // Two units' sums: those of one are added to the sums of the span while the products of the next one are on their way.
   alignas(64) int32_t sums[2][P * D * kTile];
-  UnitScales scales(matrix);
+  alignas(64) float parts[P * kTile];
+  const int64_t span = span_of(matrix);
+  StripScales scales[P];
+  for (int p = 0; p < P; ++p) scales[p].begin(*panels.matrices[p], panels.numbers[p], 0);
   const auto add_unit = [&](int64_t begin, const int32_t* unit_sums) {
-    scales.begin(x, m, begin);
-    const float* const input_scales = scales.inputs;
+    const int64_t end = std::min(begin + unit, last), start = (begin - first) / span * span + first, group = (begin - start) / unit;
+    const bool is_last = end == last || end - start == span;
+    const float* const input_scales = x.scales_at(m, start);
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
-      const Lanes scale = scales.scales(*panels.matrices[p], panels.numbers[p], 0);
-      float* total = totals + p * kTile;
+      if (group == 0) scales[p].load(start, std::min(span, last - start));
+      const Lanes scale = scales[p].scales[group], offset = scales[p].offsets[group];
+      float *part = parts + p * kTile, *total = totals + p * kTile;
       const int32_t* own = unit_sums + p * D * kTile;
 #pragma GCC unroll 4
-      for (int64_t t = 0; t < count; ++t, total += kPanelRows, own += kPanelRows) {
-        const Lanes value = joined<D>([&](int d) { return *reinterpret_cast<const IntLanes*>(own + d * kTile); });
-        store_lanes(total, multiply_add(value, scale * input_scales[t], begin == 0 ? Lanes{} : load_lanes(total)));
-      }
-      if (matrix.group_offsets == nullptr) continue;
-      const Lanes offset = scales.offsets(*panels.matrices[p], panels.numbers[p], 0);
-      total = totals + p * kTile;
-      for (int64_t t = 0; t < count; ++t, total += kPanelRows) {
-        const Lanes sum = joined<D>([&](int d) { return IntLanes{} + x.sum(d, m + t, begin, std::min(begin + unit, x.stride)); });
-        store_lanes(total, multiply_add(sum, offset * input_scales[t], load_lanes(total)));
+      for (int64_t t = 0; t < count; ++t, part += kPanelRows, total += kPanelRows, own += kPanelRows) {
+        Lanes value = multiply_add(joined<D>([&](int d) { return *reinterpret_cast<const IntLanes*>(own + d * kTile); }), scale, group == 0 ? Lanes{} : load_lanes(part));
+        if (matrix.group_offsets != nullptr) value = multiply_add(in_all_lanes(joined_sum<D>(x, m + t, begin, (end - begin) / kSummed)), offset, value);
+        if (is_last) {
+          store_lanes(total, multiply_add(value, in_all_lanes(input_scales[t]), start == 0 ? Lanes{} : load_lanes(total)));
+        } else {
+          store_lanes(part, value);
+        }
       }
     }
   };
@@ -205,9 +196,9 @@ void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInput
         const char* next[P];
         for (int p = 0; p < P; ++p) {
           char* own = memory + p * part * kPanelRows;
-          if (matrix.bits == 4) decode_panel(panels.at(p, k), stop - k, own);
+          if (matrix.bits < 8) with_bits(matrix.bits, [&](auto bits) { decode_panel<decltype(bits)::value>(panels.at(p, k), stop - k, matrix.offsets_are_lowest, own); });
           next[p] = panels.at(p, k) + kEach * panel_bytes(matrix);
-          panels.decoded[p] = matrix.bits == 4 ? own : panels.at(p, k);
+          panels.decoded[p] = matrix.bits < 8 ? own : panels.at(p, k);
         }
         fence();
         // Each tile of tokens prefetches a part: few cache lines can be on their way at once.
@@ -227,7 +218,7 @@ void multiply_panels(const Matrix* const (&matrices)[kCount], const RoundedInput
 
 // Whether two matrices in integers are of one kind and size.
 inline bool are_alike(const Matrix& a, const Matrix& b) {
-  return a.bits == b.bits && a.input_bits == b.input_bits && a.input_group == b.input_group && a.group == b.group && a.groups_are_half == b.groups_are_half &&
+  return a.bits == b.bits && a.input_bits == b.input_bits && a.input_group == b.input_group && a.group == b.group && a.scale_kind == b.scale_kind && a.offsets_are_lowest == b.offsets_are_lowest &&
          (a.group_offsets == nullptr) == (b.group_offsets == nullptr) && a.rows == b.rows && a.cols == b.cols;
 }
 

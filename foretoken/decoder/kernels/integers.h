@@ -1,11 +1,15 @@
 // Products of weights and inputs in integers in vector registers, see `rounded_inputs.h`.
 //
-// Letters: M tokens, K inputs, D digits of an input; T tokens and P strips of rows whose sums are in registers.
+// Letters: M tokens, K inputs, D digits of an input; T tokens and P strips of rows, two, whose sums are in registers.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <type_traits>
 
 #include "gemm.h"
@@ -15,37 +19,89 @@
 
 namespace {
 
-// The scales of the weights and inputs of a unit.
-struct UnitScales {
-  const Matrix& matrix;
-  const int64_t groups;       // of weights
-  int64_t group = 0;          // of this unit's weights
-  const float* inputs = nullptr;  // of this unit's inputs of the first token
+constexpr int kStripsAtOnce = 2;
 
-  explicit UnitScales(const Matrix& matrix) : matrix(matrix), groups(num_groups(matrix)) {}
-  void begin(const RoundedInputs& x, int64_t m, int64_t k) {
-    if (groups > 0) group = k / matrix.group;
-    inputs = x.scales + k / x.group * x.num_tokens + m;
+// This thread's memory, valid until the next call.
+inline char* thread_memory(size_t bytes) {
+  static thread_local std::unique_ptr<char, decltype(&std::free)> memory(nullptr, &std::free);
+  static thread_local size_t size = 0;
+  if (bytes > size) {
+    size = 0;
+    memory.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
+    if (memory == nullptr) throw std::bad_alloc();
+    size = bytes;
   }
-  // own: a matrix of this kind.
-  Lanes scales(const Matrix& own, int64_t panel, int strip) const { return groups == 0 ? in_all_lanes(1.0f) : load(own.group_scales, panel, strip); }
-  Lanes offsets(const Matrix& own, int64_t panel, int strip) const { return load(own.group_offsets, panel, strip); }
-
- private:
-  Lanes load(const void* numbers, int64_t panel, int strip) const {
-    const int64_t at = (panel * groups + group) * kPanelRows + strip * kLanes;
-    return matrix.groups_are_half ? load_halves(static_cast<const uint16_t*>(numbers) + at) : load_lanes(static_cast<const float*>(numbers) + at);
-  }
-};
+  return memory.get();
+}
 
 // Numbers from sums of their digits, the highest one first.
 template <int D, class Digit>
-FORETOKEN_INLINE Lanes joined(Digit&& digit) {
+FORETOKEN_INLINE auto joined(Digit&& digit) {
+  if constexpr (D == 1) return __builtin_convertvector(digit(0), Lanes);
+  if constexpr (D == 2) return __builtin_convertvector((digit(0) << 8) + digit(1), Lanes);  // see `unit_of`
   Lanes value = __builtin_convertvector(digit(0), Lanes);
 #pragma GCC unroll 3
   for (int d = 1; d < D; ++d) value = multiply_add(value, in_all_lanes(256.0f), __builtin_convertvector(digit(d), Lanes));
   return value;
 }
+// The same of numbers.
+template <int D>
+inline float joined_sum(const RoundedInputs& x, int64_t m, int64_t begin, int64_t count) {
+  float value = 0;
+  int64_t whole = 0;
+  for (int d = 0; d < D; ++d) {
+    whole = whole * 256 + x.sum(d, m, begin, count);
+    value = std::fma(value, 256.0f, float(x.sum(d, m, begin, count)));
+  }
+  return D == 2 ? float(whole) : value;
+}
+
+// Calls work(integral constant) with a number from 1 to kMost.
+template <int kMost, class Work>
+FORETOKEN_INLINE void with_count(int64_t number, Work&& work) {
+  if constexpr (kMost > 1) {
+    if (number < kMost) return with_count<kMost - 1>(number, work);
+  }
+  work(std::integral_constant<int, kMost>());
+}
+
+// Scales and offsets of a strip's rows for the groups of a span.
+class StripScales {
+ public:
+  static constexpr int kMost = kSpan / kSummed;
+  alignas(kBytes) Lanes scales[kMost], offsets[kMost];
+
+  void begin(const Matrix& matrix, int64_t panel, int strip) {
+    matrix_ = &matrix;
+    groups_ = panel * num_groups(matrix) * kPanelRows + strip * kLanes;
+    supers_ = panel * num_supers(matrix) * kPanelRows + strip * kLanes;
+    shift_ = matrix.group_scales == nullptr ? 0 : __builtin_ctzll(uint64_t(matrix.group));
+    scales[0] = in_all_lanes(1.0f);
+  }
+  // The span begins at input k and has `inputs` ones.
+  [[gnu::noinline]] void load(int64_t k, int64_t inputs) {
+    if (matrix_->group_scales == nullptr) return;
+    const int64_t count = std::max<int64_t>(inputs >> shift_, 1), at = groups_ + (k >> shift_) * kPanelRows, super = supers_ + k / kSuper * kPanelRows;
+    load(matrix_->group_scales, matrix_->super_scales, at, super, count, scales);
+    if (matrix_->group_offsets != nullptr) load(matrix_->group_offsets, matrix_->super_offsets, at, super, count, offsets);
+  }
+
+ private:
+  FORETOKEN_INLINE void load(const void* values, const uint16_t* supers, int64_t at, int64_t super, int64_t count, Lanes* out) const {
+    if (matrix_->scale_kind == kFloat) {
+      for (int64_t i = 0; i < count; ++i) out[i] = load_lanes(static_cast<const float*>(values) + at + i * kPanelRows);
+    } else if (matrix_->scale_kind == kHalf) {
+      for (int64_t i = 0; i < count; ++i) out[i] = load_halves(static_cast<const uint16_t*>(values) + at + i * kPanelRows);
+    } else {
+      const Lanes factor = load_halves(supers + super);
+      for (int64_t i = 0; i < count; ++i) out[i] = load_bytes(static_cast<const int8_t*>(values) + at + i * kPanelRows) * factor;  // exact
+    }
+  }
+
+  const Matrix* matrix_;
+  int64_t groups_, supers_;  // of the strip
+  int shift_;
+};
 
 // Emits the dot products of a panel's rows with token m, those of the rows begin..end.
 template <class Emit>
@@ -54,13 +110,8 @@ FORETOKEN_INLINE void emit_panel(const Matrix& matrix, int64_t panel, int64_t be
   emit_block<kPanelRows>(matrix, n, std::min(end, first + kPanelRows), m, 1, totals + (n - first), emit);
 }
 
-#if defined(__AVX512F__)
-typedef uint8_t ByteLanes __attribute__((vector_size(64), aligned(1), may_alias));
-#else
-typedef uint8_t ByteLanes __attribute__((vector_size(32), aligned(1), may_alias));
-#endif
-
-// sum + the products of four unsigned bytes with four signed ones in every lane. kIsSmall: no unsigned byte is above 15.
+// sum + the products of four unsigned bytes with four signed ones in every lane. kIsSmall: no unsigned byte is above 127,
+// so that 16 bits hold a sum of two products.
 template <bool kIsSmall>
 FORETOKEN_INLINE IntLanes add_dots(IntLanes sum, ByteLanes weights, IntLanes inputs) {
 #if defined(__AVX512VNNI__)
@@ -98,118 +149,169 @@ FORETOKEN_INLINE IntLanes in_all_lanes(const int8_t* quad) {
 #endif
 }
 
-// Dot products of P strips of rows, from panel `panel` on, with T tokens from m on: totals (T, P). Prefetches the same
-// number of strips that come next.
-template <int D, int T, int P, bool kIsNibbles>
-[[gnu::noinline]] void dot_strips(const Matrix& matrix, const RoundedInputs& x, int64_t m, int64_t panel, int64_t last_panel, bool fetches, Lanes* totals) {
-  constexpr int kZero = kIsNibbles ? 8 : 128;  // weights are unsigned here: numbers plus this
-  const int64_t unit = unit_of(matrix), bytes = panel_bytes(matrix), ahead = P / kStrips * bytes;
+// What a matrix takes from the sums of its inputs, for the units of some tokens that are multiplied together: what the sums
+// of products begin with, (units, D, T), as codes are numbers plus kZero; and for offsets the sums of inputs, (units, T).
+struct UnitInputs {
+  const int32_t* starts;
+  const float* inputs;
+};
+
+// The same of all tokens, in this thread's memory.
+template <int D>
+class UnitInputsOfAll {
+ public:
+  UnitInputsOfAll(const Matrix& matrix, const RoundedInputs& x, int64_t M)
+      : matrix_(matrix), x_(x), unit_(unit_of(matrix)), units_((x.stride + unit_ - 1) / unit_),
+        starts_(reinterpret_cast<int32_t*>(thread_memory(size_t(M * units_ * (D + 1)) * sizeof(int32_t)))), inputs_(reinterpret_cast<float*>(starts_ + M * units_ * D)) {}
+
+  UnitInputs of(int64_t m) const { return {starts_ + m * units_ * D, inputs_ + m * units_}; }
+  void fill(int64_t m, int64_t T) const {
+    const int zero = matrix_.offsets_are_lowest ? 0 : zero_of(matrix_.bits);
+    int32_t* starts = starts_ + m * units_ * D;
+    float* inputs = inputs_ + m * units_;
+    for (int64_t begin = 0; begin < x_.stride; begin += unit_, starts += D * T, inputs += T) {
+      const int64_t count = (std::min(begin + unit_, x_.stride) - begin) / kSummed;
+      for (int64_t t = 0; t < T; ++t) {
+        for (int d = 0; d < D; ++d) starts[d * T + t] = -zero * x_.sum(d, m + t, begin, count);
+        if (matrix_.group_offsets != nullptr) inputs[t] = joined_sum<D>(x_, m + t, begin, count);
+      }
+    }
+  }
+
+ private:
+  const Matrix& matrix_;
+  const RoundedInputs& x_;
+  const int64_t unit_, units_;
+  int32_t* const starts_;
+  float* const inputs_;
+};
+
+// Dot products of two strips of rows, from panel `panel` on, with T tokens from m on, side by side in `x`: totals (T, P).
+// Prefetches the two that come next.
+template <int D, int T, int kBits>
+[[gnu::noinline]] void dot_strips(const Matrix& matrix, const RoundedInputs& x, UnitInputs of_units, int64_t m, int64_t panel, int64_t last_panel, bool fetches, Lanes* totals) {
+  using Own = Packing<kBits>;
+  constexpr int P = kStripsAtOnce;
+  const int64_t unit = unit_of(matrix), span = span_of(matrix), bytes = panel_bytes(matrix), ahead = P / kStrips * bytes;
+  const int64_t step_size = x.step_size(), digit_size = x.width * kWholeStep;
+  const bool has_offsets = matrix.group_offsets != nullptr;
   const char* rows[P];
   int64_t panels[P];
   for (int p = 0; p < P; ++p) {
     panels[p] = std::min(panel + p / kStrips, last_panel);
     rows[p] = static_cast<const char*>(matrix.weight) + panels[p] * bytes + p % kStrips * kBytes;
   }
+  const int8_t* const all_digits = x.at(0, m, 0);
+  StripScales scales[P];
+  for (int p = 0; p < P; ++p) scales[p].begin(matrix, panels[p], p % kStrips);
+  alignas(kBytes) Lanes parts[T * P];  // of a span
   for (int i = 0; i < T * P; ++i) totals[i] = Lanes{};
-  const int8_t* inputs_of[D * T];
-  for (int i = 0; i < D * T; ++i) inputs_of[i] = x.at(i / T, m + i % T, 0);
-  const int64_t step_size = x.step_size();
-  UnitScales unit_scales(matrix);
-  for (int64_t begin = 0; begin < x.stride; begin += unit) {
-    const int64_t end = std::min(begin + unit, x.stride);
-    IntLanes sums[D * T * P];
-    int32_t input_sums[T][D];
+  for (int64_t first = 0; first < x.stride; first += span) {
+    const int64_t last = std::min(first + span, x.stride);
+    for (int p = 0; p < P; ++p) scales[p].load(first, last - first);
+    for (int i = 0; i < T * P; ++i) parts[i] = Lanes{};
+    int64_t group = 0;  // of the span
+    for (int64_t begin = first; begin < last; begin += unit, ++group, of_units.starts += D * T, of_units.inputs += T) {
+      const int64_t end = std::min(begin + unit, last);
+      alignas(kBytes) IntLanes sums[D * T * P];
+#pragma GCC unroll 12
+      for (int i = 0; i < D * T; ++i) {
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 3
-      for (int d = 0; d < D; ++d) {
-        input_sums[t][d] = x.sum(d, m + t, begin, end);
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) sums[(d * T + t) * P + p] = IntLanes{} - kZero * input_sums[t][d];
+        for (int p = 0; p < P; ++p) sums[i * P + p] = IntLanes{} + of_units.starts[i];
       }
-    }
-    const auto add = [&](int64_t at, const ByteLanes* weights) {  // at: of the inputs' digits
+      for (int64_t k = begin; k < end; k += Own::kNumbers) {
+        const int8_t* const digits = all_digits + uint64_t(k) / kWholeStep * step_size + uint64_t(k) % kWholeStep;
+        const uint64_t place = uint64_t(k) / Own::kNumbers * Own::kBytes;
+        if (fetches) {
+#pragma GCC unroll 4
+          for (int p = 0; p < P; p += kStrips) {
+#pragma GCC unroll 5
+            for (int i = 0; i < Own::kBytes; i += kBlockBytes) __builtin_prefetch(rows[p] + place + i + ahead, 0, 2);
+          }
+        }
+#pragma GCC unroll 8
+        for (int q = 0; q < Own::kQuads; ++q) {
+          ByteLanes weights[P];
+#pragma GCC unroll 4
+          for (int p = 0; p < P; ++p) weights[p] = Own::codes(rows[p] + place, q);
 #pragma GCC unroll 3
-      for (int d = 0; d < D; ++d) {
+          for (int d = 0; d < D; ++d) {
+#pragma GCC unroll 6
+            for (int t = 0; t < T; ++t) {
+              const IntLanes own = in_all_lanes(digits + d * digit_size + t * kWholeStep + q * kQuad);
 #pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) {
-          const IntLanes inputs = in_all_lanes(inputs_of[d * T + t] + at);
-#pragma GCC unroll 4
-          for (int p = 0; p < P; ++p) {
-            IntLanes& sum = sums[(d * T + t) * P + p];
-            sum = add_dots<kIsNibbles>(sum, weights[p], inputs);
+              for (int p = 0; p < P; ++p) {
+                IntLanes& sum = sums[(d * T + t) * P + p];
+                sum = add_dots<Own::kIsSmall>(sum, weights[p], own);
+              }
+            }
           }
         }
       }
-    };
-    constexpr int kNumbers = kIsNibbles ? 2 * kQuad : kQuad;  // of a row, in a register
-    for (int64_t k = begin; k < end; k += kNumbers) {
-      const int64_t at = k / kWholeStep * step_size + k % kWholeStep;
-      ByteLanes weights[P], others[P];
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) {
-        const char* own = rows[p] + k / kNumbers * kPanelRows * kQuad;
-        if (fetches && p % kStrips == 0) __builtin_prefetch(own + ahead, 0, 2);
-        const IntLanes both = *reinterpret_cast<const IntLanes*>(own);
-        weights[p] = kIsNibbles ? (ByteLanes)(both & 0x0f0f0f0f) : (ByteLanes)both ^ 0x80;
-        if (kIsNibbles) others[p] = (ByteLanes)((both >> 4) & 0x0f0f0f0f);
+        const Lanes scale = scales[p].scales[group], offset = scales[p].offsets[group];
+#pragma GCC unroll 6
+        for (int t = 0; t < T; ++t) {
+          Lanes& part = parts[t * P + p];
+          part = multiply_add(joined<D>([&](int d) { return sums[(d * T + t) * P + p]; }), scale, part);
+          if (has_offsets) part = multiply_add(in_all_lanes(of_units.inputs[t]), offset, part);
+        }
       }
-      add(at, weights);
-      if (kIsNibbles) add(at + kQuad, others);
     }
-    unit_scales.begin(x, m, begin);
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
-      const Lanes scale = unit_scales.scales(matrix, panels[p], p % kStrips);
-#pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) {
-        const float input_scale = unit_scales.inputs[t];
-        Lanes& total = totals[t * P + p];
-        const Lanes value = joined<D>([&](int d) { return sums[(d * T + t) * P + p]; });
-        total = multiply_add(value, scale * input_scale, total);
-        if (matrix.group_offsets == nullptr) continue;
-        const Lanes inputs = joined<D>([&](int d) { return IntLanes{} + input_sums[t][d]; });
-        total = multiply_add(inputs, unit_scales.offsets(matrix, panels[p], p % kStrips) * input_scale, total);
-      }
+    const float* const input_scales = x.scales_at(m, first);
+    for (int t = 0; t < T; ++t) {
+      for (int p = 0; p < P; ++p) totals[t * P + p] = multiply_add(parts[t * P + p], in_all_lanes(input_scales[t]), totals[t * P + p]);
     }
   }
+}
+
+// Tokens that `dot_strips` multiplies at once, at most: so many sums stay in registers.
+template <int D>
+constexpr int most_tokens() {
+#if defined(__AVX512VNNI__)
+  constexpr int kSums = 24;
+#else
+  constexpr int kSums = kBytes == 64 ? 16 : 8;
+#endif
+  return std::clamp(kSums / (D * kStripsAtOnce), 1, D < 3 ? 6 : 2);  // more are more to compile
+}
+
+// See `dot_strips`; T: tokens.
+template <int D>
+[[gnu::noinline]] void dot_some(const Matrix& matrix, const RoundedInputs& x, UnitInputs of_units, int64_t m, int64_t T, int64_t panel, int64_t last_panel, Lanes* totals) {
+  with_bits(matrix.bits, [&](auto bits) {
+    with_count<most_tokens<D>()>(T, [&](auto tokens) { dot_strips<D, decltype(tokens)::value, decltype(bits)::value>(matrix, x, of_units, m, panel, last_panel, m == 0, totals); });
+  });
 }
 
 // See `multiply_rounded`; in vector registers.
 template <int D, class Emit>
 void multiply_strips(const Matrix& matrix, const RoundedInputs& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
-  // Strips of rows for one token, and for several: their sums stay in registers.
-  constexpr int kSums = kBytes == 64 ? 16 : 8, kOfOne = kBytes == 64 || D < 3 ? 4 : 2, kOfMany = 2;
-  constexpr int kMost = std::clamp(kSums / (D * kOfMany), 1, 4);  // tokens at once
-  const int64_t last = (matrix.rows - 1) / kPanelRows;
-  Lanes totals[std::max(kMost * kOfMany, kOfOne)];
-  const auto run = [&](auto tokens, auto strips, int64_t m, int64_t panel) {
-    constexpr int T = decltype(tokens)::value, P = decltype(strips)::value;
-    const auto dots = matrix.bits == 4 ? dot_strips<D, T, P, true> : dot_strips<D, T, P, false>;
-    dots(matrix, x, m, panel, last, m == 0, totals);
-    for (int t = 0; t < T; ++t) {
-      for (int p = 0; p < P / kStrips && (panel + p) * kPanelRows < end; ++p) {
-        float own[kPanelRows];
-        for (int i = 0; i < kStrips; ++i) store_lanes(own + i * kLanes, totals[t * P + p * kStrips + i]);
-        emit_panel(matrix, panel + p, begin, end, m + t, own, emit);
-      }
+  constexpr int kMost = most_tokens<D>(), P = kStripsAtOnce;
+  // Calls work(m, T) for tokens that stand side by side, in equal shares: each call reads the weights.
+  const auto for_all_tokens = [&](auto&& work) {
+    for (int64_t m = 0, T; m < M; m += T) {
+      const int64_t rest = std::min<int64_t>(M - m, kTileTokens - m % kTileTokens), calls = (rest + kMost - 1) / kMost;
+      T = (rest + calls - 1) / calls;
+      work(m, T);
     }
   };
-  using std::integral_constant;
-  const int64_t first = begin / kPanelRows, panels = (M == 1 ? kOfOne : kOfMany) / kStrips;
-  for (int64_t panel = first; panel * kPanelRows < end; panel += panels) {
-    int64_t m = 0;
-    if (M > 1) {
-      for (; m + kMost <= M; m += kMost) run(integral_constant<int, kMost>(), integral_constant<int, kOfMany>(), m, panel);
-      const int64_t rest = M - m;  // all at once: each call reads the weights
-      if (rest == 1) run(integral_constant<int, 1>(), integral_constant<int, kOfMany>(), m, panel);
-      if constexpr (kMost > 2) {
-        if (rest == 2) run(integral_constant<int, 2>(), integral_constant<int, kOfMany>(), m, panel);
-        if (rest == 3) run(integral_constant<int, 3>(), integral_constant<int, kOfMany>(), m, panel);
+  const UnitInputsOfAll<D> of_units(matrix, x, M);
+  for_all_tokens([&](int64_t m, int64_t T) { of_units.fill(m, T); });
+  const int64_t last = (matrix.rows - 1) / kPanelRows;
+  for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; panel += P / kStrips) {
+    for_all_tokens([&](int64_t m, int64_t T) {
+      Lanes totals[most_tokens<D>() * kStripsAtOnce];
+      dot_some<D>(matrix, x, of_units.of(m), m, T, panel, last, totals);
+      for (int64_t t = 0; t < T; ++t) {
+        for (int p = 0; p < P / kStrips && (panel + p) * kPanelRows < end; ++p) {
+          float own[kPanelRows];
+          for (int i = 0; i < kStrips; ++i) store_lanes(own + i * kLanes, totals[t * P + p * kStrips + i]);
+          emit_panel(matrix, panel + p, begin, end, m + t, own, emit);
+        }
       }
-    } else {
-      run(integral_constant<int, 1>(), integral_constant<int, kOfOne>(), 0, panel);
-    }
+    });
   }
 }
 

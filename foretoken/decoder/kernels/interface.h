@@ -5,23 +5,29 @@
 
 extern "C" {
 
-// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null. Or numbers in 8 or 4 bits: a weight is
-// number * group scale + group offset, and a row of products is multiplied by the row's scale.
+// What the scales and offsets of groups are stored in. kCoded: in int8, times a number in half precision for 256 weights.
+enum ScaleKind : int64_t { kFloat = 0, kHalf = 1, kCoded = 2 };
+
+// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null. Or numbers in 8, 6, 5 or 4 bits: a
+// weight is number * group scale + group offset, and a row of products is multiplied by the row's scale. Where offsets are
+// the lowest weights, numbers count from 0 on.
 //
 // Numbers stand in panels of 16 rows, the last one filled up with zeros, and cols are filled up to a multiple of 64. A
 // panel is a sequence of blocks of 64 bytes; bytes 4 r to 4 r + 3 of a block belong to row r. In 8 bits they are four
-// numbers side by side; in 4 bits eight, each stored plus 8: the first four in lower halves, the next four in upper ones.
-// Scales and offsets of groups are (panels, groups, 16).
+// numbers side by side, a quad; for fewer bits see `packed.h`. Scales and offsets of groups are (panels, groups, 16),
+// and numbers for 256 weights (panels, cols / 256, 16).
 struct Matrix {
   const void* weight;
   const float* bias;
   int64_t rows, cols;
   const float* scales;  // (rows,), or null
   int64_t pass_bytes;   // of all matrices that a pass reads once, this one included; 0 if the matrix is soon read again
-  int64_t bits;         // 8 or 4; 0: in the model's dtype
-  const void *group_scales, *group_offsets;  // null: 1, and 0
-  int64_t group;             // weights side by side that share them: a power of 2 from 16 on
-  int64_t groups_are_half;   // whether they are in half precision, otherwise float32
+  int64_t bits;         // 8, 6, 5 or 4; 0: in the model's dtype
+  const void *group_scales, *group_offsets;        // null: 1, and 0
+  const uint16_t *super_scales, *super_offsets;    // of coded ones
+  int64_t group;                // weights side by side that share them: a power of 2 from 16 on, from 32 on in 5 bits
+  int64_t scale_kind;           // a `ScaleKind`
+  int64_t offsets_are_lowest;   // whether they are the weights of the lowest number, which is 0 then; in fewer than 8 bits
   int64_t input_bits;        // of a rounded input: 8, 16 or 24; see `rounded_inputs.h`
   int64_t input_group;       // inputs that share a scale, a power of 2 from 128 on; 0: all of a token
   const int32_t* input_order;  // (cols,): column k of the numbers is for input input_order[k]; null: for input k
@@ -199,6 +205,7 @@ struct StoredBlocks {
   int64_t kind, rows, cols;
   uint8_t* numbers;
   void *scales, *offsets;  // offsets: null where blocks have none
+  uint16_t *super_scales, *super_offsets;
   const int8_t* table;     // the numbers that the codes of a block stand for; null where codes are numbers
 };
 

@@ -1,7 +1,7 @@
-// Products of weights in 4 or 8 bits with inputs that are rounded to integers of 8, 16 or 24 bits, in groups of inputs
+// Products of weights in 4 to 8 bits with inputs that are rounded to integers of 8, 16 or 24 bits, in groups of inputs
 // that share a scale. Integers are added without rounding, in any order. So every instruction set, number of tokens and
-// number of threads gives the same sum of a unit, of inputs that share all scales; these sums are then added in float32,
-// in their order.
+// number of threads gives the same sum of a unit, of inputs that share all scales. These sums, times the scales of weights,
+// are then added in float32 in their order, those of a span before they are multiplied by the scale of its inputs.
 //
 // An input is a number of digits, each from -128 to 127, to base 256. A digit of many inputs is a vector of int8, which
 // processors multiply with int8 weights.
@@ -16,17 +16,17 @@
 
 #include "gemm.h"
 #include "interface.h"
+#include "packed.h"
 #include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int kQuad = 4;                        // inputs whose weights in one row stand side by side
-constexpr int kWholeStep = 64;                  // the inputs of a row are padded to multiples of this
 constexpr int kKept = 512;                      // inputs that stay in registers and on the stack while they are rounded
 // Inputs whose products are added as integers, at most; see `unit_of`. A choice: stores of tiles that are further apart
 // take longer, see `benchmarks/NOTES.md`.
 constexpr int64_t kLongestUnit = 1024;
+constexpr int64_t kSpan = 128;                  // inputs that share a scale at least, but for the last ones; see `span_of`
 constexpr int kSummed = 16;                     // inputs of one entry of `RoundedInputs::sums`; the shortest group
 constexpr int kStrips = kPanelRows / kLanes;    // registers for the rows of a panel
 constexpr int kMostDigits = 3;
@@ -38,16 +38,16 @@ constexpr int64_t kFewestOfTiles = 5;
 constexpr int64_t kFewestOfTiles = INT64_MAX;
 #endif
 
-inline int64_t padded_inputs(int64_t K) { return (K + kWholeStep - 1) / kWholeStep * kWholeStep; }
-inline int64_t panel_bytes(const Matrix& matrix) { return kPanelRows * padded_inputs(matrix.cols) * matrix.bits / 8; }
-inline int64_t num_groups(const Matrix& matrix) { return matrix.group_scales == nullptr ? 0 : (padded_inputs(matrix.cols) + matrix.group - 1) / matrix.group; }
 inline int digits_of(const Matrix& matrix) { return int(matrix.input_bits + 7) / 8; }
 inline int64_t input_group(const Matrix& matrix) { return matrix.input_group == 0 ? padded_inputs(matrix.cols) : matrix.input_group; }
-// Inputs whose products are added as integers: they share the scales of inputs and of weights.
+// Inputs whose products are added as integers: they share the scales of inputs and of weights. 32 bits hold the sums of
+// products of 16-bit inputs with 512 numbers.
 inline int64_t unit_of(const Matrix& matrix) {
-  const int64_t most = std::min(input_group(matrix), kLongestUnit);
+  const int64_t most = std::min(input_group(matrix), digits_of(matrix) == 2 ? kLongestUnit / 2 : kLongestUnit);
   return matrix.group_scales == nullptr ? most : std::min(most, matrix.group);
 }
+// Inputs whose products are added before they are multiplied by the scale of the inputs: some units.
+inline int64_t span_of(const Matrix& matrix) { return std::max(unit_of(matrix), std::min(input_group(matrix), kSpan)); }
 
 // Bytes of the rounded inputs of a token, and more; those of M tokens take `most_inputs(M)` times as much.
 inline int64_t rounded_bytes(int64_t K) { return (kMostDigits + 1) * padded_inputs(K); }
@@ -58,27 +58,29 @@ struct RoundedInputs {
   int count;                  // D
   int32_t most;               // the largest number
   int64_t stride;             // K with padding
+  int64_t sum_stride;         // sums of a digit of a token
   int64_t group, groups;      // inputs that share a scale; groups of a token
   int8_t* digits;             // (num_tokens / width, stride / kWholeStep, D, width, kWholeStep), the highest digit first
   float* scales;              // (groups, num_tokens)
-  int32_t* sums;              // (D, num_tokens, stride / kSummed), of a digit from the beginning of the group on
+  int32_t* sums;              // (D, num_tokens, sum_stride): of a digit of the inputs of a group before each kSummed ones, and of all
 
   RoundedInputs(const Matrix& matrix, void* memory, int64_t M)
       : width(std::min<int64_t>(M, kTileTokens)), num_tokens(M <= kTileTokens ? M : most_inputs(M)), count(digits_of(matrix)),
         most(count == 1 ? 127 : count == 2 ? 32639 : 8355711), stride(padded_inputs(matrix.cols)),
         group(input_group(matrix)), groups((stride + group - 1) / group), digits(static_cast<int8_t*>(memory)) {
+    sum_stride = stride / kSummed + groups;
     sums = reinterpret_cast<int32_t*>(digits + count * num_tokens * stride);
-    scales = reinterpret_cast<float*>(sums + count * num_tokens * (stride / kSummed));
+    scales = reinterpret_cast<float*>(sums + count * num_tokens * sum_stride);
   }
   int8_t* at(int digit, int64_t m, int64_t k) const {
     return digits + m / width * width * count * stride + k / kWholeStep * step_size() + (digit * width + m % width) * kWholeStep + k % kWholeStep;
   }
+  const float* scales_at(int64_t m, int64_t k) const { return scales + k / group * num_tokens + m; }
   int64_t step_size() const { return count * width * kWholeStep; }  // digits of a step of `width` tokens
-  // Sum of a digit of the inputs begin..end of one group.
-  int32_t sum(int digit, int64_t m, int64_t begin, int64_t end) const {
-    const int32_t* own = sums + (digit * num_tokens + m) * (stride / kSummed);
-    const bool is_first = groups == 1 ? begin == 0 : (begin & (group - 1)) == 0;
-    return own[end / kSummed - 1] - (is_first ? 0 : own[begin / kSummed - 1]);
+  // The sum of a digit of count * kSummed inputs of a group from k on.
+  int32_t sum(int digit, int64_t m, int64_t k, int64_t count) const {
+    const int32_t* own = sums + (digit * num_tokens + m) * sum_stride + k / kSummed + k / group;
+    return own[count] - *own;
   }
 
   // Rounds the elements of token m of other inputs in one group, in a matrix's order.
@@ -113,11 +115,13 @@ struct RoundedInputs {
   // Adds up the digits of token m in one group.
   void add_up(int64_t m, int64_t g) const {
     for (int d = 0; d < count; ++d) {
-      int32_t total = 0;
-      for (int64_t k = g * group; k < std::min((g + 1) * group, stride); k += kSummed) {
+      int32_t* out = sums + (d * num_tokens + m) * sum_stride + g * group / kSummed + g;
+      *out = 0;
+      for (int64_t k = g * group; k < std::min((g + 1) * group, stride); k += kSummed, ++out) {
         const int8_t* own = at(d, m, k);
+        int32_t total = *out;
         for (int i = 0; i < kSummed; ++i) total += own[i];
-        sums[(d * num_tokens + m) * (stride / kSummed) + k / kSummed] = total;
+        out[1] = total;
       }
     }
   }

@@ -8,24 +8,22 @@
 #include <iterator>
 
 #include "interface.h"
+#include "packed.h"
 #include "rounded_inputs.h"
 #include "rows.h"
 #include "vectors.h"
 
 namespace {
 
-// Numbers from 0 on, scales, and offsets: a weight is (number - zero) * scale + offset.
+// Numbers from 0 on, and the scales and offsets of their groups, see `ScaleKind`: of kFloat `scales`, of kHalf the first
+// of `supers`, of kCoded all codes and `supers`.
 struct Block {
   uint8_t numbers[256];
-  float scales[16], offsets[16];
+  float scales[16];
+  int8_t scale_codes[16], offset_codes[16];
+  uint16_t supers[2];   // of scales and offsets, in half precision
   const int8_t* table;  // see `StoredBlocks`
 };
-
-inline float half_at(const uint8_t* bytes) {
-  uint16_t bits;
-  std::memcpy(&bits, bytes, sizeof bits);
-  return half_to_float(bits);
-}
 
 template <typename Word>
 Word word_at(const uint8_t* bytes) {
@@ -33,6 +31,9 @@ Word word_at(const uint8_t* bytes) {
   std::memcpy(&word, bytes, sizeof word);
   return word;
 }
+
+inline float half_at(const uint8_t* bytes) { return half_to_float(word_at<uint16_t>(bytes)); }
+inline uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
 // Adds 16 to each of eight numbers whose bit is set.
 inline void add_fifth_bits(uint8_t bits, uint8_t* numbers) {
@@ -53,26 +54,25 @@ void read_short(const uint8_t* from, Block& to) {
   if (kBits == 5) {
     for (int i = 0; i < 4; ++i) add_fifth_bits(fifth[i], to.numbers + 8 * i);
   }
-  to.scales[0] = half_at(from);
-  if (kHasOffset) to.offsets[0] = half_at(from + 2) + float(1 << (kBits - 1)) * to.scales[0];  // the product is exact
+  to.supers[0] = word_at<uint16_t>(from);
+  if (kHasOffset) to.supers[1] = word_at<uint16_t>(from + 2);
 }
 
 inline void read_q8_0(const uint8_t* from, Block& to) {
   for (int i = 0; i < 32; ++i) to.numbers[i] = from[2 + i] ^ 0x80;
-  to.scales[0] = half_at(from);
+  to.supers[0] = word_at<uint16_t>(from);
 }
 
 // Q4_K and Q5_K: a scale of scales and one of offsets, 8 of each in 6 bits, the fifth bits, and nibbles.
 template <int kBits>
 void read_long(const uint8_t* from, Block& to) {
-  const float scale = half_at(from), least = half_at(from + 2);
   const uint8_t *low = from + 4, *high = from + 8, *rest = from + 12;
   for (int i = 0; i < 8; ++i) {
-    const int factor = i < 4 ? low[i] & 63 : (rest[i - 4] & 15) | (low[i - 4] >> 2 & 48);
-    const int lift = i < 4 ? high[i] & 63 : rest[i - 4] >> 4 | (high[i - 4] >> 2 & 48);
-    to.scales[i] = float(factor) * scale;  // exact, as the next products are
-    to.offsets[i] = float(1 << (kBits - 1)) * to.scales[i] - float(lift) * least;
+    to.scale_codes[i] = int8_t(i < 4 ? low[i] & 63 : (rest[i - 4] & 15) | (low[i - 4] >> 2 & 48));
+    to.offset_codes[i] = int8_t(i < 4 ? high[i] & 63 : rest[i - 4] >> 4 | (high[i - 4] >> 2 & 48));
   }
+  to.supers[0] = word_at<uint16_t>(from);
+  to.supers[1] = negated(word_at<uint16_t>(from + 2));
   const uint8_t *fifth = from + 16, *nibbles = from + (kBits == 5 ? 48 : 16);
   for (int part = 0; part < 4; ++part) {
     for (int i = 0; i < 32; ++i) {
@@ -98,8 +98,8 @@ inline void read_q6_k(const uint8_t* from, Block& to) {
       for (int i = 0; i < 32; ++i) to.numbers[128 * half + 32 * part + i] |= (high[32 * half + i] >> 2 * part & 3) << 4;
     }
   }
-  const float scale = half_at(from + 208);
-  for (int i = 0; i < 16; ++i) to.scales[i] = float(int8_t(scales[i])) * scale;
+  std::memcpy(to.scale_codes, scales, 16);
+  to.supers[0] = word_at<uint16_t>(from + 208);
 }
 
 // 256 numbers of two bits each plus `first`; number 128 h + 32 s + i is at bit 2 s of byte 32 h + i.
@@ -111,11 +111,12 @@ inline void read_two_bits(const uint8_t* from, uint8_t first, uint8_t* numbers) 
 
 // Q2_K: 16 scales and 16 offsets in 4 bits, and numbers in 2 bits.
 inline void read_q2_k(const uint8_t* from, Block& to) {
-  const float scale = half_at(from + 80), least = half_at(from + 82);
   for (int i = 0; i < 16; ++i) {
-    to.scales[i] = float(from[i] & 15) * scale;
-    to.offsets[i] = -float(from[i] >> 4) * least;
+    to.scale_codes[i] = int8_t(from[i] & 15);
+    to.offset_codes[i] = int8_t(from[i] >> 4);
   }
+  to.supers[0] = word_at<uint16_t>(from + 80);
+  to.supers[1] = negated(word_at<uint16_t>(from + 82));
   read_two_bits(from + 16, 8, to.numbers);
 }
 
@@ -126,11 +127,11 @@ inline void read_q3_k(const uint8_t* from, Block& to) {
   for (int part = 0; part < 8; ++part) {
     for (int i = 0; i < 32; ++i) to.numbers[32 * part + i] += (from[i] >> part & 1) << 2;
   }
-  const float scale = half_at(from + 108);
   for (int i = 0; i < 16; ++i) {
     const int factor = (scales[i % 8] >> i / 8 * 4 & 15) | (scales[8 + i % 4] >> i / 4 * 2 & 3) << 4;
-    to.scales[i] = float(factor - 32) * scale;
+    to.scale_codes[i] = int8_t(factor - 32);
   }
+  to.supers[0] = word_at<uint16_t>(from + 108);
 }
 
 // Codes in 16 bytes of nibbles, as 32 numbers of a table.
@@ -143,14 +144,14 @@ inline void read_codes(const uint8_t* nibbles, const int8_t* table, uint8_t* num
 
 inline void read_iq4_nl(const uint8_t* from, Block& to) {
   read_codes(from + 2, to.table, to.numbers);
-  to.scales[0] = half_at(from);
+  to.supers[0] = word_at<uint16_t>(from);
 }
 
 inline void read_iq4_xs(const uint8_t* from, Block& to) {
-  const float scale = half_at(from);
+  to.supers[0] = word_at<uint16_t>(from);
   for (int i = 0; i < 8; ++i) {
     const int factor = (from[4 + i / 2] >> i % 2 * 4 & 15) | (from[2 + i / 4] >> i % 4 * 2 & 3) << 4;
-    to.scales[i] = float(factor - 32) * scale;
+    to.scale_codes[i] = int8_t(factor - 32);
     read_codes(from + 8 + 16 * i, to.table, to.numbers + 32 * i);
   }
 }
@@ -180,8 +181,8 @@ inline void read_iq3_s(const uint8_t* from, Block& to) {
     const int8_t* low = to.table + 4 * (index[2 * i] | (high & 1) << 8);
     read_signed(low, to.table + 4 * (index[2 * i + 1] | (high & 2) << 7), signs[i], to.numbers + 8 * i);
   }
-  const float scale = half_at(from);
-  for (int i = 0; i < 8; ++i) to.scales[i] = float(1 + 2 * (scales[i / 2] >> i % 2 * 4 & 15)) * scale;
+  to.supers[0] = word_at<uint16_t>(from);
+  for (int i = 0; i < 8; ++i) to.scale_codes[i] = int8_t(1 + 2 * (scales[i / 2] >> i % 2 * 4 & 15));
 }
 
 // IQ3_XXS: indices in 8 bits; four times seven signs and a scale in each word of 32 bits.
@@ -266,98 +267,129 @@ inline void read_iq1_m(const uint8_t* from, Block& to) {
   }
 }
 
-// Weights and bytes of a block, weights that share a scale, and the number that stands for 0. With 4 bits, numbers are
-// stored in 4 bits, otherwise in 8. Scales are stored in half precision where blocks have them so, otherwise in float32.
+// Weights and bytes of a block, weights that share a scale, bits of a stored number, and the number that stands for 0, in
+// fewer than 8 bits the middle one.
 struct BlockForm {
   int64_t weights, bytes, group, bits;
   int zero;
-  bool has_offsets, is_half, has_table;
+  bool has_offsets, has_table;
+  ScaleKind scale_kind;
   void (*read)(const uint8_t*, Block&);
 };
 constexpr BlockForm kBlockForms[] = {
-  {32, 18, 32, 4, 8, false, true, false, read_short<4, false>},
-  {32, 20, 32, 4, 8, true, false, false, read_short<4, true>},
-  {32, 22, 32, 8, 16, false, true, false, read_short<5, false>},
-  {32, 24, 32, 8, 16, true, false, false, read_short<5, true>},
-  {32, 34, 32, 8, 128, false, true, false, read_q8_0},
-  {256, 144, 32, 4, 8, true, false, false, read_long<4>},
-  {256, 176, 32, 8, 16, true, false, false, read_long<5>},
-  {256, 210, 16, 8, 32, false, false, false, read_q6_k},
-  {256, 84, 16, 4, 8, true, false, false, read_q2_k},
-  {256, 110, 16, 4, 8, false, false, false, read_q3_k},
-  {32, 18, 32, 8, 0, false, true, true, read_iq4_nl},
-  {256, 136, 32, 8, 0, false, false, true, read_iq4_xs},
-  {32, 17, 32, 8, 0, false, false, true, read_mxfp4},
-  {256, 110, 32, 8, 0, false, false, true, read_iq3_s},
-  {256, 98, 32, 8, 0, false, false, true, read_iq3_xxs},
-  {256, 82, 16, 8, 0, false, false, true, read_iq2_s},
-  {256, 74, 16, 8, 0, false, false, true, read_iq2_xs},
-  {256, 66, 32, 8, 0, false, false, true, read_iq2_xxs},
-  {256, 50, 32, 8, 0, false, false, true, read_iq1_s},
-  {256, 56, 16, 8, 0, false, false, true, read_iq1_m},
+  {32, 18, 32, 4, 8, false, false, kHalf, read_short<4, false>},
+  {32, 20, 32, 4, 8, true, false, kHalf, read_short<4, true>},
+  {32, 22, 32, 5, 16, false, false, kHalf, read_short<5, false>},
+  {32, 24, 32, 5, 16, true, false, kHalf, read_short<5, true>},
+  {32, 34, 32, 8, 128, false, false, kHalf, read_q8_0},
+  {256, 144, 32, 4, 8, true, false, kCoded, read_long<4>},
+  {256, 176, 32, 5, 16, true, false, kCoded, read_long<5>},
+  {256, 210, 16, 6, 32, false, false, kCoded, read_q6_k},
+  {256, 84, 16, 4, 8, true, false, kCoded, read_q2_k},
+  {256, 110, 16, 4, 8, false, false, kCoded, read_q3_k},
+  {32, 18, 32, 8, 0, false, true, kHalf, read_iq4_nl},
+  {256, 136, 32, 8, 0, false, true, kCoded, read_iq4_xs},
+  {32, 17, 32, 8, 0, false, true, kFloat, read_mxfp4},
+  {256, 110, 32, 8, 0, false, true, kCoded, read_iq3_s},
+  {256, 98, 32, 8, 0, false, true, kFloat, read_iq3_xxs},
+  {256, 82, 16, 8, 0, false, true, kFloat, read_iq2_s},
+  {256, 74, 16, 8, 0, false, true, kFloat, read_iq2_xs},
+  {256, 66, 32, 8, 0, false, true, kFloat, read_iq2_xxs},
+  {256, 50, 32, 8, 0, false, true, kFloat, read_iq1_s},
+  {256, 56, 16, 8, 0, false, true, kFloat, read_iq1_m},
 };
 static_assert(std::size(kBlockForms) == kNumBlockKinds);
 
-// Stores the numbers of a block in a panel, from the place of its row on; changes the block.
-inline void put_numbers(const BlockForm& form, Block& block, uint8_t* to) {
-  uint8_t* own = block.numbers;
-  if (form.bits == 4) {
-    for (int64_t i = 0; i < form.weights; i += 2 * kQuad, to += kPanelRows * kQuad) {
-      const auto quads = word_at<uint32_t>(own + i) | word_at<uint32_t>(own + i + kQuad) << 4;
-      std::memcpy(to, &quads, kQuad);
-    }
-    return;
-  }
-  for (int64_t i = 0; i < form.weights; ++i) own[i] = uint8_t(own[i] - form.zero);
-  for (int64_t i = 0; i < form.weights; i += kQuad, to += kPanelRows * kQuad) std::memcpy(to, own + i, kQuad);
-}
+// The panel that a matrix's blocks fill, and where its rows' parts are.
+class StoredPanel {
+ public:
+  StoredPanel(const StoredBlocks& stored, int64_t panel)
+      : stored_(stored), form_(kBlockForms[stored.kind]), padded_(padded_inputs(stored.cols)), groups_((padded_ + form_.group - 1) / form_.group),
+        supers_(form_.scale_kind == kCoded ? (padded_ + kSuper - 1) / kSuper : 0), first_(panel * kPanelRows),
+        count_(std::min(stored.rows - first_, int64_t(kPanelRows))), num_bytes_(padded_ * kPanelRows * form_.bits / 8),
+        numbers_(reinterpret_cast<char*>(stored.numbers) + panel * num_bytes_), place_(panel * groups_ * kPanelRows), super_(panel * supers_ * kPanelRows) {}
 
-// Stores the scales and offsets of a block; `from`: its bytes. Returns whether all are finite.
-inline bool put_scales(const StoredBlocks& stored, const BlockForm& form, const Block& block, const uint8_t* from, int64_t place) {
-  bool is_finite = true;
-  for (int64_t i = 0; i < form.weights / form.group; ++i, place += kPanelRows) {
-    is_finite = is_finite && std::isfinite(block.scales[i]) && (!form.has_offsets || std::isfinite(block.offsets[i]));
-    if (form.is_half) {
-      std::memcpy(static_cast<uint16_t*>(stored.scales) + place, from, sizeof(uint16_t));  // as it is in the file
-      continue;
-    }
-    static_cast<float*>(stored.scales)[place] = block.scales[i];
-    if (form.has_offsets) static_cast<float*>(stored.offsets)[place] = block.offsets[i];
-  }
-  return is_finite;
-}
-
-// Fills one panel. Returns whether all scales and offsets are finite.
-inline bool fill_panel(const StoredBlocks& stored, int64_t panel) {
-  const BlockForm& form = kBlockForms[stored.kind];
-  const int64_t padded = padded_inputs(stored.cols), per_row = stored.cols / form.weights, shares = form.weights / form.group;
-  const int64_t num_bytes = padded * kPanelRows * form.bits / 8, groups = (padded + form.group - 1) / form.group;
-  const int64_t count = std::min<int64_t>(kPanelRows, stored.rows - panel * kPanelRows);
-  uint8_t* numbers = stored.numbers + panel * num_bytes;
-  if (count < kPanelRows || padded > stored.cols) {
-    std::memset(numbers, form.bits == 4 ? 0x88 : 0, size_t(num_bytes));
-    for (void* part : {stored.scales, stored.offsets}) {
-      const int64_t width = groups * kPanelRows * (form.is_half ? 2 : 4);
-      if (part != nullptr) std::memset(static_cast<char*>(part) + panel * width, 0, size_t(width));
-    }
-  }
-  bool is_finite = true;
-  Block block;
-  block.table = stored.table;
-  // 256 weights of a row, then of the next one: the lines of the panel that they share stay in the cache.
-  const int64_t step = 256 / form.weights;
-  for (int64_t first = 0; first < per_row; first += step) {
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t row = stored.order == nullptr ? panel * kPanelRows + r : stored.order[panel * kPanelRows + r];
-      for (int64_t at = first; at < std::min(first + step, per_row); ++at) {
-        const uint8_t* from = stored.blocks + (row * per_row + at) * form.bytes;
-        form.read(from, block);
-        put_numbers(form, block, numbers + at * form.weights * kPanelRows * form.bits / 8 + r * kQuad);
-        is_finite = put_scales(stored, form, block, from, (panel * groups + at * shares) * kPanelRows + r) && is_finite;
+  // Returns whether all scales and offsets are finite.
+  bool fill() const {
+    if (count_ < kPanelRows || padded_ > stored_.cols) clear();
+    bool is_finite = true;
+    Block block;
+    block.table = stored_.table;
+    // 256 weights of a row, then of the next one: the lines of the panel that they share stay in the cache.
+    const int64_t per_row = stored_.cols / form_.weights, step = kSuper / form_.weights;
+    for (int64_t first = 0; first < per_row; first += step) {
+      for (int64_t r = 0; r < count_; ++r) {
+        const int64_t row = stored_.order == nullptr ? first_ + r : stored_.order[first_ + r];
+        for (int64_t at = first; at < std::min(first + step, per_row); ++at) {
+          form_.read(stored_.blocks + (row * per_row + at) * form_.bytes, block);
+          put_numbers(block, at, r);
+          is_finite = put_scales(block, at, r) && is_finite;
+        }
       }
     }
+    return is_finite;
   }
-  return is_finite;
-}
+
+ private:
+  // Makes all numbers and scales 0.
+  void clear() const {
+    Block block;
+    for (int64_t at = 0; at < padded_ / form_.weights; ++at) {
+      for (int64_t r = 0; r < kPanelRows; ++r) {
+        std::fill_n(block.numbers, form_.weights, uint8_t(form_.zero));
+        put_numbers(block, at, r);
+      }
+    }
+    const auto fill = [](void* part, int64_t first, int64_t count, int64_t width) {
+      if (part != nullptr) std::memset(static_cast<char*>(part) + first * width, 0, size_t(count * width));
+    };
+    const int64_t width = form_.scale_kind == kFloat ? 4 : form_.scale_kind == kHalf ? 2 : 1;
+    for (void* part : {stored_.scales, stored_.offsets}) fill(part, place_, groups_ * kPanelRows, width);
+    for (uint16_t* part : {stored_.super_scales, stored_.super_offsets}) fill(part, super_, supers_ * kPanelRows, sizeof *part);
+  }
+
+  // Stores the numbers of block `at` of row r; changes the block.
+  void put_numbers(Block& block, int64_t at, int64_t r) const {
+    char* to = numbers_ + at * form_.weights * kPanelRows * form_.bits / 8 + r * kQuad;
+    with_bits(form_.bits, [&](auto bits) {
+      using Own = Packing<decltype(bits)::value>;
+      if constexpr (decltype(bits)::value == 8) {
+        for (int64_t i = 0; i < form_.weights; ++i) block.numbers[i] = uint8_t(block.numbers[i] - form_.zero);
+      }
+      for (int64_t i = 0; i < form_.weights; i += Own::kNumbers, to += Own::kBytes) Own::put(block.numbers + i, to);
+    });
+  }
+
+  // Stores the scales and offsets of a block. Returns whether all are finite.
+  bool put_scales(const Block& block, int64_t at, int64_t r) const {
+    const int64_t shares = form_.weights / form_.group;
+    bool is_finite = true;
+    for (int64_t i = 0, place = place_ + at * shares * kPanelRows + r; i < shares; ++i, place += kPanelRows) {
+      if (form_.scale_kind == kFloat) {
+        static_cast<float*>(stored_.scales)[place] = block.scales[i];
+        is_finite = is_finite && std::isfinite(block.scales[i]);
+      } else if (form_.scale_kind == kHalf) {
+        static_cast<uint16_t*>(stored_.scales)[place] = block.supers[0];
+        if (form_.has_offsets) static_cast<uint16_t*>(stored_.offsets)[place] = block.supers[1];
+      } else {
+        static_cast<int8_t*>(stored_.scales)[place] = block.scale_codes[i];
+        if (form_.has_offsets) static_cast<int8_t*>(stored_.offsets)[place] = block.offset_codes[i];
+      }
+    }
+    if (form_.scale_kind == kFloat) return is_finite;
+    const int64_t super = super_ + at * kPanelRows + r;
+    for (int i = 0; i < 1 + form_.has_offsets; ++i) {
+      if (form_.scale_kind == kCoded) (i == 0 ? stored_.super_scales : stored_.super_offsets)[super] = block.supers[i];
+      is_finite = is_finite && std::isfinite(half_to_float(block.supers[i]));
+    }
+    return is_finite;
+  }
+
+  const StoredBlocks& stored_;
+  const BlockForm& form_;
+  const int64_t padded_, groups_, supers_, first_, count_, num_bytes_;
+  char* const numbers_;
+  const int64_t place_, super_;  // of the panel, among the scales of groups and of 256 weights
+};
 
 }  // namespace

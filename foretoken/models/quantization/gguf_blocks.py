@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from base64 import b64decode
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,10 @@ class BlockFormat(NamedTuple):
     """How integers are stored: in blocks of `block` weights and `num_bytes` bytes; `group` weights share a scale.
 
     Attributes:
-        bits: Of a number in a `QuantizedMatrix`.
+        bits: Of a number in a `QuantizedMatrix` that the kernels store.
         unpack: Where there are no kernels; takes blocks (blocks, bytes) uint8.
-        is_half: Whether scales are in half precision in a `QuantizedMatrix`.
+        scales: The dtype of scales and offsets in a `QuantizedMatrix` that the kernels store.
+        offsets_are_lowest: See `QuantizedMatrix`.
         table: int8, the numbers that codes stand for, see `StoredBlocks` of the kernels; None where codes are numbers.
     """
 
@@ -39,7 +40,8 @@ class BlockFormat(NamedTuple):
     group: int
     unpack: Callable[[Tensor], Unpacked]
     has_offsets: bool = False
-    is_half: bool = False
+    offsets_are_lowest: bool = False
+    scales: torch.dtype = torch.float32
     table: Tensor | None = None
 
 
@@ -127,9 +129,7 @@ def _short_block(blocks: Tensor, *, bits: int, has_offset: bool) -> Unpacked:
     scales, numbers = _half(blocks, 0), _nibbles(blocks[:, at + (bits - 4) * 4 :])
     if bits == 5:
         numbers = numbers | _shifted(blocks[:, at : at + 4], range(8), 1).transpose(1, 2).flatten(1) << 4
-    if not has_offset:
-        return _centred(numbers, zero), scales, None
-    return _centred(numbers, zero), scales.float(), _half(blocks, 2).float() + zero * scales.float()
+    return _centred(numbers, zero), scales, _half(blocks, 2) if has_offset else None
 
 
 def _q8_0(blocks: Tensor) -> Unpacked:
@@ -140,12 +140,11 @@ def _long_block(blocks: Tensor, *, bits: int) -> Unpacked:
     """Unpacks Q4_K and Q5_K: a scale of scales and one of offsets, 8 of each in 6 bits, the fifth bits, and nibbles."""
     low, high, rest = blocks[:, 4:16].split(4, 1)
     scales = torch.cat([low & 63, rest & 15 | low >> 2 & 48], 1) * _half(blocks, 0).float()
-    offsets = torch.cat([high & 63, rest >> 4 | high >> 2 & 48], 1) * _half(blocks, 2).float()
+    offsets = torch.cat([high & 63, rest >> 4 | high >> 2 & 48], 1) * -_half(blocks, 2).float()
     numbers = _nibbles(blocks[:, 16 if bits == 4 else 48 :].unflatten(1, (4, 32))).flatten(1)
     if bits == 5:
         numbers = numbers | _shifted(blocks[:, 16:48], range(8), 1).flatten(1) << 4
-    zero = 1 << bits - 1
-    return _centred(numbers, zero), scales, zero * scales - offsets
+    return _centred(numbers, 1 << bits - 1), scales, offsets
 
 
 def _q6_k(blocks: Tensor) -> Unpacked:
@@ -271,26 +270,30 @@ def _moved(indices: Tensor, is_down: Tensor) -> Tensor:
     return (8 * _IQ1_GRID[indices] + torch.where(is_down, -1, 1).to(torch.int8).unsqueeze(2)).flatten(1)
 
 
-def _with_table(block_bytes: int, group: int, unpack: Callable[..., Unpacked], table: Tensor) -> BlockFormat:
-    return BlockFormat(256, block_bytes, 8, group, partial(unpack, table=table), table=table)
+def _with_table(
+    block_bytes: int, group: int, unpack: Callable[..., Unpacked], table: Tensor, **fields: Any
+) -> BlockFormat:
+    return BlockFormat(256, block_bytes, 8, group, partial(unpack, table=table), table=table, **fields)
 
 
 _IQ2_LEVELS, _IQ3_LEVELS = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
+_half_scaled, _coded = partial(BlockFormat, scales=torch.float16), partial(BlockFormat, scales=torch.int8)
+_lowest: dict[str, Any] = {"has_offsets": True, "offsets_are_lowest": True}
 FORMATS = {
-    "Q4_0": BlockFormat(32, 18, 4, 32, partial(_short_block, bits=4, has_offset=False), is_half=True),
-    "Q4_1": BlockFormat(32, 20, 4, 32, partial(_short_block, bits=4, has_offset=True), has_offsets=True),
-    "Q5_0": BlockFormat(32, 22, 8, 32, partial(_short_block, bits=5, has_offset=False), is_half=True),
-    "Q5_1": BlockFormat(32, 24, 8, 32, partial(_short_block, bits=5, has_offset=True), has_offsets=True),
-    "Q8_0": BlockFormat(32, 34, 8, 32, _q8_0, is_half=True),
-    "Q4_K": BlockFormat(256, 144, 4, 32, partial(_long_block, bits=4), has_offsets=True),
-    "Q5_K": BlockFormat(256, 176, 8, 32, partial(_long_block, bits=5), has_offsets=True),
-    "Q6_K": BlockFormat(256, 210, 8, 16, _q6_k),
-    "Q2_K": BlockFormat(256, 84, 4, 16, _q2_k, has_offsets=True),
-    "Q3_K": BlockFormat(256, 110, 4, 16, _q3_k),
-    "IQ4_NL": BlockFormat(32, 18, 8, 32, _iq4_nl, is_half=True, table=_IQ4),
-    "IQ4_XS": BlockFormat(256, 136, 8, 32, _iq4_xs, table=_IQ4),
+    "Q4_0": _half_scaled(32, 18, 4, 32, partial(_short_block, bits=4, has_offset=False)),
+    "Q4_1": _half_scaled(32, 20, 4, 32, partial(_short_block, bits=4, has_offset=True), **_lowest),
+    "Q5_0": _half_scaled(32, 22, 5, 32, partial(_short_block, bits=5, has_offset=False)),
+    "Q5_1": _half_scaled(32, 24, 5, 32, partial(_short_block, bits=5, has_offset=True), **_lowest),
+    "Q8_0": _half_scaled(32, 34, 8, 32, _q8_0),
+    "Q4_K": _coded(256, 144, 4, 32, partial(_long_block, bits=4), **_lowest),
+    "Q5_K": _coded(256, 176, 5, 32, partial(_long_block, bits=5), **_lowest),
+    "Q6_K": _coded(256, 210, 6, 16, _q6_k),
+    "Q2_K": _coded(256, 84, 4, 16, _q2_k, has_offsets=True),
+    "Q3_K": _coded(256, 110, 4, 16, _q3_k),
+    "IQ4_NL": _half_scaled(32, 18, 8, 32, _iq4_nl, table=_IQ4),
+    "IQ4_XS": _coded(256, 136, 8, 32, _iq4_xs, table=_IQ4),
     "MXFP4": BlockFormat(32, 17, 8, 32, _mxfp4, table=_E2M1),
-    "IQ3_S": _with_table(110, 32, _iq3_s, _grid("IQ3_S", 4, *range(1, 16, 2))),
+    "IQ3_S": _with_table(110, 32, _iq3_s, _grid("IQ3_S", 4, *range(1, 16, 2)), scales=torch.int8),
     "IQ3_XXS": _with_table(98, 32, _iq3_xxs, _grid("IQ3_XXS", 4, *_IQ3_LEVELS)),
     "IQ2_S": _with_table(82, 16, _iq2_s, _grid("IQ2_S", 8, *_IQ2_LEVELS)),
     "IQ2_XS": _with_table(74, 16, _iq2_xs, _grid("IQ2_XS", 8, *_IQ2_LEVELS)),

@@ -111,8 +111,8 @@ class GgufFile:
         if not stored.is_quantized:
             return prod(stored.shape) * dtype.itemsize
         form = FORMATS[stored.type_name]
-        scales = (2 if form.is_half else 4) * (1 + form.has_offsets)
-        return prod(stored.shape) * form.bits // 8 + prod(stored.shape) // form.group * scales
+        scales = form.scales.itemsize / form.group + (2 / form.block if form.scales == torch.int8 else 0)
+        return int(prod(stored.shape) * (form.bits / 8 + scales * (1 + form.has_offsets)))
 
     def matrix(
         self, name: str, dtype: torch.dtype, order: Tensor | None = None, *, part: int | None = None
@@ -138,10 +138,9 @@ class GgufFile:
         stored = self.tensors[name]
         form = FORMATS[stored.type_name]
         if can_store_blocks():
-            scale_dtype = torch.float16 if form.is_half else torch.float32
             made = QuantizedMatrix.empty(
-                stored.shape[-2:], bits=form.bits, group=form.group, dtype=dtype, scale_dtype=scale_dtype,
-                has_offsets=form.has_offsets,
+                stored.shape[-2:], bits=form.bits, group=form.group, dtype=dtype, scale_dtype=form.scales,
+                has_offsets=form.has_offsets, offsets_are_lowest=form.offsets_are_lowest,
             )  # fmt: skip
             if not store_blocks(made, self._rows(name, None, part), stored.type_name, order, form.table):
                 raise self._not_finite(name)
@@ -151,6 +150,7 @@ class GgufFile:
             torch.cat(numbers),
             bits=form.bits,
             group=form.group,
+            offsets_are_lowest=form.offsets_are_lowest,
             group_scales=torch.cat(scales),
             group_offsets=torch.cat(offsets) if form.has_offsets else None,
             dtype=dtype,
@@ -167,10 +167,12 @@ class GgufFile:
             tensor = self._rows(name, order).view(_DENSE[stored.type_name]).view(stored.shape)
             self._check_finite(name, tensor)
             return tensor
+        form = FORMATS[stored.type_name]
         tensor, start = torch.empty(prod(stored.shape[:-1]), stored.shape[-1]), 0
         for numbers, scales, offsets in self._pieces(name, order):
             part = tensor[start : start + len(numbers)].view(*scales.shape, -1)
-            torch.mul(numbers.view(part.shape), scales.float().unsqueeze(2), out=part)
+            lift = 1 << form.bits - 1 if form.offsets_are_lowest else 0
+            torch.mul(numbers.view(part.shape) + lift, scales.float().unsqueeze(2), out=part)
             if offsets is not None:
                 part += offsets.unsqueeze(2)
             start += len(numbers)
