@@ -54,7 +54,7 @@ def directory_of(name: str) -> Path:
 
 Model = Annotated[str, typer.Argument(parser=local_place, help=f"Target: {MODEL_FORMS}.")]
 Dtype = Annotated[
-    str, typer.Option(metavar="NAME", help="float32, bfloat16, float16, float64, or auto (float32 on CPU).")
+    str, typer.Option(metavar="NAME", help="float32, bfloat16, float16, float64, or auto (on CPU bfloat16 for weights in integers, else float32).")
 ]
 Quantized = Annotated[
     str | None,

@@ -141,7 +141,7 @@ def load_model(
 
     Args:
         name: A directory in Hugging Face layout, a hub id, or a GGUF file.
-        dtype: "auto" (float32 on CPU, else the checkpoint's, of a GGUF file bfloat16), or a key of `placement.DTYPES`.
+        dtype: "auto", see `resolve_dtype` (of a GGUF file bfloat16 on accelerators), or a key of `placement.DTYPES`.
         device: "auto" (an accelerator if there is one), or a torch device.
 
     Raises:
@@ -155,11 +155,11 @@ def load_model(
 
 
 def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | None) -> LoadedModel:
-    torch_dtype = resolve_dtype(dtype, torch_device)
     if is_gguf(name):
-        return _gguf_model(name, torch_dtype, torch_device)
+        return _gguf_model(name, dtype, torch_device)
     check_model_files(name)
     config, headers = load_config(name, revision), read_headers(Path(name))
+    torch_dtype = resolve_dtype(dtype, torch_device, is_stored=is_stored(config))
     check_architecture(config, name)
     check_quantization(config, name)
     check_counts(headers, config.get_text_config(), name)
@@ -203,8 +203,9 @@ def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | N
     return _ready(module, name)
 
 
-def _gguf_model(name: str, dtype: Any, device: torch.device) -> LoadedModel:
+def _gguf_model(name: str, wanted: str, device: torch.device) -> LoadedModel:
     settings = read_settings(read_gguf(Path(name)))
+    dtype: Any = resolve_dtype(wanted, device, is_stored=settings.file.is_quantized)
     dtype = torch.bfloat16 if dtype == "auto" else dtype
     keeps_integers = _has_kernels(dtype, device)
     if not keeps_integers:

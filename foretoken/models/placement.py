@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, nearest_name_hint, one_line
 from foretoken.decoder.memory import has_memory, in_own_memory, lost_memory, plain_tensors
+from foretoken.decoder.native_storage import can_store_blocks
 from foretoken.decoder.slot_cache import free_bytes
 
 DTYPES = {
@@ -27,10 +28,17 @@ DTYPES = {
 _LONGEST_REASON = 100  # characters; a choice: longer messages of torch list all device types
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """Returns the dtype to load in; float32 on CPU by default, which is exact and no slower for small models."""
+def resolve_dtype(dtype: str, device: torch.device, *, is_stored: bool = False) -> torch.dtype | str:
+    """Returns the dtype to load in.
+
+    "auto" is the checkpoint's on an accelerator. On a CPU it is bfloat16 for weights that are stored in integers
+    (`is_stored`) where kernels multiply these, as they take less than half the time of float32 for several tokens, and
+    otherwise float32.
+    """
+    if dtype == "auto" and device.type == "cpu":
+        return torch.bfloat16 if is_stored and can_store_blocks() else torch.float32
     if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        return dtype
     if dtype not in DTYPES:
         raise ModelError(f"dtype {shown(dtype)} does not exist. {nearest_name_hint(shown(dtype), [*DTYPES, 'auto'])}")
     return DTYPES[dtype]

@@ -50,7 +50,7 @@ def test_a_model_is_rounded_written_and_read(scheme: str, small: Path, tmp_path:
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["bytes"] == sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    made, original = load_model(out, device="cpu"), load_model(small, device="cpu")
+    made, original = load_model(out, dtype="float32", device="cpu"), load_model(small, device="cpu")
     linears = {name: part for name, part in made.module.named_modules() if isinstance(part, QuantizedLinear)}
     assert len(linears) == 21
     for name, part in linears.items():
@@ -89,7 +89,7 @@ def test_compressed_tensors_reads_the_same_weights(small: Path, tmp_path: Path) 
     tensors: dict[str, Any] = {}
     for path in out.glob("*.safetensors"):
         tensors |= load_file(path)
-    made = load_model(out, device="cpu")
+    made = load_model(out, dtype="float32", device="cpu")
     for name, part in made.module.named_modules():
         if isinstance(part, QuantizedLinear):
             shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
@@ -218,7 +218,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on(tmp_path: Path) -> None
         assert len(kept) == 12  # the index alone was missing
         assert run("quantize", *arguments).returncode == 0
     assert all((out / name).stat().st_mtime_ns == made for name, made in kept.items())
-    assert load_model(out, device="cpu").quantization == "compressed-tensors W8A16"
+    assert load_model(out, dtype="float32", device="cpu").quantization == "compressed-tensors W8A16"
 
 
 def refused(*arguments: str) -> str:
@@ -271,7 +271,7 @@ def test_experts_are_rounded_written_and_read(architecture: str, scheme: str, tm
     assert "KL divergence" in done.stdout
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert settings["ignore"] == ["lm_head", r"re:.*\.gate$"]
-    made: Any = load_model(out, device="cpu")
+    made: Any = load_model(out, dtype="float32", device="cpu")
     for ours, theirs in zip(made.backbone.layers, original.model.layers, strict=True):
         down = theirs.mlp.experts.down_proj.detach()
         for expert, weight in enumerate(down):

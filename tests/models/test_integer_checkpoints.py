@@ -49,7 +49,7 @@ def linears(module: Any) -> dict[str, QuantizedLinear]:
 )  # fmt: skip
 def test_weights_and_logits_are_those_of_the_format(name: str, kind: str, tmp_path: Path) -> None:
     expected = write(tmp_path, small_config(kind), SCHEMES[name])
-    model = load_model(tmp_path)
+    model = load_model(tmp_path, dtype="float32")
     found = linears(model.module)
     assert len(found) == 14
     for linear, part in found.items():
@@ -59,7 +59,7 @@ def test_weights_and_logits_are_those_of_the_format(name: str, kind: str, tmp_pa
         logits = expected(torch.tensor([TOKENS])).logits[0, -1]
     for runner in ("lean-native", "generic"):
         bound = 5e-3 if SCHEMES[name].settings.get("inputs") else 1e-5  # an input may be rounded the other way
-        llm = LLM(load_model(tmp_path), max_num_seqs=2, runner=runner)
+        llm = LLM(load_model(tmp_path, dtype="float32"), max_num_seqs=2, runner=runner)
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
         listed = llm.generate([TOKENS], params)[0].outputs[0].logprobs[0]
         right = logits.log_softmax(-1)
@@ -92,7 +92,7 @@ def test_settings_in_a_file_of_their_own(name: str, file: str, settings: dict[st
     with torch.no_grad():
         right = expected(torch.tensor([TOKENS])).logits[0, -1].log_softmax(-1)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
-    listed = LLM(str(tmp_path), max_num_seqs=1).generate([TOKENS], params)[0].outputs[0].logprobs[0]
+    listed = LLM(str(tmp_path), dtype="float32", max_num_seqs=1).generate([TOKENS], params)[0].outputs[0].logprobs[0]
     assert max(abs(each.logprob - right[token]) for token, each in listed.items()) <= 1e-5 * right.abs().max()
     facts = json.loads(run("inspect", str(tmp_path), "--json").stdout)
     assert facts["quantization"] == f"{name[:4].rstrip(',')}, 4 bits"
@@ -102,12 +102,12 @@ def test_a_damaged_or_left_over_settings_file(tmp_path: Path) -> None:
     module = write(tmp_path, small_config(), SCHEMES["AWQ"])
     settings_file(tmp_path, "quant_config.json", AUTO_AWQ | {"w_bit": 3})
     with pytest.raises(ModelError, match="is a checkpoint of AWQ with 3 bits"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
     (tmp_path / "quant_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"quant_config.json is not valid JSON"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
     module.save_pretrained(tmp_path)  # weights that are not rounded
-    assert load_model(tmp_path).quantization is None
+    assert load_model(tmp_path, dtype="float32").quantization is None
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -135,7 +135,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 )
 def test_experts_are_those_of_the_format(name: str, kind: str, tmp_path: Path) -> None:
     expected: Any = write(tmp_path, small_config(kind, **EXPERTS[kind]), SCHEMES[name])
-    model: Any = load_model(tmp_path)
+    model: Any = load_model(tmp_path, dtype="float32")
     for ours, theirs in zip(model.backbone.layers, expected.model.layers, strict=True):
         assert isinstance(ours.mlp.experts, QuantizedExperts)
         assert torch.equal(ours.mlp.gate.weight, theirs.mlp.gate.weight)
@@ -144,7 +144,7 @@ def test_experts_are_those_of_the_format(name: str, kind: str, tmp_path: Path) -
     with torch.no_grad():
         logits = expected(torch.tensor([TOKENS])).logits[0, -1]
     for runner in () if SCHEMES[name].settings.get("inputs") else ("lean-native", "generic"):
-        llm = LLM(load_model(tmp_path), max_num_seqs=2, runner=runner)
+        llm = LLM(load_model(tmp_path, dtype="float32"), max_num_seqs=2, runner=runner)
         listed = llm.generate([TOKENS], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20))[0]
         right = logits.log_softmax(-1)
         found = listed.outputs[0].logprobs[0]
@@ -170,7 +170,7 @@ def test_experts_that_do_not_fit_are_named(change: Any, message: str, tmp_path: 
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 def test_more_experts_than_tensors_are_refused_at_once(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_more_experts_than_tensors_are_refused_at_once(tmp_path: Path) -> None:
     )
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match="experts"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 def test_experts_with_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_experts_with_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
     tensors[name] = tensors[name].flip(0)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"experts in model.layers.0.mlp.experts of .* are not stored alike"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 def test_layers_of_another_order_run_on_the_generic_runner(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_layers_of_another_order_run_on_the_generic_runner(tmp_path: Path) -> No
     order = tensors[f"{name}.g_idx"]
     tensors[f"{name}.g_idx"] = order.flip(0)
     save_file(tensors, tmp_path / "model.safetensors")
-    model = load_model(tmp_path)
+    model = load_model(tmp_path, dtype="float32")
     assert not torch.equal(linears(model.module)[name].weight, expected.get_submodule(name).weight)
     llm = LLM(model, max_num_seqs=2)
     assert llm.target.name == "generic"
@@ -261,7 +261,7 @@ def test_settings_that_cannot_be_read_are_named(
 ) -> None:
     changed(tmp_path, name, **changes)
     with pytest.raises(ModelError, match=message) as caught:
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
     assert "\n" not in str(caught.value)
     assert str(caught.value).encode(), "valid text"
 
@@ -314,7 +314,7 @@ def test_damaged_tensors_are_named(name: str, part: str, change: Any, message: s
     damage(tensors, part, change)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message) as caught:
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
     assert "\n" not in str(caught.value)
 
 
@@ -323,10 +323,10 @@ def test_tensors_that_would_change_the_model_are_refused_unless_they_are_zero(ke
     write(tmp_path, small_config(), SCHEMES["W8A8"])
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {key: torch.zeros(160)}, tmp_path / "model.safetensors")
-    load_model(tmp_path)
+    load_model(tmp_path, dtype="float32")
     save_file(tensors | {key: torch.ones(160)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=f"{key} of .* would change the model"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 def test_an_lm_head_in_integers_is_not_tied(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_an_lm_head_in_integers_is_not_tied(tmp_path: Path) -> None:
     tensors |= {"lm_head.weight_packed": words((weight / scale).round().int() + 128, 8), "lm_head.weight_scale": scale}
     tensors["lm_head.weight_shape"] = torch.tensor(weight.shape)
     save_file(tensors, tmp_path / "model.safetensors")
-    module: Any = load_model(tmp_path).module
+    module: Any = load_model(tmp_path, dtype="float32").module
     assert (module.lm_head.weight - weight).abs().max() <= 0.51 * scale.max()
     assert torch.equal(module.get_input_embeddings().weight, expected.get_input_embeddings().weight)
 
@@ -347,16 +347,16 @@ def test_weights_that_do_not_fit_are_named_before_memory_is_taken(tmp_path: Path
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"vocab_size": 1 << 28}))
     with pytest.raises(ModelError, match=r"wrong shape: .*embed_tokens.weight \[96, 96\] instead of \[268435456, 96\]"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
     write(tmp_path, small_config(), SCHEMES["GPTQ"])
     save_file({f"{PART}scales": torch.ones(1)}, tmp_path / "consolidated.safetensors")
-    load_model(tmp_path)
+    load_model(tmp_path, dtype="float32")
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     with pytest.raises(ModelError, match=r"in two files, consolidated\.safetensors and other\.safetensors"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 def test_layers_that_the_architecture_has_not_are_refused(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_layers_that_the_architecture_has_not_are_refused(tmp_path: Path) -> Non
     with pytest.raises(
         ModelError, match=r"mlp\.out_proj is in integers, but the architecture has no plain linear layer"
     ):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 def test_a_checkpoint_without_such_layers(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_checkpoint_without_such_layers(tmp_path: Path) -> None:
     values["quantization_config"] = settings_of(SCHEMES["W8A8"])
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match=r"no tensor is called '\*\.weight_scale'"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize(("name", "words"), [("AWQ", "qweight"), ("W4A16, groups", "weight_packed")])
@@ -387,7 +387,7 @@ def test_integers_without_settings_are_named(name: str, words: str, tmp_path: Pa
     del values["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match=rf"\.{words} of .* holds weights in integers, but config\.json has no quant"):
-        load_model(tmp_path)
+        load_model(tmp_path, dtype="float32")
 
 
 def test_training_and_rounding_such_a_model_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
+from foretoken.decoder.native_storage import can_store_blocks
 from foretoken.models.loading import load_model
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [*range(3, 40)]]
@@ -39,6 +40,21 @@ def texts_of(reference: Any) -> list[list[int]]:
         made = reference.generate(tokens, max_new_tokens=24, min_new_tokens=24, do_sample=False)
         found.append(made[0, len(prompt) :].tolist())
     return found
+
+
+def test_weights_in_integers_are_in_bfloat16_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Type.Q4_0, Type.F16):
+        write(tmp_path / f"{kind.name}.gguf", tiny_model("llama", **SMALL), matrices=kind)
+    checkpoint(tmp_path / "compressed", Scheme("compressed-tensors", group=32))
+    names = ["Q4_0.gguf", "F16.gguf", "compressed"]
+
+    def dtypes() -> list[torch.dtype]:
+        return [load_model(tmp_path / name).dtype for name in names]
+
+    if can_store_blocks():
+        assert dtypes() == [torch.bfloat16, torch.float32, torch.bfloat16]
+    monkeypatch.setattr("foretoken.models.placement.can_store_blocks", lambda: False)
+    assert dtypes() == [torch.float32] * 3
 
 
 def test_a_gguf_file_in_another_dtype_is_the_dequantized_model(
@@ -110,7 +126,7 @@ def test_compressed_tensors_on_an_accelerator_are_read_by_its_library(
     pytest.importorskip("accelerate")
     reference = checkpoint(tmp_path, Scheme("compressed-tensors", group=32))
     monkeypatch.setattr("foretoken.models.loading.runs_cpu_kernels", lambda device: False)
-    loaded = load_model(str(tmp_path))
+    loaded = load_model(str(tmp_path), dtype="float32")
     assert type(loaded.module.hf_quantizer).__name__ == "CompressedTensorsHfQuantizer"
     assert texts(loaded, speculative_config="ngram") == texts(loaded) == texts_of(reference)
 

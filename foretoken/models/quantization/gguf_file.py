@@ -101,6 +101,11 @@ class GgufFile:
         return sum(each.num_bytes for each in self.tensors.values()) / max(1, self.num_weights)
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether any tensor is stored in integers."""
+        return any(each.is_quantized for each in self.tensors.values())
+
+    @property
     def num_weights(self) -> int:
         """Of all tensors."""
         return sum(prod(each.shape) for each in self.tensors.values())
