@@ -214,7 +214,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         prompts: Held-out prompts for the last measurement: "heldout", "edit", "prose" or a file.
         num_prompts: Number of these prompts; 0 for no measurement.
         save_dtype: Dtype of the saved weights; "auto" for that of the target's files.
-        dtype: Dtype of the target while training; "auto" for float32 on a CPU.
+        dtype: Dtype of the target while training; "auto" as of `load_model`.
         device: Device of the target and the head; "auto" for an accelerator where there is one.
         on_step: Called with a `StepReport` after each step.
         on_held_out: Called with the number of held-out tokens decoded and of all such tokens.

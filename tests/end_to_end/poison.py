@@ -38,8 +38,8 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
         poison({slot_of(sequence): sequence.num_cached for sequence in scheduler.running})
         return changed
 
-    def poisoned_begin(sequence: Sequence, prefix: Prefix | None) -> None:
-        begin(sequence, prefix)
+    def poisoned_begin(sequence: Sequence, prefix: Prefix | None, is_first: bool) -> None:
+        begin(sequence, prefix, is_first)
         poison({slot_of(sequence): sequence.num_cached})
 
     loop.step, scheduler._begin = poisoned_step, poisoned_begin
