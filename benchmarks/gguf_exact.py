@@ -3,6 +3,7 @@
     python -m benchmarks.gguf_exact types MODEL.gguf TEXT LLAMA_CPP OUT   # makes a file of each type, then as `files`
     python -m benchmarks.gguf_exact files TEXT LLAMA_CPP FILE.gguf …      # tensors and perplexity
     python -m benchmarks.gguf_exact chats FILE.gguf …                     # greedy texts of 20 chats
+    python -m benchmarks.gguf_exact inputs TEXT FILE.gguf …               # perplexity by the bits of inputs
 
 LLAMA_CPP is the folder of llama.cpp's programs. The `gguf` package dequantizes each tensor for the comparison, and
 transformers runs its own reading of the file in float32. Perplexity is llama.cpp's: windows of 512 tokens, of each the
@@ -31,6 +32,7 @@ _TYPES = (
     *("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"),
 )
 _WINDOW, _WINDOWS = 512, 4  # 2,048 tokens, and half of them count
+_SCORED = range(_WINDOW // 2 + 1, _WINDOW)
 _TOKENS = 64  # of an answer
 _QUESTIONS = (
     "What is the capital of Australia?",
@@ -113,28 +115,44 @@ def windows_of(path: Path, text: Path) -> list[list[int]]:
 
 def perplexities(path: Path, text: Path, programs: Path) -> tuple[float, float, float]:
     """Returns foretoken's perplexity in bfloat16, transformers' in float32, and llama.cpp's."""
-    windows, scored = windows_of(path, text), range(_WINDOW // 2 + 1, _WINDOW)
-    llm = LLM(str(path), dtype="bfloat16", max_num_seqs=1, max_model_len=_WINDOW + 8)
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    outputs = llm.generate([{"prompt_token_ids": window} for window in windows], params, use_tqdm=False)
-    found = [output.prompt_logprobs or [] for output in outputs]
-    rows = [(entries[at] or {})[window[at]] for entries, window in zip(found, windows, strict=True) for at in scored]
-    del llm
+    windows = windows_of(path, text)
+    ours = our_perplexity(path, windows, dtype="bfloat16")
     model, theirs = theirs_of(path), []
     for window in windows:
         with torch.inference_mode():
             logits = model(torch.tensor([window])).logits[0].log_softmax(-1)
-        theirs += [float(logits[at - 1, window[at]]) for at in scored]
+        theirs += [float(logits[at - 1, window[at]]) for at in _SCORED]
     command = [programs / "llama-perplexity", "-m", path, "-f", text, "-c", _WINDOW, "--chunks", _WINDOWS]
     command += ["-t", torch.get_num_threads()]
     printed = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
     llama = re.search(r"PPL = ([0-9.]+)", printed.stdout + printed.stderr)
-    return perplexity([row.logprob for row in rows]), perplexity(theirs), float(llama[1]) if llama else math.nan
+    return ours, perplexity(theirs), float(llama[1]) if llama else math.nan
+
+
+def our_perplexity(path: Path, windows: list[list[int]], **options: Any) -> float:
+    """Returns the perplexity of windows; `options` of `LLM`."""
+    llm = LLM(str(path), max_num_seqs=1, max_model_len=_WINDOW + 8, **options)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": window} for window in windows], params, use_tqdm=False)
+    found = [output.prompt_logprobs or [] for output in outputs]
+    rows = [(entries[at] or {})[window[at]] for entries, window in zip(found, windows, strict=True) for at in _SCORED]
+    return perplexity([row.logprob for row in rows])
 
 
 def perplexity(log_probs: list[float]) -> float:
     """Returns the perplexity of tokens by their log-probabilities."""
     return math.exp(-sum(log_probs) / len(log_probs))
+
+
+def compare_inputs(text: Path, files: list[Path]) -> None:
+    """Prints the perplexity of each file with inputs of 24, 16 and 8 bits."""
+    print("| file | 24 bits | 16 bits | difference | 8 bits | difference |\n" + "|---" * 6 + "|")
+    settings: list[dict[str, Any]] = [{"dtype": "float32"}, {}, {"quantization": "a8"}]
+    for path in files:
+        windows = windows_of(path, text)
+        wide, usual, narrow = (our_perplexity(path, windows, **each) for each in settings)
+        cells = [f"{each:.4f} | {each / wide - 1:+.2%}" for each in (usual, narrow)]
+        print(f"| {path.stem} | {wide:.4f} | {' | '.join(cells)} |", flush=True)
 
 
 def compare_files(text: Path, programs: Path, files: list[Path]) -> None:
@@ -193,6 +211,8 @@ def main() -> None:
         case ["chats", *files] if files:
             for path in map(Path, files):
                 compare_chats(path)
+        case ["inputs", text, *files] if files:
+            compare_inputs(Path(text), list(map(Path, files)))
         case _:
             sys.exit(__doc__)
 

@@ -54,7 +54,11 @@ def directory_of(name: str) -> Path:
 
 Model = Annotated[str, typer.Argument(parser=local_place, help=f"Target: {MODEL_FORMS}.")]
 Dtype = Annotated[
-    str, typer.Option(metavar="NAME", help="float32, bfloat16, float16, float64, or auto (on CPU bfloat16 for weights in integers, else float32).")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="float32, bfloat16, float16, float64, or auto (on CPU bfloat16 for weights in integers, else float32).",
+    ),
 ]
 Quantized = Annotated[
     str | None,
@@ -63,7 +67,8 @@ Quantized = Annotated[
         "-q",
         metavar="NAME",
         help="Round the target's matrices at load: int8 (a scale a row) or int4 (a scale for 128 weights); "
-        "w8a8 and w4a8 also round their inputs to 8 bits. CPUs alone. Texts are then those of the rounded model.",
+        "w8a8 and w4a8 also round their inputs to 8 bits; a8 rounds only the inputs, of weights that are stored in "
+        "integers. CPUs alone. Texts are then those of the rounded model.",
     ),
 ]
 KVCacheDtype = Annotated[

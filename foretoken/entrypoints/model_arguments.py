@@ -27,7 +27,7 @@ from foretoken.models.loading import (
     wrap_model,
 )
 from foretoken.models.names import resolve_model
-from foretoken.models.quantization.rounding import check_quantization_name, quantize_model
+from foretoken.models.quantization.rounding import RoundsInputs, check_quantization_name, quantize_model
 from foretoken.text.prompts import check_vocabulary
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def target_model(
     memory with another dtype, device or quantization.
     """
     wanted, kv_wanted = check_quantization_name(quantization), _kv_cache_dtype(kv_cache_dtype)
-    loaded = _rounded_model(_loaded_model(model, dtype, device, revision), model, wanted)
+    loaded = _rounded_model(_loaded_model(model, dtype, device, revision, wanted == "a8"), model, wanted)
     return replace(loaded, kv_cache_dtype=kv_wanted) if kv_wanted != "auto" else loaded
 
 
@@ -128,8 +128,15 @@ def _kv_cache_dtype(value: Any) -> KVCacheDtype:
     )
 
 
-def _rounded_model(loaded: LoadedModel, model: Any, wanted: Quantization | None) -> LoadedModel:
+def _rounded_model(loaded: LoadedModel, model: Any, wanted: Quantization | RoundsInputs | None) -> LoadedModel:
     if wanted is None or wanted == loaded.quantization:
+        return loaded
+    if wanted == "a8":
+        if loaded is model or not isinstance(model, str | os.PathLike):
+            raise ModelError(
+                f"quantization 'a8' was asked for, but '{loaded.name}' is in memory. Expected the name of a model: its "
+                "inputs are rounded from the start. Pass its file or directory."
+            )
         return loaded
     if loaded.quantization is not None:
         raise ModelError(
@@ -141,7 +148,7 @@ def _rounded_model(loaded: LoadedModel, model: Any, wanted: Quantization | None)
     return quantize_model(loaded, wanted)
 
 
-def _loaded_model(model: Any, dtype: Any, device: Any, revision: Any) -> LoadedModel:
+def _loaded_model(model: Any, dtype: Any, device: Any, revision: Any, rounds_inputs: bool) -> LoadedModel:
     kind, place = _dtype_name(dtype), _device_name(device)
     _check_revision("revision", revision, "model", model)
     if isinstance(model, LoadedModel):
@@ -150,7 +157,8 @@ def _loaded_model(model: Any, dtype: Any, device: Any, revision: Any) -> LoadedM
     if isinstance(model, torch.nn.Module):
         return wrap_model(model, name=type(model).__name__, dtype=kind, device=place)
     if isinstance(model, str | os.PathLike):
-        return load_model(checked_path("model", model), dtype=kind, device=place, revision=revision)
+        name = checked_path("model", model)
+        return load_model(name, dtype=kind, device=place, revision=revision, rounds_inputs=rounds_inputs)
     raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
 
 

@@ -18,6 +18,7 @@ import transformers
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.decoder.native_storage import can_store_blocks
 from foretoken.models.config_checks import (
     ATTENTION_LAYERS,
     TWIN_KEY,
@@ -132,8 +133,9 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", revision: str | None = None
-) -> LoadedModel:
+    name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", revision: str | None = None,
+    rounds_inputs: bool = False,
+) -> LoadedModel:  # fmt: skip
     """Loads a causal LM into memory; its files may then be changed or removed.
 
     On CPUs in float32 and bfloat16, matrices that are stored in integers stay so, see `StoredModel`. Elsewhere those of
@@ -143,28 +145,33 @@ def load_model(
         name: A directory in Hugging Face layout, a hub id, or a GGUF file.
         dtype: "auto", see `resolve_dtype` (of a GGUF file bfloat16 on accelerators), or a key of `placement.DTYPES`.
         device: "auto" (an accelerator if there is one), or a torch device.
+        rounds_inputs: Whether matrices that are stored in integers round their inputs to 8 bits, as llama.cpp's do.
 
     Raises:
         ModelError: If the model is missing, damaged, incomplete or not safetensors, or its architecture cannot be
-            rolled back.
+            rolled back; or there are no matrices in integers whose inputs could be rounded, or no kernels for them.
     """
     name = os.fspath(name)
     files = files_identity(Path(name))  # before they are read: a change meanwhile makes it another model's
-    model = _loaded(name, resolve_device(device), dtype, revision)
+    model = _loaded(name, resolve_device(device), dtype, revision, 8 if rounds_inputs else None)
     return replace(model, files=files)
 
 
-def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | None) -> LoadedModel:
+def _loaded(
+    name: str, torch_device: torch.device, dtype: str, revision: str | None, input_bits: int | None
+) -> LoadedModel:
     if is_gguf(name):
-        return _gguf_model(name, dtype, torch_device)
+        return _gguf_model(name, dtype, torch_device, input_bits)
     check_model_files(name)
     config, headers = load_config(name, revision), read_headers(Path(name))
     torch_dtype = resolve_dtype(dtype, torch_device, is_stored=is_stored(config))
     check_architecture(config, name)
     check_quantization(config, name)
     check_counts(headers, config.get_text_config(), name)
+    _check_rounding(name, input_bits, is_stored=is_stored(config), dtype=torch_dtype, device=torch_device)
     if runs_cpu_kernels(torch_device) and is_stored(config):
-        return _stored_model(open_checkpoint(name, config, revision), name, torch_dtype, torch_device)
+        stored = open_checkpoint(name, config, revision).with_inputs(input_bits)
+        return _stored_model(stored, name, torch_dtype, torch_device)
     is_quantised = getattr(config, "quantization_config", None) is not None
     if not is_quantised:
         check_total(name, config, headers)
@@ -203,23 +210,41 @@ def _loaded(name: str, torch_device: torch.device, dtype: str, revision: str | N
     return _ready(module, name)
 
 
-def _gguf_model(name: str, wanted: str, device: torch.device) -> LoadedModel:
+def _check_rounding(
+    name: str, input_bits: int | None, *, is_stored: bool, dtype: torch.dtype | str, device: torch.device
+) -> None:
+    if input_bits is None:
+        return
+    if not is_stored:
+        raise ModelError(
+            f"quantization 'a8' was asked for, but '{name}' has no weights in integers. Expected a GGUF file, GPTQ, "
+            "AWQ or compressed-tensors. Pass 'w8a8' or 'w4a8', which round the weights too."
+        )
+    if not _has_kernels(dtype, device) or not can_store_blocks():
+        raise ModelError(
+            f"quantization 'a8' was asked for '{name}' in {dtype} on '{device}'. Only the kernels on CPUs round "
+            "inputs, of float32 and bfloat16. Pass device='cpu' and dtype='bfloat16', and see `foretoken doctor`."
+        )
+
+
+def _gguf_model(name: str, wanted: str, device: torch.device, input_bits: int | None) -> LoadedModel:
     settings = read_settings(read_gguf(Path(name)))
     dtype: Any = resolve_dtype(wanted, device, is_stored=settings.file.is_quantized)
     dtype = torch.bfloat16 if dtype == "auto" else dtype
+    _check_rounding(name, input_bits, is_stored=settings.file.is_quantized, dtype=dtype, device=device)
     keeps_integers = _has_kernels(dtype, device)
     if not keeps_integers:
         check_memory(name, settings.file.num_weights * dtype.itemsize, device)
-    file = lean_file(settings, dtype)
+    file = lean_file(settings, dtype, input_bits)
     if file is None or not keeps_integers:
-        return _stored_model(stored_model(settings), name, dtype, device)
+        return _stored_model(stored_model(settings).with_inputs(input_bits), name, dtype, device)
     check_memory(name, file.num_bytes, device)
     finish = file.read_beside()
 
     @cache
     def module() -> nn.Module:
         finish()
-        return _stored_model(stored_model(settings), name, dtype, device).module
+        return _stored_model(stored_model(settings).with_inputs(input_bits), name, dtype, device).module
 
     def weights(num_positions: int) -> LeanWeights:
         finish()
@@ -246,7 +271,7 @@ def _gguf_model(name: str, wanted: str, device: torch.device) -> LoadedModel:
     )
 
 
-def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+def _has_kernels(dtype: torch.dtype | str, device: torch.device) -> bool:
     """Decides whether matrices in integers can be multiplied as they are."""
     return runs_cpu_kernels(device) and dtype in (torch.float32, torch.bfloat16)
 

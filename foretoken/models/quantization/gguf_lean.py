@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Thread, main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +31,7 @@ from foretoken.decoder.blocks import (
 from foretoken.decoder.native_linear import linear_layer
 from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
 from foretoken.models.quantization.gguf_config import ROPE_FACTORS
+from foretoken.models.quantization.stored import label_of_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,16 +87,18 @@ class LeanFile:
     Attributes:
         settings: Of an architecture that is known here, with all tensors in their shapes.
         dtype: Of inputs and outputs, float32 or bfloat16.
+        input_bits: Of matrices in integers, see `QuantizedMatrix`; None for those of the dtype.
     """
 
     settings: Settings
     dtype: torch.dtype
+    input_bits: int | None = None
 
     @property
     def label(self) -> str:
         """The types of the matrices in integers, for people."""
         types = {each.type_name for each in self.settings.file.tensors.values() if each.is_quantized}
-        return f"GGUF, {' and '.join(sorted(types or {'not quantized'}))}"
+        return label_of_inputs(f"GGUF, {' and '.join(sorted(types or {'not quantized'}))}", self.input_bits)
 
     @property
     def num_bytes(self) -> int:
@@ -218,7 +221,8 @@ class LeanFile:
         full = f"{name}.weight"
         order = self.settings.row_order(full)
         if self.settings.file.tensors[full].is_quantized:
-            return self.settings.file.matrix(full, self.dtype, order)
+            found = self.settings.file.matrix(full, self.dtype, order)
+            return found if self.input_bits is None else replace(found, input_bits=self.input_bits)
         if full not in self._dense:
             self._dense[full] = self.settings.file.dense(full, order).to(self.dtype)
         return self._dense[full]
@@ -240,7 +244,7 @@ class LeanFile:
         return Norm(weight=rounded + offset, epsilon=self.settings.fields["rms_norm_eps"])
 
 
-def lean_file(settings: Settings, dtype: torch.dtype) -> LeanFile | None:
+def lean_file(settings: Settings, dtype: torch.dtype, input_bits: int | None = None) -> LeanFile | None:
     """Returns a file that lean decoders can have; None if transformers has to read, or to refuse it."""
     architecture, fields = _ARCHITECTURES.get(settings.architecture.model_type), settings.fields
     if architecture is None or not architecture.others.issuperset(settings.others.values()):
@@ -253,7 +257,7 @@ def lean_file(settings: Settings, dtype: torch.dtype) -> LeanFile | None:
     shapes = _shapes(architecture, fields)
     if not fields["tie_word_embeddings"]:
         shapes["output.weight"] = shapes["token_embd.weight"]
-    return LeanFile(settings=settings, dtype=dtype) if found == shapes else None
+    return LeanFile(settings=settings, dtype=dtype, input_bits=input_bits) if found == shapes else None
 
 
 def _head_dim(fields: dict[str, Any]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,12 +19,14 @@ from foretoken.models.loading import HASHED_ROWS, LoadedModel
 from foretoken.models.model_changes import foreign_call
 from foretoken.models.placement import gather_weights
 
-_QUANTIZATIONS = get_args(Quantization)
+# Not of weights: those that are stored in integers round their inputs to 8 bits.
+RoundsInputs = Literal["a8"]
+_QUANTIZATIONS = (*get_args(Quantization), *get_args(RoundsInputs))
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def check_quantization_name(value: Any) -> Quantization | None:
-    """Returns None, or a way to round weights; raises `ConfigError` for anything else."""
+def check_quantization_name(value: Any) -> Quantization | RoundsInputs | None:
+    """Returns None, a way to round weights, or `RoundsInputs`; raises `ConfigError` for anything else."""
     if value is not None and value not in _QUANTIZATIONS:
         raise ConfigError(
             f"quantization is {shown(value)}. Expected {' or '.join(_QUANTIZATIONS)}, or None for the weights as "

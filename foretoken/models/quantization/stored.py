@@ -5,7 +5,7 @@ A format is a module that opens a checkpoint as `StoredModel`; `building` makes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,21 @@ class StoredModel:
     matrix: Callable[[str, torch.dtype], QuantizedMatrix]
     dense: Callable[[torch.dtype], Mapping[str, Tensor]]
     embedding: str | None = None
+
+    def with_inputs(self, input_bits: int | None) -> StoredModel:
+        """Returns the model with `input_bits` of all matrices, see `QuantizedMatrix`; None for the model itself."""
+        if input_bits is None:
+            return self
+
+        def matrix(name: str, dtype: torch.dtype) -> QuantizedMatrix:
+            return replace(self.matrix(name, dtype), input_bits=input_bits)
+
+        return replace(self, label=label_of_inputs(self.label, input_bits), matrix=matrix)
+
+
+def label_of_inputs(label: str, input_bits: int | None) -> str:
+    """Adds the bits of inputs to a label, for people."""
+    return label if input_bits is None else f"{label}, inputs of {input_bits} bits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
