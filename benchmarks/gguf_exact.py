@@ -5,7 +5,7 @@
     python -m benchmarks.gguf_exact chats FILE.gguf …                     # greedy texts of 20 chats
     python -m benchmarks.gguf_exact inputs TEXT FILE.gguf …               # perplexity by the bits of inputs
 
-LLAMA_CPP is the folder of llama.cpp's programs. The `gguf` package dequantizes each tensor for the comparison, and
+LLAMA_CPP is the folder of llama.cpp's programs; without its perplexity program that column is "nan". The `gguf` package dequantizes each tensor for the comparison, and
 transformers runs its own reading of the file in float32. Perplexity is llama.cpp's: windows of 512 tokens, of each the
 second half counts, BOS first where the file asks for it.
 """
@@ -122,6 +122,8 @@ def perplexities(path: Path, text: Path, programs: Path) -> tuple[float, float, 
         with torch.inference_mode():
             logits = model(torch.tensor([window])).logits[0].log_softmax(-1)
         theirs += [float(logits[at - 1, window[at]]) for at in _SCORED]
+    if not (programs / "llama-perplexity").exists():
+        return ours, perplexity(theirs), math.nan
     command = [programs / "llama-perplexity", "-m", path, "-f", text, "-c", _WINDOW, "--chunks", _WINDOWS]
     command += ["-t", torch.get_num_threads()]
     printed = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
