@@ -5,9 +5,9 @@
     python -m benchmarks.gguf_exact chats FILE.gguf …                     # greedy texts of 20 chats
     python -m benchmarks.gguf_exact inputs TEXT FILE.gguf …               # perplexity by the bits of inputs
 
-LLAMA_CPP is the folder of llama.cpp's programs; without its perplexity program that column is "nan". The `gguf` package dequantizes each tensor for the comparison, and
-transformers runs its own reading of the file in float32. Perplexity is llama.cpp's: windows of 512 tokens, of each the
-second half counts, BOS first where the file asks for it.
+LLAMA_CPP is the folder of llama.cpp's programs; without its perplexity program that column is "nan". The `gguf` package
+dequantizes each tensor for the comparison, and transformers runs its own reading of the file in float32. Perplexity is
+llama.cpp's: windows of 512 tokens, of each the second half counts, BOS first where the file asks for it.
 """
 
 from __future__ import annotations
