@@ -33,7 +33,8 @@ _NOTES = {  # of names that work
     "output_kind": "for results of `AsyncLLM.generate`", "use_tqdm": "default False",
     "speculative_config": "[syntax](methods.md#how-drafters-are-named); a mapping, or text as on the command line",
     "quantization": '"int4", "int8", "w4a8" and "w8a8" round the weights at load, on CPUs; vLLM\'s names are refused',
-    "dtype": '"auto" on a CPU is bfloat16 for weights that are stored in integers, else float32', "runner": '"auto" and "generate"; others choose how passes are computed',
+    "dtype": '"auto" on a CPU is bfloat16 for weights that are stored in integers, else float32',
+    "runner": '"auto" and "generate"; others choose how passes are computed',
 }  # fmt: skip
 _HEAD = f"""\
 # Drop-ins
