@@ -204,7 +204,9 @@ def test_writes_to_a_callers_weights_end_it() -> None:
 
 def test_refusals() -> None:
     module = tiny_model("llama", dtype=BF16)
-    with pytest.raises(ConfigError, match=r"quantization is 'int3'. Expected int4 or int8 or w4a8 or w8a8, or None"):
+    with pytest.raises(
+        ConfigError, match=r"quantization is 'int3'. Expected int4 or int8 or w4a8 or w8a8 or a8, or None"
+    ):
         texts("int3", {}, module=module)
     with pytest.raises(ModelError, match=r"in torch.float64 on 'cpu'. Only CPUs have kernels for it"):
         LLM(tiny_model("llama", dtype=torch.float64), quantization="int8")

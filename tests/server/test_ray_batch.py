@@ -133,5 +133,7 @@ def test_workers_start_once_and_together(tmp_path: Path) -> None:
 def test_a_worker_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(request("a", prompt="x")))
-    with pytest.raises(ForetokenError, match=r"workers failed: .*no such model.* Run the"):
-        batch(source, tmp_path / "out.jsonl", str(tmp_path / "no such model"), num_workers=1)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown"}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ForetokenError, match=r"workers failed: .*model.safetensors is damaged.* Run the"):
+        batch(source, tmp_path / "out.jsonl", str(tmp_path), num_workers=1)
