@@ -132,7 +132,7 @@ def _rounded_model(loaded: LoadedModel, model: Any, wanted: Quantization | Round
     if wanted is None or wanted == loaded.quantization:
         return loaded
     if wanted == "a8":
-        if loaded is model or not isinstance(model, str | os.PathLike):
+        if not isinstance(model, str | os.PathLike):
             raise ModelError(
                 f"quantization 'a8' was asked for, but '{loaded.name}' is in memory. Expected the name of a model: its "
                 "inputs are rounded from the start. Pass its file or directory."

@@ -18,7 +18,6 @@ import transformers
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
-from foretoken.decoder.native_storage import can_store_blocks
 from foretoken.models.config_checks import (
     ATTENTION_LAYERS,
     TWIN_KEY,
@@ -32,7 +31,15 @@ from foretoken.models.config_checks import (
 )
 from foretoken.models.forward_pass import ATTENTION_NAME
 from foretoken.models.local import is_gguf
-from foretoken.models.placement import check_memory, gather_weights, resolve_device, resolve_dtype, shared_copy
+from foretoken.models.placement import (
+    check_input_rounding,
+    check_memory,
+    gather_weights,
+    keeps_integers,
+    resolve_device,
+    resolve_dtype,
+    shared_copy,
+)
 from foretoken.models.quantization.checkpoints import is_stored, open_checkpoint
 from foretoken.models.quantization.gguf import gguf_tokenizer, open_gguf, stored_model
 from foretoken.models.quantization.gguf_config import read_settings
@@ -168,7 +175,7 @@ def _loaded(
     check_architecture(config, name)
     check_quantization(config, name)
     check_counts(headers, config.get_text_config(), name)
-    _check_rounding(name, input_bits, is_stored=is_stored(config), dtype=torch_dtype, device=torch_device)
+    check_input_rounding(name, input_bits, is_stored=is_stored(config), dtype=torch_dtype, device=torch_device)
     if runs_cpu_kernels(torch_device) and is_stored(config):
         stored = open_checkpoint(name, config, revision).with_inputs(input_bits)
         return _stored_model(stored, name, torch_dtype, torch_device)
@@ -210,33 +217,16 @@ def _loaded(
     return _ready(module, name)
 
 
-def _check_rounding(
-    name: str, input_bits: int | None, *, is_stored: bool, dtype: torch.dtype | str, device: torch.device
-) -> None:
-    if input_bits is None:
-        return
-    if not is_stored:
-        raise ModelError(
-            f"quantization 'a8' was asked for, but '{name}' has no weights in integers. Expected a GGUF file, GPTQ, "
-            "AWQ or compressed-tensors. Pass 'w8a8' or 'w4a8', which round the weights too."
-        )
-    if not _has_kernels(dtype, device) or not can_store_blocks():
-        raise ModelError(
-            f"quantization 'a8' was asked for '{name}' in {dtype} on '{device}'. Only the kernels on CPUs round "
-            "inputs, of float32 and bfloat16. Pass device='cpu' and dtype='bfloat16', and see `foretoken doctor`."
-        )
-
-
 def _gguf_model(name: str, wanted: str, device: torch.device, input_bits: int | None) -> LoadedModel:
     settings = read_settings(read_gguf(Path(name)))
     dtype: Any = resolve_dtype(wanted, device, is_stored=settings.file.is_quantized)
     dtype = torch.bfloat16 if dtype == "auto" else dtype
-    _check_rounding(name, input_bits, is_stored=settings.file.is_quantized, dtype=dtype, device=device)
-    keeps_integers = _has_kernels(dtype, device)
-    if not keeps_integers:
+    check_input_rounding(name, input_bits, is_stored=settings.file.is_quantized, dtype=dtype, device=device)
+    has_kernels = keeps_integers(dtype, device)
+    if not has_kernels:
         check_memory(name, settings.file.num_weights * dtype.itemsize, device)
     file = lean_file(settings, dtype, input_bits)
-    if file is None or not keeps_integers:
+    if file is None or not has_kernels:
         return _stored_model(stored_model(settings).with_inputs(input_bits), name, dtype, device)
     check_memory(name, file.num_bytes, device)
     finish = file.read_beside()
@@ -271,11 +261,6 @@ def _gguf_model(name: str, wanted: str, device: torch.device, input_bits: int | 
     )
 
 
-def _has_kernels(dtype: torch.dtype | str, device: torch.device) -> bool:
-    """Decides whether matrices in integers can be multiplied as they are."""
-    return runs_cpu_kernels(device) and dtype in (torch.float32, torch.bfloat16)
-
-
 def _stored_model(stored: StoredModel, name: str, dtype: Any, device: torch.device) -> LoadedModel:
     from foretoken.models.quantization.building import build, unpacked  # imports transformers' models
 
@@ -283,7 +268,7 @@ def _stored_model(stored: StoredModel, name: str, dtype: Any, device: torch.devi
     module, info = build(stored, name, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     _check_loaded(info, stored.config, name)
     label: str | None = stored.label
-    if not _has_kernels(dtype, device):
+    if not keeps_integers(dtype, device):
         if any(getattr(part, "matrix", None) is not None and part.matrix.input_bits == 8 for part in module.modules()):
             raise ModelError(
                 f"'{name}' is stored as {stored.label} and was asked for in {dtype}. It rounds inputs to 8 bits, in "

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, nearest_name_hint, one_line
 from foretoken.decoder.memory import has_memory, in_own_memory, lost_memory, plain_tensors
@@ -32,8 +33,8 @@ def resolve_dtype(dtype: str, device: torch.device, *, is_stored: bool = False) 
     """Returns the dtype to load in.
 
     "auto" is the checkpoint's on an accelerator. On a CPU it is bfloat16 for weights that are stored in integers
-    (`is_stored`) where kernels multiply these, as they take less than half the time of float32 for several tokens, and
-    otherwise float32.
+    (`is_stored`) where kernels multiply these: inputs are rounded to 16 bits instead of 24, which takes less time for
+    several tokens. Otherwise it is float32.
     """
     if dtype == "auto" and device.type == "cpu":
         return torch.bfloat16 if is_stored and can_store_blocks() else torch.float32
@@ -42,6 +43,29 @@ def resolve_dtype(dtype: str, device: torch.device, *, is_stored: bool = False) 
     if dtype not in DTYPES:
         raise ModelError(f"dtype {shown(dtype)} does not exist. {nearest_name_hint(shown(dtype), [*DTYPES, 'auto'])}")
     return DTYPES[dtype]
+
+
+def keeps_integers(dtype: torch.dtype | str, device: torch.device) -> bool:
+    """Decides whether matrices in integers are multiplied as they are."""
+    return runs_cpu_kernels(device) and dtype in (torch.float32, torch.bfloat16)
+
+
+def check_input_rounding(
+    name: str, input_bits: int | None, *, is_stored: bool, dtype: torch.dtype | str, device: torch.device
+) -> None:
+    """Raises `ModelError` if inputs shall be rounded (`input_bits` is not None) and no kernel does it for the model."""
+    if input_bits is None:
+        return
+    if not is_stored:
+        raise ModelError(
+            f"quantization 'a8' was asked for, but '{name}' has no weights in integers. Expected a GGUF file, GPTQ, "
+            "AWQ or compressed-tensors. Pass 'w8a8' or 'w4a8', which round the weights too."
+        )
+    if not keeps_integers(dtype, device) or not can_store_blocks():
+        raise ModelError(
+            f"quantization 'a8' was asked for '{name}' in {dtype} on '{device}'. Only the kernels on CPUs round "
+            "inputs, of float32 and bfloat16. Pass device='cpu' and dtype='bfloat16', and see `foretoken doctor`."
+        )
 
 
 def resolve_device(device: str) -> torch.device:

@@ -2,7 +2,7 @@
 //
 // Numbers are stored plus kZero, as codes from 0 on. A block has the lower four bits of two quads: of the first one in the
 // lower halves of bytes, of the second one in the upper halves. In 5 bits four such blocks, in 6 bits two, are followed by
-// a block with the upper bits of their quads: bit q is of quad q, bits 2 q and 2 q + 1 are.
+// a block with the upper bits of their quads: in 5 bits, bit q belongs to quad q; in 6 bits, bits 2 q and 2 q + 1 do.
 #pragma once
 
 #include <cstdint>
