@@ -98,6 +98,8 @@ class Model(Structure):
         ("embedding", MatrixStruct),
         ("final_norm", NormStruct),
         ("head", MatrixStruct),
+        ("head_tokens", c_void_p),
+        ("num_logits", c_int64),
         ("layers", POINTER(Layer)),
     )  # fmt: skip
 

@@ -324,6 +324,7 @@ class LeanWeights:
     Attributes:
         embedding: (V, E), in the dtype of the blocks, or in 4 or 8 bits with this dtype.
         head: The LM head module; a tied one may have the embedding as its weight.
+        head_tokens: (R,) int64, the token of each row of a head that has not all rows; None: row i is token i.
         logit_softcap: c in c tanh(logit / c), or None.
         is_borrowed: Whether the weights are the caller's and must not be moved.
     """
@@ -332,6 +333,7 @@ class LeanWeights:
     embedding_scale: float = 1.0
     layers: Blocks
     head: nn.Module
+    head_tokens: Tensor | None = None
     logit_softcap: float | None = None
     is_borrowed: bool
 
@@ -344,7 +346,7 @@ class LeanWeights:
     def vocab_size(self) -> int:
         """V, the width of the logits."""
         head: Any = self.head
-        return int(head.out_features)
+        return int(head.out_features) if self.head_tokens is None else int(self.embedding.shape[0])
 
     @property
     def dtype(self) -> torch.dtype:

@@ -140,7 +140,7 @@ class NativeBlocks:
             features = torch.empty(shape, dtype=self._dtype, device="cpu")
             arguments.features = features.data_ptr()
         if work.logit_rows is not None:
-            wanted = (len(work.logit_rows), structure.head.rows)
+            wanted = (len(work.logit_rows), structure.num_logits)
             logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
             arguments.logits = logits.data_ptr()  # null without rows
             chosen = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
@@ -168,7 +168,7 @@ class NativeBlocks:
 
     def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
         """See `TreeDrafting`."""
-        if not can_draft(expansion, min(vocab_size, self._described.structure.head.rows)):
+        if not can_draft(expansion, min(vocab_size, self._described.structure.num_logits)):
             return False
         described, arguments, held = self._prepared(work, None)
         draft, library = NativeDraft(expansion, vocab_size), self._library

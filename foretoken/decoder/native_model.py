@@ -72,10 +72,12 @@ class NativeModel(Described):
         use_huge_pages(self._kept)
 
     def _model(self, layers: described.Blocks, ends: LeanWeights | None) -> Model:
-        embedding, head = MatrixStruct(), MatrixStruct()
+        embedding, head, head_tokens = MatrixStruct(), MatrixStruct(), None
         if ends is not None:
             embedding = self._embedding(ends.embedding)
             head = self._head(ends.head)
+            if ends.head_tokens is not None:
+                head_tokens = self._address_of("the tokens of the LM head", ends.head_tokens, (head.rows,), torch.int64)
         experts = [layer.experts for layer in self._layers]
         return Model(
             is_bfloat16=self._dtype == torch.bfloat16,
@@ -97,6 +99,8 @@ class NativeModel(Described):
             embedding=embedding,
             final_norm=self._norm("the final norm", layers.final_norm, self._hidden),
             head=head,
+            head_tokens=head_tokens,
+            num_logits=head.rows if ends is None else ends.vocab_size,
             layers=self._layers,
         )
 

@@ -85,6 +85,11 @@ def in_panels(scales: Tensor, groups: int) -> Tensor:
     return SHARED_PAGES.copy(whole.view(-1, PANEL, groups).transpose(1, 2).contiguous())
 
 
+def put_rows(panels: Tensor, places: Tensor, others: Tensor, rows: Tensor) -> None:
+    """Copies (K,) rows of others to places, int64; both (P, G, 16, ...)."""
+    panels[places // PANEL, :, places % PANEL] = others[rows // PANEL, :, rows % PANEL]
+
+
 def in_rows(panels: Tensor, rows: Any = _ALL) -> Tensor:
     """Turns (P, G, 16, ...) into rows (M, G, ...); `rows` as in `unpacked`."""
     whole = panels.transpose(1, 2)

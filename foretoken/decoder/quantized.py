@@ -17,7 +17,18 @@ from foretoken.core.errors import ModelError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.memory import SHARED_PAGES
 from foretoken.decoder.native_storage import dequantize
-from foretoken.decoder.panels import PANEL, QUAD, in_panels, in_rows, num_blocks, num_groups, packed, padded, unpacked
+from foretoken.decoder.panels import (
+    PANEL,
+    QUAD,
+    in_panels,
+    in_rows,
+    num_blocks,
+    num_groups,
+    packed,
+    padded,
+    put_rows,
+    unpacked,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -236,6 +247,25 @@ class QuantizedMatrix:
                 for name, each in parts.items()
             }
         return replace(self, num_outputs=end - start, row_scales=row_scales, **parts)
+
+    def taken(self, rows: Tensor) -> QuantizedMatrix:
+        """Returns copies of (M,) int64 rows, in their order."""
+        panels = -(-len(rows) // PANEL)
+        parts: dict[str, Any] = {
+            name: SHARED_PAGES.copy(each.new_zeros(panels, *each.shape[1:])) for name, each in self._panels()
+        }
+        scales = None if self.row_scales is None else self.row_scales[rows]
+        made = replace(self, num_outputs=len(rows), row_scales=scales, **parts)
+        made.put(torch.arange(len(rows), device=rows.device), self, rows)
+        return made
+
+    def put(self, places: Tensor, other: QuantizedMatrix, rows: Tensor) -> None:
+        """Copies (M,) int64 rows of a matrix of the same form to places of this one."""
+        for (name, own), (_, each) in zip(self._panels(), other._panels(), strict=True):
+            sizes = (PANEL, QUAD) if name == "numbers" else (PANEL, 1)
+            put_rows(own.unflatten(2, sizes), places, each.unflatten(2, sizes), rows)
+        if self.row_scales is not None and other.row_scales is not None:
+            self.row_scales[places] = other.row_scales[rows]
 
     def _panels(self) -> Iterator[tuple[str, Tensor]]:
         for name in ("numbers", *SCALES):

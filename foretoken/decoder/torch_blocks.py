@@ -310,13 +310,16 @@ class StockDecoder:
             if work.logit_rows is not None:
                 logits = self._head(final if work.has_all_logits else final[work.logit_rows]).float()
                 logits = logits if cap is None else torch.tanh(logits / cap) * cap
+                if (tokens := self._weights.head_tokens) is not None:
+                    shape = len(logits), self._weights.vocab_size
+                    logits = logits.new_full(shape, float("-inf")).index_copy_(1, tokens, logits)
             return PassOutput(logits=logits, features=features, attention=layout.attention)
 
 
 def _head(weights: LeanWeights) -> Callable[[Tensor], Tensor]:
     """Returns the LM head, packed if possible; a tied head may be as large as the rest of a small model."""
     head = weights.head
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear or weights.head_tokens is not None:  # rows may be exchanged in place
         return head
     if _is_streamed(head.weight, head.bias):
         return partial(fuse(Matrix(weight=head.weight, bias=head.bias)).gemm, dtype=torch.float32)

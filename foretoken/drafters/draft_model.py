@@ -9,14 +9,15 @@ children without replacement as Sequoia does (2402.12374). Coupled requests draf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import TargetReads
+from foretoken.drafters.draft_tokens import DraftTokens
 from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, SampleMethod, draft_runner
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.drafters.vocabularies import (
@@ -61,6 +62,11 @@ class Options(WindowOptions):
             With "intersection" CPUs draft one pass per level: the kernels that draft a tree in one call know one
             vocabulary.
         use_heterogeneous_vocab: vLLM's name for `vocab_match="intersection"`.
+        draft_vocab_size: Tokens that are drafted: the most frequent ones, and those that texts had lately. Rows of
+            other tokens in the LM head are not read. "all" for the whole vocabulary; "auto" for a quarter of a large
+            one where the decoder can.
+        draft_vocab: File of `foretoken data vocab` with the most frequent tokens. Without it the first ids count as
+            such, which is so in most tokenizers.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -72,11 +78,17 @@ class Options(WindowOptions):
     quantization: QuantizationOption = "auto"
     vocab_match: VocabMatch | None = None
     use_heterogeneous_vocab: bool = False
+    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "all"] = "auto"
+    draft_vocab: str | None = None
 
     @property
     def matching(self) -> VocabMatch:
         """The way to match vocabularies, by `vocab_match` and `use_heterogeneous_vocab`."""
         return self.vocab_match or ("intersection" if self.use_heterogeneous_vocab else "same")
+
+    def drafted_tokens(self, model: LoadedModel) -> DraftTokens | None:
+        """Returns the tokens that a draft model drafts; None for all. Raises `ConfigError` as `DraftTokens.of`."""
+        return DraftTokens.of(model, self.draft_vocab_size, self.draft_vocab)
 
     @model_validator(mode="after")
     def _vocabularies(self) -> Self:
@@ -138,10 +150,13 @@ class DraftModelDrafter:
                 "Leave it out."
             )
         rows = self._options.partial_rows
-        self._runner = draft_runner(model, target, most_fed, self._options.quantization, partial_rows=rows)
+        drafted = self._options.drafted_tokens(model)
+        self._runner = draft_runner(model, target, most_fed, self._options.quantization, rows, drafted)
         self._context_len = self._runner.context_len if rows is None else model.context_len
         self._rows = PartialRows.own(self._runner.cache, most_fed, self._options, target.context_len)
-        self._levels = DraftLevels(self._runner, self._rows, vocab_size=target.vocab_size, mapping=self._mapping)
+        self._levels = DraftLevels(
+            self._runner, self._rows, vocab_size=target.vocab_size, mapping=self._mapping, drafted=drafted
+        )
 
     @property
     def model(self) -> LoadedModel:
@@ -228,7 +243,7 @@ def drafter_of(
     if options.matching == "text":
         return TextDraftDrafter(
             load, lambda target, model: vocabularies(target, model, load_tokenizer()), chain_len=options.chain_len,
-            quantization=options.quantization,
+            quantization=options.quantization, choose_tokens=options.drafted_tokens,
         )  # fmt: skip
     return DraftModelDrafter(
         options, load, lambda target, model: vocabulary_map(options.matching, target, model, load_tokenizer())

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.quantized import Quantization
     from foretoken.drafters.base import DraftContext, TargetHandle
+    from foretoken.drafters.draft_tokens import DraftTokens
     from foretoken.drafters.vocabularies import VocabularyMap
     from foretoken.drafters.windows import PartialRows
     from foretoken.models.loading import LoadedModel
@@ -138,12 +139,24 @@ class DraftLevels:
     """Fills expansions with a draft model's tokens."""
 
     def __init__(
-        self, runner: Runner, rows: PartialRows, *, vocab_size: int, mapping: VocabularyMap | None = None
+        self,
+        runner: Runner,
+        rows: PartialRows,
+        *,
+        vocab_size: int,
+        mapping: VocabularyMap | None = None,
+        drafted: DraftTokens | None = None,
     ) -> None:
-        """Starts with an empty cache; `mapping` translates the target's ids, None for the same vocabulary."""
+        """Starts with an empty cache.
+
+        Args:
+            mapping: Translates the target's ids; None for the same vocabulary.
+            drafted: The tokens that the runner drafts, which follow the texts; None for all.
+        """
         self._runner, self._rows, self._vocab_size = runner, rows, vocab_size
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
+        self._drafted_tokens = None if runner.head_rows is None else drafted
         self._trees = TreeDrafts(runner, vocab_size=vocab_size, mapping=mapping)
 
     def begin(self, slot: int, source: int | None = None, tokens: Sequence[int] = ()) -> None:
@@ -211,6 +224,8 @@ class DraftLevels:
         new: list[Sequence[int]] = []
         for slot, ids in zip(slots, tokens, strict=True):
             state = self._keep_accepted(slot, ids)
+            if self._drafted_tokens is not None:
+                self._drafted_tokens.learn(self._embeddable(ids[len(state.tokens) :]), self._runner)
             while len(ids) - len(state.tokens) > self._longest_catch_up:
                 start = len(state.tokens)
                 most = min(self._runner.prefill_chunk, self._rows.most_at_once)
@@ -421,12 +436,17 @@ def draft_runner(
     num_fed: int,
     option: QuantizationOption,
     partial_rows: int | None = None,
+    drafted: DraftTokens | None = None,
 ) -> Runner:
     """Returns the runner of a draft model that feeds at most `num_fed` nodes of a draft; see `with_quantization`.
 
-    `partial_rows`: rows of slots that hold a part of a text; None for slots with the whole text. Raises `ConfigError`
-    for a part of a text if the model slides windows over it: decoders take row i of a window for position i; and if
-    there is no memory for these rows.
+    Args:
+        partial_rows: Rows of slots that hold a part of a text; None for slots with the whole text.
+        drafted: The tokens that it drafts; None for all.
+
+    Raises:
+        ConfigError: For a part of a text if the model slides windows over it: decoders take row i of a window for
+            position i; if there is no memory for these rows; or if required tokens cannot be drafted alone.
     """
     if partial_rows is not None and _has_windows(model.config.get_text_config()):
         raise ConfigError(
@@ -448,10 +468,21 @@ def draft_runner(
     def quantize(quantization: Quantization | None) -> None:  # leaves the model as it is if it raises
         if quantization is not None and model.quantization is not None:
             raise UnsuitableError(f"'{model.name}' was rounded to {model.quantization} before.")
+        if drafted is not None:
+            try:
+                runner.draft_with(quantization, torch.tensor(drafted.ids))
+            except UnsuitableError:
+                if drafted.is_required:
+                    raise
+            else:
+                return
         if quantization is not None:
-            runner.quantize(quantization)
+            runner.draft_with(quantization)
 
-    with_quantization(option, quantize)
+    try:
+        with_quantization(option, quantize)
+    except UnsuitableError as err:
+        raise ConfigError(f"a draft vocabulary cannot be had: {err} Leave 'draft_vocab_size' out.") from err
     return runner
 
 

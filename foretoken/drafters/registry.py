@@ -32,8 +32,8 @@ _GROUP = "foretoken.drafters"
 _Dated = tuple[tuple[str, int | None], ...]  # folders, and when each has changed
 # Files that methods share. `heads` holds the methods with a network and no file of their own.
 _SHARED = {
-    "base", "captured", "datastore", "guesses", "head_drafter", "head_features", "heads", "levels", "registry",
-    "self_drafts", "suffix_tree", "text_draft", "vocabularies", "windows",
+    "base", "captured", "datastore", "draft_tokens", "guesses", "head_drafter", "head_features", "heads", "levels",
+    "registry", "self_drafts", "suffix_tree", "text_draft", "vocabularies", "windows",
 }  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}

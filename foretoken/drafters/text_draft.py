@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
+    from foretoken.drafters.draft_tokens import DraftTokens
     from foretoken.drafters.vocabularies import Piece, Vocabulary
     from foretoken.models.loading import LoadedModel
 
@@ -160,10 +161,16 @@ class TextDraftDrafter:
         *,
         chain_len: int,
         quantization: QuantizationOption,
+        choose_tokens: Callable[[LoadedModel], DraftTokens | None],
     ) -> None:
-        """Makes a drafter; `attach` loads the model. Chains have at most `chain_len` tokens of each vocabulary."""
+        """Makes a drafter; `attach` loads the model.
+
+        Args:
+            chain_len: Most tokens of a chain, of each vocabulary.
+            choose_tokens: Returns the tokens that the model drafts, None for all.
+        """
         self._load, self._vocabularies, self._quantization = load, vocabularies, quantization
-        self._chain_len = chain_len
+        self._chain_len, self._choose_tokens = chain_len, choose_tokens
         self.nodes_by_depth: Sequence[int] = range(1, chain_len + 2)
         self._texts: dict[int, DraftText] = {}
         self._draws = KeptDraws("greedy")
@@ -177,9 +184,10 @@ class TextDraftDrafter:
         model = self._load(target)
         self._retokenizer = Retokenizer(*self._vocabularies(target, model))
         self._device = target.device
-        self._runner = draft_runner(model, target, self._chain_len + 1, self._quantization)
+        drafted = self._choose_tokens(model)
+        self._runner = draft_runner(model, target, self._chain_len + 1, self._quantization, drafted=drafted)
         rows = PartialRows.own(self._runner.cache, self._chain_len + 1)
-        self._levels = DraftLevels(self._runner, rows, vocab_size=self._runner.vocab_size)
+        self._levels = DraftLevels(self._runner, rows, vocab_size=self._runner.vocab_size, drafted=drafted)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Reuses the rows of a text with the same prefix; the first proposal reads the rest."""

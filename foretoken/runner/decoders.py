@@ -12,6 +12,7 @@ from foretoken.core.backend import has_cuda_graphs
 from foretoken.core.errors import ModelError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.cuda_graphs import GraphDecoder
+from foretoken.decoder.head_rows import HeadRows
 from foretoken.decoder.native import NativeDecoder
 from foretoken.decoder.slot_cache import LayerShape
 from foretoken.decoder.torch_blocks import StockDecoder
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.base import Decoder
+    from foretoken.decoder.blocks import LeanWeights
     from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loading import LoadedModel
@@ -67,10 +69,17 @@ def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
     return shapes
 
 
+LEAN: dict[str, Callable[[LeanWeights, SlotCache, Sequence[Tap]], Decoder]] = {
+    kind.name: kind for kind in (NativeDecoder, GraphDecoder, StockDecoder)
+}
+
+
+def _of_weights(name: str) -> Callable[[LoadedModel, SlotCache, Sequence[Tap]], Decoder]:
+    return lambda model, cache, taps: LEAN[name](read_weights(model, cache.num_positions), cache, taps)
+
+
 DECODERS: dict[str, Callable[[LoadedModel, SlotCache, Sequence[Tap]], Decoder]] = {
-    "lean-native": lambda model, cache, taps: NativeDecoder(read_weights(model, cache.num_positions), cache, taps),
-    "lean-graphs": lambda model, cache, taps: GraphDecoder(read_weights(model, cache.num_positions), cache, taps),
-    "lean-stock": lambda model, cache, taps: StockDecoder(read_weights(model, cache.num_positions), cache, taps),
+    **{name: _of_weights(name) for name in LEAN},
     "generic": GenericDecoder,
 }
 EXACT = frozenset(
@@ -122,14 +131,38 @@ def proven_decoder(
     return decoder
 
 
-def quantized_decoder(
-    name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization
-) -> Decoder:
-    """Returns a decoder of a draft model with rounded copies of its matrices.
+def drafting_decoder(
+    name: str,
+    model: LoadedModel,
+    cache: SlotCache,
+    taps: Sequence[Tap],
+    *,
+    quantization: Quantization | None = None,
+    head_tokens: Tensor | None = None,
+) -> tuple[Decoder, HeadRows | None]:
+    """Returns a decoder of a draft model with rounded copies of its matrices, or a part of its LM head, or both.
 
     The self-test does not run: the logits are those of other weights. The decoder passed it with the original ones.
-    Raises `UnsuitableError` if the decoder has no kernels for the format, or the weights cannot be quantised.
+
+    Args:
+        quantization: Of the matrices; None for the original ones.
+        head_tokens: (R,) int64, all different: logits of other tokens are -inf. None for the whole LM head.
+
+    Returns:
+        The decoder, and the rows of its LM head if they are a part.
+
+    Raises:
+        UnsuitableError: If the decoder has no kernels for the format, or the weights cannot be quantised; or it has no
+            rows of the LM head of its own.
     """
-    if name != NativeDecoder.name:
+    if quantization is not None and name != NativeDecoder.name:
         raise UnsuitableError(f"the {name} runner has no kernels for {quantization}, only {NativeDecoder.name} has.")
-    return NativeDecoder(read_weights(model, cache.num_positions), cache, taps, quantization=quantization)
+    if name not in LEAN:
+        raise UnsuitableError(f"the {name} runner computes the whole LM head.")
+    weights, rows = read_weights(model, cache.num_positions), None
+    if head_tokens is not None:
+        rows = HeadRows(weights.head, head_tokens.to(model.device), quantization)
+        weights = rows.within(weights)
+    if quantization is None:
+        return LEAN[name](weights, cache, taps), rows
+    return NativeDecoder(weights, cache, taps, quantization=quantization), rows

@@ -24,7 +24,7 @@ from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows
 from foretoken.models.model_changes import WeightWrites
 from foretoken.runner.choice import PassWidths, choose_decoder
 from foretoken.runner.costs import CostWatch, pass_costs
-from foretoken.runner.decoders import DECODERS, layer_shapes, quantized_decoder
+from foretoken.runner.decoders import DECODERS, drafting_decoder, layer_shapes
 from foretoken.runner.self_test import NUM_ROWS
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import Decoder, PassOutput
+    from foretoken.decoder.head_rows import HeadRows
     from foretoken.decoder.quantized import Quantization
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
@@ -54,7 +55,8 @@ class Runner:
         max_nodes: Nodes of the widest tree, root included.
         prefill_chunk: Prompt tokens of a pass.
         choice: The chosen decoder and the reason, as a sentence.
-        decoder: Computes the passes; writes to weights and quantisation replace it.
+        decoder: Computes the passes; writes to weights and `draft_with` replace it.
+        head_rows: Of the LM head, if the decoder computes a part of the logits; otherwise None.
     """
 
     def __init__(  # noqa: PLR0913 - what there is to choose, each by its name
@@ -126,6 +128,7 @@ class Runner:
         self.last_position = min(model.context_len, self.cache.num_positions) - 1
         self._taps = tuple(taps)
         self.quantization: Quantization | None = None  # of rounded copies of the weights
+        self.head_rows: HeadRows | None = None
         # Nobody else holds weights that were read for lean decoders alone.
         self._writes = WeightWrites(nn.Module() if model.lean is not None else model.module)
         decoder, self.choice = choose_decoder(
@@ -143,13 +146,16 @@ class Runner:
         self._watch = CostWatch(model, decoder.name)
         self._writes.leave_out_written()
 
-    def quantize(self, quantization: Quantization) -> None:
-        """Uses rounded copies of all matrices from now on; for draft models only, as it changes the distribution.
+    def draft_with(self, quantization: Quantization | None, head_tokens: Tensor | None = None) -> None:
+        """Uses rounded copies of all matrices, or a part of the LM head; for draft models: the distribution changes.
 
-        The copies lie beside the originals. Raises `UnsuitableError`, and changes nothing, if the decoder has no
-        kernels for the format, or the weights cannot be quantised.
+        The copies lie beside the originals. For arguments see `drafting_decoder`. Raises `UnsuitableError`, and changes
+        nothing, if the decoder has no kernels for the format, the weights cannot be quantised, or it is `generic`.
         """
-        self._use(quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization))
+        decoder, self.head_rows = drafting_decoder(
+            self.name, self.model, self.cache, self._taps, quantization=quantization, head_tokens=head_tokens
+        )
+        self._use(decoder)
         self.quantization = quantization
 
     def follow_weights(self) -> bool:
@@ -164,8 +170,8 @@ class Runner:
             raise ModelError(
                 f"weights of '{self.model.name}' were written, whose matrices were rounded before. Make a new LLM."
             )
-        if self.quantization is not None:
-            self.quantize(self.quantization)
+        if self.quantization is not None or self.head_rows is not None:
+            self.draft_with(self.quantization, None if self.head_rows is None else self.head_rows.tokens)
         elif self.name != "generic":  # `generic` keeps no copies
             self._use(DECODERS[self.name](self.model, self.cache, self._taps))
         self._writes.mark_known()
@@ -186,7 +192,7 @@ class Runner:
 
         Raises `PassError` if the rows do not fit the cache, or the pass does not fit the model.
         """
-        if self._watch.is_over or self.quantization is not None:
+        if self._watch.is_over or self.quantization is not None or self.head_rows is not None:
             return self.decoder.run(self._placed(work))
         begin = time.perf_counter()
         output = self.decoder.run(self._placed(work))

@@ -18,6 +18,7 @@ from foretoken.core.token_ids import tokenizer_sha
 from foretoken.entrypoints.model_arguments import load_target
 from foretoken.files.atomic_files import check_writable, is_begun
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
 from foretoken.models.placement import DTYPES
@@ -29,7 +30,7 @@ from foretoken.training.config import (
     train_config,
     trained_method,
 )
-from foretoken.training.data.packed import DraftVocabulary, PackedTokens
+from foretoken.training.data.packed import PackedTokens
 from foretoken.training.draft_model import new_student
 from foretoken.training.draft_text import Distillation
 from foretoken.training.evaluation import EvaluationConfig

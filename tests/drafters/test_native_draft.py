@@ -45,6 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "widths": {"tree": WIDTHS},
     "greedy drafts": {"tree": WIDTHS, "draft_sample_method": "greedy"},
     "one level": {"tree": [[0], [1], [2]]},
+    "some tokens": {"tree": WIDTHS, "draft_vocab_size": 24},
+    "some tokens, dynamic": {"tree": "dynamic", "num_speculative_tokens": 3, "draft_vocab_size": 30},
     "dynamic": {"tree": "dynamic", "num_speculative_tokens": 4, "max_nodes": 12},
     "one dynamic level": {"tree": "dynamic", "num_speculative_tokens": 1, "max_nodes": 5},
 }
@@ -118,11 +120,12 @@ def test_other_vocabularies_and_the_end_of_the_context(kind: str, vocab_size: in
     assert_same_rows(*both, [len(text) for text in texts])
 
 
+@pytest.mark.parametrize("size", ["all", 20])
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen3_moe", "mistral"])
-def test_other_architectures(architecture: str) -> None:
+def test_other_architectures(architecture: str, size: int | str) -> None:
     """Capped logits, norms after blocks, experts, sliding windows."""
     module = tiny_model(architecture, seed=1)
-    both = [drafter(module, torch.float32, by_levels=by, tree="tree") for by in (False, True)]
+    both = [drafter(module, torch.float32, by_levels=by, tree="tree", draft_vocab_size=size) for by in (False, True)]
     texts = [list(range(3, 25)), [9]]
     params, is_coupled = zip(*(REQUESTS[kind] for kind in ("sampled", "coupled")), strict=True)
     asked = context(texts, params=params, is_coupled=is_coupled)

@@ -232,6 +232,16 @@ def test_draws_that_fall_short_stay(setting: str, is_broken: bool, monkeypatch: 
     assert metrics.num_drafted < 5.5 * metrics.steps, "of six nodes some were pruned"
 
 
+@pytest.mark.parametrize("rule", ["sequential", "block", "traversal"])
+def test_drafts_of_some_tokens(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four tokens are drafted, others once texts have them; the draft distribution changes within a text."""
+    shape: dict[str, Any] = {"num_speculative_tokens": 2} if rule == "block" else {"tree": {"widths": [2, 2]}}
+    monkeypatch.setitem(SETTINGS_OF_ALL, f"{rule}, some tokens", {**shape, "draft_vocab_size": 2})
+    texts, metrics = sample(f"{rule}, some tokens", monkeypatch, is_native=True)
+    assert chi_square_level(texts, exact_distribution(rule)) > LEVEL
+    assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
+
+
 def test_trees_that_requests_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a drawn tree whose end was cut, beside trees that are whole; draws decide which are longer."""
     texts, metrics = sample(PRUNED, monkeypatch, max_nodes=[None, 2, 3, 4])

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM
 from foretoken.core.token_ids import tokenizer_sha
-from foretoken.drafters.base import Drafter
+from foretoken.drafters import draft_tokens
+from foretoken.drafters.base import Drafter, TargetHandle
 from foretoken.drafters.datastore import write_datastore
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
 from foretoken.models.loading import wrap_model
@@ -128,6 +130,20 @@ def draft_model(module: Any, *, tokenizer: Any = None, **options: Any) -> Callab
     return lambda: DraftModelDrafter(checked, lambda target: wrap_model(module, name="draft"))
 
 
+class _DraftsSomeTokens:
+    """A draft model that drafts a quarter of its small vocabulary by default, where a decoder can."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def attach(self, target: TargetHandle) -> None:
+        with mock.patch.object(draft_tokens, "_LARGE", 1):
+            self._drafter.attach(target)
+
+
 def oracle(pattern: Sequence[int], tree: Any = "chain") -> Callable[[Any], dict[str, Any]]:
     """An oracle that is told the references."""
     return lambda references: {
@@ -207,6 +223,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         made = draft_model(noisy(architecture, noise, dtype), **options)
         return fixed(drafter=made, trust_drafter=True)  # as the registry's, which has no models in memory
 
+    def draft_some(**options: Any) -> Callable[[Any], dict[str, Any]]:
+        model = draft_model(noisy(architecture, 0.02, dtype), **options)
+        return fixed(drafter=lambda: _DraftsSomeTokens(model()), trust_drafter=True)
+
     def draft_other(match: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
         module = with_other_vocabulary(noisy(architecture, 0.02, dtype))
         made = draft_model(module, tokenizer=other_tokenizer(), vocab_match=match, **options)
@@ -261,6 +281,8 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
             "auto", tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12
         ),
         "draft text": draft_other("text", num_speculative_tokens=4),
+        "draft some tokens": draft_some(num_speculative_tokens=4),
+        "draft some tokens tree": draft_some(tree=WIDTHS),
         "draft greedy": draft(num_speculative_tokens=4, draft_sample_method="greedy"),
         "early exit": config("early_exit", exit_layer=2, num_speculative_tokens=4),
         "early exit tree": config("early_exit", exit_layer=2, tree="tree"),

@@ -83,7 +83,7 @@ Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft,
   with_dtype(*model, [&](auto type) {
     using T = decltype(type);
     const ModelDraftSpace<T> space(*model, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace);
-    const Children children(*draft, width, model->head.rows, space.levels.children);
+    const Children children(*draft, width, model->num_logits, space.levels.children);
     LevelPasses<T> passes(*model, *pass, *draft, children, space.levels, true, last_position);
     ModelLevels<T> levels(*model, *draft, children, passes, space);
     Barrier barrier;

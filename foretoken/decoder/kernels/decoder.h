@@ -61,17 +61,18 @@ class Decoder {
     }
     keep_features(model_.num_layers);
     const bool has_all_logits = pass_.logits != nullptr && pass_.num_logits == rows_;
+    if (pass_.logits != nullptr && model_.head_tokens != nullptr) fill_logits();
     if (has_all_logits || wants(model_.num_layers + 1)) normalise(model_.final_norm);
     if (wants(model_.num_layers + 1)) keep_final();
     if (has_all_logits) {
       round(normed_, rows_, {&model_.head});
-      multiply_into(model_.head, normed_, rows_, pass_.logits);
+      put_logits(normed_, rows_);
     } else if (pass_.logits != nullptr) {
       barrier_.wait();
       const MatrixInputs<T> chosen(space_.normed, pass_.num_logits, model_.hidden, space_.rounded);
       normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
       round(chosen, pass_.num_logits, {&model_.head});
-      multiply_into(model_.head, chosen, pass_.num_logits, pass_.logits);
+      put_logits(chosen, pass_.num_logits);
     }
     if (pass_.logits != nullptr) finish_logits();
   }
@@ -248,25 +249,36 @@ class Decoder {
     });
   }
 
-  // Caps logits if the model does, and chooses the token after each row.
+  // Sets all logits to -inf.
+  void fill_logits() {
+    const int64_t count = pass_.num_logits * model_.num_logits;
+    share(portions_of(count), [&](int64_t i) { std::fill(pass_.logits + i * kPortion, pass_.logits + std::min((i + 1) * kPortion, count), -INFINITY); });
+  }
+
+  void put_logits(const MatrixInputs<T>& x, int64_t count) {
+    if (model_.head_tokens == nullptr) return multiply_into(model_.head, x, count, pass_.logits);
+    multiply(model_.head, x, count, PutLogits{pass_.logits, model_.num_logits, model_.head_tokens, 1.0f, model_.logit_softcap});
+  }
+
+  // Caps logits if the model does and they are not capped yet, and chooses the token after each row.
   void finish_logits() {
     barrier_.wait();
-    if (model_.logit_softcap > 0) {
+    if (model_.logit_softcap > 0 && model_.head_tokens == nullptr) {
       cap_logits();
       barrier_.wait();
     }
     if (pass_.chosen == nullptr) return;
     share(pass_.num_logits, [&](int64_t r) {
-      float* row = pass_.logits + r * model_.head.rows;
+      float* row = pass_.logits + r * model_.num_logits;
       for (int64_t i = 0; i < pass_.num_impossible; ++i) row[pass_.impossible[i]] = -INFINITY;
       const float scale = pass_.inverse_temperature == nullptr ? 0.0f : pass_.inverse_temperature[r];
-      pass_.chosen[r] = scale == 0.0f ? greatest(row, model_.head.rows)
-                                      : drawn(row, model_.head.rows, scale, target_key(pass_.seeds[r], position_of(pass_.logit_rows[r]) + 1));
+      pass_.chosen[r] = scale == 0.0f ? greatest(row, model_.num_logits)
+                                      : drawn(row, model_.num_logits, scale, target_key(pass_.seeds[r], position_of(pass_.logit_rows[r]) + 1));
     });
   }
 
   void cap_logits() {
-    const int64_t V = model_.head.rows, portions = portions_of(V);
+    const int64_t V = model_.num_logits, portions = portions_of(V);
     const auto capped = [&](Lanes x) { return hyperbolic_tangent(x / model_.logit_softcap) * model_.logit_softcap; };
     share(pass_.num_logits * portions, [&](int64_t unit) {
       float* row = pass_.logits + unit / portions * V;

@@ -180,13 +180,13 @@ void fill_trees(const Children& children, Levels& levels, Barrier& barrier) {
 }
 
 // Logits of a row that count: the draft model's vocabulary may have other padding than the target's.
-inline int64_t seen_logits(const Model& model, const Draft& draft) { return std::min(model.head.rows, draft.vocab); }
+inline int64_t seen_logits(const Model& model, const Draft& draft) { return std::min(model.num_logits, draft.vocab); }
 
 // Buffers of `ModelLevels`, behind those of its passes.
 template <class T>
 struct ModelDraftSpace {
   LevelSpace<T> levels;
-  float* logits;                 // (B, nodes of a level that have children, rows of the LM head)
+  float* logits;                 // (B, nodes of a level that have children, V)
   int64_t *tokens, *logit_rows;  // (B, nodes of a level)
   int64_t size;
 
@@ -196,7 +196,7 @@ struct ModelDraftSpace {
     const Widest widest(draft);
     int64_t rows = 0;
     if (__builtin_mul_overflow(draft.num_sequences, widest.inner, &rows)) size = -1;
-    take(base, size, logits, rows, model.head.rows);
+    take(base, size, logits, rows, model.num_logits);
     for (int64_t** each : {&tokens, &logit_rows}) take(base, size, *each, draft.num_sequences, widest.nodes);
   }
 };

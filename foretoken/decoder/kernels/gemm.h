@@ -454,4 +454,20 @@ void multiply_into(const Matrix& matrix, const X& x, int64_t M, float* out, int6
   multiply(matrix, x, M, emit, unit);
 }
 
+// Takes the products of an LM head, see `multiply`: to the logits of the tokens of its rows, scaled and capped.
+struct PutLogits {
+  float* out;             // (M, vocab)
+  int64_t vocab;
+  const int64_t* tokens;  // the token of each row; null: row i is token i
+  float scale, softcap;   // scale 1: none, cap 0: none
+
+  template <class Count>
+  void operator()(int64_t m, int64_t n, Count count, const float* values) const {
+    for (int i = 0; i < count; ++i) {
+      const float value = values[i] * scale;
+      out[m * vocab + (tokens == nullptr ? n + i : tokens[n + i])] = softcap > 0 ? std::tanh(value / softcap) * softcap : value;
+    }
+  }
+};
+
 }  // namespace

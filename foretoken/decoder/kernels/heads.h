@@ -101,13 +101,7 @@ class HeadLayers {
 
   void multiply_logits(const LmHead& head, int64_t M, float* out) const {
     with_inputs(head.matrix, M, [&](const auto& inputs) {
-      multiply(head.matrix.matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
-        for (int i = 0; i < count; ++i) {
-          const float value = values[i] * head.scale, cap = head.softcap;
-          out[m * head.vocab + (head.token_map == nullptr ? n + i : head.token_map[n + i])] =
-              cap > 0 ? std::tanh(value / cap) * cap : value;
-        }
-      });
+      multiply(head.matrix.matrix, inputs, M, PutLogits{out, head.vocab, head.token_map, head.scale, head.softcap});
     });
   }
 

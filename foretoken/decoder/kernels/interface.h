@@ -82,6 +82,8 @@ struct Model {
   Matrix embedding;          // (vocab, hidden), without a bias
   Norm final_norm;           // (hidden,)
   Matrix head;
+  const int64_t* head_tokens;  // (rows of the head,), the token of each, all different; null: row i is token i
+  int64_t num_logits;          // V, the width of logits; -inf for tokens without a row
   const Layer* layers;
 };
 
@@ -96,7 +98,7 @@ struct Pass {
   const int64_t *slots, *prefix;         // (S,)
   const int64_t *starts, *node_starts;   // (S + 1,), the first token and node of each sequence
   const int64_t* logit_rows;             // (R,) ascending, the tokens that need logits
-  float* logits;                         // (R, vocab), or null
+  float* logits;                         // (R, V), or null
   const float* inverse_temperature;      // (R,), 0 chooses the largest logit; null: every row does
   const int64_t* seeds;                  // (R,)
   const int64_t* impossible;             // (U,) tokens whose logits become -inf before one is chosen

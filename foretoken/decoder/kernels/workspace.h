@@ -190,7 +190,7 @@ Status check(const Model& model, const Pass& pass) {
   }
   if (pass.logits == nullptr) return Status::kDone;
   if (!ascend_within(pass.logit_rows, pass.num_logits, M)) return Status::kLogitRows;
-  if (!all_within(pass.impossible, pass.num_impossible, model.head.rows)) return Status::kTokens;
+  if (!all_within(pass.impossible, pass.num_impossible, model.num_logits)) return Status::kTokens;
   return pass.num_logits < 1 ? Status::kLogitRows : Status::kDone;
 }
 

@@ -11,18 +11,19 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from foretoken.core.checks import validated
-from foretoken.core.errors import ConfigError, RequestError
+from foretoken.core.errors import RequestError
 from foretoken.core.token_ids import tokenizer_sha
-from foretoken.files.atomic_files import OutputDirectory, told_as, write_file
+from foretoken.files.atomic_files import OutputDirectory
 from foretoken.files.bounded_reads import read_json_object
+from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.sampling.noise import derive_seed, mix
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ PACKED_TOKENS = OutputDirectory(
 # Of the Feistel network; a choice: four suffice in theory if the round function is random, more cost little.
 _ROUNDS = 8
 _COUNTED_AT_ONCE = 1 << 22  # labels; a choice: bounds the memory of a count
-_ADVICE = "Make it with `foretoken data vocab`."
 _DAMAGED = "It is damaged: make the data again."
 _MOST_TOKENS = 1 << 24  # of a vocabulary; a choice: the largest ones have 2^18
 
@@ -265,40 +265,6 @@ class PackedWriter:
         }
         (self._directory / META).write_text(json.dumps(facts, indent=2), encoding="utf-8")
         return facts
-
-
-class DraftVocabulary(BaseModel):
-    """Ascending tokens of a draft vocabulary, their share of the data's labels, and hashes of tokenizer and data."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    format: Literal["foretoken-draft-vocabulary"] = "foretoken-draft-vocabulary"
-    version: Literal[1] = 1
-    token_ids: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = Field(min_length=1)
-    coverage: float = Field(ge=0, le=1)
-    tokenizer_sha: str
-    tokens_sha256: str
-
-    @model_validator(mode="after")
-    def _check_ids(self) -> Self:
-        if any(one >= other for one, other in zip(self.token_ids, self.token_ids[1:], strict=False)):
-            raise ValueError("token_ids are not ascending. Expected each id once, the lowest first")
-        return self
-
-    @classmethod
-    def read(cls, path: Path) -> DraftVocabulary:
-        """Reads a file of `write`; raises `ConfigError` when the file is missing or damaged, or holds other data."""
-        if not path.exists():
-            raise ConfigError(f"there is no file '{path}'. Expected a draft vocabulary. {_ADVICE}")
-        values = read_json_object(path, error=ConfigError, advice=_ADVICE)
-        if values.get("format") != (wanted := cls.model_fields["format"].default):
-            raise ConfigError(f"'{path}' holds no draft vocabulary. Expected the format '{wanted}'. {_ADVICE}")
-        return validated(cls, values, f"the draft vocabulary '{path}'", advice=_ADVICE)
-
-    def write(self, path: Path) -> None:
-        """Writes a file, whole or not at all; raises `ConfigError` if that fails."""
-        with told_as(ConfigError, f"'{path}'", "Expected a new file in a directory that may be written to."):
-            write_file(path, json.dumps(self.model_dump(mode="json")) + "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ import pytest
 from tiny_models import VOCAB_SIZE
 
 from foretoken.core.errors import ConfigError, RequestError
+from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.training.data import packed as packed_module
-from foretoken.training.data.packed import DraftVocabulary, PackedTokens, count_vocabulary
+from foretoken.training.data.packed import PackedTokens, count_vocabulary
 
 META: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tokenizer_sha": "words", "tokens_sha256": "text"}
 
