@@ -192,12 +192,15 @@ class AskedDrafter:
         index: Index among the engine's drafters, as in the bits of `TokenTree.source`.
         depth: Greatest depth of its proposals for the batch, or an upper bound; 0 without proposals.
         seconds: Time of its proposal, part of `StageSeconds.draft`.
+        num_missed: Tokens that were committed while it was not asked, of the sequence with most of them; a whole prompt
+            at first. A drafter with a KV cache of its own reads them before it drafts.
     """
 
     index: int
     name: str
     depth: int
     seconds: float
+    num_missed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

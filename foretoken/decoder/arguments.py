@@ -133,7 +133,9 @@ class DraftArguments(Structure):
         *((name, c_void_p) for name in (
             "parents", "ranks", "draws", "inverse_temperature", "seeds", "root_positions", "tokens", "scores", "kinds",
             "row_of", "rows", "node_parents", "node_numbers", "candidates", "path_scores", "candidate_parents",
+            "floors", "intercepts", "lengths",
         )),
+        ("slope", c_float),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ tree's path and plain decoding get the same bits, in every dtype.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from ctypes import addressof, byref, c_int64, c_void_p
+from ctypes import addressof, byref, c_float, c_int64, c_void_p
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _Wanted = tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]  # name, tensor, expected dtype and shape
 _TREE_TENSORS = (
     "parents", "ranks", "tokens", "scores", "kinds", "row_of", "rows", "node_parents", "node_numbers", "candidates",
-    "path_scores", "candidate_parents",
+    "path_scores", "candidate_parents", "lengths",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class NativeDraft:
         codes = [Draw.COUPLED if coupled else Draw.SAMPLED if sampled else Draw.GREEDILY for coupled, sampled in each]
         kinds, scales = (c_int64 * len(codes))(*codes), draws.batch.temperature.reciprocal()
         seeds, positions = draws.batch.noise.seeds.contiguous(), draws.root_positions.contiguous()
-        self._held = [tree, kinds, scales, seeds, positions]
+        self._held: list[Any] = [tree, kinds, scales, seeds, positions]
         self.arguments = DraftArguments(
             num_sequences=len(tree.tokens),
             num_nodes=len(tree.parents),
@@ -62,6 +62,12 @@ class NativeDraft:
             root_positions=positions.data_ptr(),
             **{name: part.data_ptr() for name in _TREE_TENSORS if (part := getattr(tree, name)) is not None},
         )
+        if draws.floors is not None:
+            depth = len(tree.parents) - 1
+            by_depth = [(c_float * depth)(*each[:depth]) for each in (draws.floors.floors, draws.floors.intercepts)]
+            self._held += by_depth
+            self.arguments.floors, self.arguments.intercepts = map(addressof, by_depth)
+            self.arguments.slope = draws.floors.slope
 
 
 def can_draft(expansion: ShapedExpansion, width: int) -> bool:

@@ -306,7 +306,7 @@ class HeadKernels:
 
     def can_fill(self, expansion: ShapedExpansion) -> bool:
         """Decides whether the kernels can choose children for the requests, and the head has a step for every level."""
-        if self._is_shared and isinstance(expansion, DynamicExpansion):
+        if (self._is_shared and isinstance(expansion, DynamicExpansion)) or expansion.draws.floors is not None:
             return False
         return expansion.depth <= len(self._head.steps) and can_draft(expansion, self._head.vocab_size)
 

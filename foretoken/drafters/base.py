@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import SamplingBatch
     from foretoken.trees.dynamic import AnyShape
+    from foretoken.trees.stopping import PathFloors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +144,7 @@ class DraftContext:
         max_nodes: Most nodes of each tree, root included, that the controller allows.
         sampling: Sampling parameters, processors and noise of the B requests.
         is_coupled: Whether each request is verified by coupling, so that drafts should use the target's noise.
+        floors: Ends chains whose path is improbable, for drafters with `follows_floors`; None for full depth.
     """
 
     slots: Sequence[int]
@@ -151,6 +153,7 @@ class DraftContext:
     max_nodes: Sequence[int]
     sampling: SamplingBatch
     is_coupled: Sequence[bool]
+    floors: PathFloors | None = None
 
     @property
     def roots(self) -> list[int]:
@@ -301,6 +304,15 @@ class MeasuredDrafter(Protocol):
         """P(level d of a tree holds the target's token | the level above does), d = 1, 2, …; empty if unknown."""
 
 
+@runtime_checkable
+class FloorsFollower(Protocol):
+    """Optional interface of a trusted drafter that ends chains by `DraftContext.floors`."""
+
+    @property
+    def follows_floors(self) -> bool:
+        """Whether its drafts are chains that may end at any level."""
+
+
 LONGEST_CHAIN = 16  # tokens per pass if nothing else sets a bound
 TreeOption = str | InstanceOf[TreeShape]
 _OWN_TREES = ("chain", "tree", "dynamic")
@@ -409,6 +421,11 @@ class DrafterOptions(BaseModel):
     def is_adaptive(self) -> bool:
         """Whether a controller chooses how much is drafted: for chains and own trees without a fixed size."""
         return self.can_adapt_depth and self.tree in _OWN_TREES and self.num_speculative_tokens is None
+
+    @property
+    def may_end_anywhere(self) -> bool:
+        """Whether drafts are chains that nothing else ends."""
+        return self.tree == "chain" and self.is_adaptive and self.pruning is None and self.stop is None
 
     @property
     def chain_len(self) -> int:

@@ -168,6 +168,11 @@ class DraftModelDrafter:
         """Whether the attached model has the target's tokens."""
         return self._mapping is None
 
+    @property
+    def follows_floors(self) -> bool:
+        """See `FloorsFollower`."""
+        return self._options.may_end_anywhere
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copies weights into the model in place, between two iterations; the next draft reads each text again.
 

@@ -138,6 +138,11 @@ class AutoregressiveDrafter(HeadDrafter):
     def has_window(self) -> bool:
         return True
 
+    @property
+    def follows_floors(self) -> bool:
+        """See `FloorsFollower`."""
+        return self.options.may_end_anywhere
+
     @override
     def _expansions(self) -> CapturedExpansion[None]:
         return CapturedExpansion(self._grow, self._target.device, is_capturable=self._stack.backend == "graphs")

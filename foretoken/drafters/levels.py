@@ -326,7 +326,7 @@ class KeptDraws:
             self._draws, self._are_coupled = draws, are_coupled
         return roots, replace(
             draws, root_positions=positions, pruning=self._pruning, is_independent=self._is_independent,
-            stop=None if self._stop is None else self._stop.on(device),
+            stop=None if self._stop is None else self._stop.on(device), floors=context.floors,
         )  # fmt: skip
 
 

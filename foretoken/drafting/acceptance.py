@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Each number below was halved and doubled in the made worlds: NOTES, "Numbers of the controller".
 _FADE = 0.5 ** (1 / 50)  # decay per draft
 _PRIOR = 2.0  # observations that the expected rate is worth, at each depth and over all of them
-_GUESS = 0.6  # rate before any observation
+_GUESS = 0.7  # rate before any observation
 _DEEPEST = 16  # levels of nodes that are told apart; deeper nodes count as the last
 _POOLED = 8.0  # drafts that the rate of all depths is worth at each depth; and all drafts before a try: texts change
 
@@ -150,6 +150,11 @@ class NodeAcceptance:
             values[node] = p * values[parents[node]]
         return values
 
+    def logistic(self, deepest: int) -> tuple[float, list[float]]:
+        """Returns the slope on log-odds, and the intercepts by depth from 1 on."""
+        levels = self._smooth_intercepts()
+        return self._slope, [levels[min(depth, _DEEPEST)] for depth in range(1, deepest + 1)]
+
     def chain_values(self, length: int) -> list[float]:
         """Returns the probabilities of the nodes of a chain without log-odds, the root left out."""
         return self.path_values(range(-1, length), range(length + 1), None)[1:]
@@ -248,8 +253,9 @@ def pair_key(model: LoadedModel, drafters: Sequence[object]) -> str | None:
     """Returns a name for a target and its drafters; None if the caller made the weights, which may change."""
     if model.is_borrowed:
         return None
+    target: Any = model.files
     try:
-        target = TargetFingerprint.of(model).model_dump(exclude={"name"})
+        target = target or TargetFingerprint.of(model).model_dump(exclude={"name"})
     except ForetokenError as err:
         _log.debug("acceptance is not kept for '%s': %s", model.name, err)
         return None

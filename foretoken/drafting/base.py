@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.token_tree import TokenTree
+    from foretoken.trees.stopping import PathFloors
 
 UNBOUNDED = 1 << 20  # deeper than any tree
 
@@ -36,10 +37,12 @@ class Ask(NamedTuple):
     Attributes:
         drafters: Indices of the engine's drafters; empty for none.
         depth: Deepest node that pays. The allowances also bound the depth.
+        floors: Ends chains early, of one drafter that follows them; None for none.
     """
 
     drafters: Sequence[int]
     depth: int = UNBOUNDED
+    floors: PathFloors | None = None
 
 
 class Leaf(NamedTuple):

@@ -33,6 +33,7 @@ _RIDGE = 0.3  # seen passes that differ less, as a share of the widest one, say 
 _LEAST_LEVEL = 0.06  # share of the shortest timed draft: on a busy machine a level can seem to take nothing
 _SHAPE = 0.02  # mean square of what told and true seconds of two widths differ by, as a logarithm
 _REFRESH_EVERY = 16  # passes between two tables
+MISSED = 2  # tokens that a draft may read besides and still tell what drafts take; a choice: they add little
 
 
 class _Surprise:
@@ -166,8 +167,10 @@ class CostModel:
             emitted = sum(step.num_emitted for step in record.sequences)
             self.host.add(emitted, (seconds.accept + seconds.commit) / max(self.machine, slowness))
         for asked in record.asked:
-            # A moment in which the machine was busy also slowed the pass.
-            self._drafts[asked.index].learn(asked.depth, asked.seconds / self.machine, asked.seconds / slowness)
+            # A moment in which the machine was busy also slowed the pass. Missed tokens are read once, not every time.
+            draft = self._drafts[asked.index]
+            if asked.num_missed <= MISSED or not draft.is_known:
+                draft.learn(asked.depth, asked.seconds / self.machine, asked.seconds / slowness)
         if len(self._drafts) > 1 and record.asked:
             rest = seconds.draft - sum(asked.seconds for asked in record.asked)
             self.merging.add(sum(asked.depth > 0 for asked in record.asked), max(rest, 0.0) / self.machine)
@@ -202,6 +205,10 @@ class _DraftSeconds:
             level = fastest[low] / low if high == low else (fastest[high] - fastest[low]) / (high - low)
             level = max(level, _LEAST_LEVEL * fastest[low])
             self._start(max(fastest[low] - level * low, 0.0), level)
+
+    @property
+    def is_known(self) -> bool:
+        return self.known[-1] > 0
 
     def _start(self, fixed: float, level: float) -> None:
         self.known[1:] = [max(fixed + level * depth, 1e-6) for depth in range(1, len(self.known))]

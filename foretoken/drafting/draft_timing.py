@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
 
 _PROMPT_LEN = 8
-_DEEPEST = 4  # most levels of the timed drafts
+MOST_TIMED = 4  # levels of the deepest timed drafts
 _NUM_DRAFTS = 15  # the first reads the prompt; then one level and the deepest in turns
 _NUM_NEEDED = 4  # drafts, two of each depth: the first are slow
 _LIMIT_S = 1.0  # no further draft after this, once the needed drafts were timed
@@ -49,7 +49,7 @@ def time_drafts(drafter: Drafter, target: TargetHandle, num_sequences: int = 1) 
         One entry per draft with nodes. Empty for a drafter from another package, which would take the text for a
         request, and for one that proposes nothing or fails.
     """
-    deepest = min(_DEEPEST, len(drafter.nodes_by_depth) - 1)
+    deepest = min(MOST_TIMED, len(drafter.nodes_by_depth) - 1)
     if isinstance(drafter, UntrustedDrafter) or target.context_len <= _PROMPT_LEN + deepest:
         return []
     guard = DraftGuard(

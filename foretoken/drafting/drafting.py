@@ -9,27 +9,21 @@ import torch
 
 from foretoken.core.backend import StageClock
 from foretoken.core.records import AskedDrafter
-from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
-from foretoken.drafters.base import MeasuredDrafter, TargetReads
-from foretoken.drafting.acceptance import KeptAcceptance, pair_key
-from foretoken.drafting.base import Ask, Fixed
+from foretoken.core.token_tree import PROBE, TokenTree
+from foretoken.drafters.base import TargetReads
+from foretoken.drafting.base import Ask
 from foretoken.drafting.draft_guard import DraftGuard, within_node_limits
-from foretoken.drafting.draft_timing import time_drafts
 from foretoken.drafting.goodput import Goodput
-from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
 from foretoken.grammars.drafts import FORCED, constrained_tree
-from foretoken.trees.stopping import STOP_CONTROLS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.passes import Tap
     from foretoken.core.records import Declined, StepRecord
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest
     from foretoken.drafting.base import Allotment, Continue, Controller, Leaf
-    from foretoken.drafting.policies import BatchTable
     from foretoken.grammars.drafts import GrammarBounds
-    from foretoken.runner.costs import CostCurve
     from foretoken.sampling.batch import SamplingBatch
 
 
@@ -60,8 +54,34 @@ class DraftNoise:
         return replace(context, sampling=own)
 
 
-_MOST_BOUGHT = 128  # least cap of nodes in a tree of several drafters; a drafter with wider trees raises the cap
 _LONGEST_GRAFT = 10  # tokens
+
+
+class _Asked(NamedTuple):
+    """A drafter that was asked: its index, the most levels of its trees, and `AskedDrafter.num_missed`."""
+
+    drafter: int
+    depth: int
+    num_missed: int
+
+
+class _Followed:
+    """How far each drafter has followed the sequences."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, int], int] = {}  # by drafter and slot: most tokens of which it has missed none
+
+    def missed(self, drafter: int, context: DraftContext, depth: int) -> int:
+        """Returns the most tokens of a sequence that a drafter missed; it is asked now, for `depth` levels."""
+        missed = 0
+        for slot, tokens in zip(context.slots, context.tokens, strict=True):
+            missed = max(missed, len(tokens) - self._next.get((drafter, slot), 0))
+            self._next[drafter, slot] = len(tokens) + depth + 1
+        return missed
+
+    def begin(self, slot: int) -> None:
+        """Starts a sequence."""
+        self._next = {key: length for key, length in self._next.items() if key[1] != slot}
 
 
 class Draft(NamedTuple):
@@ -75,7 +95,7 @@ class Draft(NamedTuple):
         is_committed: Whether drafters get `commit` after this iteration.
         is_learned: Whether the controller learns from this iteration. Not if requests or prompts left nothing to draft,
             and not from tokens that a grammar forced, because they say nothing about the drafters.
-        asked: Indices of the drafters that were asked, in order, and the most levels of each tree.
+        asked: The drafters that were asked, in order.
         clock: Its laps are the seconds of each of these; None if no drafter was asked.
     """
 
@@ -85,7 +105,7 @@ class Draft(NamedTuple):
     declined: Declined | None = None
     is_committed: bool = True
     is_learned: bool = False
-    asked: Sequence[tuple[int, int]] = ()
+    asked: Sequence[_Asked] = ()
     clock: StageClock | None = None
 
 
@@ -99,92 +119,6 @@ def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
         attention_tokens=max((drafter.reads.attention_tokens for drafter in drafters), default=0),
         attention_every=min((every for drafter in drafters if (every := drafter.reads.attention_every)), default=0),
     )
-
-
-def choose_controller(
-    options: Sequence[DrafterOptions],
-    drafters: Sequence[Drafter],
-    target: TargetHandle,
-    control: str | BatchTable = "goodput",
-    *,
-    keeps_acceptance: bool = True,
-) -> Controller:
-    """Returns the controller for some drafters.
-
-    Args:
-        options: Of the drafters that have options.
-        drafters: Attached drafters, at least one.
-        target: What the drafters are attached to. Gives seconds of passes; drafts are timed on it.
-        control: One of `CONTROLS`, or vLLM's table of depths by batch size. Every other policy than "goodput" also
-            applies to drafters with a fixed depth, which bounds it.
-        keeps_acceptance: Whether acceptance counts are read from and kept in the cache directory.
-
-    Returns:
-        `Fixed` if options fix the draft size, a stop rule ends drafts, or a caller made the drafter; else `Goodput`. It
-        buys nodes of several drafters, of lookups and of dynamic trees, and else chooses the depth of whole drafts.
-    """
-    sizes = most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters]
-    if not isinstance(control, str):
-        return ByBatchSize(control, *sizes)
-    if control == "heuristic":
-        return Heuristic(*sizes)
-    if control == "smartspec":
-        timed = [time_drafts(drafter, target) for drafter in drafters]
-        return SmartSpec(target.costs, timed, [drafter.nodes_by_depth for drafter in drafters], sizes[0])
-    if control in ("fixed", *STOP_CONTROLS) or not options or not all(each.is_adaptive for each in options):
-        return Fixed(*sizes)
-    timed = [time_drafts(drafter, target) for drafter in drafters]
-    if len(options) == 1 and not options[0].can_prune_tree and options[0].tree != "dynamic":
-        (drafter,) = drafters
-        return Goodput(
-            target.costs, nodes_by_depth=[drafter.nodes_by_depth], max_nodes=drafter.nodes_by_depth[-1],
-            is_read=False, timed=timed,
-            expected=drafter.expected_acceptance if isinstance(drafter, MeasuredDrafter) else (),
-        )  # fmt: skip
-    made = _buying(drafters, target.costs, timed)
-    key = pair_key(target.model, options) if keeps_acceptance and len(options) > 1 else None
-    if key is not None:
-        made.keep_learned(KeptAcceptance(made.learners, key))
-    return made
-
-
-def choose_for_predictions(
-    options: Sequence[DrafterOptions], drafters: Sequence[Drafter], target: TargetHandle
-) -> Controller:
-    """Returns the controller while requests bring predictions: as `choose_controller`, without timing drafts.
-
-    Args:
-        options: Of the drafters that have options; the drafter of predictions is last.
-        drafters: Attached drafters; the drafter of predictions is last.
-        target: What the drafters are attached to.
-    """
-    if len(drafters) == 1:  # no costs of passes are measured for plain decoding
-        return _buying(drafters, None)
-    if len(options) < len(drafters) or not all(each.is_adaptive for each in options):
-        return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
-    return _buying(drafters, target.costs)
-
-
-def _buying(
-    drafters: Sequence[Drafter], cost: CostCurve | None, timed: Sequence[Sequence[tuple[int, float]]] = ()
-) -> Goodput:
-    """Returns a controller that reads the drafters' trees and buys nodes of them."""
-    widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
-    return Goodput(
-        cost,
-        nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
-        max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),
-        timed=timed,
-    )
-
-
-def most_nodes(drafters: Sequence[Drafter]) -> int:
-    """Returns the nodes of the widest tree that is verified, root included.
-
-    The width has room for the proposals of all drafters together, up to the bound of trees. Whole drafts are verified
-    as they are. Where nodes are bought, drawn nodes and probes are never left out.
-    """
-    return min(1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters), MAX_NODES)
 
 
 class _Team(NamedTuple):
@@ -244,7 +178,7 @@ class Drafting:
         self._usual = self._team = _Team.of(self._guards[: len(drafters) - is_added], controller)
         self._predicting = _Team.of(self._guards, for_predictions) if is_added else self._usual
         self._device = device
-        self._noise = DraftNoise()
+        self._noise, self._followed = DraftNoise(), _Followed()
         self.names = [guard.name for guard in self._guards]
         self._credits: dict[int, tuple[str, ...]] = {}
         self._max_nodes, self._nodes_by_depth = max_nodes, [list(drafter.nodes_by_depth) for drafter in drafters]
@@ -262,6 +196,7 @@ class Drafting:
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Tells the drafters that a sequence begins in a slot."""
+        self._followed.begin(slot)
         for guard in self._usual.guards:
             guard.begin(slot, request)
         if request.prediction is not None and self._predicting is not self._usual:
@@ -309,16 +244,17 @@ class Drafting:
             return self._no_draft(context)
         trees: dict[int, TokenTree] = {}
         errors: dict[int, str] = {}
-        asked: list[tuple[int, int]] = []
+        asked: list[_Asked] = []
         counts: list[Sequence[int] | None] = []
         clock = StageClock(self._device, max_events=None)
         ask: Ask | None = allotment.first or Ask(range(len(guards)))
         while ask is not None:
-            bounded = _no_deeper(context, ask.depth)
+            bounded = _bounded(context, ask)
             for index in ask.drafters:
                 trees[index], error, num_proposed = guards[index].propose(self._noise.of(bounded, index))
                 clock.mark()
-                asked.append((index, trees[index].max_depth))
+                depth = trees[index].max_depth
+                asked.append(_Asked(index, depth, self._followed.missed(index, bounded, depth)))
                 counts.append(num_proposed)
                 if error is not None:
                     errors[index] = error
@@ -381,8 +317,14 @@ class Drafting:
             return []
         seconds = draft.clock.laps()
         return [
-            AskedDrafter(index=index, name=self.names[index], depth=depth, seconds=each)
-            for (index, depth), each in zip(draft.asked, seconds, strict=True)
+            AskedDrafter(
+                index=asked.drafter,
+                name=self.names[asked.drafter],
+                depth=asked.depth,
+                seconds=each,
+                num_missed=asked.num_missed,
+            )
+            for asked, each in zip(draft.asked, seconds, strict=True)
         ]
 
     def _no_draft(
@@ -450,10 +392,10 @@ def _num_proposed(counts: Sequence[Sequence[int] | None], max_depth: Sequence[in
     return proposed
 
 
-def _no_deeper(context: DraftContext, depth: int) -> DraftContext:
-    if depth >= max(context.max_depth):
+def _bounded(context: DraftContext, ask: Ask) -> DraftContext:
+    if ask.depth >= max(context.max_depth) and ask.floors is None:
         return context
-    return replace(context, max_depth=[min(each, depth) for each in context.max_depth])
+    return replace(context, max_depth=[min(each, ask.depth) for each in context.max_depth], floors=ask.floors)
 
 
 def _within(context: DraftContext, allotment: Allotment) -> DraftContext:

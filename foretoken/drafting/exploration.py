@@ -56,6 +56,10 @@ class Exploration:
         self._tried[choice] = self.count, 1
         return True
 
+    def may_lose(self, loss: float) -> bool:
+        """Decides whether a small loss leaves half of the first credit for other reasons."""
+        return loss <= CREDIT / 8 and self.amount - loss > CREDIT / 2
+
     def is_beginning(self, choice: object) -> bool:
         """Whether the choice is tried for the first time after a rest."""
         return self._tried.get(choice) == (self.count, 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import pairwise
+from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from foretoken.core.records import Declined
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
 from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
-from foretoken.drafting.costs import LONGEST, CostModel
+from foretoken.drafting.costs import LONGEST, MISSED, CostModel
 from foretoken.drafting.exploration import Exploration
 from foretoken.drafting.host_trees import (
     HostMerge,
@@ -38,6 +39,7 @@ from foretoken.drafting.host_trees import (
 )
 from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, buy, stop
 from foretoken.trees.merge import grafted, merge_trees, prune
+from foretoken.trees.stopping import PathFloors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 
 _FREE = 0.03  # share of a plain iteration: a drafter that takes less on average is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
+_NEW = 10.0  # drafts before an estimate counts; see NOTES, "A first answer"
+_LEAST_FLOOR = 1e-9  # probability of a path
 _DECIDE_EVERY = 8  # most iterations that share a decision once it repeats; fewer at first
 
 
@@ -66,10 +70,14 @@ class _Known:
         shape: Nodes per level of its trees.
         widths: Nodes that are verified per level of a sequence.
         hits: Share of the sequences for which it proposes anything.
+        ends_early: Whether its chains end by `PathFloors`.
     """
 
-    def __init__(self, nodes_by_depth: Sequence[int], expected: Sequence[float], *, is_read: bool) -> None:
-        self.nodes_by_depth, self.deepest = nodes_by_depth, min(len(nodes_by_depth) - 1, 64)
+    def __init__(
+        self, nodes_by_depth: Sequence[int], expected: Sequence[float], *, is_read: bool, ends_early: bool
+    ) -> None:
+        self.ends_early, self.nodes_by_depth = ends_early, nodes_by_depth
+        self.deepest = min(len(nodes_by_depth) - 1, 64)
         self.nodes, self.grafts = NodeAcceptance(), NodeAcceptance()
         self.levels = {frozenset[int](): LevelAcceptance(self.deepest, expected)}
         self.shape = [float(after - before) for before, after in pairwise(nodes_by_depth)][: self.deepest]
@@ -80,6 +88,11 @@ class _Known:
         if others not in self.levels:
             self.levels[others] = self.levels[frozenset()].halved()
         return self.levels[others]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether so little was seen that an estimate is a guess."""
+        return self.levels[frozenset()].num_seen < _NEW
 
     def age(self) -> None:
         self.nodes.age()
@@ -104,6 +117,7 @@ class Goodput:
         nodes_by_depth: Sequence[Sequence[int]],
         max_nodes: int,
         is_read: bool = True,
+        ends_early: Sequence[bool] = (),
         timed: Sequence[Sequence[tuple[int, float]]] = (),
         expected: Sequence[float] = (),
     ) -> None:
@@ -114,11 +128,16 @@ class Goodput:
             nodes_by_depth: Of each drafter, see `foretoken.drafters.base.Drafter`.
             max_nodes: Most nodes of a verified tree, root included.
             is_read: Whether nodes are bought. False for a single drafter whose trees are verified whole.
+            ends_early: Whether each drafter's chains end by `PathFloors`; empty for none. Such nodes are bought.
             timed: Depth and seconds of each drafter's timed drafts; empty for none.
             expected: Of a single drafter, see `LevelAcceptance`.
         """
         self._max_nodes, self._is_read = max_nodes, is_read
-        self._known = [_Known(nodes, expected, is_read=is_read) for nodes in nodes_by_depth]
+        ends = ends_early or [False] * len(nodes_by_depth)
+        self._known = [
+            _Known(nodes, expected, is_read=is_read, ends_early=each)
+            for nodes, each in zip(nodes_by_depth, ends, strict=True)
+        ]
         deepest = [known.deepest for known in self._known]
         self._costs = CostModel(cost, deepest, timed or [()] * len(deepest))
         self._exploration = Exploration()
@@ -126,6 +145,7 @@ class Goodput:
         self._held: Allotment | None = None  # a decision that holds until an iteration
         self._held_until = self._last_depth = 0
         self._gain = 0.0  # plain iterations that an iteration with drafts saves, fading
+        self._pace = 0.0, 0.0  # tokens and seconds of iterations with drafts, fading
         self._free = frozenset[int]()
         self._begin(0)
 
@@ -141,7 +161,8 @@ class Goodput:
 
     def forget(self, drafter: int) -> None:
         """Forgets the acceptance of a drafter and the last decision, because its next drafts follow another text."""
-        self._known[drafter] = _Known(self._known[drafter].nodes_by_depth, (), is_read=self._is_read)
+        old = self._known[drafter]
+        self._known[drafter] = _Known(old.nodes_by_depth, (), is_read=self._is_read, ends_early=old.ends_early)
         self._held = None
 
     def plain_seconds(self, batch_size: int) -> float | None:
@@ -239,18 +260,43 @@ class Goodput:
         if plans[best].rate > now.rate:
             self._plan = plan = plans[best]
             self._exploration.note(best)
-            if plan.size < self._known[best].deepest and not self._num_prompt_tokens:
+            ends_early = self._known[best].ends_early
+            if plan.size < self._known[best].deepest and not self._num_prompt_tokens and not ends_early:
                 deeper = best_depth(now, at_hand, self._candidate(best), costs, least=plan.size + 1)
                 if self._exploration.is_due(("deeper", best), self._loss_of(deeper, plan.rate), goes_on=False):
                     plan = deeper
-            return self._asking(Ask((best,), plan.size))
+            return self._asked_plan(best, plan, now.rate)
         for i in costly if not self._num_prompt_tokens else ():
-            if self._exploration.is_due(i, self._loss_of(plans[i], now.rate)):
+            loss = self._loss_of(plans[i], now.rate)
+            if self._known[i].is_new and self._exploration.may_lose(loss):
+                return self._asked_plan(i, plans[i], now.rate)
+            if self._exploration.is_due(i, loss):
                 if self._exploration.is_beginning(i):
                     self._known[i].age()
                     self._costs.age(i)
-                return self._asking(Ask((i,), plans[i].size))
+                return self._asked_plan(i, plans[i], now.rate)
         return None
+
+    def _asked_plan(self, i: int, plan: DraftPlan, rate: float) -> Ask:
+        """Asks for the depth of a plan; or for chains that end where another level brings less than iterations bring.
+
+        That is the best rule if iterations bring as many tokens per second as lately, `rate` at least (Charnov 1976,
+        the marginal value theorem). The level that falls below is drafted already; it is bought if it pays.
+        """
+        known, batch, draft = self._known[i], self._batch, self._costs.draft(i)
+        if not known.ends_early:
+            return self._asking(Ask((i,), plan.size))
+        tokens, seconds = self._pace
+        rate = max(rate, tokens / seconds if seconds else plan.rate)
+        first = batch + self._num_prompt_tokens
+        passes = self._costs.passes(batch, first + batch * known.deepest)
+        rates = known.after(frozenset(self._answers) - self._free).rates()
+        floors = [0.0] * known.deepest  # nothing follows the deepest level
+        for depth in range(1, known.deepest):
+            width = first + batch * depth
+            level_s = draft[depth + 1] - draft[depth] + passes[width + batch] - passes[width]
+            floors[depth - 1] = log(max(rate * level_s / (batch * rates[depth]), _LEAST_FLOOR))
+        return self._asking(Ask((i,), known.deepest, PathFloors(*known.nodes.logistic(known.deepest), floors)))
 
     def _loss_of(self, plan: DraftPlan, rate: float) -> float:
         """Returns how many plain iterations a plan loses against a rate of tokens per second."""
@@ -307,6 +353,8 @@ class Goodput:
             depth = self._asked.setdefault(i, known.deepest)
             self._batch = tree.batch_size
             rows = read_rows(tree, known.nodes) if tree.width > 1 else []
+            if known.ends_early:
+                depth = self._asked[i] = tree.max_depth
             self._answers[i] = _Answer(tree, rows)
             if not rows:
                 continue
@@ -395,8 +443,12 @@ class Goodput:
         steps, asked = record.sequences, self._asked
         is_drafted = any(step.tree_depth for step in steps) or not self._free.issuperset(asked)
         if is_drafted and not record.num_prompt_tokens:
-            loss = self._loss(record, sum(step.num_emitted for step in steps))
+            emitted = sum(step.num_emitted for step in steps)
+            loss = self._loss(record, emitted)
             self._exploration.charge(loss)
+            if all(each.num_missed <= MISSED for each in record.asked):
+                tokens, seconds = ((1 - _WIDTH_RATE) * each for each in self._pace)
+                self._pace = tokens + emitted, seconds + record.seconds.total / self._costs.machine
             self._gain -= _WIDTH_RATE * (loss + self._gain)
         else:
             self._exploration.charge(0.0)
@@ -441,6 +493,8 @@ class Goodput:
             if hits:
                 right = learn_followed(answer.rows, known.nodes, steps)
                 last = [min(self._asked[i], len(steps[b].tokens)) for b in hits]
+                if known.ends_early:
+                    last = [min(most, max(answer.rows[b].depths)) for most, b in zip(last, hits, strict=True)]
                 known.after(costly).learn([before[b] for b in hits], [right[b] for b in hits], last)
                 before = list(map(max, before, right))
             known.hits += _WIDTH_RATE * (len(hits) / self._batch - known.hits)

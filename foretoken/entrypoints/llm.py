@@ -24,13 +24,8 @@ from foretoken.core.sampling_params import check_other_keywords
 from foretoken.decoder.slot_cache import share_of_free
 from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
-from foretoken.drafting.drafting import (
-    Drafting,
-    choose_controller,
-    choose_for_predictions,
-    joint_reads,
-    most_nodes,
-)
+from foretoken.drafting.choice import choose_controller, choose_for_predictions, most_nodes
+from foretoken.drafting.drafting import Drafting, joint_reads
 from foretoken.engine.loop import Engine
 from foretoken.engine.scheduler import SlotPool
 from foretoken.entrypoints.config import parse_speculative_config

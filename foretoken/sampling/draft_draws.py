@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from foretoken.sampling.batch import SamplingBatch
     from foretoken.trees.merge import Pruning
-    from foretoken.trees.stopping import StopRule
+    from foretoken.trees.stopping import PathFloors, StopRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,7 @@ class DraftDraws:
         is_drawn_for_all: True only if no sequence is drafted greedily; known on the host.
         pruning: Thresholds of improbable tokens to leave out; None keeps all tokens.
         stop: Decides after which tokens a draft ends; None for full depth. Replaces `pruning`.
+        floors: Ends chains whose path is improbable; None for full depth. Only without `pruning` and `stop`.
         is_independent: Whether sampled siblings are drawn independently, repeats included, instead of without
             replacement.
     """
@@ -51,6 +52,7 @@ class DraftDraws:
     is_drawn_for_all: bool
     pruning: Pruning | None = None
     stop: StopRule | None = None
+    floors: PathFloors | None = None
     is_independent: bool = False
 
     @classmethod

@@ -113,6 +113,7 @@ class TreeTensors(NamedTuple):
         candidates: (B, C) int64, tokens of all candidates, the root first.
         path_scores: (B, C) float32.
         candidate_parents: (B, C) int64, among the candidates.
+        lengths: (B,) int64, of chains that end early; else None.
     """
 
     parents: Tensor
@@ -128,6 +129,7 @@ class TreeTensors(NamedTuple):
     candidates: Tensor | None = None
     path_scores: Tensor | None = None
     candidate_parents: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 class TreeExpansion:
@@ -149,6 +151,11 @@ class TreeExpansion:
             self._kinds = torch.zeros_like(self.tokens)
             self._row_of = torch.full_like(self.tokens, -1)
         self._num_tokens = 0
+        self._lengths: Tensor | None = None  # (B,) int64, of chains that end early
+        if draws.floors is not None:
+            assert self.depth == num_nodes - 1, "only chains have floors"
+            self._lengths = torch.full_like(roots, self.depth)
+            self._path = torch.zeros_like(self._scores[:, 0])  # log-probability of the estimate
         self._stop = draws.stop
         self._pruning = draws.pruning if draws.stop is None else draws.stop.thresholds
         if self._pruning is not None:
@@ -175,9 +182,14 @@ class TreeExpansion:
     def levels(self) -> Iterator[int]:
         """See `Expansion`."""
         for depth in range(self.depth):
-            if not self._level(depth).indices:
+            if not self._level(depth).indices or (self._lengths is not None and depth >= self._num_levels):
                 return
             yield depth
+
+    @property
+    def _num_levels(self) -> int:
+        """Levels that were chosen, or are to be; synchronises for chains that end early."""
+        return self.depth if self._lengths is None else int(self._lengths.max())
 
     def frontier(self, depth: int) -> Frontier:
         """See `Expansion`."""
@@ -194,7 +206,7 @@ class TreeExpansion:
 
         They are (B, W) int64 tokens, and (1, W) int64 parents among these tokens, -1 below the root.
         """
-        nodes = slice(1, bisect_right(self._relations.depths, self.depth - 1))
+        nodes = slice(1, bisect_right(self._relations.depths, self._num_levels - 1))
         return self.tokens[:, nodes], self._relations.places[:1, nodes] - 1
 
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
@@ -215,6 +227,7 @@ class TreeExpansion:
             kinds=self._kinds if draws.has_sampled else None,
             row_of=self._row_of if draws.has_sampled else None,
             rows=rows,
+            lengths=self._lengths,
         )
 
     def grow(self, depth: int, logits: Tensor) -> None:
@@ -234,6 +247,11 @@ class TreeExpansion:
         self.tokens[:, children] = chosen
         gains = _entries(log_probs, level.place, chosen)
         self._scores[:, children] = self._scores[:, level.parents] + gains
+        if self._lengths is not None and self.draws.floors is not None:
+            floors, goes_on = self.draws.floors, self._lengths > depth
+            self._path += floors.log_estimates(gains[:, 0], depth + 1)
+            ends = goes_on & ~(self._path >= floors.floors[depth])
+            self._lengths[ends] = depth + 1
         if self._pruning is not None:
             self._prune(level, self.draws.likelihoods(log_probs, keys), chosen, depth)
         if self.draws.has_sampled:
@@ -255,6 +273,8 @@ class TreeExpansion:
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         """See `Expansion`; cuts off nodes deeper than a sequence has room for. With pruning, synchronises once."""
+        if self._lengths is not None:
+            return self._shortened(rows, room, roots)
         tree = self._unpruned(rows, room, roots)
         if self._pruning is None:
             return tree
@@ -263,6 +283,20 @@ class TreeExpansion:
         kept &= tree.parents >= 0  # neither padding nor cut off
         kept[:, 0] = True
         return compacted(tree, kept).narrowed()
+
+    def _shortened(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
+        assert self._lengths is not None, "asked before"
+        within = list(room)
+        for row, length in zip(rows, self._lengths.tolist(), strict=True):
+            within[row] = min(within[row], length)
+        depth = max(within[row] for row in rows)
+        made = TreeExpansion(self.shape.truncated(depth), self.roots, replace(self.draws, floors=None))
+        made.tokens, made._scores = self.tokens[:, : depth + 1], self._scores[:, : depth + 1]
+        made._num_tokens = self._num_tokens
+        if self.draws.has_sampled:
+            made._kinds, made._row_of = self._kinds[:, : depth + 1], self._row_of[:, : depth + 1]
+            made._rows = [torch.cat(self._rows, dim=1)[:, :depth]]
+        return made._unpruned(rows, within, roots)
 
     def _unpruned(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         total, device, places = len(room), self.tokens.device, self._relations.places

@@ -34,6 +34,7 @@ from foretoken.files.atomic_files import check_writable, told_as, write_file
 from foretoken.trees.merge import Pruning, normalised_entropy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 STOP_CONTROLS = ("confidence", "disco", "specdec_pp")
@@ -41,6 +42,7 @@ TRAINED = STOP_CONTROLS[1:]
 _NUM_TOP = 10  # DISCO's k
 _NUM_STATISTICS = _NUM_TOP + 3
 _SMALLEST = 1e-6  # cap of log-odds; float32 cannot tell probabilities nearer to 1
+FARTHEST = 9.0  # greatest log-odds that count in estimates of acceptance
 _HIDDEN, _NUM_BLOCKS = 32, 3  # of DISCO's network, a choice; of SpecDec++'s, its code
 _ADVICE = "Expected the drafter in a directory that may be written to."
 POSITION_SCALE = 1 / 16  # a choice: statistics of a similar size
@@ -126,6 +128,27 @@ class StopRule:
             return own
         odds: Tensor = self.network(statistics(log_probs, place, own, depth))
         return nn.functional.logsigmoid(odds[..., 0])
+
+
+@dataclass(frozen=True, slots=True)
+class PathFloors:
+    """Ends a chain once its path is not probable enough to pay for another level; what pays is the caller's estimate.
+
+    A token of draft probability q is estimated to be accepted after the tokens before it with log-odds
+    `slope * log-odds(q) + intercept`; the estimate of a path is the product. All lists are by depth, from depth 1.
+
+    Attributes:
+        floors: Least log-probability of a path down to the depth that goes on.
+    """
+
+    slope: float
+    intercepts: Sequence[float]
+    floors: Sequence[float]
+
+    def log_estimates(self, own: Tensor, depth: int) -> Tensor:
+        """Returns log-probabilities that tokens of a depth are accepted; own: float32 log q of any shape."""
+        odds = own.exp().logit(_SMALLEST).clamp(-FARTHEST, FARTHEST)
+        return nn.functional.logsigmoid(self.slope * odds + self.intercepts[depth - 1])
 
 
 def rule_file(drafter: Path, control: str) -> Path:

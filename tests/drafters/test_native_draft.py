@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from drafting_contexts import attached, context
-from end_to_end.tiny_llms import GAPPED_CHOICES, MEDUSA_CHOICES, WIDTHS, draft_model, noisy, target
+from end_to_end.tiny_llms import FLOORS, GAPPED_CHOICES, MEDUSA_CHOICES, WIDTHS, draft_model, noisy, target
 from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
 
@@ -102,6 +103,33 @@ def test_one_call_drafts_what_a_pass_for_each_level_drafts(shape: str, mix: str,
         assert_same_rows(*both, [len(text) if room else 0 for text, room in zip(texts, depths, strict=True)])
         for row, text in enumerate(texts):
             text += [*ours.tokens[row, 1 : 2 + row % 2].tolist(), 11 + row]
+
+
+@pytest.mark.parametrize(("mix", "dtype"), slow_products(list(MIXES), list(DTYPES)))
+def test_chains_end_where_their_path_is_improbable(mix: str, dtype: str) -> None:
+    """In one call and by levels, each sequence at its own depth; over rounds with accepted nodes."""
+    module = noisy(dtype=DTYPES[dtype])
+    both = [drafter(module, DTYPES[dtype], by_levels=by) for by in (False, True)]
+    params, is_coupled = zip(*(REQUESTS[kind] for kind in MIXES[mix]), strict=True)
+    texts, depths = [list(text) for text in TEXTS[: len(params)]], set[int]()
+    for turn, max_depth in enumerate((16, 16, [2, 0, 8, 1], 16, 3)):
+        depth = max_depth if isinstance(max_depth, int) else max_depth[: len(texts)]
+        asked = replace(context(texts, max_depth=depth, params=params, is_coupled=is_coupled), floors=FLOORS)
+        ours, theirs = (made.propose(asked) for made in both)
+        assert_same(ours, theirs)
+        assert ours.max_depth == max(ours.depths.amax(1).tolist())
+        for row, text in enumerate(texts):
+            path, count = 0.0, int(ours.num_nodes[row]) - 1
+            for d in range(1, count + 1):
+                gain = ours.scores[row, d] - ours.scores[row, d - 1]
+                path += float(FLOORS.log_estimates(gain.clamp_max(-1.2340e-4), d))
+                assert d == count or path >= FLOORS.floors[d - 1] - 1e-4
+            room = depth if isinstance(depth, int) else depth[row]
+            assert count in (0, min(room, 16)) or path < FLOORS.floors[count - 1] + 1e-4
+            depths.add(count)
+            text += [*ours.tokens[row, 1 : 1 + turn].tolist(), 11 + row]
+        assert_same_rows(*both, [0 for _ in texts])
+    assert len(depths) >= 3
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 7, VOCAB_SIZE + 13])

@@ -22,7 +22,7 @@ from foretoken.drafters.base import DraftContext, DraftRequest
 from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.oracle import OracleDrafter
 from foretoken.drafters.registry import drafter_options
-from foretoken.drafting import draft_timing, drafting
+from foretoken.drafting import choice, draft_timing
 from foretoken.drafting.base import Allotment, Allowance, Ask
 from foretoken.drafting.costs import fastest_by_depth
 from foretoken.drafting.draft_timing import time_drafts
@@ -93,7 +93,7 @@ def test_an_iteration_without_a_draft_is_one_of_plain_decoding(method: str, monk
 def test_what_a_lookup_found_is_not_verified_where_it_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lookup is asked, because asking costs next to nothing."""
     config = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
-    monkeypatch.setattr("foretoken.drafting.drafting.time_drafts", lambda drafter, target: [(1, 1e-7), (4, 1e-7)])
+    monkeypatch.setattr("foretoken.drafting.choice.time_drafts", lambda drafter, target: [(1, 1e-7), (4, 1e-7)])
     calls = Calls(monkeypatch, DEAR, config)
     output = calls.engine.generate([5, 6, 5, 6], PARAMS)[0].outputs[0].token_ids
     assert output == llm({}).generate([5, 6, 5, 6], PARAMS)[0].outputs[0].token_ids
@@ -160,7 +160,7 @@ def test_a_slow_first_draft_is_not_the_last_one_that_is_timed(monkeypatch: pytes
     timed: list[list[tuple[int, float]]] = []
     monkeypatch.setattr("foretoken.drafting.draft_timing._LIMIT_S", 0.0)
     monkeypatch.setattr(
-        drafting, "time_drafts", lambda drafter, target: timed.append(time_drafts(drafter, target)) or timed[-1]
+        choice, "time_drafts", lambda drafter, target: timed.append(time_drafts(drafter, target)) or timed[-1]
     )
     llm(adaptive("hydra++"))
     assert sorted(Counter(depth for depth, _ in timed[0]).values()) == [2, 2]
@@ -175,7 +175,7 @@ def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
         return timed[-1]
 
     config = adaptive("hydra++")
-    monkeypatch.setattr(drafting, "time_drafts", timing)
+    monkeypatch.setattr(choice, "time_drafts", timing)
     engine = llm(config)
     assert len(timed) == 1
     assert len(timed[0]) >= 2

@@ -17,7 +17,8 @@ from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetReads
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting.base import Allotment, Controller, Fixed
-from foretoken.drafting.drafting import Draft, Drafting, choose_controller, most_nodes
+from foretoken.drafting.choice import choose_controller, most_nodes
+from foretoken.drafting.drafting import Draft, Drafting
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
 
@@ -207,7 +208,7 @@ def test_a_draft_that_waits_is_its_own_controllers() -> None:
     asked = context([[5, 7], [5, 9]])
     assert [drafting.propose(asked).is_committed for _ in range(2)] == [False, True]
     drafting.begin(1, replace(DraftRequest(request_id="r", prompt=[5], params=GREEDY), prediction=[1, 2]))
-    assert [index for index, _ in drafting.propose(asked).asked] == [0, 1]
+    assert [each.drafter for each in drafting.propose(asked).asked] == [0, 1]
     with pytest.raises(StopIteration):
         predicting.allot(2)
 
@@ -227,7 +228,8 @@ def test_drafters_hear_of_an_iteration_before_a_prediction_has_them_asked() -> N
     drafting.begin(1, replace(DraftRequest(request_id="r", prompt=[5], params=GREEDY), prediction=[1, 2]))
     first, second = drafting.propose(asked), drafting.propose(asked)
     assert (first.asked, first.is_committed, num_verified(first)) == ((), True, [0, 0])
-    assert (second.asked, num_verified(second)) == ([(0, 2), (1, 2)], [6, 2])
+    assert [(each.drafter, each.depth) for each in second.asked] == [(0, 2), (1, 2)]
+    assert num_verified(second) == [6, 2]
     assert drafting.are_merged
     drafting.release(1)
     third = drafting.propose(asked)

@@ -140,7 +140,7 @@ def test_one_slow_draft_is_forgiven() -> None:
 def test_wide_passes_and_large_batches_cost() -> None:
     """Where every token costs a pass nothing pays; a batch reaches the end of a cheap step sooner."""
     stairs = (1, 8, 9, 64), (1.0, 1.0, 2.0, 14.0)
-    assert sum(live(one(((1, 2), (1.0, 2.0))), 0.9, 0.01, 100, curve=((1, 2), (1.0, 2.0)))) <= 4
+    assert sum(live(one(((1, 2), (1.0, 2.0))), 0.9, 0.01, 100, curve=((1, 2), (1.0, 2.0)))) <= 16
     made = one(stairs, deepest=16)
     assert set(live(made, 0.99, 0.001, 200, curve=stairs)[-9:]) == {7}
     assert set(filter(None, live(made, 0.99, 0.001, 60, batch=4, curve=stairs)[-9:])) == {1}
@@ -156,11 +156,11 @@ def test_plain_iterations_teach_no_acceptance() -> None:
 
 
 def test_the_reason_for_declining_has_the_numbers_of_the_decision() -> None:
-    made = one(((1, 2, 3, 64), (1.0, 1.6, 2.4, 60.0)))
+    made = one(((1, 2, 3, 64), (1.0, 2.4, 3.9, 150.0)))
     declined = made.allot(1).declined
     assert declined is not None
     assert (declined.width, declined.draft_cost, declined.acceptance, declined.hit_rate) == (2, 0.0, None, 1.0)
-    assert declined.pass_cost == pytest.approx(1.6)
+    assert declined.pass_cost == pytest.approx(2.4)
     assert made.allot(3).declined is not None
     assert made.allot(3).declined.width == 6, "of the whole batch"
     dear = one(level=2.0)
@@ -172,7 +172,7 @@ def test_the_reason_for_declining_has_the_numbers_of_the_decision() -> None:
 
 
 def test_a_decision_holds_for_some_iterations_and_for_its_batch() -> None:
-    made = one(((1, 2), (1.0, 2.0)))
+    made = one(((1, 2), (1.0, 2.6)))
     kept = made.allot(1)
     assert made.allot(1) is kept
     assert made.allot(2) is not kept
@@ -251,7 +251,7 @@ def test_a_record_of_another_batch_is_left_out() -> None:
 @pytest.mark.parametrize(("curve", "is_dear"), [(((1, 64), (5e-4, 5e-4)), False), (((1, 64), (5e-4, 3.2)), True)])
 def test_metrics_count_declined_drafts(curve: Any, is_dear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the real loop: what is found is verified or not, and passes are declined while the account is empty."""
-    monkeypatch.setattr("foretoken.drafting.drafting.time_drafts", lambda drafter, target: [(1, 1e-7), (4, 1e-7)])
+    monkeypatch.setattr("foretoken.drafting.choice.time_drafts", lambda drafter, target: [(1, 1e-7), (4, 1e-7)])
     cost = CostCurve(WIDTHS, CostCurve(*curve).seconds(WIDTHS))
     monkeypatch.setattr("foretoken.entrypoints.llm.pass_costs", lambda model, name: PassCosts(*[cost] * 3))
     records: list[StepRecord] = []

@@ -16,7 +16,8 @@ from drafters.drafting_contexts import GREEDY, context, handle
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.drafters.base import Committed, DraftRequest
 from foretoken.drafters.registry import create_drafter, drafter_options
-from foretoken.drafting.drafting import Drafting, choose_controller, choose_for_predictions
+from foretoken.drafting.choice import choose_controller, choose_for_predictions
+from foretoken.drafting.drafting import Drafting
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
 
@@ -28,7 +29,7 @@ STEEP = CostCurve((1, 64), (1.0, 1.0 + 63 * 0.25))
 @pytest.fixture(autouse=True)
 def _timed_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = [(1, ASKING_S), (4, ASKING_S)]
-    monkeypatch.setattr("foretoken.drafting.drafting.time_drafts", lambda drafter, target: timed)
+    monkeypatch.setattr("foretoken.drafting.choice.time_drafts", lambda drafter, target: timed)
 
 
 class Text(NamedTuple):
@@ -114,7 +115,8 @@ class Loop:
             ))  # fmt: skip
         width = sum(step.verified + 1 for step in found)
         asked = [
-            AskedDrafter(index=index, name=str(index), depth=depth, seconds=ASKING_S) for index, depth in draft.asked
+            AskedDrafter(index=each.drafter, name=str(each.drafter), depth=each.depth, seconds=ASKING_S)
+            for each in draft.asked
         ]
         seconds = StageSeconds(draft=ASKING_S * len(asked), verify=self._cost(width + num_prompt_tokens))
         self.seconds += seconds.total

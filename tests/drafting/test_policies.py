@@ -88,7 +88,7 @@ def test_every_policy_leaves_the_text_as_it_is(
 ) -> None:
     free = CostCurve((1, 64), (1.0, 1.0))  # else SmartSpec may find on a busy machine that nothing pays
     monkeypatch.setattr("foretoken.entrypoints.llm.pass_costs", lambda model, name: PassCosts(*[free] * 3))
-    monkeypatch.setattr("foretoken.drafting.drafting.time_drafts", lambda drafter, target: [])
+    monkeypatch.setattr("foretoken.drafting.choice.time_drafts", lambda drafter, target: [])
     prompts = [[5, 6, 7, 5, 6], [8, 9, 8, 9, 8], [5, 5, 5, 5]]
     params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0)
     records: list[StepRecord] = []

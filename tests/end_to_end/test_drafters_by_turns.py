@@ -15,7 +15,7 @@ from end_to_end.tiny_llms import llm, lookup, noisy, tokenizer
 
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafting import drafting
+from foretoken.drafting import choice
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.drafting.costs import CostModel
 from foretoken.drafting.goodput import Goodput
@@ -57,8 +57,8 @@ def test_drafters_asked_by_turns_change_no_text(
 ) -> None:
     free = CostCurve((1,), (1.0,))  # width costs nothing: everything is bought
     monkeypatch.setattr("foretoken.entrypoints.llm.pass_costs", lambda model, name: PassCosts(*[free] * 3))
-    monkeypatch.setattr(drafting, "Goodput", ByTurns)
-    monkeypatch.setattr(drafting, "time_drafts", lambda drafter, target: [])
+    monkeypatch.setattr(choice, "Goodput", ByTurns)
+    monkeypatch.setattr(choice, "time_drafts", lambda drafter, target: [])
     monkeypatch.setattr(CostModel, "learn", lambda *_, **__: None)  # width goes on to cost nothing
     monkeypatch.setattr(ByTurns, "num_grafts", 0)
     mix, plain, records = request_mix(), plain_mix(), list[StepRecord]()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import chain
+from math import log
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,12 +28,13 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM
 from foretoken.core.token_ids import tokenizer_sha
+from foretoken.core.token_tree import TokenTree
 from foretoken.drafters import draft_tokens
-from foretoken.drafters.base import Drafter, TargetHandle
+from foretoken.drafters.base import DraftContext, Drafter, TargetHandle
 from foretoken.drafters.datastore import write_datastore
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
 from foretoken.models.loading import wrap_model
-from foretoken.trees.stopping import StopRule
+from foretoken.trees.stopping import PathFloors, StopRule
 
 MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]
 GAPPED_CHOICES = [[1], [3], [1, 0], [1, 2], [1, 2, 1]]  # ranks that a search over measured acceptance may skip
@@ -130,8 +133,8 @@ def draft_model(module: Any, *, tokenizer: Any = None, **options: Any) -> Callab
     return lambda: DraftModelDrafter(checked, lambda target: wrap_model(module, name="draft"))
 
 
-class _DraftsSomeTokens:
-    """A draft model that drafts a quarter of its small vocabulary by default, where a decoder can."""
+class _Wrapped:
+    """Another drafter with a change."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -139,9 +142,23 @@ class _DraftsSomeTokens:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
+
+class _DraftsSomeTokens(_Wrapped):
+    """A draft model that drafts a quarter of its small vocabulary by default, where a decoder can."""
+
     def attach(self, target: TargetHandle) -> None:
         with mock.patch.object(draft_tokens, "_LARGE", 1):
             self._drafter.attach(target)
+
+
+class EndsEarly(_Wrapped):
+    """A drafter of chains that end by their path."""
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        return self._drafter.propose(replace(context, floors=FLOORS))
+
+
+FLOORS = PathFloors(1.0, [3.0, 2.5] * 8, [log(floor) for floor in (0.3, 0.1, 0.2, 0.05)] * 4)
 
 
 def oracle(pattern: Sequence[int], tree: Any = "chain") -> Callable[[Any], dict[str, Any]]:
@@ -227,6 +244,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         model = draft_model(noisy(architecture, 0.02, dtype), **options)
         return fixed(drafter=lambda: _DraftsSomeTokens(model()), trust_drafter=True)
 
+    def draft_ends(noise: float = 0.02, **options: Any) -> Callable[[Any], dict[str, Any]]:
+        model = draft_model(noisy(architecture, noise, dtype), **options)
+        return fixed(drafter=lambda: EndsEarly(model()), trust_drafter=True)
+
     def draft_other(match: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
         module = with_other_vocabulary(noisy(architecture, 0.02, dtype))
         made = draft_model(module, tokenizer=other_tokenizer(), vocab_match=match, **options)
@@ -283,6 +304,8 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft text": draft_other("text", num_speculative_tokens=4),
         "draft some tokens": draft_some(num_speculative_tokens=4),
         "draft some tokens tree": draft_some(tree=WIDTHS),
+        "draft ends early": draft_ends(),
+        "draft itself ends early": draft_ends(0.0),
         "draft greedy": draft(num_speculative_tokens=4, draft_sample_method="greedy"),
         "early exit": config("early_exit", exit_layer=2, num_speculative_tokens=4),
         "early exit tree": config("early_exit", exit_layer=2, tree="tree"),

@@ -17,7 +17,7 @@ from foretoken.acceptance.synthetic import joint_rates
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.records import StepRecord
 from foretoken.core.results import Counter, GenerationMetrics, RequestOutput
-from foretoken.drafting import drafting
+from foretoken.drafting import choice
 
 CONDITIONAL = [0.8, 0.7, 0.6]
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": joint_rates(CONDITIONAL)}
@@ -161,7 +161,7 @@ def test_controllers_see_synthetic_lengths_as_real_ones() -> None:
 
 def test_acceptance_is_not_kept_for_real_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(drafting, "pair_key", lambda *given: asked.append(given))
+    monkeypatch.setattr(choice, "pair_key", lambda *given: asked.append(given))
     arguments = config_of("two lookups adaptive")
     llm({"speculative_config": {**arguments, **SYNTHETIC}})
     assert not asked

@@ -22,6 +22,8 @@ namespace {
 
 // Parts of a row of logits, and elements of one. A choice: enough parts for many threads, few partial results to join.
 constexpr int64_t kMostParts = 16, kLeastPart = 512;
+// The greatest log-odds that count, and -log of their probability; as `log_odds` in host_trees.py.
+constexpr double kFarthest = 9, kNearest = 1.2340e-4;
 
 inline int64_t part_size(int64_t width) {  // whole registers
   return (std::max((width + kMostParts - 1) / kMostParts, kLeastPart) + kLanes - 1) / kLanes * kLanes;
@@ -126,6 +128,10 @@ inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = fa
     if (draft.draws[s] < kGreedily || draft.draws[s] > kSampled) return Status::kDraws;
     if (draft.draws[s] == kSampled && draft.rows == nullptr && draft.candidates == nullptr) return Status::kMissing;
   }
+  if (draft.floors != nullptr) {
+    if (draft.intercepts == nullptr || draft.lengths == nullptr) return Status::kMissing;
+    if (depth + 1 != draft.num_nodes || is_shared || draft.candidates != nullptr) return Status::kShape;
+  }
   if (draft.candidates == nullptr) return Status::kDone;
   return is_shared ? Status::kShape : check_dynamic(draft);
 }
@@ -191,7 +197,31 @@ class Children {
     });
   }
 
+  // Decides whether no sequence's chain goes on after a depth. Any number of threads, after `choose`.
+  bool have_all_ended(int64_t depth) const {
+    if (draft_.floors == nullptr) return false;
+    bool have_ended = true;
+    for (int64_t s = 0; s < draft_.num_sequences; ++s) {
+      const int64_t length = length_of(draft_.scores + s * draft_.num_nodes, depth);
+      have_ended &= length > 0;
+      if (omp_get_thread_num() == 0) draft_.lengths[s] = length > 0 ? length : depth;
+    }
+    return have_ended;
+  }
+
  private:
+  // The depth at which a path falls below its floor, 0 if it does not down to `depth`. scores: of its nodes.
+  int64_t length_of(const float* scores, int64_t depth) const {
+    double path = 0;
+    for (int64_t d = 1; d <= depth; ++d) {
+      const double q = std::min(double(scores[d]) - scores[d - 1], -kNearest);
+      const double odds = std::clamp(q - std::log1p(-std::exp(q)), -kFarthest, kFarthest);
+      path -= std::log1p(std::exp(-(draft_.slope * odds + draft_.intercepts[d - 1])));
+      if (!(path >= draft_.floors[d - 1])) return d;
+    }
+    return 0;
+  }
+
   // One row of logits for one node of one sequence.
   struct Look {
     int64_t sequence, node, place, source;  // source: the look that has its candidates

@@ -176,6 +176,7 @@ void fill_trees(const Children& children, Levels& levels, Barrier& barrier) {
       barrier.wait();
     }
     children.choose(depth, levels.logits(depth), false);
+    if (children.have_all_ended(depth + 1)) return;
   }
 }
 

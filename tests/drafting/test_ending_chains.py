@@ -1,0 +1,158 @@
+"""Chains that end by the probability of their path: what that gains over a depth, and what is learned from them."""
+
+from __future__ import annotations
+
+import random
+from math import exp, log
+from typing import Any
+
+import pytest
+from drafters.drafting_contexts import context
+
+from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafting.drafting import _Followed
+from foretoken.drafting.goodput import Goodput
+from foretoken.runner.costs import CostCurve
+from foretoken.trees.stopping import PathFloors
+
+DEEPEST, ROW = 12, 0.1  # levels; seconds that a token adds to a pass of one second
+
+
+class Text:
+    """Positions with the probabilities of the tokens that are drafted there, which are right as often as they say."""
+
+    def __init__(self, seed: int, *, is_sure: float = 0.6, length: int = 3000) -> None:
+        chance = random.Random(seed)
+        self.probabilities = [0.97 if chance.random() < is_sure else 0.35 for _ in range(length)]
+        self.are_right = [chance.random() < p for p in self.probabilities]
+
+    def right(self, place: int, depth: int) -> int:
+        return next((d for d in range(depth) if not self.are_right[place + d]), depth)
+
+
+def pass_s(width: int) -> float:
+    return 1 + ROW * (width - 1)
+
+
+def speed_of_depth(text: Text, depth: int, level: float) -> float:
+    place, seconds = 0, 0.0
+    while place < len(text.are_right) - DEEPEST - 1:
+        place += 1 + text.right(place, depth)
+        seconds += level * depth + pass_s(depth + 1)
+    return place / seconds
+
+
+def length_by(floors: PathFloors, probabilities: list[float]) -> int:
+    path = 0.0
+    for depth, p in enumerate(probabilities, start=1):
+        odds = log(p / (1 - p))
+        path -= log(1 + exp(-floors.slope * odds - floors.intercepts[depth - 1]))
+        if path < floors.floors[depth - 1]:
+            return depth
+    return len(probabilities)
+
+
+def controller(level: float, **keys: Any) -> Goodput:
+    curve = CostCurve(range(1, 20), [pass_s(width) for width in range(1, 20)])
+    timed = [[(1, level), (4, 4 * level)]]
+    return Goodput(curve, nodes_by_depth=[range(1, DEEPEST + 2)], max_nodes=16, ends_early=[True], timed=timed, **keys)
+
+
+def speed_of(made: Goodput, text: Text, level: float) -> tuple[float, list[int]]:
+    """Tokens a second, and the levels of each draft."""
+    place, seconds, levels = 0, 0.0, list[int]()
+    while place < len(text.are_right) - DEEPEST - 1:
+        allotment, drafted, accepted, width = made.allot(1), 0, 0, 1
+        if not allotment.is_empty:
+            ask = allotment.first
+            assert ask is not None
+            assert ask.floors is not None
+            drafted = length_by(ask.floors, text.probabilities[place : place + ask.depth])
+            scores = [sum(map(log, text.probabilities[place : place + d])) for d in range(drafted + 1)]
+            tokens = [0, *(d if text.right(place, d) == d else 1000 + d for d in range(1, drafted + 1))]
+            tree = TokenTree.from_rows([TreeRow(tokens, range(-1, drafted))], scores=[scores])
+            assert made.further({0: tree}) is None
+            width = made.select({0: tree}).width
+            accepted = text.right(place, width - 1)
+        levels.append(drafted)
+        seconds += level * drafted + pass_s(width)
+        step = SequenceStep(
+            request_id="", num_drafted=width - 1, tree_depth=width - 1, num_accepted=accepted, accepted_by={},
+            num_emitted=accepted + 1, tokens=[*range(1, accepted + 1), 7777], num_proposed=drafted or None,
+        )  # fmt: skip
+        asked = [AskedDrafter(index=0, name="", depth=drafted, seconds=level * drafted)] if drafted else []
+        spent = StageSeconds(draft=level * drafted, verify=pass_s(width))
+        made.learn_step(StepRecord(sequences=[step], num_tokens=width, asked=asked, seconds=spent))
+        place += accepted + 1
+    return place / seconds, levels
+
+
+@pytest.mark.parametrize("level", [0.05, 0.3])
+@pytest.mark.parametrize("seed", range(2))
+def test_they_beat_every_depth(level: float, seed: int) -> None:
+    text = Text(seed)
+    best = max(speed_of_depth(text, depth, level) for depth in range(1, DEEPEST + 1))
+    speed, levels = speed_of(controller(level), text, level)
+    assert speed > 1.03 * best
+    assert len(set(levels)) > 3
+
+
+def test_cheap_levels_go_on_after_less_probable_tokens() -> None:
+    text = Text(3)
+    cheap, dear = (speed_of(controller(level), text, level)[1][-100:] for level in (0.02, 0.4))
+    assert sum(cheap) > 1.1 * sum(dear)
+    assert cheap.count(1) < dear.count(1)
+
+
+def test_useless_drafts_are_given_up() -> None:
+    text = Text(4, is_sure=0.0)
+    text.are_right = [False] * len(text.are_right)
+    speed, levels = speed_of(controller(0.3), text, 0.3)
+    assert speed > 0.97
+    assert sum(map(bool, levels)) < 0.1 * len(levels)
+
+
+def test_levels_that_were_not_drafted_teach_nothing() -> None:
+    """A chain that ended at its second level, right to there, says nothing of the third."""
+    made = controller(0.3)
+    made.allot(1)
+    tree = TokenTree.from_rows([TreeRow([0, 1, 2], range(-1, 2))], scores=[[0.0, -0.1, -0.2]])
+    made.further({0: tree})
+    made.select({0: tree})
+    step = SequenceStep(
+        request_id="", num_drafted=2, tree_depth=2, num_accepted=2, num_emitted=3, tokens=[1, 2, 9], accepted_by={},
+        num_proposed=2,
+    )  # fmt: skip
+    asked = [AskedDrafter(index=0, name="", depth=2, seconds=0.6)]
+    spent = StageSeconds(draft=0.6, verify=1.2)
+    made.learn_step(StepRecord(sequences=[step], num_tokens=3, asked=asked, seconds=spent))
+    seen = made._known[0].after(frozenset())._seen
+    assert seen[:3] == pytest.approx([1, 1, 0])
+
+
+def test_a_draft_that_read_a_prompt_says_nothing_of_drafts() -> None:
+    """Nor one after a rest, which reads what it missed."""
+    made = controller(0.3)
+    known = list(made._costs.draft(0))
+    for missed in (200, 33):
+        asked = [AskedDrafter(index=0, name="", depth=1, seconds=5.0, num_missed=missed)]
+        step = SequenceStep(
+            request_id="", num_drafted=1, tree_depth=1, num_accepted=0, num_emitted=1, tokens=[9], accepted_by={}
+        )  # fmt: skip
+        spent = StageSeconds(draft=5.0, verify=1.1)
+        made._costs.learn(StepRecord(sequences=[step], num_tokens=2, asked=asked, seconds=spent))
+    assert made._costs.draft(0) == known
+
+
+def test_how_many_tokens_a_drafter_missed() -> None:
+    """Those of the prompt, then those of iterations in which it was not asked, of the sequence with most."""
+    followed, text = _Followed(), list(range(20))
+    followed.begin(0)
+    assert followed.missed(0, context([text]), 3) == 20
+    assert followed.missed(0, context([text + [1] * 4]), 2) == 0, "three accepted tokens and one more"
+    assert followed.missed(0, context([text + [1] * 5]), 2) == 0, "a rejected draft"
+    assert followed.missed(0, context([text + [1] * 12]), 1) == 4
+    assert followed.missed(1, context([text + [1] * 12]), 1) == 32, "another drafter"
+    followed.begin(0)
+    assert followed.missed(0, context([[5, 6]]), 1) == 2
