@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rivals.machine import describe_machine
+from foretoken.bench.speed_report import NO_CATEGORY
 from foretoken.bench.workload import prompt_token_ids, read_prompts
 from foretoken.files.user_cache import cache_directory
 from foretoken.models.loading import load_tokenizer
@@ -254,7 +255,7 @@ def main() -> None:
     for file in options.prompts:
         for row in read_prompts(file):
             ids = row.token_ids(tokenizer, len(tokenizer), 4096 - options.tokens)
-            category = row.category or Path(file).stem
+            category = Path(file).stem if row.category == NO_CATEGORY else row.category
             asked[category].append(prompt_token_ids(row.text, tokenizer) if ids is None else ids)
     everyone = contestants(options)
     print(f"{describe_machine()}; {options.tokens} tokens, temperature {options.temperature}")

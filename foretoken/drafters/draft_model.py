@@ -64,7 +64,7 @@ class Options(WindowOptions):
         use_heterogeneous_vocab: vLLM's name for `vocab_match="intersection"`.
         draft_vocab_size: Tokens that are drafted: the most frequent ones, and those that texts had lately. Rows of
             other tokens in the LM head are not read. "all" for the whole vocabulary; "auto" for a quarter of a large
-            one where the decoder can.
+            one, on CPUs where the decoder can.
         draft_vocab: File of `foretoken data vocab` with the most frequent tokens. Without it the first ids count as
             such, which is so in most tokenizers.
     """

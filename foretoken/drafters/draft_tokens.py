@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.formats.draft_vocabulary import DraftVocabulary
 
@@ -74,7 +75,8 @@ class DraftTokens:
             )
         is_required = size != "auto" or bool(listed)
         if size == "auto":
-            size = len(listed) or (total // _SHARE if total >= _LARGE else total)
+            is_large = total >= _LARGE and runs_cpu_kernels(model.device)  # elsewhere it was not measured
+            size = len(listed) or (total // _SHARE if is_large else total)
         if size in ("all", total):
             return None
         order = dict.fromkeys(chain((each for each in model.eos_ids if each < total), listed, range(total)))

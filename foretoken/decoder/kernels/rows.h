@@ -31,7 +31,9 @@ class Barrier {
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(omp_get_num_threads())) {
       arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
+      // In the order of all threads: `notify_all` looks whether anyone sleeps, and a look before the store is seen would
+      // leave a thread asleep that has looked at the old phase.
+      phase_.store(phase + 1, std::memory_order_seq_cst);
       wake();
       return;
     }
