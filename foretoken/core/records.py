@@ -167,6 +167,7 @@ class Declined:
         draft_cost: Seconds of drafting divided by those of a pass without drafts.
         acceptance: Estimated P(the first drafted token is accepted); None before the first draft.
         hit_rate: Share of recent calls in which the drafter proposed anything.
+        reading_cost: Seconds in which the drafter would read what it missed, divided by those of such a pass.
     """
 
     width: int
@@ -174,13 +175,15 @@ class Declined:
     draft_cost: float
     acceptance: float | None
     hit_rate: float
+    reading_cost: float = 0.0
 
     def __str__(self) -> str:
         acceptance = "not known yet" if self.acceptance is None else f"{self.acceptance:.2f}"
+        reading = f", reading the text first {self.reading_cost:.0f}x" if self.reading_cost >= 1 else ""
         hits = f", a draft in {self.hit_rate:.0%} of calls" if self.hit_rate < 0.95 else ""
         return (
             f"a pass of {self.width} tokens costs {self.pass_cost:.1f}x one without drafts, drafting "
-            f"{self.draft_cost:.1f}x, acceptance {acceptance}{hits}"
+            f"{self.draft_cost:.1f}x, acceptance {acceptance}{hits}{reading}"
         )
 
 

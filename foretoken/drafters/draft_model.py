@@ -54,7 +54,8 @@ class Options(WindowOptions):
             tokens.
         quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
             float32 and bfloat16): one more byte per weight. "none" drafts with the weights as
-            stored. "int4" takes half the bytes of "int8". "auto" takes int8 where possible.
+            stored. "int4" takes half the bytes of "int8". "auto" takes int8 where possible. Matrices that are stored
+            in integers stay as they are; except for "none" their inputs are rounded to 8 bits.
         vocab_match: How a draft model with another tokenizer drafts. "same" refuses it, "intersection" drafts tokens
             that both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" means "same"
             for equal vocabularies, else "intersection" if most of the target's tokens are shared. None means
@@ -237,7 +238,8 @@ def create(options: Options) -> Drafter:
     """See `foretoken.drafters.registry`; raises `ConfigError` without a model."""
     if options.model is None:
         raise ConfigError("method 'draft_model' needs a model. Expected the draft model's directory. Set 'model'.")
-    files = DraftModelFiles(options.model, options.revision)
+    rounds_inputs = options.quantization != "none"
+    files = DraftModelFiles(options.model, options.revision, rounds_inputs=rounds_inputs)
     return drafter_of(options, files.model, files.tokenizer)
 
 

@@ -298,14 +298,20 @@ _log = logging.getLogger(__name__)
 class DraftModelFiles:
     """A draft model in a directory or on the hub."""
 
-    def __init__(self, name: str, revision: str | None) -> None:
-        """Finds the model; raises `ModelError` if there is none, see `resolve_model`."""
+    def __init__(self, name: str, revision: str | None, *, rounds_inputs: bool = True) -> None:
+        """Finds the model; raises `ModelError` if there is none, see `resolve_model`.
+
+        `rounds_inputs`: whether matrices that are stored in integers round their inputs to 8 bits, where kernels can.
+        """
         self.name, self._revision = resolve_model(name, revision), revision
+        self._rounds_inputs = None if rounds_inputs else False
 
     def model(self, target: TargetHandle | LoadedModel) -> LoadedModel:
         """Loads the model on the target's device, in the target's dtype; raises `ModelError` if that fails."""
         dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
-        return load_model(self.name, dtype=dtype, device=device, revision=self._revision)
+        return load_model(
+            self.name, dtype=dtype, device=device, revision=self._revision, rounds_inputs=self._rounds_inputs
+        )
 
     def tokenizer(self) -> Any | None:
         """Loads its tokenizer, None if there is none; raises `ModelError` if it cannot be loaded."""

@@ -2,10 +2,12 @@
 
     pass(B, T) = told(T) * exp(r_B(T))      B sequences, T tokens
     draft(D)   = factor * (fixed + level * D)      D levels
+    reading(n) = slope * n      n tokens that a drafter missed
     host(n)    = start + slope * n      n emitted tokens
 
 `told` is the staircase that was measured at load. r_B is learned at the widths of past passes and interpolated between
 them, so that a staircase that was measured wrong does not last. `fixed` and `level` come from drafts timed at load.
+Before the first reading a token takes what it adds to a wide pass, in proportion to a level and a pass.
 
 All of these are seconds of a quiet machine. Observed seconds are divided by `machine`, the slowness that recent passes
 show. A busy machine slows passes, drafts and the host alike, so `machine` changes no decision.
@@ -33,6 +35,8 @@ _RIDGE = 0.3  # seen passes that differ less, as a share of the widest one, say 
 _LEAST_LEVEL = 0.06  # share of the shortest timed draft: on a busy machine a level can seem to take nothing
 _SHAPE = 0.02  # mean square of what told and true seconds of two widths differ by, as a logarithm
 _REFRESH_EVERY = 16  # passes between two tables
+_WIDE = 64  # tokens of a pass that is bound by arithmetic; a choice
+_LEAST_READ, _READ_FADE = 16, 0.8  # tokens that tell what reading takes, and weight of earlier ones; choices
 MISSED = 2  # tokens that a draft may read besides and still tell what drafts take; a choice: they add little
 
 
@@ -144,6 +148,15 @@ class CostModel:
         """Seconds of a draft of 0, 1, … levels; 0 while nothing is known."""
         return self._drafts[drafter].known
 
+    def reading(self, drafter: int) -> float:
+        """Returns the seconds in which a drafter reads a token that it missed."""
+        tokens, seconds = self._drafts[drafter].read
+        if tokens:
+            return seconds / tokens
+        told = self._told.table(_WIDE)
+        level = self.draft(drafter)[1] if len(self.draft(drafter)) > 1 else 0.0
+        return (told[_WIDE] - told[_WIDE // 2]) / (_WIDE // 2) * min(level / told[1], 1.0)
+
     def num_passes(self, batch: int) -> float:
         """Returns how often a pass without drafts was seen, of so many sequences."""
         return self._passes[batch].num_seen(batch) if batch in self._passes else 0.0
@@ -171,6 +184,8 @@ class CostModel:
             draft = self._drafts[asked.index]
             if asked.num_missed <= MISSED or not draft.is_known:
                 draft.learn(asked.depth, asked.seconds / self.machine, asked.seconds / slowness)
+            else:
+                draft.have_read(asked.num_missed, asked.seconds / self.machine, asked.depth)
         if len(self._drafts) > 1 and record.asked:
             rest = seconds.draft - sum(asked.seconds for asked in record.asked)
             self.merging.add(sum(asked.depth > 0 for asked in record.asked), max(rest, 0.0) / self.machine)
@@ -193,9 +208,11 @@ class _DraftSeconds:
 
     Attributes:
         known: Seconds by levels; the first entry is for drafts without any token. 0 while unknown.
+        read: Tokens that drafts read besides, and their seconds, fading.
     """
 
     def __init__(self, deepest: int, timed: Sequence[tuple[int, float]]) -> None:
+        self.read = 0.0, 0.0
         self.known = [0.0] * (deepest + 1)
         self._surprise, self._num = _Surprise(), 0
         self._first: list[float] = []  # seconds a level, while nothing was timed
@@ -215,6 +232,13 @@ class _DraftSeconds:
 
     def age(self) -> None:
         self._num = 0
+
+    def have_read(self, num_tokens: int, seconds: float, depth: int) -> None:
+        """Learns from a draft that read tokens before it drafted."""
+        seconds -= self.known[min(depth, len(self.known) - 1)]
+        if num_tokens >= _LEAST_READ:
+            tokens, total = (_READ_FADE * each for each in self.read)
+            self.read = tokens + num_tokens, total + max(seconds, 0.0)
 
     def learn(self, depth: int, *seconds: float) -> None:
         """Learns from one draft; seconds: divided by the usual slowness, and by that of the last pass."""

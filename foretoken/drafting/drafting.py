@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -13,7 +14,7 @@ from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
 from foretoken.drafting.base import Ask
 from foretoken.drafting.draft_guard import DraftGuard, within_node_limits
-from foretoken.drafting.goodput import Goodput
+from foretoken.drafting.goodput import Goodput, Unread
 from foretoken.grammars.drafts import FORCED, constrained_tree
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class DraftNoise:
 
 
 _LONGEST_GRAFT = 10  # tokens
+# Tokens of an output before any has ended, and weight of one that ends among those before; choices.
+_USUAL_LEN, _LEN_RATE = 256.0, 0.1
 
 
 class _Asked(NamedTuple):
@@ -65,11 +68,21 @@ class _Asked(NamedTuple):
     num_missed: int
 
 
+class _Text(NamedTuple):
+    """A sequence: tokens of its prompt, and most tokens of its output."""
+
+    prompt_len: int
+    most: float
+
+
 class _Followed:
-    """How far each drafter has followed the sequences."""
+    """How far each drafter has followed the sequences, and how long these are."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, int], int] = {}  # by drafter and slot: most tokens of which it has missed none
+        self._next: dict[tuple[int, int], int] = {}  # by drafter and slot: a text of so many tokens has none that it missed
+        self._texts: dict[int, _Text] = {}
+        self._lengths: dict[int, int] = {}  # by slot, of outputs
+        self._usual = _USUAL_LEN
 
     def missed(self, drafter: int, context: DraftContext, depth: int) -> int:
         """Returns the most tokens of a sequence that a drafter missed; it is asked now, for `depth` levels."""
@@ -79,9 +92,31 @@ class _Followed:
             self._next[drafter, slot] = len(tokens) + depth + 1
         return missed
 
-    def begin(self, slot: int) -> None:
-        """Starts a sequence."""
-        self._next = {key: length for key, length in self._next.items() if key[1] != slot}
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Starts a sequence; drafters keep what they followed of a prefix."""
+        self.release(slot)
+        prefix, known = request.prefix, list(self._next.items())
+        self._next = {key: length for key, length in known if key[1] != slot}
+        if prefix is not None:
+            kept = {(i, slot): min(length, prefix.length) for (i, source), length in known if source == prefix.slot}
+            self._next |= kept
+        self._texts[slot] = _Text(len(request.prompt), request.params.max_tokens or math.inf)
+
+    def release(self, slot: int) -> None:
+        """Ends a sequence, and learns how long outputs are."""
+        if self._texts.pop(slot, None) is not None and (length := self._lengths.pop(slot, 0)):
+            self._usual += _LEN_RATE * (length - self._usual)
+
+    def unread(self, context: DraftContext, num_drafters: int) -> Unread:
+        """Returns what drafters would have to read. An output goes on for as long as it did, or to the usual length."""
+        missed, remaining = dict.fromkeys(range(num_drafters), 0), 0.0
+        for slot, tokens in zip(context.slots, context.tokens, strict=True):
+            for i in missed:
+                missed[i] += max(len(tokens) - self._next.get((i, slot), 0), 0)
+            text = self._texts.get(slot, _Text(len(tokens), math.inf))
+            length = self._lengths[slot] = len(tokens) - text.prompt_len
+            remaining += max(min(text.most - length, max(self._usual - length, length)), 1.0)
+        return Unread(missed, remaining)
 
 
 class Draft(NamedTuple):
@@ -196,7 +231,9 @@ class Drafting:
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Tells the drafters that a sequence begins in a slot."""
-        self._followed.begin(slot)
+        self._followed.begin(slot, request)
+        if isinstance(controller := self._usual.controller, Goodput):
+            controller.begin_text()
         for guard in self._usual.guards:
             guard.begin(slot, request)
         if request.prediction is not None and self._predicting is not self._usual:
@@ -232,6 +269,8 @@ class Drafting:
             return self._no_draft(context, is_committed=False)
         have_missed, self._have_missed = self._have_missed, False
         held = None if self._held is None else self._take_held(controller, len(context.slots))
+        if isinstance(controller, Goodput):
+            controller.expect(self._followed.unread(context, len(guards)))
         allotment = held or controller.allot(len(context.slots), num_prompt_tokens)
         if allotment.is_empty:
             self._have_missed = allotment.declined is not None and self.reads.is_last_enough
@@ -350,6 +389,7 @@ class Drafting:
 
     def release(self, slot: int) -> None:
         """Tells the drafters that a slot is free."""
+        self._followed.release(slot)
         for guard in self._usual.guards:
             guard.release(slot)
         if slot in self._predicted:

@@ -14,7 +14,6 @@ that is chosen.
 from __future__ import annotations
 
 import weakref
-from itertools import pairwise
 from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +21,6 @@ import torch
 
 from foretoken.core.records import Declined
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
-from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.drafting.costs import LONGEST, MISSED, CostModel
 from foretoken.drafting.exploration import Exploration
@@ -37,6 +35,7 @@ from foretoken.drafting.host_trees import (
     read_rows,
     scored,
 )
+from foretoken.drafting.known import Known
 from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, buy, stop
 from foretoken.trees.merge import grafted, merge_trees, prune
 from foretoken.trees.stopping import PathFloors
@@ -54,50 +53,20 @@ if TYPE_CHECKING:
 
 _FREE = 0.03  # share of a plain iteration: a drafter that takes less on average is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
-_NEW = 10.0  # drafts before an estimate counts; see NOTES, "A first answer"
 _LEAST_FLOOR = 1e-9  # probability of a path
 _DECIDE_EVERY = 8  # most iterations that share a decision once it repeats; fewer at first
 
 
-class _Known:
-    """Estimates of one drafter.
+class Unread(NamedTuple):
+    """What drafters missed of the texts of a batch.
 
     Attributes:
-        deepest: Levels of its deepest drafts.
-        nodes: Of the nodes that it proposes.
-        grafts: Of the chains that it proposes below drafts of other drafters.
-        levels: By the drafters that were asked before and cost something.
-        shape: Nodes per level of its trees.
-        widths: Nodes that are verified per level of a sequence.
-        hits: Share of the sequences for which it proposes anything.
-        ends_early: Whether its chains end by `PathFloors`.
+        missed: Tokens by drafter, all sequences together.
+        remaining: Expected tokens that the sequences still get, at least one.
     """
 
-    def __init__(
-        self, nodes_by_depth: Sequence[int], expected: Sequence[float], *, is_read: bool, ends_early: bool
-    ) -> None:
-        self.ends_early, self.nodes_by_depth = ends_early, nodes_by_depth
-        self.deepest = min(len(nodes_by_depth) - 1, 64)
-        self.nodes, self.grafts = NodeAcceptance(), NodeAcceptance()
-        self.levels = {frozenset[int](): LevelAcceptance(self.deepest, expected)}
-        self.shape = [float(after - before) for before, after in pairwise(nodes_by_depth)][: self.deepest]
-        self.widths = [min(nodes, 1.0) for nodes in self.shape] if is_read else self.shape
-        self.hits = 1.0
-
-    def after(self, others: frozenset[int]) -> LevelAcceptance:
-        if others not in self.levels:
-            self.levels[others] = self.levels[frozenset()].halved()
-        return self.levels[others]
-
-    @property
-    def is_new(self) -> bool:
-        """Whether so little was seen that an estimate is a guess."""
-        return self.levels[frozenset()].num_seen < _NEW
-
-    def age(self) -> None:
-        self.nodes.age()
-        for levels in self.levels.values():
-            levels.age()
+    missed: Mapping[int, int]
+    remaining: float
 
 
 class _Answer(NamedTuple):
@@ -135,7 +104,7 @@ class Goodput:
         self._max_nodes, self._is_read = max_nodes, is_read
         ends = ends_early or [False] * len(nodes_by_depth)
         self._known = [
-            _Known(nodes, expected, is_read=is_read, ends_early=each)
+            Known(nodes, expected, is_read=is_read, ends_early=each)
             for nodes, each in zip(nodes_by_depth, ends, strict=True)
         ]
         deepest = [known.deepest for known in self._known]
@@ -144,6 +113,7 @@ class Goodput:
         self._kept: KeptAcceptance | None = None
         self._held: Allotment | None = None  # a decision that holds until an iteration
         self._held_until = self._last_depth = 0
+        self._unread = Unread({}, 1.0)
         self._gain = 0.0  # plain iterations that an iteration with drafts saves, fading
         self._pace = 0.0, 0.0  # tokens and seconds of iterations with drafts, fading
         self._free = frozenset[int]()
@@ -162,7 +132,15 @@ class Goodput:
     def forget(self, drafter: int) -> None:
         """Forgets the acceptance of a drafter and the last decision, because its next drafts follow another text."""
         old = self._known[drafter]
-        self._known[drafter] = _Known(old.nodes_by_depth, (), is_read=self._is_read, ends_early=old.ends_early)
+        self._known[drafter] = Known(old.nodes_by_depth, (), is_read=self._is_read, ends_early=old.ends_early)
+        self._held = None
+
+    def expect(self, unread: Unread) -> None:
+        """Takes what drafters would have to read before they draft for the next batch."""
+        self._unread = unread
+
+    def begin_text(self) -> None:
+        """Ends a decision that holds, because another text begins."""
         self._held = None
 
     def plain_seconds(self, batch_size: int) -> float | None:
@@ -244,6 +222,7 @@ class Goodput:
             draft_cost=candidates[i].seconds[plans[i].size - 1] / costs.passes[self._batch],
             acceptance=candidates[i].reach[0] if self._known[i].after(frozenset()).num_seen else None,
             hit_rate=self._known[i].hits,
+            reading_cost=self._unread.missed.get(i, 0) * self._costs.reading(i) / costs.passes[self._batch],
         )
 
     def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
@@ -255,7 +234,7 @@ class Goodput:
             return None
         at_hand, costs = self._at_hand(), self._all_costs()
         now = stop(at_hand, costs)
-        plans = {i: best_depth(now, at_hand, self._candidate(i), costs) for i in costly}
+        plans = {i: self._reading(i, best_depth(now, at_hand, self._candidate(i), costs)) for i in costly}
         best = max(costly, key=lambda i: plans[i].rate)
         if plans[best].rate > now.rate:
             self._plan = plan = plans[best]
@@ -297,6 +276,11 @@ class Goodput:
             level_s = draft[depth + 1] - draft[depth] + passes[width + batch] - passes[width]
             floors[depth - 1] = log(max(rate * level_s / (batch * rates[depth]), _LEAST_FLOOR))
         return self._asking(Ask((i,), known.deepest, PathFloors(*known.nodes.logistic(known.deepest), floors)))
+
+    def _reading(self, i: int, plan: DraftPlan) -> DraftPlan:
+        """Adds its share of what a drafter reads first: it is read once for all tokens that are still to come."""
+        seconds = self._unread.missed.get(i, 0) * self._costs.reading(i)
+        return plan._replace(seconds=plan.seconds + seconds * min(plan.tokens / self._unread.remaining, 1.0))
 
     def _loss_of(self, plan: DraftPlan, rate: float) -> float:
         """Returns how many plain iterations a plan loses against a rate of tokens per second."""

@@ -32,9 +32,9 @@ from foretoken.models.config_checks import (
 from foretoken.models.forward_pass import ATTENTION_NAME
 from foretoken.models.local import is_gguf
 from foretoken.models.placement import (
-    check_input_rounding,
     check_memory,
     gather_weights,
+    input_bits,
     keeps_integers,
     resolve_device,
     resolve_dtype,
@@ -141,7 +141,7 @@ class LoadedModel:
 
 def load_model(
     name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", revision: str | None = None,
-    rounds_inputs: bool = False,
+    rounds_inputs: bool | None = False,
 ) -> LoadedModel:  # fmt: skip
     """Loads a causal LM into memory; its files may then be changed or removed.
 
@@ -153,6 +153,7 @@ def load_model(
         dtype: "auto", see `resolve_dtype` (of a GGUF file bfloat16 on accelerators), or a key of `placement.DTYPES`.
         device: "auto" (an accelerator if there is one), or a torch device.
         rounds_inputs: Whether matrices that are stored in integers round their inputs to 8 bits, as llama.cpp's do.
+            None: if there are such matrices, and kernels for them.
 
     Raises:
         ModelError: If the model is missing, damaged, incomplete or not safetensors, or its architecture cannot be
@@ -160,24 +161,24 @@ def load_model(
     """
     name = os.fspath(name)
     files = files_identity(Path(name))  # before they are read: a change meanwhile makes it another model's
-    model = _loaded(name, resolve_device(device), dtype, revision, 8 if rounds_inputs else None)
+    model = _loaded(name, resolve_device(device), dtype, revision, rounds_inputs)
     return replace(model, files=files)
 
 
 def _loaded(
-    name: str, torch_device: torch.device, dtype: str, revision: str | None, input_bits: int | None
+    name: str, torch_device: torch.device, dtype: str, revision: str | None, rounds_inputs: bool | None
 ) -> LoadedModel:
     if is_gguf(name):
-        return _gguf_model(name, dtype, torch_device, input_bits)
+        return _gguf_model(name, dtype, torch_device, rounds_inputs)
     check_model_files(name)
     config, headers = load_config(name, revision), read_headers(Path(name))
     torch_dtype = resolve_dtype(dtype, torch_device, is_stored=is_stored(config))
     check_architecture(config, name)
     check_quantization(config, name)
     check_counts(headers, config.get_text_config(), name)
-    check_input_rounding(name, input_bits, is_stored=is_stored(config), dtype=torch_dtype, device=torch_device)
+    bits = input_bits(name, rounds_inputs, is_stored=is_stored(config), dtype=torch_dtype, device=torch_device)
     if runs_cpu_kernels(torch_device) and is_stored(config):
-        stored = open_checkpoint(name, config, revision).with_inputs(input_bits)
+        stored = open_checkpoint(name, config, revision).with_inputs(bits)
         return _stored_model(stored, name, torch_dtype, torch_device)
     is_quantised = getattr(config, "quantization_config", None) is not None
     if not is_quantised:
@@ -217,24 +218,24 @@ def _loaded(
     return _ready(module, name)
 
 
-def _gguf_model(name: str, wanted: str, device: torch.device, input_bits: int | None) -> LoadedModel:
+def _gguf_model(name: str, wanted: str, device: torch.device, rounds_inputs: bool | None) -> LoadedModel:
     settings = read_settings(read_gguf(Path(name)))
     dtype: Any = resolve_dtype(wanted, device, is_stored=settings.file.is_quantized)
     dtype = torch.bfloat16 if dtype == "auto" else dtype
-    check_input_rounding(name, input_bits, is_stored=settings.file.is_quantized, dtype=dtype, device=device)
+    bits = input_bits(name, rounds_inputs, is_stored=settings.file.is_quantized, dtype=dtype, device=device)
     has_kernels = keeps_integers(dtype, device)
     if not has_kernels:
         check_memory(name, settings.file.num_weights * dtype.itemsize, device)
-    file = lean_file(settings, dtype, input_bits)
+    file = lean_file(settings, dtype, bits)
     if file is None or not has_kernels:
-        return _stored_model(stored_model(settings).with_inputs(input_bits), name, dtype, device)
+        return _stored_model(stored_model(settings).with_inputs(bits), name, dtype, device)
     check_memory(name, file.num_bytes, device)
     finish = file.read_beside()
 
     @cache
     def module() -> nn.Module:
         finish()
-        return _stored_model(stored_model(settings).with_inputs(input_bits), name, dtype, device).module
+        return _stored_model(stored_model(settings).with_inputs(bits), name, dtype, device).module
 
     def weights(num_positions: int) -> LeanWeights:
         finish()

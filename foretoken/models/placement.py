@@ -50,22 +50,27 @@ def keeps_integers(dtype: torch.dtype | str, device: torch.device) -> bool:
     return runs_cpu_kernels(device) and dtype in (torch.float32, torch.bfloat16)
 
 
-def check_input_rounding(
-    name: str, input_bits: int | None, *, is_stored: bool, dtype: torch.dtype | str, device: torch.device
-) -> None:
-    """Raises `ModelError` if inputs shall be rounded (`input_bits` is not None) and no kernel does it for the model."""
-    if input_bits is None:
-        return
+def input_bits(
+    name: str, rounds_inputs: bool | None, *, is_stored: bool, dtype: torch.dtype | str, device: torch.device
+) -> int | None:
+    """Returns the bits to which matrices in integers round their inputs, None for as many as the dtype has.
+
+    `rounds_inputs`: see `load_model`. Raises `ModelError` if it is true and no kernel rounds inputs for the model.
+    """
+    has_kernels = is_stored and keeps_integers(dtype, device) and can_store_blocks()
+    if not rounds_inputs:
+        return 8 if rounds_inputs is None and has_kernels else None
     if not is_stored:
         raise ModelError(
             f"quantization 'a8' was asked for, but '{name}' has no weights in integers. Expected a GGUF file, GPTQ, "
             "AWQ or compressed-tensors. Pass 'w8a8' or 'w4a8', which round the weights too."
         )
-    if not keeps_integers(dtype, device) or not can_store_blocks():
+    if not has_kernels:
         raise ModelError(
             f"quantization 'a8' was asked for '{name}' in {dtype} on '{device}'. Only the kernels on CPUs round "
             "inputs, of float32 and bfloat16. Pass device='cpu' and dtype='bfloat16', and see `foretoken doctor`."
         )
+    return 8
 
 
 def resolve_device(device: str) -> torch.device:

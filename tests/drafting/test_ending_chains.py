@@ -7,11 +7,9 @@ from math import exp, log
 from typing import Any
 
 import pytest
-from drafters.drafting_contexts import context
 
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafting.drafting import _Followed
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
 from foretoken.trees.stopping import PathFloors
@@ -129,30 +127,3 @@ def test_levels_that_were_not_drafted_teach_nothing() -> None:
     made.learn_step(StepRecord(sequences=[step], num_tokens=3, asked=asked, seconds=spent))
     seen = made._known[0].after(frozenset())._seen
     assert seen[:3] == pytest.approx([1, 1, 0])
-
-
-def test_a_draft_that_read_a_prompt_says_nothing_of_drafts() -> None:
-    """Nor one after a rest, which reads what it missed."""
-    made = controller(0.3)
-    known = list(made._costs.draft(0))
-    for missed in (200, 33):
-        asked = [AskedDrafter(index=0, name="", depth=1, seconds=5.0, num_missed=missed)]
-        step = SequenceStep(
-            request_id="", num_drafted=1, tree_depth=1, num_accepted=0, num_emitted=1, tokens=[9], accepted_by={}
-        )  # fmt: skip
-        spent = StageSeconds(draft=5.0, verify=1.1)
-        made._costs.learn(StepRecord(sequences=[step], num_tokens=2, asked=asked, seconds=spent))
-    assert made._costs.draft(0) == known
-
-
-def test_how_many_tokens_a_drafter_missed() -> None:
-    """Those of the prompt, then those of iterations in which it was not asked, of the sequence with most."""
-    followed, text = _Followed(), list(range(20))
-    followed.begin(0)
-    assert followed.missed(0, context([text]), 3) == 20
-    assert followed.missed(0, context([text + [1] * 4]), 2) == 0, "three accepted tokens and one more"
-    assert followed.missed(0, context([text + [1] * 5]), 2) == 0, "a rejected draft"
-    assert followed.missed(0, context([text + [1] * 12]), 1) == 4
-    assert followed.missed(1, context([text + [1] * 12]), 1) == 32, "another drafter"
-    followed.begin(0)
-    assert followed.missed(0, context([[5, 6]]), 1) == 2

@@ -202,6 +202,8 @@ OPTIONS = {
     "draft_sample_method": (*WRONG_NAMES, None, "Greedy"),
     "quantization": (*WRONG_NAMES, "awq", "Int8"),
     "vocab_match": (*WRONG_NAMES, "tli", "Text"),
+    "draft_vocab_size": (True, 1.5, "most", "8", None, [3], 0, -1),
+    "draft_vocab": WRONG_NAMES,
     "use_heterogeneous_vocab": (1, 0, "true", 1.0),
     "behaviour": (*WRONG_NAMES, None, "polite"),
     "allow_other_target": (1, 0, "true", "yes", 1.0, None),

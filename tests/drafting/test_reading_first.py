@@ -1,0 +1,114 @@
+"""What a drafter reads before it drafts: how much it missed, what that takes, and whether that pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from drafters.drafting_contexts import context
+
+from foretoken import SamplingParams
+from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
+from foretoken.drafters.base import DraftRequest, Prefix
+from foretoken.drafting.drafting import _USUAL_LEN, _Followed
+from foretoken.drafting.goodput import Goodput, Unread
+from foretoken.runner.costs import CostCurve
+
+LEVEL, TOKEN = 0.3, 0.1  # seconds of a level, and that a token adds to a pass of one second
+
+
+def controller() -> Goodput:
+    curve = CostCurve(range(1, 129), [1 + TOKEN * (width - 1) for width in range(1, 129)])
+    return Goodput(curve, nodes_by_depth=[range(1, 10)], max_nodes=16, timed=[[(1, LEVEL), (4, 4 * LEVEL)]])
+
+
+def learn(made: Goodput, missed: int, seconds: float) -> None:
+    """An iteration with a draft of one level that read tokens first."""
+    asked = [AskedDrafter(index=0, name="", depth=1, seconds=seconds, num_missed=missed)]
+    step = SequenceStep(
+        request_id="", num_drafted=1, tree_depth=1, num_accepted=0, num_emitted=1, tokens=[9], accepted_by={}
+    )  # fmt: skip
+    spent = StageSeconds(draft=seconds, verify=1.1)
+    made._costs.learn(StepRecord(sequences=[step], num_tokens=2, asked=asked, seconds=spent))
+
+
+def test_a_draft_that_read_a_prompt_says_nothing_of_drafts_and_tells_what_reading_takes() -> None:
+    """Nor does one after a rest. Before any, a token takes what it adds to a pass, in proportion to a level."""
+    made = controller()
+    known = list(made._costs.draft(0))
+    assert made._costs.reading(0) == pytest.approx(LEVEL * TOKEN, rel=0.05)
+    learn(made, 200, 200 * 0.07 + LEVEL)
+    assert made._costs.reading(0) == pytest.approx(0.07, rel=0.05)
+    learn(made, 33, 33 * 0.07 + LEVEL)
+    assert made._costs.draft(0) == known
+    assert made._costs.reading(0) == pytest.approx(0.07, rel=0.05)
+
+
+@pytest.mark.parametrize(("missed", "remaining", "is_asked"), [
+    (1000, 64, False), (1000, 2000, True), (40, 64, True), (0, 1, True), (5000, 100, False),
+])  # fmt: skip
+def test_a_long_text_is_read_for_a_long_answer(missed: int, remaining: float, is_asked: bool) -> None:
+    """A good drafter saves about half of the passes: 1,000 tokens take the time of 30 passes."""
+    made = controller()
+    made.expect(Unread({0: missed}, remaining))
+    allotment = made.allot(1)
+    assert allotment.is_empty is not is_asked
+    if not is_asked:
+        assert allotment.declined is not None
+        assert allotment.declined.reading_cost == pytest.approx(missed * LEVEL * TOKEN, rel=0.05)
+        assert f"reading the text first {missed * LEVEL * TOKEN:.0f}x" in str(allotment.declined)
+
+
+def test_another_text_is_decided_anew() -> None:
+    made = controller()
+    made.expect(Unread({0: 3000}, 64))
+    assert made.allot(1).is_empty
+    made.expect(Unread({0: 20}, 64))
+    assert made.allot(1).is_empty, "a decision holds"
+    made.begin_text()
+    assert not made.allot(1).is_empty
+
+
+def request(length: int, most: int | None) -> DraftRequest:
+    return DraftRequest(request_id="r", prompt=[1] * length, params=SamplingParams(max_tokens=most))
+
+
+def test_how_much_is_unread_and_how_long_a_text_goes_on() -> None:
+    """To its bound, to the usual length, or once more as long as it is; outputs that end teach what is usual."""
+    followed = _Followed()
+    followed.begin(0, request(10, 50))
+    followed.begin(1, request(5, None))
+    texts: list[Any] = [[1] * 12, [1] * 6]
+    assert followed.unread(context(texts, slots=[0, 1]), 2) == Unread({0: 18, 1: 18}, 48 + _USUAL_LEN - 1)
+    followed.missed(1, context(texts, slots=[0, 1]), 3)
+    texts = [[1] * 14, [1] * 405]
+    found = followed.unread(context(texts, slots=[0, 1]), 2)
+    assert found == Unread({0: 419, 1: 395}, 46 + 400)
+    followed.release(1)
+    followed.begin(1, request(5, None))
+    assert followed.unread(context([[1] * 6], slots=[1]), 1).remaining > _USUAL_LEN + 10
+
+
+def test_what_was_followed_of_a_prefix_need_not_be_read_again() -> None:
+    """In the same slot or another one; a drafter that was not asked has followed nothing."""
+    followed, text = _Followed(), [1] * 30
+    followed.begin(0, request(30, None))
+    followed.missed(0, context([text]), 2)
+    followed.release(0)
+    for slot, length in ((1, 25), (0, 28)):
+        followed.begin(slot, replace(request(40, None), prefix=Prefix(slot=0, length=length)))
+        assert followed.unread(context([[1] * 41], slots=[slot]), 2).missed == {0: 41 - length, 1: 41}
+
+
+def test_how_many_tokens_a_drafter_missed() -> None:
+    """Those of the prompt, then those of iterations in which it was not asked, of the sequence with most."""
+    followed, text = _Followed(), list(range(20))
+    followed.begin(0, request(20, None))
+    assert followed.missed(0, context([text]), 3) == 20
+    assert followed.missed(0, context([text + [1] * 4]), 2) == 0, "three accepted tokens and one more"
+    assert followed.missed(0, context([text + [1] * 5]), 2) == 0, "a rejected draft"
+    assert followed.missed(0, context([text + [1] * 12]), 1) == 4
+    assert followed.missed(1, context([text + [1] * 12]), 1) == 32, "another drafter"
+    followed.begin(0, request(20, None))
+    assert followed.missed(0, context([[5, 6]]), 1) == 2
