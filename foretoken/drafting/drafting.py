@@ -79,7 +79,7 @@ class _Followed:
     """How far each drafter has followed the sequences, and how long these are."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, int], int] = {}  # by drafter and slot: a text of so many tokens has none that it missed
+        self._next: dict[tuple[int, int], int] = {}  # by drafter and slot: tokens that it has followed
         self._texts: dict[int, _Text] = {}
         self._lengths: dict[int, int] = {}  # by slot, of outputs
         self._usual = _USUAL_LEN
