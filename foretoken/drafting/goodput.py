@@ -337,8 +337,8 @@ class Goodput:
             depth = self._asked.setdefault(i, known.deepest)
             self._batch = tree.batch_size
             rows = read_rows(tree, known.nodes) if tree.width > 1 else []
-            if known.ends_early:
-                depth = self._asked[i] = tree.max_depth
+            if known.ends_early:  # where a drawn chain ends depends on what was drawn: `depth` must not
+                self._asked[i] = tree.max_depth
             self._answers[i] = _Answer(tree, rows)
             if not rows:
                 continue

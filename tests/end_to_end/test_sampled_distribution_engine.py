@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
+from math import log
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ import pytest
 import torch
 from end_to_end.chi_square import chi_square_level
 from end_to_end.stop_rules import stop_rule
-from end_to_end.tiny_llms import draft_model
+from end_to_end.tiny_llms import EndsEarly, draft_model
 from tiny_models import tiny_model
 
 import foretoken.acceptance.kseq
@@ -44,6 +45,7 @@ from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model
 from foretoken.training.config import head_config
 from foretoken.trees.expansion import TreeExpansion
+from foretoken.trees.stopping import PathFloors
 
 VOCAB, LENGTH, COPIES, PROMPT, TEMPERATURE = 4, 3, 100, [1], 0.7
 SAMPLES, LEVEL = 3_000, 1e-6
@@ -240,6 +242,18 @@ def test_drafts_of_some_tokens(rule: str, monkeypatch: pytest.MonkeyPatch) -> No
     texts, metrics = sample(f"{rule}, some tokens", monkeypatch, is_native=True)
     assert chi_square_level(texts, exact_distribution(rule)) > LEVEL
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize("rule", ["sequential", "block"])
+def test_chains_that_end_by_their_path(rule: str, is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a drawn token of a probability below 0.4 nothing is drafted."""
+    monkeypatch.setattr("end_to_end.tiny_llms.FLOORS", PathFloors(1.0, [0.0] * 2, [log(0.4)] * 2))
+    made = draft_model
+    monkeypatch.setattr(f"{__name__}.draft_model", lambda *a, **b: lambda: EndsEarly(made(*a, **b)()))
+    texts, metrics = sample(rule, monkeypatch, is_native=is_native)
+    assert chi_square_level(texts, exact_distribution(rule)) > LEVEL
+    assert 0 < metrics.drafted_at_depth[2] < 0.8 * metrics.drafted_at_depth[1], "some chains end, others go on"
 
 
 def test_trees_that_requests_bound(monkeypatch: pytest.MonkeyPatch) -> None:
