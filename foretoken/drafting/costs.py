@@ -37,7 +37,8 @@ _SHAPE = 0.02  # mean square of what told and true seconds of two widths differ 
 _REFRESH_EVERY = 16  # passes between two tables
 _WIDE = 64  # tokens of a pass that is bound by arithmetic; a choice
 _READ_SHARE = 0.5  # of what the proportion says; measured: 0.9 to 1.0 ms instead of 1.8, the 0.5B for the 1.5B
-_LEAST_READ, _READ_FADE = 16, 0.8  # tokens that tell what reading takes, and weight of earlier ones; choices
+# Tokens that tell what reading takes, weight of earlier ones, and most of what was expected that counts; choices.
+_LEAST_READ, _READ_FADE, _MOST_READ = 16, 0.8, 4.0
 MISSED = 2  # tokens that a draft may read besides and still tell what drafts take; a choice: they add little
 
 
@@ -185,8 +186,9 @@ class CostModel:
             draft = self._drafts[asked.index]
             if asked.num_missed <= MISSED or not draft.is_known:
                 draft.learn(asked.depth, asked.seconds / self.machine, asked.seconds / slowness)
-            else:
-                draft.have_read(asked.num_missed, asked.seconds / self.machine, asked.depth)
+            else:  # an interruption is no reading
+                most = _MOST_READ * asked.num_missed * self.reading(asked.index)
+                draft.have_read(asked.num_missed, asked.seconds / self.machine, asked.depth, most)
         if len(self._drafts) > 1 and record.asked:
             rest = seconds.draft - sum(asked.seconds for asked in record.asked)
             self.merging.add(sum(asked.depth > 0 for asked in record.asked), max(rest, 0.0) / self.machine)
@@ -234,9 +236,9 @@ class _DraftSeconds:
     def age(self) -> None:
         self._num = 0
 
-    def have_read(self, num_tokens: int, seconds: float, depth: int) -> None:
-        """Learns from a draft that read tokens before it drafted."""
-        seconds -= self.known[min(depth, len(self.known) - 1)]
+    def have_read(self, num_tokens: int, seconds: float, depth: int, most: float) -> None:
+        """Learns from a draft that read tokens before it drafted, for at most some seconds."""
+        seconds = min(seconds - self.known[min(depth, len(self.known) - 1)], most)
         if num_tokens >= _LEAST_READ:
             tokens, total = (_READ_FADE * each for each in self.read)
             self.read = tokens + num_tokens, total + max(seconds, 0.0)

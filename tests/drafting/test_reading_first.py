@@ -39,11 +39,13 @@ def test_a_draft_that_read_a_prompt_says_nothing_of_drafts_and_tells_what_readin
     made = controller()
     known = list(made._costs.draft(0))
     assert made._costs.reading(0) == pytest.approx(READ, rel=0.05)
-    learn(made, 200, 200 * 0.07 + LEVEL)
-    assert made._costs.reading(0) == pytest.approx(0.07, rel=0.05)
-    learn(made, 33, 33 * 0.07 + LEVEL)
+    learn(made, 200, 200 * 0.05 + LEVEL)
+    assert made._costs.reading(0) == pytest.approx(0.05, rel=0.05)
+    learn(made, 33, 33 * 0.05 + LEVEL)
     assert made._costs.draft(0) == known
-    assert made._costs.reading(0) == pytest.approx(0.07, rel=0.05)
+    assert made._costs.reading(0) == pytest.approx(0.05, rel=0.05)
+    learn(made, 33, 5000.0)
+    assert made._costs.reading(0) < 0.1, "an interruption"
 
 
 @pytest.mark.parametrize(("missed", "remaining", "is_asked"), [
