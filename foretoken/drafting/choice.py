@@ -48,7 +48,8 @@ def choose_controller(
 
     Returns:
         `Fixed` if options fix the draft size, a stop rule ends drafts, or a caller made the drafter; else `Goodput`. It
-        buys nodes of several drafters, of lookups and of dynamic trees, and else chooses the depth of whole drafts.
+        buys nodes of several drafters, of lookups, of dynamic trees and of chains that end early; otherwise it chooses
+        the depth of whole drafts.
     """
     sizes = most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters]
     if not isinstance(control, str):

@@ -6,9 +6,9 @@ estimates, and both learn only from what is done. `Exploration` is the one rule 
 Drafters that cost almost nothing, such as lookups, are asked first and in every iteration: what they found is judged,
 not what they usually find. An answer without nodes leaves an iteration of plain decoding. Other drafters are asked one
 by one, each time the one that adds most, until none adds any. The proposals of all are merged, lookups continue below
-the best leaves of others, and the nodes that are worth their cost are verified. A chain, or a head's tree of fixed
-shape, of a single drafter that takes time is verified whole, so that the host need not read it: there the depth is all
-that is chosen.
+the best leaves of others, and the nodes that are worth their cost are verified. Chains of drafters that follow
+`PathFloors` end while they are drafted. Another chain, or a head's tree of fixed shape, of a single drafter that takes
+time is verified whole, so that the host need not read it: there the depth is all that is chosen.
 """
 
 from __future__ import annotations
