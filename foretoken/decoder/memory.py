@@ -115,7 +115,7 @@ _PAGE = 1 << 21  # bytes of a huge page on x86-64 and arm64 with 4 KiB pages
 # Bytes that one thread moves at once; a choice: smaller portions share evenly, larger ones make fewer calls.
 _PORTION = 1 << 26
 _GAP = 1 << 16  # largest gap of an allocator between two tensors of one model; a choice
-_HUGEPAGE, _COLLAPSE = 14, 25  # of madvise, see linux/mman.h
+_HUGEPAGE, _NO_HUGEPAGE, _COLLAPSE = 14, 15, 25  # of madvise, see linux/mman.h
 _LINE = 64  # bytes of a cache line
 
 
@@ -149,10 +149,11 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
         return sum(pool.map(move, *zip(*portions, strict=True)))
 
 
-def zeros_in_huge_pages(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros, on CPUs in huge pages if the system has them: rows that passes read one after another.
+def untouched_zeros(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros; on CPUs the system gives memory when rows are first written, a small page at a time.
 
-    On CPUs the system gives memory when rows are first written: numpy asks it for zeros, torch would write them.
+    numpy asks the system for zeros, torch would write them. A huge page is given as a whole: a short text would take
+    the memory of a long one, and the time to clear it; see "The KV cache in huge pages" in `benchmarks/NOTES.md`.
     """
     if not runs_cpu_kernels(device):
         return torch.zeros(*size, dtype=dtype, device=device)
@@ -160,16 +161,16 @@ def zeros_in_huge_pages(size: Sequence[int], *, dtype: torch.dtype, device: torc
     memory = torch.from_numpy(np.zeros(num_bytes + _LINE, np.uint8))
     advise = _madvise()
     if advise is not None:
-        _advise_untouched(advise, memory.data_ptr(), memory.nbytes)
+        _advise_untouched(advise, memory.data_ptr(), memory.nbytes, _NO_HUGEPAGE)
     first = -memory.data_ptr() % _LINE
     return memory[first : first + num_bytes].view(dtype).view(*size)
 
 
-def _advise_untouched(advise: Any, first: int, size: int) -> int:
-    """Asks for huge pages in memory that nothing wrote to, so that nothing moves; returns where the first one is."""
+def _advise_untouched(advise: Any, first: int, size: int, advice: int) -> int:
+    """Asks for pages of a kind in memory that nothing wrote to, so that nothing moves; returns where they begin."""
     begin, end = -(-first // _PAGE) * _PAGE, (first + size) // _PAGE * _PAGE
     if begin < end:
-        advise(begin, end - begin, _HUGEPAGE)
+        advise(begin, end - begin, advice)
     return begin
 
 
@@ -212,7 +213,7 @@ class SharedPages:
     def _new_block(self, advise: Any, size: int) -> torch.UntypedStorage:
         size = -(-max(size, self._block_bytes) // _PAGE) * _PAGE
         block = torch.empty(size + _PAGE, dtype=torch.uint8).untyped_storage()
-        self._next = _advise_untouched(advise, block.data_ptr(), block.nbytes()) - block.data_ptr()
+        self._next = _advise_untouched(advise, block.data_ptr(), block.nbytes(), _HUGEPAGE) - block.data_ptr()
         self._block = weakref.ref(block)
         return block
 

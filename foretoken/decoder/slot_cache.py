@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foretoken.core.backend import has_cuda_runtime, has_triton_kernels, integers_on, reads_are_free, runs_cpu_kernels
 from foretoken.core.checks import require
-from foretoken.decoder.memory import zeros_in_huge_pages
+from foretoken.decoder.memory import untouched_zeros
 from foretoken.decoder.native_rows import gather_rows
 
 if TYPE_CHECKING:
@@ -214,11 +214,11 @@ class SlotCache:
         """Returns zeros (layers, places, heads, capacity, width); shared rows are one place."""
         if self._pool is None:
             size = (num_layers, self.num_slots, num_heads, self.capacity, width)
-            return zeros_in_huge_pages(size, dtype=dtype, device=device)
+            return untouched_zeros(size, dtype=dtype, device=device)
         rows = self._pool.num_rows
         # The last place needs `capacity` rows too; those past the end stay unused.
         count = num_layers * num_heads * rows * width + self.capacity * width
-        store = zeros_in_huge_pages((count,), dtype=dtype, device=device)
+        store = untouched_zeros((count,), dtype=dtype, device=device)
         return store.as_strided(
             (num_layers, rows // GRANULE, num_heads, self.capacity, width),
             (num_heads * rows * width, GRANULE * width, rows * width, width, 1),

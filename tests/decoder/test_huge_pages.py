@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from foretoken.decoder import memory
-from foretoken.decoder.memory import SharedPages, use_huge_pages, zeros_in_huge_pages
+from foretoken.decoder.memory import SharedPages, untouched_zeros, use_huge_pages
 
 _MAPS = Path("/proc/self/smaps")
 
 
-def huge_bytes(tensors: list[torch.Tensor]) -> int:
+def huge_bytes(tensors: list[torch.Tensor], kind: str = "AnonHugePages") -> int:
     """Returns the bytes in huge pages of all mappings that tensors lie in: advice splits a mapping into several."""
     count, inside = 0, False
     for line in _MAPS.read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             begin, end = int(found[1], 16), int(found[2], 16)
             inside = any(t.data_ptr() < end and begin < t.data_ptr() + t.nbytes for t in tensors)
-        elif inside and line.startswith("AnonHugePages:"):
+        elif inside and line.startswith(f"{kind}:"):
             count += int(line.split()[1]) * 1024
     return count
 
@@ -47,15 +47,16 @@ def test_what_fills_no_page_is_left() -> None:
     assert use_huge_pages([torch.ones(100_000), torch.ones(3, dtype=torch.bfloat16), torch.ones(0)]) == 0
 
 
-def test_zeros_lie_in_huge_pages_from_the_start() -> None:
-    zeros = zeros_in_huge_pages((3, 1 << 21), dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert zeros.shape == (3, 1 << 21)
+def test_untouched_zeros_take_the_memory_of_the_rows_that_are_written() -> None:
+    zeros = untouched_zeros((32, 1 << 21), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert zeros.shape == (32, 1 << 21)
     assert zeros.dtype == torch.bfloat16
-    assert not zeros.any()
-    assert not zeros_in_huge_pages((5,), dtype=torch.float32, device=torch.device("cpu")).any()
-    assert zeros_in_huge_pages((0, 4), dtype=torch.float32, device=torch.device("cpu")).numel() == 0
-    if not huge_bytes([zeros]):
-        pytest.skip("this system keeps no huge pages")
+    zeros[:, :1000] = 1
+    assert 64_000 <= huge_bytes([zeros], "Rss") < zeros.nbytes / 8, "a huge page for each row would be half of it"
+    assert zeros.sum() == 32_000
+    assert not huge_bytes([zeros])
+    assert not untouched_zeros((5,), dtype=torch.float32, device=torch.device("cpu")).any()
+    assert untouched_zeros((0, 4), dtype=torch.float32, device=torch.device("cpu")).numel() == 0
 
 
 def test_small_tensors_share_huge_pages() -> None:
@@ -68,8 +69,8 @@ def test_small_tensors_share_huge_pages() -> None:
     assert all(each.data_ptr() % 64 == 0 for each in copies)
     assert len({each.untyped_storage().data_ptr() for each in copies}) == 2, "13 of 600 KB fit into a block of 8 MiB"
     assert all(torch.equal(pages.copy(each), each) for each in (torch.ones(5_000_000), torch.ones(()), torch.ones(0)))
-    large = zeros_in_huge_pages((1 << 23,), dtype=torch.uint8, device=torch.device("cpu"))
-    if not huge_bytes([large]):
+    large = torch.zeros(1 << 23, dtype=torch.uint8)
+    if not use_huge_pages([large]):
         pytest.skip("this system keeps no huge pages")
     assert huge_bytes(copies), "none of them fills a page; a system that is short of them gives some"
 
