@@ -1,13 +1,14 @@
 """A GGUF target with a smaller GGUF model as draft model: default, fixed lengths and llama.cpp, request by request.
 
     python -m benchmarks.pairs TARGET.gguf DRAFT.gguf --prompts FILE.jsonl … [--per-category 10] [--tokens 128]
-        [--lengths 1 2 4 6 8] [--also NAME=CONFIG …] [--fresh default …] [--rival PYTHON] [--temperature 0.8]
+        [--lengths 1 2 4 6 8] [--also NAME=OPTIONS …] [--fresh default …] [--rival PYTHON] [--temperature 0.8]
 
 Contestants are processes that take turns, prompt by prompt, each with two threads: plain decoding, the default setting,
-fixed lengths of drafts, and settings of `--also`, a `speculative_config` as JSON. PYTHON is the interpreter of an
-environment with `llama-cpp-python`; its draft model is driven by the interface for C, greedily: plain, with the same
-fixed lengths, and with drafts that end below a probability of 0.75, as llama.cpp's own program ends them. The processes
-of `--fresh` are started again for every prompt, with empty files of what was learned: their request is their first.
+fixed lengths of drafts, and settings of `--also`: options of `LLM` as JSON, where "speculative_config": "default" is
+the default setting, and one without drafts is plain decoding for its like. PYTHON is the interpreter of an environment
+with `llama-cpp-python`; its draft model is driven by the interface for C, greedily: plain, with the same fixed lengths,
+and with drafts that end below a probability of 0.75, as llama.cpp's own program ends them. The processes of `--fresh`
+are started again for every prompt, with empty files of what was learned: their request is their first.
 
 A request begins with token ids and ends with token ids. Rows have medians over prompts of tokens/s and of the ratio
 to plain decoding of the same prompt by the same engine; tau is the tokens of a verification.
@@ -47,8 +48,8 @@ _OURS = (
     + """
 from foretoken import LLM, SamplingParams
 llm = LLM(settings["target"], max_model_len=4096, **settings["options"])
-def run(prompt, tokens, temperature, seed):
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
+def run(prompt, tokens, temperature, top_p, seed):
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=tokens, seed=seed)
     begin = time.perf_counter()
     output = llm.generate([prompt], params, use_tqdm=False)[0]
     seconds = time.perf_counter() - begin
@@ -113,7 +114,7 @@ def drafted(ids, most, floor):
         if len(found) < most:
             draft.feed([token])
     return found
-def run(prompt, tokens, temperature, seed, length=0, floor=0.0):
+def run(prompt, tokens, temperature, top_p, seed, length=0, floor=0.0):
     target.crop(0)
     draft.crop(0)
     begin = time.perf_counter()
@@ -177,14 +178,18 @@ class Contestant:
 def contestants(options: argparse.Namespace) -> list[Contestant]:
     """All contestants; those on one engine share what it keeps of passes, not what drafts learn."""
     draft = {"method": "draft_model", "model": options.draft}
-    ours: dict[str, Any] = {"plain": None, "default": draft}
-    ours |= {f"length {k}": draft | {"num_speculative_tokens": k} for k in options.lengths}
+    ours: dict[str, Any] = {"plain": {}, "default": {"speculative_config": draft}}
+    ours |= {f"length {k}": {"speculative_config": draft | {"num_speculative_tokens": k}} for k in options.lengths}
     ours |= {name: json.loads(config) for name, _, config in (each.partition("=") for each in options.also)}
-    found = []
+    found, bases = [], dict[str, str]()  # plain decoding, by the other options
     for name, config in ours.items():
-        settings = {"target": options.target, "options": {} if config is None else {"speculative_config": config}}
-        command = [sys.executable, "-c", _OURS, json.dumps(settings)]
-        found.append(Contestant(name, "plain", command, is_fresh=name in options.fresh))
+        if config.get("speculative_config") == "default":
+            config["speculative_config"] = draft
+        others = json.dumps({key: config[key] for key in sorted(config) if key != "speculative_config"})
+        if "speculative_config" not in config:
+            bases.setdefault(others, name)
+        command = [sys.executable, "-c", _OURS, json.dumps({"target": options.target, "options": config})]
+        found.append(Contestant(name, bases.get(others, "plain"), command, is_fresh=name in options.fresh))
         found[-1].share_kept()
     if options.rival and not options.temperature:
         command = [options.rival, "-c", _THEIRS, json.dumps({"target": options.target, "draft": options.draft})]
@@ -244,8 +249,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="categories")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--lengths", type=int, nargs="*", default=[1, 2, 4, 6, 8])
-    parser.add_argument("--also", nargs="*", default=[], metavar="NAME=CONFIG")
+    parser.add_argument("--also", nargs="*", default=[], metavar="NAME=OPTIONS")
     parser.add_argument("--fresh", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--rival", metavar="PYTHON")
     parser.add_argument("--out", type=Path, help="JSON lines of every request")
@@ -258,14 +264,14 @@ def main() -> None:
             category = Path(file).stem if row.category == NO_CATEGORY else row.category
             asked[category].append(prompt_token_ids(row.text, tokenizer) if ids is None else ids)
     everyone = contestants(options)
-    print(f"{describe_machine()}; {options.tokens} tokens, temperature {options.temperature}")
+    print(f"{describe_machine()}; {options.tokens} tokens, temperature {options.temperature}, top-p {options.top_p}")
     for category in options.only or asked:
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
         prompts = asked[category][options.skip : options.skip + options.per_category]
         for seed, prompt in enumerate(prompts):
             for each in everyone[seed % len(everyone) :] + everyone[: seed % len(everyone)]:
                 request = {"prompt": prompt, "tokens": options.tokens, "temperature": options.temperature}
-                run = each.answer(**request, seed=seed)
+                run = each.answer(**request, top_p=options.top_p, seed=seed)
                 found[each.name].append(run)
                 if options.out:
                     with options.out.open("a") as file:

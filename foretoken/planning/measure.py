@@ -38,10 +38,11 @@ DEEPEST = 8  # levels of measured drafts; a choice: chains that pay are rarely d
 FREE = "ngram:chain"  # the drafter whose iterations tell the host's seconds
 _LARGEST_TIMED = 8  # sequences decoded at once while the host is timed; a choice, larger batches are extrapolated
 _FARTHEST = 2048  # tokens of the long context; a choice: a few seconds on the models of one CPU
-_HOST_TOKENS = 32  # output tokens of a prompt where only the host is timed; a choice
+_HOST_TOKENS = 16  # output tokens of a prompt where only the host is timed; a choice
+_HOST_TEXTS = 4  # texts of one sequence, where only the host is timed; a choice
 _DRAFT_ROWS = 64  # KV rows of a slot while drafts are timed; more than their text and levels
-_PASS_ROUNDS, _ROUND_S = 6, 0.6  # of timed passes; a choice: some round is quiet on a machine that others use
-_DRAFT_ROUNDS = 3  # of timed drafts; the same
+_PASS_ROUNDS, _ROUND_S = 3, 0.6  # of timed passes; a choice: some round is quiet on a machine that others use
+_DRAFT_ROUNDS = 2  # of timed drafts; the same
 _PAUSE = 2.0  # an iteration as many times as long as the median was interrupted and does not count; a choice
 _ONE_TEXT = 0.2  # relative standard error of an acceptance length from a single text; a choice
 
@@ -108,9 +109,7 @@ class _ObservedEngine:
 
     def __init__(self, config: Mapping[str, Any] | None, **options: Any) -> None:
         self._records: list[StepRecord] = []
-        self.llm = LLM(
-            speculative_config=config, on_step=self._records.append, enable_prefix_caching=False, **options
-        )  # fmt: skip
+        self.llm = LLM(speculative_config=config, on_step=self._records.append, **options)
 
     def observe(self, into: Observed, prompts: Sequence[Asked], params: Sequence[SamplingParams]) -> None:
         """Decodes some prompts at once and adds the iterations to `into`."""
@@ -242,21 +241,25 @@ def measure(
         ForetokenError: If a drafter does not fit the target.
     """
     timed = sorted({1, *(min(batch, _LARGEST_TIMED) for batch in batches)})
-    make = partial(_ObservedEngine, model=model, tokenizer=tokenizer, max_num_seqs=timed[-1], runner=runner)
+    # Acceptance is that of drafters that read each text alone; the host needs each prompt once.
+    make = partial(
+        _ObservedEngine, model=model, tokenizer=tokenizer, max_num_seqs=timed[-1], runner=runner,
+        enable_prefix_caching=not has_acceptance,
+    )  # fmt: skip
     engines = {PLAIN: make(None), FREE: _deepest(make, setups.get(FREE, {"method": "ngram"}))}
     engines |= {name: _deepest(make, config) for name, config in setups.items() if name != FREE}
     decoder = engines[PLAIN].llm.target.name
     passes = time_passes(model, decoder)
     lines = {name: engine.lines(timed) for name, engine in engines.items() if name != PLAIN}
+    num_alone, context = len(workload.prompts), _mean_context(workload, tokenizer)
     if not has_acceptance:
-        workload = replace(workload, prompts=workload.prompts[: 2 * timed[-1]], max_tokens=_HOST_TOKENS)
-        engines = {name: engines[name] for name in (PLAIN, FREE)}
-    seen = _observe(engines, workload, timed, on_progress)
+        workload = replace(workload, prompts=workload.prompts[: timed[-1]], max_tokens=_HOST_TOKENS)
+        engines, num_alone = {name: engines[name] for name in (PLAIN, FREE)}, _HOST_TEXTS
+    seen = _observe(engines, workload, timed, num_alone, on_progress)
     if any(not observed.iterations for (_, _, batch), observed in seen.items() if batch == 1):
         raise ConfigError(
             f"{workload.max_tokens} output tokens are too few to time iterations. Expected more: pass --max-tokens 64."
         )
-    context = _mean_context(workload, tokenizer)
     target = sizes_of(model.module, model.config, model.dtype.itemsize)
     costs, curves = {}, []
     for temperature in workload.temperatures:
@@ -297,9 +300,13 @@ def _observe(
     engines: Mapping[str, _ObservedEngine],
     workload: Workload,
     timed: Sequence[int],
+    num_alone: int,
     on_progress: Callable[[int, int], None],
 ) -> dict[tuple[str, float, int], Observed]:
-    """Returns the iterations of every engine with one sequence, and of the first two with larger batches."""
+    """Returns the iterations of every engine with one sequence, and of the first two with larger batches.
+
+    The first `num_alone` prompts are decoded one by one too.
+    """
     seen = {
         (name, temperature, batch): Observed(batch)
         for (name, temperature), batch in product(product(engines, workload.temperatures), timed)
@@ -310,7 +317,7 @@ def _observe(
         engine.observe(Observed(), prompts[:1], [replace(workload.params(0.0)[0], max_tokens=8)])  # warms up
     for number, temperature in product(range(len(prompts)), workload.temperatures):
         params = workload.params(temperature)
-        for name, engine in in_turn(list(engines.items()), number):
+        for name, engine in in_turn(list(engines.items()), number) if number < num_alone else ():
             engine.observe(seen[name, temperature, 1], [prompts[number]], [params[number]])
         for batch in timed[1:]:
             if number % batch == batch - 1 or number == len(prompts) - 1 < batch:
