@@ -195,8 +195,8 @@ class AskedDrafter:
         index: Index among the engine's drafters, as in the bits of `TokenTree.source`.
         depth: Greatest depth of its proposals for the batch, or an upper bound; 0 without proposals.
         seconds: Time of its proposal, part of `StageSeconds.draft`.
-        num_missed: Tokens that were committed while it was not asked, of the sequence with most of them; a whole prompt
-            at first. A drafter with a KV cache of its own reads them before it drafts.
+        num_missed: Tokens of all sequences that were committed while it was not asked; a whole prompt at first. A
+            drafter with a KV cache of its own reads them before it drafts.
     """
 
     index: int

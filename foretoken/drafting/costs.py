@@ -25,7 +25,7 @@ from foretoken.runner.costs import CostCurve
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.core.records import StepRecord
+    from foretoken.core.records import AskedDrafter, StepRecord
 
 LONGEST = 1.4  # an observation counts at most this far from what is known, unless the one before was as far
 _STEP = log(LONGEST)
@@ -39,7 +39,7 @@ _WIDE = 64  # tokens of a pass that is bound by arithmetic; a choice
 _READ_SHARE = 0.5  # of what the proportion says; measured: 0.9 to 1.0 ms instead of 1.8, the 0.5B for the 1.5B
 # Tokens that tell what reading takes, weight of earlier ones, and most of what was expected that counts; choices.
 _LEAST_READ, _READ_FADE, _MOST_READ = 16, 0.8, 4.0
-MISSED = 2  # tokens that a draft may read besides and still tell what drafts take; a choice: they add little
+_MISSED = 2  # tokens of a sequence that a draft may read besides and still tell what drafts take; a choice
 
 
 class _Surprise:
@@ -159,6 +159,15 @@ class CostModel:
         level = self.draft(drafter)[1] if len(self.draft(drafter)) > 1 else 0.0
         return _READ_SHARE * (told[_WIDE] - told[_WIDE // 2]) / (_WIDE // 2) * min(level / told[1], 1.0)
 
+    def read_s(self, asked: AskedDrafter, batch: int) -> float:
+        """Returns the seconds in which a drafter read what it had missed; an interruption is no reading."""
+        draft = self._drafts[asked.index]
+        if is_little(asked.num_missed, batch) or not draft.is_known:
+            return 0.0
+        drafting_s = draft.known[min(asked.depth, len(draft.known) - 1)]
+        most = _MOST_READ * asked.num_missed * self.reading(asked.index)
+        return min(max(asked.seconds / self.machine - drafting_s, 0.0), most)
+
     def num_passes(self, batch: int) -> float:
         """Returns how often a pass without drafts was seen, of so many sequences."""
         return self._passes[batch].num_seen(batch) if batch in self._passes else 0.0
@@ -184,11 +193,10 @@ class CostModel:
         for asked in record.asked:
             # A moment in which the machine was busy also slowed the pass. Missed tokens are read once, not every time.
             draft = self._drafts[asked.index]
-            if asked.num_missed <= MISSED or not draft.is_known:
+            if is_little(asked.num_missed, batch) or not draft.is_known:
                 draft.learn(asked.depth, asked.seconds / self.machine, asked.seconds / slowness)
-            else:  # an interruption is no reading
-                most = _MOST_READ * asked.num_missed * self.reading(asked.index)
-                draft.have_read(asked.num_missed, asked.seconds / self.machine, asked.depth, most)
+            else:
+                draft.have_read(asked.num_missed, self.read_s(asked, batch))
         if len(self._drafts) > 1 and record.asked:
             rest = seconds.draft - sum(asked.seconds for asked in record.asked)
             self.merging.add(sum(asked.depth > 0 for asked in record.asked), max(rest, 0.0) / self.machine)
@@ -204,6 +212,11 @@ class CostModel:
             near = min(self._passes, key=lambda other: abs(log(other / batch)), default=0)
             self._passes[batch] = (self._passes[near] if near else self._told).copy()
         return self._passes[batch]
+
+
+def is_little(num_missed: int, batch: int) -> bool:
+    """Decides whether a draft that reads so many tokens besides still tells what drafts take."""
+    return num_missed <= _MISSED * batch
 
 
 class _DraftSeconds:
@@ -236,12 +249,11 @@ class _DraftSeconds:
     def age(self) -> None:
         self._num = 0
 
-    def have_read(self, num_tokens: int, seconds: float, depth: int, most: float) -> None:
-        """Learns from a draft that read tokens before it drafted, for at most some seconds."""
-        seconds = min(seconds - self.known[min(depth, len(self.known) - 1)], most)
+    def have_read(self, num_tokens: int, seconds: float) -> None:
+        """Learns what reading takes."""
         if num_tokens >= _LEAST_READ:
             tokens, total = (_READ_FADE * each for each in self.read)
-            self.read = tokens + num_tokens, total + max(seconds, 0.0)
+            self.read = tokens + num_tokens, total + seconds
 
     def learn(self, depth: int, *seconds: float) -> None:
         """Learns from one draft; seconds: divided by the usual slowness, and by that of the last pass."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -14,7 +13,8 @@ from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
 from foretoken.drafting.base import Ask
 from foretoken.drafting.draft_guard import DraftGuard, within_node_limits
-from foretoken.drafting.goodput import Goodput, Unread
+from foretoken.drafting.goodput import Goodput
+from foretoken.drafting.reading import Followed
 from foretoken.grammars.drafts import FORCED, constrained_tree
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ class DraftNoise:
 
 
 _LONGEST_GRAFT = 10  # tokens
-# Tokens of an output before any has ended, and weight of one that ends among those before; choices.
-_USUAL_LEN, _LEN_RATE = 256.0, 0.1
 
 
 class _Asked(NamedTuple):
@@ -66,57 +64,6 @@ class _Asked(NamedTuple):
     drafter: int
     depth: int
     num_missed: int
-
-
-class _Text(NamedTuple):
-    """A sequence: tokens of its prompt, and most tokens of its output."""
-
-    prompt_len: int
-    most: float
-
-
-class _Followed:
-    """How far each drafter has followed the sequences, and how long these are."""
-
-    def __init__(self) -> None:
-        self._next: dict[tuple[int, int], int] = {}  # by drafter and slot: tokens that it has followed
-        self._texts: dict[int, _Text] = {}
-        self._lengths: dict[int, int] = {}  # by slot, of outputs
-        self._usual = _USUAL_LEN
-
-    def missed(self, drafter: int, context: DraftContext, depth: int) -> int:
-        """Returns the most tokens of a sequence that a drafter missed; it is asked now, for `depth` levels."""
-        missed = 0
-        for slot, tokens in zip(context.slots, context.tokens, strict=True):
-            missed = max(missed, len(tokens) - self._next.get((drafter, slot), 0))
-            self._next[drafter, slot] = len(tokens) + depth + 1
-        return missed
-
-    def begin(self, slot: int, request: DraftRequest) -> None:
-        """Starts a sequence; drafters keep what they followed of a prefix."""
-        self.release(slot)
-        prefix, known = request.prefix, list(self._next.items())
-        self._next = {key: length for key, length in known if key[1] != slot}
-        if prefix is not None:
-            kept = {(i, slot): min(length, prefix.length) for (i, source), length in known if source == prefix.slot}
-            self._next |= kept
-        self._texts[slot] = _Text(len(request.prompt), request.params.max_tokens or math.inf)
-
-    def release(self, slot: int) -> None:
-        """Ends a sequence, and learns how long outputs are."""
-        if self._texts.pop(slot, None) is not None and (length := self._lengths.pop(slot, 0)):
-            self._usual += _LEN_RATE * (length - self._usual)
-
-    def unread(self, context: DraftContext, num_drafters: int) -> Unread:
-        """Returns what drafters would have to read. An output goes on for as long as it did, or to the usual length."""
-        missed, remaining = dict.fromkeys(range(num_drafters), 0), 0.0
-        for slot, tokens in zip(context.slots, context.tokens, strict=True):
-            for i in missed:
-                missed[i] += max(len(tokens) - self._next.get((i, slot), 0), 0)
-            text = self._texts.get(slot, _Text(len(tokens), math.inf))
-            length = self._lengths[slot] = len(tokens) - text.prompt_len
-            remaining += max(min(text.most - length, max(self._usual - length, length)), 1.0)
-        return Unread(missed, remaining)
 
 
 class Draft(NamedTuple):
@@ -213,7 +160,7 @@ class Drafting:
         self._usual = self._team = _Team.of(self._guards[: len(drafters) - is_added], controller)
         self._predicting = _Team.of(self._guards, for_predictions) if is_added else self._usual
         self._device = device
-        self._noise, self._followed = DraftNoise(), _Followed()
+        self._noise, self._followed = DraftNoise(), Followed()
         self.names = [guard.name for guard in self._guards]
         self._credits: dict[int, tuple[str, ...]] = {}
         self._max_nodes, self._nodes_by_depth = max_nodes, [list(drafter.nodes_by_depth) for drafter in drafters]

@@ -1,4 +1,4 @@
-"""The one rule by which a controller does something else than what it expects to pay."""
+"""The one rule by which a controller does something else than what it expects to pay, and what may be lost by it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ CREDIT = 4.0  # iterations without drafts that drafts may lose besides
 _MOST = 12.0  # the account stops growing here: what earlier drafts gained does not pay for a long loss
 _ENOUGH = 1.0  # with which drafting resumes after the account was empty
 GAP = 32  # least iterations between two explorations
+
+
+class Account:
+    """What may still be lost: `CREDIT` at first, and `SHARE` of all iterations. Losses are in plain iterations.
+
+    Attributes:
+        amount: What may still be lost.
+        is_spent: Whether the account is empty, or was emptied and has not been refilled.
+    """
+
+    def __init__(self) -> None:
+        self.amount, self.is_spent = CREDIT, False
+
+    def charge(self, loss: float) -> None:
+        """Charges an iteration: slower than plain decoding of its tokens by `loss`, below 0 if it was faster."""
+        self.amount = min(self.amount + SHARE - loss, _MOST)
+        self.is_spent = self.amount < (_ENOUGH if self.is_spent else 0.0)
 
 
 class Exploration:
@@ -19,15 +36,18 @@ class Exploration:
     holds for any expected acceptance, because the account counts measured seconds. An interrupted iteration counts at
     most `costs.LONGEST` times its expected seconds. While the account is empty, no drafter is asked.
 
+    What drafters read before they draft is charged to an account of its own, besides the same losses. While that one is
+    empty, no drafter reads a text; those that have read it go on.
+
     Attributes:
         count: Iterations.
         next_try: First iteration in which a refused choice can be due.
-        amount: What drafts may still lose.
-        is_spent: Whether the account is empty, or was emptied and has not been refilled.
+        drafts: The account of drafts.
+        reading: The account of drafts and of what they read first.
     """
 
     def __init__(self) -> None:
-        self.amount, self.is_spent, self._has_gained = CREDIT, False, False
+        self.drafts, self.reading, self._has_gained = Account(), Account(), False
         self.count, self.next_try = 0, 0
         self._tried: dict[object, tuple[int, int]] = {}  # by choice: iteration, and times in a row
 
@@ -58,14 +78,19 @@ class Exploration:
 
     def may_lose(self, loss: float) -> bool:
         """Decides whether a small loss leaves half of the first credit for other reasons."""
-        return loss <= CREDIT / 8 and self.amount - loss > CREDIT / 2
+        return loss <= CREDIT / 8 and self.drafts.amount - loss > CREDIT / 2
 
     def is_beginning(self, choice: object) -> bool:
         """Whether the choice is tried for the first time after a rest."""
         return self._tried.get(choice) == (self.count, 1)
 
-    def charge(self, loss: float) -> None:
-        """Charges an iteration: slower than plain decoding of its tokens by `loss`, below 0 if it was faster."""
+    def charge(self, loss: float, read: float = 0.0) -> None:
+        """Charges an iteration.
+
+        Args:
+            loss: Plain iterations by which it was slower than plain decoding of its tokens; below 0 if it was faster.
+            read: Its share of what drafters read, in plain iterations.
+        """
         self._has_gained = loss < 0
-        self.amount = min(self.amount + SHARE - loss, _MOST)
-        self.is_spent = self.amount < (_ENOUGH if self.is_spent else 0.0)
+        self.drafts.charge(loss)
+        self.reading.charge(loss + read)

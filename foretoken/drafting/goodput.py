@@ -22,7 +22,7 @@ import torch
 from foretoken.core.records import Declined
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
-from foretoken.drafting.costs import LONGEST, MISSED, CostModel
+from foretoken.drafting.costs import LONGEST, CostModel, is_little
 from foretoken.drafting.exploration import Exploration
 from foretoken.drafting.host_trees import (
     HostMerge,
@@ -37,6 +37,7 @@ from foretoken.drafting.host_trees import (
 )
 from foretoken.drafting.known import Known
 from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, buy, stop
+from foretoken.drafting.reading import Reading
 from foretoken.trees.merge import grafted, merge_trees, prune
 from foretoken.trees.stopping import PathFloors
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.acceptance import KeptAcceptance, Learner
     from foretoken.drafting.base import Continue
     from foretoken.drafting.plans import DraftPlan
+    from foretoken.drafting.reading import Unread
     from foretoken.runner.costs import CostCurve
     from foretoken.trees.merge import Graft
 
@@ -55,18 +57,6 @@ _FREE = 0.03  # share of a plain iteration: a drafter that takes less on average
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
 _LEAST_FLOOR = 1e-9  # probability of a path
 _DECIDE_EVERY = 8  # most iterations that share a decision once it repeats; fewer at first
-
-
-class Unread(NamedTuple):
-    """What drafters missed of the texts of a batch.
-
-    Attributes:
-        missed: Tokens by drafter, all sequences together.
-        remaining: Expected tokens that the sequences still get, at least one.
-    """
-
-    missed: Mapping[int, int]
-    remaining: float
 
 
 class _Answer(NamedTuple):
@@ -113,7 +103,7 @@ class Goodput:
         self._kept: KeptAcceptance | None = None
         self._held: Allotment | None = None  # a decision that holds until an iteration
         self._held_until = self._last_depth = 0
-        self._unread = Unread({}, 1.0)
+        self._reading = Reading()
         self._gain = 0.0  # plain iterations that an iteration with drafts saves, fading
         self._pace = 0.0, 0.0  # tokens and seconds of iterations with drafts, fading
         self._free = frozenset[int]()
@@ -137,7 +127,7 @@ class Goodput:
 
     def expect(self, unread: Unread) -> None:
         """Takes what drafters would have to read before they draft for the next batch."""
-        self._unread = unread
+        self._reading.unread = unread
 
     def begin_text(self) -> None:
         """Ends a decision that holds, because another text begins."""
@@ -165,7 +155,9 @@ class Goodput:
         """
         self._exploration.next()
         held, now = self._held, self._exploration.count
-        is_ended = now >= self._held_until or (self._exploration.is_spent and held is not None and not held.is_empty)
+        is_ended = now >= self._held_until or (
+            self._exploration.drafts.is_spent and held is not None and not held.is_empty
+        )
         if held is not None and not is_ended and len(held.allowances) == batch_size and not num_prompt_tokens:
             if self._is_read:
                 self._begin(batch_size)
@@ -174,7 +166,7 @@ class Goodput:
             return held
         self._held = None
         self._begin(batch_size, num_prompt_tokens)
-        first = None if self._exploration.is_spent else self._first(self._costs.plain(batch_size))
+        first = None if self._exploration.drafts.is_spent else self._first(self._costs.plain(batch_size))
         if first is None:
             if num_prompt_tokens:
                 return Allotment.nothing(batch_size)
@@ -222,7 +214,7 @@ class Goodput:
             draft_cost=candidates[i].seconds[plans[i].size - 1] / costs.passes[self._batch],
             acceptance=candidates[i].reach[0] if self._known[i].after(frozenset()).num_seen else None,
             hit_rate=self._known[i].hits,
-            reading_cost=self._unread.missed.get(i, 0) * self._costs.reading(i) / costs.passes[self._batch],
+            reading_cost=self._unread_s(i) / costs.passes[self._batch],
         )
 
     def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
@@ -230,11 +222,14 @@ class Goodput:
         if self._is_read:
             self._take(trees)
         costly = [i for i in range(len(self._known)) if i not in self._asked and i not in self._free]
+        if self._exploration.reading.is_spent:
+            costly = [i for i in costly if self._unread_s(i) <= self._costs.plain(self._batch)]
         if not costly:
             return None
         at_hand, costs = self._at_hand(), self._all_costs()
         now = stop(at_hand, costs)
-        plans = {i: self._reading(i, best_depth(now, at_hand, self._candidate(i), costs)) for i in costly}
+        unread = {i: best_depth(now, at_hand, self._candidate(i), costs) for i in costly}
+        plans = {i: self._and_reading(i, plan, self._reading.share(plan.tokens)) for i, plan in unread.items()}
         best = max(costly, key=lambda i: plans[i].rate)
         if plans[best].rate > now.rate:
             self._plan = plan = plans[best]
@@ -246,7 +241,7 @@ class Goodput:
                     plan = deeper
             return self._asked_plan(best, plan, now.rate)
         for i in costly if not self._num_prompt_tokens else ():
-            loss = self._loss_of(plans[i], now.rate)
+            loss = self._loss_of(self._and_reading(i, unread[i], 1.0), now.rate)  # a try may end with its first draft
             if self._known[i].is_new and self._exploration.may_lose(loss):
                 return self._asked_plan(i, plans[i], now.rate)
             if self._exploration.is_due(i, loss):
@@ -277,10 +272,12 @@ class Goodput:
             floors[depth - 1] = log(max(rate * level_s / (batch * rates[depth]), _LEAST_FLOOR))
         return self._asking(Ask((i,), known.deepest, PathFloors(*known.nodes.logistic(known.deepest), floors)))
 
-    def _reading(self, i: int, plan: DraftPlan) -> DraftPlan:
-        """Adds its share of what a drafter reads first: it is read once for all tokens that are still to come."""
-        seconds = self._unread.missed.get(i, 0) * self._costs.reading(i)
-        return plan._replace(seconds=plan.seconds + seconds * min(plan.tokens / self._unread.remaining, 1.0))
+    def _and_reading(self, i: int, plan: DraftPlan, share: float) -> DraftPlan:
+        """Adds a share of what a drafter reads first: it is read once for all tokens that are still to come."""
+        return plan._replace(seconds=plan.seconds + share * self._unread_s(i))
+
+    def _unread_s(self, i: int) -> float:
+        return self._reading.unread.missed.get(i, 0) * self._costs.reading(i)
 
     def _loss_of(self, plan: DraftPlan, rate: float) -> float:
         """Returns how many plain iterations a plan loses against a rate of tokens per second."""
@@ -426,16 +423,7 @@ class Goodput:
         """
         steps, asked = record.sequences, self._asked
         is_drafted = any(step.tree_depth for step in steps) or not self._free.issuperset(asked)
-        if is_drafted and not record.num_prompt_tokens:
-            emitted = sum(step.num_emitted for step in steps)
-            loss = self._loss(record, emitted)
-            self._exploration.charge(loss)
-            if all(each.num_missed <= MISSED for each in record.asked):
-                tokens, seconds = ((1 - _WIDTH_RATE) * each for each in self._pace)
-                self._pace = tokens + emitted, seconds + record.seconds.total / self._costs.machine
-            self._gain -= _WIDTH_RATE * (loss + self._gain)
-        else:
-            self._exploration.charge(0.0)
+        self._charge(record, is_drafted=is_drafted)
         if is_drafted or self._held is None or self._exploration.count % _DECIDE_EVERY == 0:
             self._costs.learn(record)
         if not asked:
@@ -449,13 +437,32 @@ class Goodput:
         if self._kept is not None:
             self._kept.learned()
 
-    def _loss(self, record: StepRecord, emitted: int) -> float:
-        """Returns by how much an iteration was slower than plain decoding of its tokens."""
+    def _charge(self, record: StepRecord, *, is_drafted: bool) -> None:
+        """Charges an iteration: what its drafts lost, and its share of what drafters read for the texts of the batch."""
+        batch = len(record.sequences)
+        read_s = sum(self._costs.read_s(each, batch) for each in record.asked)
+        self._reading.owed_s += read_s
+        if record.num_prompt_tokens:
+            self._exploration.charge(0.0)
+            return
+        emitted = sum(step.num_emitted for step in record.sequences)
+        loss = self._loss(record, emitted, read_s) if is_drafted else 0.0
+        self._exploration.charge(loss, self._reading.pay(emitted) / self._costs.plain(batch))
+        self._reading.saw(emitted / batch, are_copied=bool(self._united) and self._free.issuperset(self._asked))
+        if not is_drafted:
+            return
+        if all(is_little(each.num_missed, batch) for each in record.asked):
+            tokens, seconds = ((1 - _WIDTH_RATE) * each for each in self._pace)
+            self._pace = tokens + emitted, seconds + record.seconds.total / self._costs.machine
+        self._gain -= _WIDTH_RATE * (loss + self._gain)
+
+    def _loss(self, record: StepRecord, emitted: int, read_s: float) -> float:
+        """Returns by how much an iteration was slower than plain decoding of its tokens, without what was read."""
         costs, batch, width = self._costs, len(record.sequences), record.num_tokens
         expected = costs.passes(batch, width)[width] + costs.host(emitted)
         for each in record.asked:
             expected += costs.draft(each.index)[min(each.depth, self._known[each.index].deepest)]
-        seconds = min(record.seconds.total / costs.machine, LONGEST * expected)
+        seconds = min(record.seconds.total / costs.machine - read_s, LONGEST * expected)
         return seconds / costs.plain(batch) - emitted / batch
 
     def _learn_depths(self, steps: Sequence[SequenceStep]) -> None:

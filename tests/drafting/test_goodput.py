@@ -210,13 +210,13 @@ def test_an_account_bounds_what_drafts_lose() -> None:
     exploration, lost = Exploration(), 0.0
     for _ in range(5000):
         exploration.next()
-        loss = 0.0 if exploration.is_spent else 0.3
+        loss = 0.0 if exploration.drafts.is_spent else 0.3
         exploration.charge(loss)
         lost += loss
     assert CREDIT <= lost <= CREDIT + SHARE * 5000 + 0.3
     for _ in range(1000):
         exploration.charge(-5.0)
-    assert exploration.amount <= 12, "what was gained long ago pays for nothing"
+    assert exploration.drafts.amount <= 12, "what was gained long ago pays for nothing"
 
 
 @pytest.mark.parametrize("drafter", ["chain", "tree"])
@@ -260,7 +260,7 @@ def test_metrics_count_declined_drafts(curve: Any, is_dear: bool, monkeypatch: p
     metrics = drafting.generate([5, 6, 5, 6], params)[0].metrics
     assert (metrics.num_drafted == 0) == is_dear
     exploration = drafting._engine._drafting._usual.controller._exploration  # type: ignore[union-attr]
-    exploration.amount, exploration.is_spent = -9.0, True
+    exploration.drafts.amount, exploration.drafts.is_spent = -9.0, True
     records.clear()
     metrics = drafting.generate([5, 6, 5, 6], params)[0].metrics
     assert metrics.as_dict()["num_declined"] == sum(record.declined is not None for record in records) > 20

@@ -175,11 +175,11 @@ def test_an_iteration_without_a_match_is_one_of_plain_decoding(methods: tuple[st
     loop = Loop(*methods)
     loop.write(COPY)
     before = [each.state() for each in loop.controller.learners]
-    amount, num_seen = loop.controller._exploration.amount, loop.controller._costs.num_passes(1)
+    amount, num_seen = loop.controller._exploration.drafts.amount, loop.controller._costs.num_passes(1)
     steps = [step for (step,) in loop.write(NOVEL)]
     assert [step[:2] for step in steps] == [(0, 0)] * (len(NOVEL.written) - 2) + [(None, 0)]
     assert [each.state() for each in loop.controller.learners] == before
-    assert loop.controller._exploration.amount >= amount
+    assert loop.controller._exploration.drafts.amount >= amount
     assert loop.controller._costs.num_passes(1) > num_seen + len(steps) / 16
     assert loop.controller.plain_seconds(1) == pytest.approx(1.0, rel=0.02)
 
@@ -223,7 +223,7 @@ def test_asking_in_vain_is_not_free_where_it_takes_long(monkeypatch: pytest.Monk
 def test_a_reason_names_no_wider_pass_than_there_is() -> None:
     """Where each level is as wide as the whole tree, levels together seem wider."""
     made = Goodput(STEEP, nodes_by_depth=[(1, *[64] * 16)], max_nodes=64, is_read=False)
-    made._exploration.is_spent = True
+    made._exploration.drafts.is_spent = True
     declined = made.allot(1).declined
     assert declined is not None
     assert declined.width <= 64

@@ -11,8 +11,9 @@ from drafters.drafting_contexts import context
 from foretoken import SamplingParams
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.drafters.base import DraftRequest, Prefix
-from foretoken.drafting.drafting import _USUAL_LEN, _Followed
-from foretoken.drafting.goodput import Goodput, Unread
+from foretoken.drafting.exploration import CREDIT, SHARE
+from foretoken.drafting.goodput import Goodput
+from foretoken.drafting.reading import _USUAL_LEN, Followed, Reading, Unread
 from foretoken.runner.costs import CostCurve
 
 LEVEL, TOKEN = 0.3, 0.1  # seconds of a level, and that a token adds to a pass of one second
@@ -79,7 +80,7 @@ def request(length: int, most: int | None) -> DraftRequest:
 
 def test_how_much_is_unread_and_how_long_a_text_goes_on() -> None:
     """To its bound, to the usual length, or once more as long as it is; outputs that end teach what is usual."""
-    followed = _Followed()
+    followed = Followed()
     followed.begin(0, request(10, 50))
     followed.begin(1, request(5, None))
     texts: list[Any] = [[1] * 12, [1] * 6]
@@ -95,7 +96,7 @@ def test_how_much_is_unread_and_how_long_a_text_goes_on() -> None:
 
 def test_what_was_followed_of_a_prefix_need_not_be_read_again() -> None:
     """In the same slot or another one; a drafter that was not asked has followed nothing."""
-    followed, text = _Followed(), [1] * 30
+    followed, text = Followed(), [1] * 30
     followed.begin(0, request(30, None))
     followed.missed(0, context([text]), 2)
     followed.release(0)
@@ -105,13 +106,74 @@ def test_what_was_followed_of_a_prefix_need_not_be_read_again() -> None:
 
 
 def test_how_many_tokens_a_drafter_missed() -> None:
-    """Those of the prompt, then those of iterations in which it was not asked, of the sequence with most."""
-    followed, text = _Followed(), list(range(20))
+    """Those of the prompt, then those of iterations in which it was not asked; all sequences together."""
+    followed, text = Followed(), list(range(20))
     followed.begin(0, request(20, None))
     assert followed.missed(0, context([text]), 3) == 20
     assert followed.missed(0, context([text + [1] * 4]), 2) == 0, "three accepted tokens and one more"
     assert followed.missed(0, context([text + [1] * 5]), 2) == 0, "a rejected draft"
     assert followed.missed(0, context([text + [1] * 12]), 1) == 4
     assert followed.missed(1, context([text + [1] * 12]), 1) == 32, "another drafter"
+    followed.begin(1, request(7, None))
+    assert followed.missed(0, context([text + [1] * 14, [2] * 8], slots=[0, 1]), 1) == 8, "nothing of the first"
     followed.begin(0, request(20, None))
     assert followed.missed(0, context([[5, 6]]), 1) == 2
+
+
+def lost(made: Goodput, missed: int) -> float:
+    """Runs an iteration; its draft of one level is right, and reads tokens first. Returns what it loses, in seconds."""
+    is_asked = not made.allot(1).is_empty
+    draft_s, emitted = LEVEL + missed * 0.05 if is_asked else 0.0, 1 + is_asked
+    step = SequenceStep(
+        request_id="", num_drafted=int(is_asked), tree_depth=int(is_asked), num_accepted=int(is_asked),
+        num_emitted=emitted, tokens=[9] * emitted, accepted_by={},
+    )  # fmt: skip
+    asked = [AskedDrafter(index=0, name="", depth=1, seconds=draft_s, num_missed=missed)] if is_asked else []
+    spent = StageSeconds(draft=draft_s, verify=1 + TOKEN * is_asked)
+    made.learn_step(StepRecord(sequences=[step], num_tokens=emitted, seconds=spent, asked=asked))
+    made.begin_text()
+    return spent.total - emitted
+
+
+def test_texts_are_not_read_where_reading_was_not_paid_off() -> None:
+    """Each text is expected to be long, and ends after four iterations, which pay for a third of what was read."""
+    made, losses = controller(), list[float]()
+    for _ in range(400):
+        made.expect(Unread({0: 150}, 100))
+        losses.append(lost(made, 150))
+        for _ in range(3):
+            made.expect(Unread({0: 0 if losses[-1] > 1 else 150}, 8))
+            losses[-1] += lost(made, 0 if losses[-1] > 1 else 150)
+    num_read = sum(loss > 0.1 for loss in losses)
+    assert 1 <= num_read < 10
+    assert sum(losses) < CREDIT + 1600 * SHARE + 150 * 0.05
+    assert not made._exploration.drafts.is_spent, "drafts themselves gain"
+
+
+def test_a_try_counts_all_that_it_reads() -> None:
+    """A drafter that is not expected to gain is not tried at the price of a text, however long the answer may be."""
+    made = Goodput(
+        CostCurve(range(1, 129), [1.0 * width for width in range(1, 129)]), nodes_by_depth=[range(1, 10)], max_nodes=16,
+        timed=[[(1, 0.01), (4, 0.04)]], expected=[0.9],
+    )  # fmt: skip
+    made.expect(Unread({0: 1000}, 1e6))
+    assert made.allot(1).is_empty
+    made.begin_text()
+    made.expect(Unread({0: 0}, 1e6))
+    assert not made.allot(1).is_empty
+
+
+def test_what_was_read_is_paid_by_the_tokens_to_come_that_are_not_copied() -> None:
+    reading = Reading()
+    reading.unread, reading.owed_s = Unread({}, 100), 10.0
+    assert reading.pay(10) == pytest.approx(1.0)
+    reading.unread = Unread({}, 45)
+    for _ in range(1000):
+        reading.saw(1, are_copied=True)
+        reading.saw(1, are_copied=False)
+    assert reading.share(5) == pytest.approx(5 / (45 / 2), rel=0.02)
+    for _ in range(2000):
+        reading.saw(5, are_copied=True)
+    assert reading.share(5) == reading.share(500) == 1.0
+    assert reading.pay(1) == pytest.approx(9.0)
+    assert reading.owed_s == 0.0
