@@ -1,5 +1,8 @@
 """Command line: python -m benchmarks.serving MODEL [--servers plain,ngram,vllm,transformers] [--out NAME].
 
+MODEL is a directory or a GGUF file. Servers "llama.cpp" and "llama.cpp+draft" need `--llama-server PATH`; `--draft` names
+the draft model of "draft_model" and "llama.cpp+draft".
+
 Every load visits all servers in turn; the one that is asked runs alone.
 """
 
@@ -47,22 +50,25 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--open-loop", type=int, default=48, help="Requests at twice the first server's rate; 0: none.")
     parser.add_argument("--env-dir", type=Path, default=DEFAULT_ENV_DIR)
+    parser.add_argument("--draft", type=Path, help="GGUF file or directory of a draft model.")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server program.")
     parser.add_argument("--out", type=Path, required=True, help="Files to write, .json and .md added.")
     given = parser.parse_args()
     logs = given.out.with_name(f"{given.out.name}-logs")
     logs.mkdir(parents=True, exist_ok=True)
     setting = Setting(
         model=given.model.resolve(), dtype=given.dtype, threads=given.threads, max_num_seqs=given.max_num_seqs,
-        env_dir=given.env_dir, log_dir=logs,
+        env_dir=given.env_dir, log_dir=logs, draft=given.draft, llama_server=given.llama_server,
     )  # fmt: skip
     servers = list(_started(given.servers.split(","), setting))
     if not servers:
         sys.exit(1)
-    config = json.loads((setting.model / "config.json").read_text(encoding="utf-8"))
+    described = setting.model / "config.json"  # a GGUF file has none beside it
+    config = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
     made: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": describe_machine(),
         "model": config.get("cost_twin", {"of": given.model.name}), "runs": [],
-        "settings": {key: value for key, value in vars(given).items() if key not in ("out", "env_dir", "model")},
+        "settings": {key: value for key, value in vars(given).items() if not isinstance(value, Path)},
     }  # fmt: skip
     try:
         for run in _measured(servers, given):  # kept at once: some take minutes

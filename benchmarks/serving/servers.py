@@ -6,6 +6,7 @@ processor time from another.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _READY_SECONDS = 600.0
 _END_SECONDS = 60.0
+_CONTEXT = 1024  # tokens of a sequence in the rivals
 _VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -35,7 +37,10 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What servers of a comparison have in common; `has_prefix_caching` is for ours and vLLM, `options` for ours."""
+    """What servers of a comparison have in common; `has_prefix_caching` is for ours and vLLM, `options` for ours.
+
+    `draft` is the draft model of "draft_model" and "llama.cpp+draft", `llama_server` llama.cpp's program.
+    """
 
     model: Path
     dtype: str
@@ -45,6 +50,8 @@ class Setting:
     log_dir: Path
     has_prefix_caching: bool = False
     options: tuple[str, ...] = ()
+    draft: Path | None = None
+    llama_server: Path | None = None
 
 
 @dataclass(slots=True)
@@ -52,7 +59,8 @@ class Server:
     """A server process, stopped unless inside of `running`.
 
     Attributes:
-        name: As in the report: "plain", "vllm", "transformers", or a speculative configuration as `-s` takes it.
+        name: As in the report: "plain", "vllm", "transformers", "llama.cpp", "llama.cpp+draft", or a speculative
+            configuration as `-s` takes it.
         setting: What it serves, and how.
     """
 
@@ -143,9 +151,28 @@ def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[st
         if python is None:
             raise ServerError(f"{name} is not installed. Run: {install_command(name, setting.env_dir)}")
         program = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model)]
-        options = ["--dtype", setting.dtype, "--max-num-seqs", str(setting.max_num_seqs), "--max-model-len", "1024"]
+        options = ["--dtype", setting.dtype, "--max-num-seqs", str(setting.max_num_seqs)]
+        options += ["--max-model-len", str(_CONTEXT)]
         variables = {**threads, **_VLLM_SETTINGS, **run_settings(name, setting.env_dir)}
         return [*program, "--port", str(port), *options, caching], variables
+    if name.startswith("llama.cpp"):
+        if setting.llama_server is None:
+            raise ServerError(f"'{name}' needs llama.cpp's server. Pass --llama-server with its path.")
+        slots = setting.max_num_seqs
+        program = [str(setting.llama_server), "-m", str(setting.model), "--port", str(port), "--no-cache-prompt"]
+        program += [
+            "-np",
+            str(slots),
+            "-c",
+            str(_CONTEXT * slots),
+            "-t",
+            str(setting.threads),
+            "-tb",
+            str(setting.threads),
+        ]
+        return [*program, *(["-md", str(setting.draft)] if name.endswith("+draft") else [])], threads
+    if name == "draft_model" and setting.draft is not None:
+        name = json.dumps({"method": name, "model": str(setting.draft)})
     drafting = [] if name == "plain" else ["-s", name]
     program = [sys.executable, "-m", "foretoken", "serve", str(setting.model), *drafting, "--port", str(port)]
     options = ["--dtype", setting.dtype, "--threads", str(setting.threads), "--max-num-seqs", str(setting.max_num_seqs)]

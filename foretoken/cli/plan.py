@@ -75,6 +75,7 @@ def plan(
     max_tokens: options.MaxTokens = 96,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
+    quantization: options.Quantized = None,
     device: options.Device = "auto",
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
@@ -107,6 +108,11 @@ def plan(
         raise ConfigError(f"{missing[0]} is missing. A described machine needs --bandwidth, --flops and --memory.")
     if not missing and measure:
         raise ConfigError("--measure runs on this machine, and another one is described. Pass one of them.")
+    if not missing and quantization is not None:
+        raise ConfigError(
+            "--quantization is timed on this machine, and another one is described. For fewer bytes a weight there, "
+            "pass a checkpoint that is stored so."
+        )
     given = [curve for text in acceptance or () for curve in read_curves(*_split(text))]
     temperatures = list(dict.fromkeys(temperature or [0.0, 0.8]))
     batches = sorted(set(batch_size or _BATCHES))
@@ -130,7 +136,8 @@ def plan(
         rows = read_prompts(prompts, limit=num_prompts)
         asked = {"temperatures": temperatures, "max_tokens": max_tokens, "seed": seed}
         found, planned, header = _measured(
-            model, dtype, device, threads, runner, setups, rows, asked, batches, context, measure=measure
+            model, (dtype, device, threads, quantization), runner, setups, rows, asked, batches, context,
+            measure=measure,
         )  # fmt: skip
         known = [*found, *(curve for curve in library() if curve.name not in {each.name for each in found})]
     curves = [*given, *(curve for curve in known if curve.name not in replaced)]
@@ -214,9 +221,7 @@ def _described(
 
 def _measured(
     model: str,
-    dtype: str,
-    device: str,
-    threads: int | None,
+    loading: tuple[str, str, int | None, str | None],
     runner: str,
     setups: Mapping[str, Mapping[str, Any] | None],
     rows: Sequence[PromptRow],
@@ -228,14 +233,14 @@ def _measured(
 ) -> tuple[list[Curve], dict[str, Any], dict[str, Any]]:
     """Returns measured curves, the arguments of `make_plan` for this machine, and the conditions.
 
-    `asked` are settings of the workload.
+    `loading` are dtype, device, threads and quantization; `asked` are settings of the workload.
     """
     from foretoken.bench.measurement import processor_name
     from foretoken.bench.workload import make_workload
     from foretoken.decoder.slot_cache import share_of_free
     from foretoken.planning import measure as measuring
 
-    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    loaded, tokenizer = options.load_target(model, *loading)
     options.check_max_tokens(asked["max_tokens"], loaded)
     workload = make_workload(rows, loaded, tokenizer, runner=runner, **asked)
     context = _fitting(context, loaded.context_len, model)

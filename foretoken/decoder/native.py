@@ -63,7 +63,7 @@ class NativeDraft:
             **{name: part.data_ptr() for name in _TREE_TENSORS if (part := getattr(tree, name)) is not None},
         )
         if draws.floors is not None:
-            depth = len(tree.parents) - 1
+            depth = expansion.depth
             by_depth = [(c_float * depth)(*each[:depth]) for each in (draws.floors.floors, draws.floors.intercepts)]
             self._held += by_depth
             self.arguments.floors, self.arguments.intercepts = map(addressof, by_depth)

@@ -432,6 +432,15 @@ class DrafterOptions(BaseModel):
         """Most tokens of a chain."""
         return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
 
+    @property
+    def shape_with_floors(self) -> TreeShape:
+        """The trees of chains that end by `DraftContext.floors`: a second candidate costs no level.
+
+        As many nodes as a whole chain; a quarter of them are second candidates, see NOTES, "Second candidates".
+        """
+        beside = self.chain_len // 4
+        return TreeShape.comb(self.chain_len - beside, beside)
+
     def dynamic_shape(self, greatest_depth: int, costs: Callable[[], CostCurve] | None = None) -> DynamicShape:
         """Returns the dynamic trees asked for, at most `greatest_depth` deep.
 

@@ -188,8 +188,9 @@ class DraftModelDrafter:
         self._levels.follow_weights()
 
     def _take_shape(self, shape: AnyShape) -> None:
-        self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
+        self._shapes = _by_depth(shape)
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
+        self._shapes_with_floors = _by_depth(self._options.shape_with_floors) if self.follows_floors else []
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Reuses the rows of a text with the same prefix; the first proposal reads the rest."""
@@ -221,7 +222,10 @@ class DraftModelDrafter:
         if not active:
             return TokenTree.roots(all_roots, device=self._target.device)
         roots, draws = self._draws.of(context, active, self._runner.device)
-        shape = self._shapes[min(max(room), len(self._shapes) - 1)]
+        # A drawn candidate is verified at any cost, so none is drawn beside the chain.
+        has_seconds = context.floors is not None and not draws.has_sampled
+        shapes = self._shapes_with_floors if has_seconds else self._shapes
+        shape = shapes[min(max(room), len(shapes) - 1)]
         expansion = self._levels.draft(slots, texts, shape, roots, draws)
         return expansion.finish(active, room, all_roots)
 
@@ -232,6 +236,10 @@ class DraftModelDrafter:
     def release(self, slot: int) -> None:
         """Forgets the sequence, except its KV rows."""
         self._texts.pop(slot, None)
+
+
+def _by_depth(shape: AnyShape) -> list[AnyShape]:
+    return [shape.truncated(depth) for depth in range(shape.depth + 1)]
 
 
 def create(options: Options) -> Drafter:

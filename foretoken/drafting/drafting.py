@@ -247,7 +247,8 @@ class Drafting:
             ask = controller.further(dict(trees))
         tree = controller.select(trees, self._continuation(context) if lookups else None)
         if min(limits) < self._max_nodes:
-            tree = within_node_limits(tree, [self._limit(most) for most in limits])
+            is_drawn = tree.distributions is not None
+            tree = within_node_limits(tree, [self._limit(most) if is_drawn else most for most in limits])
         if len(guards) == 1 and tree.source is not None:
             # With one drafter, `source` only marks probe nodes.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
@@ -262,6 +263,7 @@ class Drafting:
         return held[1]
 
     def _limit(self, most: int) -> int | None:
+        """Returns a bound of nodes for trees with drawn tokens; None if they cannot have more."""
         if most >= self._max_nodes:
             return None
         if self._team.lookups and self.are_merged:  # grafted nodes come on top

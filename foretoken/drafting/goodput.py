@@ -438,7 +438,7 @@ class Goodput:
             self._kept.learned()
 
     def _charge(self, record: StepRecord, *, is_drafted: bool) -> None:
-        """Charges an iteration: what its drafts lost, and its share of what drafters read for the texts of the batch."""
+        """Charges an iteration: what its drafts lost, and its share of what drafters read for the batch."""
         batch = len(record.sequences)
         read_s = sum(self._costs.read_s(each, batch) for each in record.asked)
         self._reading.owed_s += read_s

@@ -73,6 +73,12 @@ class TreeShape:
         return cls.from_choices((0,) * d for d in range(1, depth + 1))
 
     @classmethod
+    def comb(cls, depth: int, num_beside: int) -> TreeShape:
+        """Returns a chain of the best candidates, and the second best beside each of its first `num_beside` tokens."""
+        beside = [(*(0,) * d, 1) for d in range(num_beside)]
+        return cls.from_choices([*((0,) * d for d in range(1, depth + 1)), *beside])
+
+    @classmethod
     def cartesian(cls, widths: Sequence[int]) -> TreeShape:
         """Returns all combinations of the best `widths[d]` candidates at depth d + 1.
 
@@ -127,6 +133,11 @@ class TreeShape:
     def depths(self) -> list[int]:
         """Depth of every node."""
         return [0] + [len(choice) for choice in self.choices]
+
+    @property
+    def is_comb(self) -> bool:
+        """Whether only the best candidates of a path have children."""
+        return all(not any(choice[:-1]) for choice in self.choices)
 
     def truncated(self, max_depth: int) -> TreeShape:
         """Returns the shape without nodes deeper than `max_depth`."""

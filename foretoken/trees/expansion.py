@@ -153,7 +153,7 @@ class TreeExpansion:
         self._num_tokens = 0
         self._lengths: Tensor | None = None  # (B,) int64, of chains that end early
         if draws.floors is not None:
-            assert self.depth == num_nodes - 1, "only chains have floors"
+            assert shape.is_comb, "floors are those of one path"
             self._lengths = torch.full_like(roots, self.depth)
             self._path = torch.zeros_like(self._scores[:, 0])  # log-probability of the estimate
         self._stop = draws.stop
@@ -291,10 +291,11 @@ class TreeExpansion:
             within[row] = min(within[row], length)
         depth = max(within[row] for row in rows)
         made = TreeExpansion(self.shape.truncated(depth), self.roots, replace(self.draws, floors=None))
-        made.tokens, made._scores = self.tokens[:, : depth + 1], self._scores[:, : depth + 1]
+        num_nodes = made.shape.num_nodes
+        made.tokens, made._scores = self.tokens[:, :num_nodes], self._scores[:, :num_nodes]
         made._num_tokens = self._num_tokens
         if self.draws.has_sampled:
-            made._kinds, made._row_of = self._kinds[:, : depth + 1], self._row_of[:, : depth + 1]
+            made._kinds, made._row_of = self._kinds[:, :num_nodes], self._row_of[:, :num_nodes]
             made._rows = [torch.cat(self._rows, dim=1)[:, :depth]]
         return made._unpruned(rows, within, roots)
 

@@ -50,6 +50,12 @@ def test_a_measured_plan_of_the_bundled_model(tmp_path: Path) -> None:
     assert {each["depth"]: each["mean_acceptance_length"] for each in first if each["depth"]} == pytest.approx(written)
 
 
+def test_a_plan_of_a_model_that_is_rounded_at_load() -> None:
+    done = run("plan", MODEL, *QUICK, "--quantization", "int8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["quantization"] == "int8"
+
+
 def test_a_described_machine_needs_no_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         (Path(__file__).parents[2] / MODEL / "config.json").read_text(encoding="utf-8")
@@ -117,6 +123,7 @@ def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
             "too few to time iterations",
         ),
         ((*FAST, "--measure"), "--measure runs on this machine"),
+        ((*FAST, "--quantization", "int8"), "--quantization is timed on this machine"),
         (("--bandwidth", "-1", "--flops", "1", "--memory", "1"), "--bandwidth is -1"),
         (("--acceptance", "eagle"), "Expected DRAFTER=PATH"),
         (("--acceptance", "eagle=missing.yaml"), "'missing.yaml' cannot be read"),

@@ -27,6 +27,15 @@ def test_chain() -> None:
     assert (TreeShape.chain(0).depth, TreeShape.chain(0).num_nodes) == (0, 1)
 
 
+def test_comb() -> None:
+    shape = TreeShape.comb(3, 2)
+    assert shape.choices == ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+    assert shape.parents == [-1, 0, 0, 1, 1, 3]
+    assert all(each.is_comb for each in (shape, shape.truncated(1), TreeShape.chain(4), TreeShape(())))
+    assert TreeShape.comb(3, 0) == TreeShape.chain(3)
+    assert not TreeShape.cartesian((2, 2)).is_comb
+
+
 def test_cartesian() -> None:
     shape = TreeShape.cartesian((2, 1, 2))
     assert set(shape.choices) == {

@@ -112,12 +112,14 @@ inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = fa
     return Status::kShape;
   }
   int64_t num_inner = 0, depth = 0, level = 0;  // level: the first node of the deepest level so far
+  bool is_comb = true;  // whether children are those of the first nodes of levels
   for (int64_t i = 1; i < draft.num_nodes; ++i) {
     const int64_t parent = draft.parents[i];
     const bool is_first = parent != draft.parents[i - 1];
     if (parent < std::max<int64_t>(draft.parents[i - 1], 0) || parent >= i) return Status::kShape;
     if (draft.ranks[i] < (is_first ? 0 : draft.ranks[i - 1] + 1) || draft.ranks[i] >= draft.num_candidates) return Status::kShape;
     num_inner += is_first;
+    is_comb &= parent == (parent >= level ? level : draft.parents[level]);
     if (parent >= level) {
       level = i;
       ++depth;
@@ -130,7 +132,7 @@ inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = fa
   }
   if (draft.floors != nullptr) {
     if (draft.intercepts == nullptr || draft.lengths == nullptr) return Status::kMissing;
-    if (depth + 1 != draft.num_nodes || is_shared || draft.candidates != nullptr) return Status::kShape;
+    if (!is_comb || is_shared || draft.candidates != nullptr) return Status::kShape;
   }
   if (draft.candidates == nullptr) return Status::kDone;
   return is_shared ? Status::kShape : check_dynamic(draft);
@@ -214,7 +216,7 @@ class Children {
   int64_t length_of(const float* scores, int64_t depth) const {
     double path = 0;
     for (int64_t d = 1; d <= depth; ++d) {
-      const double q = std::min(double(scores[d]) - scores[d - 1], -kNearest);
+      const double q = std::min(double(scores[level(d)]) - scores[level(d - 1)], -kNearest);
       const double odds = std::clamp(q - std::log1p(-std::exp(q)), -kFarthest, kFarthest);
       path -= std::log1p(std::exp(-(draft_.slope * odds + draft_.intercepts[d - 1])));
       if (!(path >= draft_.floors[d - 1])) return d;

@@ -142,10 +142,11 @@ struct Draft {
   int64_t* candidates;               // (B, C) tokens, level by level, the best of each parent first; the caller sets the root
   float* path_scores;                // (B, C), their `scores`; the caller sets the root
   int64_t* candidate_parents;        // (B, C), the candidate that is the parent; the caller sets the root
-  // For chains that end early, otherwise null: no level follows once every sequence has a path whose estimate is below
+  // For paths that end early, otherwise null: only the first node of a level has children, and no level follows once
+  // every sequence has a path of such nodes whose estimate is below
   // the floor of its depth. A token of draft probability q is estimated to be right with log-odds slope * log-odds(q) +
   // intercept of its depth.
-  const float *floors, *intercepts;  // (N - 1,), by depth from 1; floors of log-probabilities
+  const float *floors, *intercepts;  // (levels,), by depth from 1; floors of log-probabilities
   int64_t* lengths;                  // (B,), the depth at which each sequence's path falls below, or of its last node
   float slope;
 };
