@@ -1,7 +1,7 @@
 """Command line: python -m benchmarks.serving MODEL [--servers plain,ngram,vllm,transformers] [--out NAME].
 
-MODEL is a directory or a GGUF file. Servers "llama.cpp" and "llama.cpp+draft" need `--llama-server PATH`; `--draft` names
-the draft model of "draft_model" and "llama.cpp+draft".
+MODEL is a directory or a GGUF file. Servers "llama.cpp" and "llama.cpp+draft" need `--llama-server PATH`; `--draft`
+names the draft model of "draft_model" and "llama.cpp+draft".
 
 Every load visits all servers in turn; the one that is asked runs alone.
 """

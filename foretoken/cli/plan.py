@@ -102,17 +102,9 @@ def plan(
         if path is not None:
             options.check_new_file(path, option, force=force)
     check_picture(out)
-    machine = {"--bandwidth": bandwidth, "--flops": flops, "--memory": memory}
-    missing = [name for name, value in machine.items() if value is None]
-    if 0 < len(missing) < len(machine):
-        raise ConfigError(f"{missing[0]} is missing. A described machine needs --bandwidth, --flops and --memory.")
-    if not missing and measure:
-        raise ConfigError("--measure runs on this machine, and another one is described. Pass one of them.")
-    if not missing and quantization is not None:
-        raise ConfigError(
-            "--quantization is timed on this machine, and another one is described. For fewer bytes a weight there, "
-            "pass a checkpoint that is stored so."
-        )
+    is_described = _is_described(
+        {"--bandwidth": bandwidth, "--flops": flops, "--memory": memory}, measure=measure, quantization=quantization
+    )
     given = [curve for text in acceptance or () for curve in read_curves(*_split(text))]
     temperatures = list(dict.fromkeys(temperature or [0.0, 0.8]))
     batches = sorted(set(batch_size or _BATCHES))
@@ -124,7 +116,7 @@ def plan(
             f"the acceptance of {', '.join(setups)} is not known. Pass --measure, --acceptance DRAFTER=PATH, or one of "
             f"the library: {', '.join(names)}."
         )
-    if not missing:
+    if is_described:
         known = [*library()]
         planned, header = _described(
             model, dtype, temperatures, bandwidth=bandwidth or 0.0, flops=flops or 0.0, memory=memory or 0.0,
@@ -154,6 +146,20 @@ def plan(
         options.print_json({**header, **result.as_dict()})
     else:
         _print(result, header, wide=wide)
+
+
+def _is_described(machine: Mapping[str, float | None], *, measure: bool, quantization: str | None) -> bool:
+    missing = [name for name, value in machine.items() if value is None]
+    if 0 < len(missing) < len(machine):
+        raise ConfigError(f"{missing[0]} is missing. A described machine needs --bandwidth, --flops and --memory.")
+    if not missing and measure:
+        raise ConfigError("--measure runs on this machine, and another one is described. Pass one of them.")
+    if not missing and quantization is not None:
+        raise ConfigError(
+            "--quantization is timed on this machine, and another one is described. For fewer bytes a weight there, "
+            "pass a checkpoint that is stored so."
+        )
+    return not missing
 
 
 def _setups(given: list[str] | None, model: str, *, must_exist: bool) -> dict[str, Mapping[str, Any] | None]:
