@@ -306,7 +306,10 @@ class MeasuredDrafter(Protocol):
 
 @runtime_checkable
 class FloorsFollower(Protocol):
-    """Optional interface of a trusted drafter that ends chains by `DraftContext.floors`."""
+    """Optional interface of a trusted drafter that ends chains by `DraftContext.floors`.
+
+    With floors it may propose leaves beside the tokens of the chain, in at most as many nodes as its deepest draft.
+    """
 
     @property
     def follows_floors(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.sampling.noise import KeyedNoise
 
 if TYPE_CHECKING:
@@ -327,14 +328,49 @@ def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
         largest = logits.topk(batch.largest_top_k, dim=1).values
         logits = logits.masked_fill(logits < largest.gather(1, batch.top_k - 1), -inf)
     if batch.top_p is not None:
-        ranked, order = logits.sort(dim=1, descending=True, stable=True)
-        probs = ranked.softmax(1)
-        is_cut = (probs.cumsum(1) - probs >= batch.top_p) & (batch.top_p < 1.0)  # mass before the token
-        is_cut[:, 0] = False  # also where float32 rounds top_p to 0
-        logits = logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), -inf)
+        logits = _within_mass(logits, batch.top_p)
     if batch.min_p is not None:
         logits = logits.masked_fill(logits < logits.amax(1, keepdim=True) + batch.min_p.log(), -inf)
     return logits.log_softmax(1)
+
+
+_NUCLEUS = 1024  # most probable tokens that are sorted first, on CPUs; a choice: text rarely asks for more
+
+
+def _within_mass(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Returns (R, V) logits without the tokens before which others have a probability of `top_p`, (R, 1), together.
+
+    Of equal logits the first tokens stay. Whether all tokens of a row are sorted changes nothing in it.
+    """
+    total = logits.logsumexp(1, keepdim=True)
+    if logits.shape[1] <= 2 * _NUCLEUS or not runs_cpu_kernels(logits.device):
+        return _without_tail(logits, total, top_p, *logits.sort(dim=1, descending=True, stable=True))
+    tokens = logits.topk(_NUCLEUS, dim=1, sorted=False).indices.sort(dim=1).values
+    ranked, order = logits.gather(1, tokens).sort(dim=1, descending=True, stable=True)
+    # The first token that is cut stands among these, and no token beyond them is its equal; or others are impossible.
+    is_cut, last = _is_cut(ranked, total, top_p), ranked[:, -1:]
+    first_cut = ranked.gather(1, is_cut.int().argmax(1, keepdim=True))
+    is_known = (is_cut[:, -1:] & (first_cut > last)) | (last == -inf) | (top_p >= 1.0)
+    kept = torch.full_like(logits, -inf).scatter(1, tokens.gather(1, order), ranked.masked_fill(is_cut, -inf))
+    kept = torch.where(top_p < 1.0, kept, logits)
+    if not is_known.all():
+        rest = ~is_known[:, 0]
+        rows = logits[rest]
+        ranked, order = rows.sort(dim=1, descending=True, stable=True)
+        kept[rest] = _without_tail(rows, total[rest], top_p[rest], ranked, order)
+    return kept
+
+
+def _without_tail(logits: Tensor, total: Tensor, top_p: Tensor, ranked: Tensor, order: Tensor) -> Tensor:
+    is_cut = _is_cut(ranked, total, top_p)
+    return logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), -inf)
+
+
+def _is_cut(ranked: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
+    probs = (ranked - total).exp()
+    is_cut = (probs.cumsum(1) - probs >= top_p) & (top_p < 1.0)  # mass before the token
+    is_cut[:, 0] = False  # also where float32 rounds top_p to 0
+    return is_cut
 
 
 def one_hot_log_probs(logits: Tensor) -> Tensor:

@@ -94,6 +94,19 @@ def test_nodes_that_do_not_pay_were_proposed() -> None:
     assert (made.num_proposed, num_verified(made)) == ([3, 1], [0, 0])
 
 
+def test_nodes_beside_a_chain_count_for_the_bound_of_a_request() -> None:
+    """A chain of two has three nodes, and candidates beside it make more."""
+
+    class Beside(Proposer):
+        nodes_by_depth = (1, 2, 3, 4)
+
+    drafting = Drafting(
+        [Beside(lambda t: t)], Fixed(max_nodes=16), vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu")
+    )
+    made = drafting.propose(context([[5, 7], [5, 9]], max_nodes=3))
+    assert num_verified(made) == [2, 1]
+
+
 def test_each_drafter_counts() -> None:
     """Also where the nodes are the same, and not where a tree was dropped."""
     made = draft(lambda t: t, lambda t: UNKNOWN, lambda t: None)

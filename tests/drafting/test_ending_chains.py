@@ -127,3 +127,14 @@ def test_levels_that_were_not_drafted_teach_nothing() -> None:
     made.learn_step(StepRecord(sequences=[step], num_tokens=3, asked=asked, seconds=spent))
     seen = made._known[0].after(frozenset())._seen
     assert seen[:3] == pytest.approx([1, 1, 0])
+
+
+@pytest.mark.parametrize(("token_s", "width"), [(0.01, 3), (0.4, 2)])
+def test_a_second_candidate_is_verified_where_it_costs_little(token_s: float, width: int) -> None:
+    curve = CostCurve(range(1, 20), [1 + token_s * (width - 1) for width in range(1, 20)])
+    made = Goodput(
+        curve, nodes_by_depth=[range(1, 14)], max_nodes=16, ends_early=[True], timed=[[(1, 0.1), (4, 0.4)]]
+    )  # fmt: skip
+    made.allot(1)
+    row, scores = TreeRow([7, 8, 9], [-1, 0, 0]), [0.0, log(0.6), log(0.3)]
+    assert made.select({0: TokenTree.from_rows([row], scores=[scores], device="cpu")}).width == width

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.sampling import batch as sampling
 from foretoken.sampling.batch import HistoryTable, NodeView, SamplingBatch, SamplingRequest, apply_processors, warp
 
 VOCAB, ROWS = 101, 64
@@ -69,3 +70,28 @@ def test_repetition_and_bad_words() -> None:
     history = table.view(list(range(ROWS)), text.tolist(), [5] * ROWS, batch.tail_len)
     assert expected.isinf().sum() >= 2 * ROWS + 9
     torch.testing.assert_close(apply_processors(batch.processors, logits(), NodeView(history, NO_PATH)), expected)
+
+
+@pytest.mark.parametrize("num_sorted", [8, 24, 40])
+@pytest.mark.parametrize("step", [0.0, 0.5])
+def test_how_many_tokens_are_sorted_first_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, num_sorted: int, step: float
+) -> None:
+    """To the bit, for rows with few and with many probable tokens, equal logits (rounded to `step`), and odd ones."""
+    values = logits() * torch.logspace(-1, 1, ROWS).unsqueeze(1)
+    if step:
+        values = (values / step).round() * step
+    values[1], values[2, 5], values[3, 7], values[4, 8:] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    requests = [
+        SamplingRequest(
+            params=SamplingParams(top_p=(0.95, 0.5, 1.0, 1e-9)[i % 4], top_k=30 if i % 8 > 4 else 0), seed=0
+        )
+        for i in range(ROWS)
+    ]
+    batch = SamplingBatch.build(requests, VOCAB)
+    all_sorted = warp(values, batch)
+    monkeypatch.setattr(sampling, "_NUCLEUS", num_sorted)
+    some_sorted = warp(values, batch)
+    assert torch.equal(some_sorted.nan_to_num(7.0), all_sorted.nan_to_num(7.0))
+    alone = [warp(values[i : i + 1], batch.select(torch.tensor([i])))[0].nan_to_num(7.0) for i in range(ROWS)]
+    assert torch.equal(torch.stack(alone), all_sorted.nan_to_num(7.0)), "whatever other rows are"
