@@ -338,7 +338,9 @@ class Drafting:
 
     def release(self, slot: int) -> None:
         """Tells the drafters that a slot is free."""
-        self._followed.release(slot)
+        more = self._followed.release(slot)
+        if isinstance(controller := self._usual.controller, Goodput):
+            controller.end_text(more)
         for guard in self._usual.guards:
             guard.release(slot)
         if slot in self._predicted:

@@ -36,8 +36,8 @@ class Exploration:
     holds for any expected acceptance, because the account counts measured seconds. An interrupted iteration counts at
     most `costs.LONGEST` times its expected seconds. While the account is empty, no drafter is asked.
 
-    What drafters read before they draft is charged to an account of its own, besides the same losses. While that one is
-    empty, no drafter reads a text; those that have read it go on.
+    What drafters read before they draft is charged to an account of its own, besides what the drafts of such drafters
+    lose. While that one is empty, no drafter reads a text; those that have read it go on.
 
     Attributes:
         count: Iterations.
@@ -84,13 +84,13 @@ class Exploration:
         """Whether the choice is tried for the first time after a rest."""
         return self._tried.get(choice) == (self.count, 1)
 
-    def charge(self, loss: float, read: float = 0.0) -> None:
+    def charge(self, loss: float, reading: float = 0.0) -> None:
         """Charges an iteration.
 
         Args:
             loss: Plain iterations by which it was slower than plain decoding of its tokens; below 0 if it was faster.
-            read: Its share of what drafters read, in plain iterations.
+            reading: The same of drafters that read, with its share of what they read.
         """
         self._has_gained = loss < 0
         self.drafts.charge(loss)
-        self.reading.charge(loss + read)
+        self.reading.charge(reading)

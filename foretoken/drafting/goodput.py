@@ -133,6 +133,11 @@ class Goodput:
         """Ends a decision that holds, because another text begins."""
         self._held = None
 
+    def end_text(self, expected: float) -> None:
+        """Charges what was read for tokens of a text that ended before they came."""
+        lost = self._reading.pay(expected) / self._costs.plain(max(self._batch, 1))
+        self._exploration.reading.charge(lost)
+
     def plain_seconds(self, batch_size: int) -> float | None:
         """Returns the seconds of an iteration without drafts; None before one was measured."""
         costs = self._costs
@@ -446,9 +451,10 @@ class Goodput:
             self._exploration.charge(0.0)
             return
         emitted = sum(step.num_emitted for step in record.sequences)
-        loss = self._loss(record, emitted, read_s) if is_drafted else 0.0
-        self._exploration.charge(loss, self._reading.pay(emitted) / self._costs.plain(batch))
-        self._reading.saw(emitted / batch, are_copied=bool(self._united) and self._free.issuperset(self._asked))
+        loss, is_free = self._loss(record, emitted, read_s) if is_drafted else 0.0, self._free.issuperset(self._asked)
+        read = self._reading.pay(emitted) / self._costs.plain(batch)
+        self._exploration.charge(loss, read if is_free else read + loss)  # what lookups gain pays for no reading
+        self._reading.saw(emitted / batch, are_copied=bool(self._united) and is_free)
         if not is_drafted:
             return
         if all(is_little(each.num_missed, batch) for each in record.asked):

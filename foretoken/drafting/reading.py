@@ -43,7 +43,7 @@ class Reading:
 
     def share(self, tokens: float) -> float:
         """Returns the share of some tokens in those that are still to come and not copied."""
-        return tokens / max(self.unread.remaining * (1 - self._copied), tokens)
+        return tokens / max(self.unread.remaining * (1 - self._copied), tokens, 1.0)
 
     def pay(self, tokens: float) -> float:
         """Returns the seconds that are charged to some tokens, and owes them no longer."""
@@ -90,10 +90,18 @@ class Followed:
             self._next |= kept
         self._texts[slot] = _Text(len(request.prompt), request.params.max_tokens or math.inf)
 
-    def release(self, slot: int) -> None:
-        """Ends a sequence, and learns how long outputs are."""
-        if self._texts.pop(slot, None) is not None and (length := self._lengths.pop(slot, 0)):
-            self._usual += _LEN_RATE * (length - self._usual)
+    def release(self, slot: int) -> float:
+        """Ends a sequence, and learns how long outputs are; returns how many more tokens were expected of it."""
+        text, length = self._texts.pop(slot, None), self._lengths.pop(slot, 0)
+        if text is None or not length:
+            return 0.0
+        more = self._expected(text, length)
+        self._usual += _LEN_RATE * (length - self._usual)
+        return more
+
+    def _expected(self, text: _Text, length: int) -> float:
+        """Returns the tokens that an output still gets, at least one."""
+        return max(min(text.most - length, max(self._usual - length, length)), 1.0)
 
     def unread(self, context: DraftContext, num_drafters: int) -> Unread:
         """Returns what drafters would have to read. An output goes on for as long as it did, or to the usual length."""
@@ -103,5 +111,5 @@ class Followed:
                 missed[i] += max(len(tokens) - self._next.get((i, slot), 0), 0)
             text = self._texts.get(slot, _Text(len(tokens), math.inf))
             length = self._lengths[slot] = len(tokens) - text.prompt_len
-            remaining += max(min(text.most - length, max(self._usual - length, length)), 1.0)
+            remaining += self._expected(text, length)
         return Unread(missed, remaining)

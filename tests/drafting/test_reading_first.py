@@ -89,9 +89,11 @@ def test_how_much_is_unread_and_how_long_a_text_goes_on() -> None:
     texts = [[1] * 14, [1] * 405]
     found = followed.unread(context(texts, slots=[0, 1]), 2)
     assert found == Unread({0: 419, 1: 395}, 46 + 400)
-    followed.release(1)
+    assert followed.release(1) == 400
     followed.begin(1, request(5, None))
     assert followed.unread(context([[1] * 6], slots=[1]), 1).remaining > _USUAL_LEN + 10
+    assert followed.release(0) == 46
+    assert followed.release(0) == 0
 
 
 def test_what_was_followed_of_a_prefix_need_not_be_read_again() -> None:
@@ -148,6 +150,18 @@ def test_texts_are_not_read_where_reading_was_not_paid_off() -> None:
     assert 1 <= num_read < 10
     assert sum(losses) < CREDIT + 1600 * SHARE + 150 * 0.05
     assert not made._exploration.drafts.is_spent, "drafts themselves gain"
+
+
+def test_an_output_that_ends_early_has_not_paid_for_what_was_read() -> None:
+    made = controller()
+    made.expect(Unread({0: 150}, 100))
+    lost(made, 150)
+    owed_s, amount = made._reading.owed_s, made._exploration.reading.amount
+    assert owed_s == pytest.approx(150 * 0.05 * 0.98)
+    made.end_text(98)
+    assert made._reading.owed_s == pytest.approx(0.02 * owed_s, rel=0.1)
+    assert made._exploration.reading.amount == pytest.approx(amount - owed_s, rel=0.1)
+    made.end_text(0.0)
 
 
 def test_a_try_counts_all_that_it_reads() -> None:
