@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 
 def limit_memory(num_bytes: int) -> AbstractContextManager[None]:
     """Lets this process take that much more address space than it has: what is asked for in vain raises an error."""
+    gc.collect()  # else what is collected meanwhile makes room
     used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     return _limited(resource.RLIMIT_AS, used + num_bytes)
 

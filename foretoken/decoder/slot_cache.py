@@ -77,7 +77,7 @@ class RowPool:
         """Takes all but the first `count` rows of a slot."""
         rows, wanted = self._rows[slot], self._rounded(count)
         if rows is not None and wanted < rows.size:
-            self._rows[slot] = _Rows(rows.start, wanted, wanted) if wanted else None
+            self._rows[slot] = _Rows(rows.start, wanted, min(rows.used, wanted)) if wanted else None
 
     def reserve(self, slot: int, count: int) -> list[Move] | None:
         """Gives a slot at least `count` rows, its old rows first; returns the moves to make, in order.

@@ -51,7 +51,7 @@ def test_a_measured_plan_of_the_bundled_model(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_a_model_that_is_rounded_at_load() -> None:
-    done = run("plan", MODEL, *QUICK, "--quantization", "int8", "--json")
+    done = run("plan", MODEL, *QUICK, "--measure", "--quantization", "int8", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["quantization"] == "int8"
 

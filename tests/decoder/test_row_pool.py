@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from foretoken.decoder.slot_cache import Move, RowPool
@@ -61,6 +61,7 @@ class Store:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(MOST, 200), ACTIONS)
+@example(60, [("reserve", 1, 37), ("trim", 1, 53), ("reserve", 0, 1), ("reserve", 2, 1)])
 def test_slots_keep_what_they_hold(num_rows: int, actions: list[tuple[str, int, int]]) -> None:
     store = Store(num_rows)
     for action, slot, count in actions:
