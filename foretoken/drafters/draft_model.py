@@ -223,8 +223,8 @@ class DraftModelDrafter:
             return TokenTree.roots(all_roots, device=self._target.device)
         roots, draws = self._draws.of(context, active, self._runner.device)
         # A drawn candidate is verified at any cost, so none is drawn beside the chain.
-        has_seconds = context.floors is not None and not draws.has_sampled
-        shapes = self._shapes_with_floors if has_seconds else self._shapes
+        has_second_candidates = context.floors is not None and not draws.has_sampled
+        shapes = self._shapes_with_floors if has_second_candidates else self._shapes
         shape = shapes[min(max(room), len(shapes) - 1)]
         expansion = self._levels.draft(slots, texts, shape, roots, draws)
         return expansion.finish(active, room, all_roots)

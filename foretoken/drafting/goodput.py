@@ -159,10 +159,8 @@ class Goodput:
         Beside prompts nothing is tried that is not expected to pay.
         """
         self._exploration.next()
-        held, now = self._held, self._exploration.count
-        is_ended = now >= self._held_until or (
-            self._exploration.drafts.is_spent and held is not None and not held.is_empty
-        )
+        held, now, is_spent = self._held, self._exploration.count, self._exploration.drafts.is_spent
+        is_ended = now >= self._held_until or (is_spent and held is not None and not held.is_empty)
         if held is not None and not is_ended and len(held.allowances) == batch_size and not num_prompt_tokens:
             if self._is_read:
                 self._begin(batch_size)
@@ -171,7 +169,7 @@ class Goodput:
             return held
         self._held = None
         self._begin(batch_size, num_prompt_tokens)
-        first = None if self._exploration.drafts.is_spent else self._first(self._costs.plain(batch_size))
+        first = None if is_spent else self._first(self._costs.plain(batch_size))
         if first is None:
             if num_prompt_tokens:
                 return Allotment.nothing(batch_size)
@@ -233,8 +231,8 @@ class Goodput:
             return None
         at_hand, costs = self._at_hand(), self._all_costs()
         now = stop(at_hand, costs)
-        unread = {i: best_depth(now, at_hand, self._candidate(i), costs) for i in costly}
-        plans = {i: self._and_reading(i, plan, self._reading.share(plan.tokens)) for i, plan in unread.items()}
+        bare = {i: best_depth(now, at_hand, self._candidate(i), costs) for i in costly}
+        plans = {i: self._and_reading(i, plan, self._reading.share(plan.tokens)) for i, plan in bare.items()}
         best = max(costly, key=lambda i: plans[i].rate)
         if plans[best].rate > now.rate:
             self._plan = plan = plans[best]
@@ -246,7 +244,7 @@ class Goodput:
                     plan = deeper
             return self._asked_plan(best, plan, now.rate)
         for i in costly if not self._num_prompt_tokens else ():
-            loss = self._loss_of(self._and_reading(i, unread[i], 1.0), now.rate)  # a try may end with its first draft
+            loss = self._loss_of(self._and_reading(i, bare[i], 1.0), now.rate)  # a try may end with its first draft
             if self._known[i].is_new and self._exploration.may_lose(loss):
                 return self._asked_plan(i, plans[i], now.rate)
             if self._exploration.is_due(i, loss):
@@ -451,7 +449,8 @@ class Goodput:
             self._exploration.charge(0.0)
             return
         emitted = sum(step.num_emitted for step in record.sequences)
-        loss, is_free = self._loss(record, emitted, read_s) if is_drafted else 0.0, self._free.issuperset(self._asked)
+        loss = self._loss(record, emitted, read_s) if is_drafted else 0.0
+        is_free = self._free.issuperset(self._asked)
         read = self._reading.pay(emitted) / self._costs.plain(batch)
         self._exploration.charge(loss, read if is_free else read + loss)  # what lookups gain pays for no reading
         self._reading.saw(emitted / batch, are_copied=bool(self._united) and is_free)
