@@ -6,9 +6,9 @@ itself when an answer takes too long. `HelperProcess` is the end of this process
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _READY = b"ready\n"
-_TOOK_TOO_LONG = 1  # exit status of `faulthandler`
+_TOOK_TOO_LONG = -signal.SIGALRM  # exit status
 
 
 class TooSlow(Exception):
@@ -131,6 +131,7 @@ def serve(prepared: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[s
     """
     setup = json.loads(sys.stdin.buffer.readline())
     answer, most_bytes = prepared(setup), setup.get("most_bytes")
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if most_bytes is not None:
         _bound_memory(most_bytes)
     _write(_READY)
@@ -142,14 +143,14 @@ def _answered(answer: Callable[[dict[str, Any]], dict[str, Any]], line: bytes, m
     longest_s, _, question = line.partition(b" ")
     try:
         asked = json.loads(question)
-        faulthandler.dump_traceback_later(float(longest_s), exit=True)  # by a thread that needs no lock
+        signal.setitimer(signal.ITIMER_REAL, float(longest_s))  # the system ends the process, whatever code is busy
         return _as_line(answer(asked))
     except MemoryError:
         return _as_line({"error": f"it needs more than {most_bytes >> 20} MiB of memory", "is_full": True})
     except BaseException as err:  # noqa: BLE001 - among them the panics of Rust
         return _as_line({"error": one_line(err)})
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _as_line(answer: dict[str, Any]) -> bytes:

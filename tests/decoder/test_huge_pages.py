@@ -55,7 +55,7 @@ def test_untouched_zeros_take_the_memory_of_the_rows_that_are_written() -> None:
     zeros[:, :1000] = 1
     assert huge_bytes([zeros], "Rss") - before < zeros.nbytes / 8, "a huge page for each row would be half of it"
     assert zeros.sum() == 32_000
-    assert not huge_bytes([zeros])
+    assert not huge_bytes([zeros[1:-1]]), "the pages at both ends may belong to other memory"
     assert not untouched_zeros((5,), dtype=torch.float32, device=torch.device("cpu")).any()
     assert untouched_zeros((0, 4), dtype=torch.float32, device=torch.device("cpu")).numel() == 0
 
