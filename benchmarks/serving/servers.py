@@ -170,7 +170,8 @@ def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[st
             "-tb",
             str(setting.threads),
         ]
-        return [*program, *(["-md", str(setting.draft)] if name.endswith("+draft") else [])], threads
+        drafting = ["-md", str(setting.draft), "--spec-type", "draft-simple"] if name.endswith("+draft") else []
+        return [*program, *drafting], threads
     if name == "draft_model" and setting.draft is not None:
         name = json.dumps({"method": name, "model": str(setting.draft)})
     drafting = [] if name == "plain" else ["-s", name]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.native_linear import weight_version
 from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix, quantized
 
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ class HeadRows:
         whole: Any = head
         if type(head) not in (nn.Linear, QuantizedLinear):
             raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
-        weight: Tensor | QuantizedMatrix = whole.matrix if isinstance(head, QuantizedLinear) else whole.weight.detach()
-        if quantization is not None and isinstance(weight, Tensor):
-            weight = quantized(weight, quantization, dtype=torch.bfloat16)
+        stored: Tensor | QuantizedMatrix = whole.matrix if isinstance(head, QuantizedLinear) else whole.weight.detach()
+        self._stored, self._quantization = stored, quantization
+        self._version = weight_version(stored) if isinstance(stored, Tensor) else 0
+        weight = self._rounded()
         bias: Tensor | None = None if whole.bias is None else whole.bias.detach()
         self._weight, self._bias, self.tokens = weight, bias, tokens.clone()
         self.layer: nn.Module
@@ -50,6 +52,17 @@ class HeadRows:
             self.layer.weight = nn.Parameter(weight[tokens], requires_grad=False)
             if bias is not None:
                 self.layer.bias = nn.Parameter(bias[tokens], requires_grad=False)
+
+    def _rounded(self) -> Tensor | QuantizedMatrix:
+        if self._quantization is None or isinstance(self._stored, QuantizedMatrix):
+            return self._stored
+        return quantized(self._stored, self._quantization, dtype=torch.bfloat16)
+
+    def follow_weight(self) -> None:
+        """Copies the rows anew after writes to the head's weight; raises `UnsuitableError` if it is not finite."""
+        if isinstance(self._stored, Tensor) and weight_version(self._stored) != self._version:
+            self._version, self._weight = weight_version(self._stored), self._rounded()
+            self.exchange(torch.arange(len(self.tokens), device=self.tokens.device), self.tokens.clone())
 
     def exchange(self, places: Tensor, tokens: Tensor) -> None:
         """Writes the rows of other tokens to (K,) int64 places; no token gets two rows."""

@@ -133,7 +133,7 @@ class NativeAutoregressiveHead(Described):
     """The kernels' description of an autoregressive head, and its tensors; `structure`: see `kernels/interface.h`."""
 
     def __init__(self, head: AutoregressiveSteps) -> None:
-        """Copies norms and token map; raises `UnsuitableError` if a layer is not native or has a wrong size."""
+        """Copies norms; raises `UnsuitableError` if a layer is not native or has a wrong size."""
         super().__init__(head)
         parts, width = HeadParts(), head.width
         rows = head.vocab_size if head.token_map is None else head.token_map.numel()
@@ -209,17 +209,19 @@ class HeadParts:
         return NormStruct(weight=addresses[0], bias=addresses[1], epsilon=epsilon)
 
     def token_map(self, tokens: Tensor | None, vocab_size: int) -> int | None:
-        """Returns the address of a copy of an LM head's tokens, all below `vocab_size`; None without a map."""
+        """Returns the address of an LM head's tokens, all below `vocab_size`; None without a map.
+
+        The kernels read the tensor itself: rows may be exchanged for those of other tokens.
+        """
         if tokens is None:
             return None
-        copy = tokens.detach().to(torch.int64, copy=True).contiguous()
-        self._keep_alive("the token map", copy, (torch.int64,))
+        self._keep_alive("the token map", tokens.detach(), (torch.int64,))
         self.require(
-            bool(((copy >= 0) & (copy < vocab_size)).all()),
+            bool(((tokens >= 0) & (tokens < vocab_size)).all()),
             "a token map beyond the vocabulary",
             f"ids below {vocab_size}",
         )
-        return int(copy.data_ptr())
+        return int(tokens.data_ptr())
 
     def _keep_alive(self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in dtypes and tensor.is_contiguous()
@@ -242,7 +244,7 @@ class NativeHead(Described):
     """The kernels' description of a head, and its tensors; `structure`: see `kernels/interface.h`."""
 
     def __init__(self, head: HeadSteps) -> None:
-        """Copies norms and token map; raises `UnsuitableError` if a layer is not native or has a wrong size."""
+        """Copies norms; raises `UnsuitableError` if a layer is not native or has a wrong size."""
         super().__init__(head)
         self._head, self._parts = head, HeadParts()
         self._blocks = [

@@ -55,7 +55,7 @@ class NativeLinear(nn.Module):
         self._bias = None if bias is None else bias.detach().float().contiguous()
         if isinstance(weight, Tensor) and quantization is not None:
             self._weight: Tensor | QuantizedMatrix = quantized(weight, quantization)
-            self._copied_version = _version(weight)
+            self._copied_version = weight_version(weight)
         else:
             self._weight = weight.detach() if isinstance(weight, Tensor) else weight
         self._quantization = quantization
@@ -98,13 +98,13 @@ class NativeLinear(nn.Module):
         own = self._weight
         if self._quantization is None or isinstance(own, Tensor):
             return
-        if _version(weight) != self._copied_version:
+        if weight_version(weight) != self._copied_version:
             made = quantized(weight, self._quantization)
             for kept, new in zip(own.tensors(), made.tensors(), strict=True):
                 if kept.dtype != new.dtype:
                     raise UnsuitableError("the scales of the new weights are in another dtype. Make a new LLM.")
                 kept.copy_(new)
-            self._copied_version = _version(weight)
+            self._copied_version = weight_version(weight)
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that the kernels read."""
@@ -120,7 +120,8 @@ def _check_plain(part: Tensor) -> None:
         raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
 
 
-def _version(weight: Tensor) -> int:
+def weight_version(weight: Tensor) -> int:
+    """Returns a number that grows with every write to a weight; 0 where none is counted."""
     return 0 if weight.is_inference() else weight._version
 
 

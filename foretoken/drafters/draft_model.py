@@ -9,15 +9,15 @@ children without replacement as Sequoia does (2402.12374). Coupled requests draf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import TargetReads
-from foretoken.drafters.draft_tokens import DraftTokens
+from foretoken.drafters.draft_tokens import VocabularyOptions
 from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, SampleMethod, draft_runner
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.drafters.vocabularies import (
@@ -28,7 +28,7 @@ from foretoken.drafters.vocabularies import (
     vocabularies,
     vocabulary_map,
 )
-from foretoken.drafters.windows import PartialRows, WindowOptions
+from foretoken.drafters.windows import PartialRows
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import Pruning
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from foretoken.trees.dynamic import AnyShape
 
 
-class Options(WindowOptions):
+class Options(VocabularyOptions):
     """Options of a draft model.
 
     Attributes:
@@ -63,11 +63,6 @@ class Options(WindowOptions):
             With "intersection" CPUs draft one pass per level: the kernels that draft a tree in one call know one
             vocabulary.
         use_heterogeneous_vocab: vLLM's name for `vocab_match="intersection"`.
-        draft_vocab_size: Tokens that are drafted: the most frequent ones, and those that texts had lately. Rows of
-            other tokens in the LM head are not read. "all" for the whole vocabulary; "auto" for a quarter of a large
-            one, on CPUs where the decoder can.
-        draft_vocab: File of `foretoken data vocab` with the most frequent tokens. Without it the first ids count as
-            such, which is so in most tokenizers.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -79,17 +74,11 @@ class Options(WindowOptions):
     quantization: QuantizationOption = "auto"
     vocab_match: VocabMatch | None = None
     use_heterogeneous_vocab: bool = False
-    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "all"] = "auto"
-    draft_vocab: str | None = None
 
     @property
     def matching(self) -> VocabMatch:
         """The way to match vocabularies, by `vocab_match` and `use_heterogeneous_vocab`."""
         return self.vocab_match or ("intersection" if self.use_heterogeneous_vocab else "same")
-
-    def drafted_tokens(self, model: LoadedModel) -> DraftTokens | None:
-        """Returns the tokens that a draft model drafts; None for all. Raises `ConfigError` as `DraftTokens.of`."""
-        return DraftTokens.of(model, self.draft_vocab_size, self.draft_vocab)
 
     @model_validator(mode="after")
     def _vocabularies(self) -> Self:

@@ -1,9 +1,10 @@
-"""Which tokens a draft model drafts: the most frequent ones, and those that the texts had lately.
+"""Which tokens draft models and heads draft: the most frequent ones, and those that the texts had lately.
 
-The LM head is a large part of a small model with a large vocabulary. Drafts of a part of the vocabulary read a part of
-it; the target verifies over all tokens, so texts do not change. Most tokenizers number tokens by frequency, and texts
-repeat rare words: on texts of other authors a quarter of Qwen's vocabulary held 94.3 % of the tokens by number, and
-97.3 % with those of prompt and text, see "A draft vocabulary" in `benchmarks/NOTES.md`.
+The LM head is a large part of a small model with a large vocabulary, and most of a head that shares its target's.
+Drafts of a part of the vocabulary read a part of it; the target verifies over all tokens, so texts do not change. Most
+tokenizers number tokens by frequency, and texts repeat rare words: on texts of other authors a quarter of Qwen's
+vocabulary held 94.3 % of the tokens by number, and 97.3 % with those of prompt and text, see "A draft vocabulary" in
+`benchmarks/NOTES.md`.
 
 Source: FR-Spec (arXiv 2502.14856), with a fixed vocabulary from a corpus.
 """
@@ -12,28 +13,50 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import ConfigError
+from foretoken.drafters.windows import WindowOptions
 from foretoken.formats.draft_vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from foretoken.decoder.head_rows import HeadRows
     from foretoken.models.loading import LoadedModel
-    from foretoken.runner.runner import Runner
 
-VocabSize = int | Literal["auto", "all"]
-_LARGE = 1 << 16  # tokens; a choice: the LM head of a smaller vocabulary costs little
+VocabSize = Annotated[int, Field(ge=1)] | Literal["auto", "all"]
 _SHARE = 4  # of a large vocabulary one token in so many is drafted; see the notes
 _RECENT = 4  # one drafted token in so many is exchanged for those of the texts; see the notes
 
 
+class VocabularyOptions(WindowOptions):
+    """Options of drafters that may draft a part of the vocabulary.
+
+    Attributes:
+        draft_vocab_size: Tokens that are drafted: the most frequent ones, and those that texts had lately. Rows of
+            other tokens in the LM head are not read. "all" for the whole vocabulary; "auto" for a quarter of a large
+            one, on CPUs where the decoder can. Heads with an LM head of their own draft its tokens.
+        draft_vocab: File of `foretoken data vocab` with the most frequent tokens. Without it the first ids count as
+            such, which is so in most tokenizers.
+    """
+
+    large_vocabulary: ClassVar[int] = 1 << 16  # tokens; a choice: the LM head of a smaller one costs little
+
+    draft_vocab_size: VocabSize = "auto"
+    draft_vocab: str | None = None
+
+    def drafted_tokens(self, model: LoadedModel) -> DraftTokens | None:
+        """Returns the tokens of an LM head that are drafted; None for all. Raises `ConfigError` as `DraftTokens.of`."""
+        return DraftTokens.of(model, self.draft_vocab_size, self.draft_vocab, large=self.large_vocabulary)
+
+
 class DraftTokens:
-    """The tokens that a draft model drafts.
+    """The tokens that a drafter drafts.
 
     Attributes:
         ids: One for each row of its LM head.
@@ -49,13 +72,14 @@ class DraftTokens:
             self._has[token] = 1
 
     @classmethod
-    def of(cls, model: LoadedModel, size: VocabSize, place: str | None) -> DraftTokens | None:
+    def of(cls, model: LoadedModel, size: VocabSize, place: str | None, *, large: int) -> DraftTokens | None:
         """Returns the tokens that options ask for; None for all.
 
         Args:
-            model: The draft model.
+            model: The draft model, or the target whose LM head drafts.
             size: Of the draft vocabulary.
             place: File of `foretoken data vocab` with the most frequent tokens; None takes the first ones.
+            large: Least vocabulary that "auto" drafts in part.
 
         Raises:
             ConfigError: If the file is missing or damaged, or has tokens that the model has not; or `size` is larger
@@ -65,25 +89,25 @@ class DraftTokens:
         total = model.vocab_size
         if listed and listed[-1] >= total:
             raise ConfigError(
-                f"'draft_vocab' names token {listed[-1]}, and the draft model '{model.name}' has ids below {total}. "
+                f"'draft_vocab' names token {listed[-1]}, and the model '{model.name}' has ids below {total}. "
                 "Expected the vocabulary of its own tokenizer. Make it with `foretoken data vocab`."
             )
         if isinstance(size, int) and size > total:
             raise ConfigError(
-                f"'draft_vocab_size' is {size}, and the draft model '{model.name}' has {total} tokens. Expected at "
+                f"'draft_vocab_size' is {size}, and the model '{model.name}' has {total} tokens. Expected at "
                 'most as many, or "all".'
             )
         is_required = size != "auto" or bool(listed)
         if size == "auto":
-            is_large = total >= _LARGE and runs_cpu_kernels(model.device)  # elsewhere it was not measured
+            is_large = total >= large and runs_cpu_kernels(model.device)  # elsewhere it was not measured
             size = len(listed) or (total // _SHARE if is_large else total)
         if size in ("all", total):
             return None
         order = dict.fromkeys(chain((each for each in model.eos_ids if each < total), listed, range(total)))
         return cls(list(order)[: int(size)], total, is_required=is_required)
 
-    def learn(self, tokens: Iterable[int], runner: Runner) -> None:
-        """Exchanges the oldest recent tokens for those of a text, in the LM head of a runner that drafts `ids`."""
+    def learn(self, tokens: Iterable[int], rows: HeadRows) -> None:
+        """Exchanges the oldest recent tokens for those of a text, in the rows of `ids` of an LM head."""
         new = [token for token in dict.fromkeys(tokens) if not self._has[token]][-self._num_recent :]
         if not new:
             return
@@ -94,5 +118,4 @@ class DraftTokens:
             self._has[self.ids[place]] = 0
             self.ids[place] = token
             self._has[token] = 1
-        assert runner.head_rows is not None, "it drafts these tokens"
-        runner.head_rows.exchange(*(torch.tensor(each, device=runner.device) for each in (places, new)))
+        rows.exchange(*(torch.tensor(each, device=rows.tokens.device) for each in (places, new)))

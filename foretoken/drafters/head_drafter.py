@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.base import TargetReads, TreeOption
 from foretoken.drafters.captured import CapturedExpansion
+from foretoken.drafters.draft_tokens import VocabularyOptions
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
 from foretoken.drafters.levels import KeptDraws, QuantizationOption, SampleMethod, with_quantization
-from foretoken.drafters.windows import PartialRows, WindowOptions
+from foretoken.drafters.windows import PartialRows
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
@@ -37,10 +38,11 @@ from foretoken.trees.choices import PUBLISHED, TreeShape, best_shape
 from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from foretoken.decoder.quantized import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
+    from foretoken.drafters.draft_tokens import DraftTokens
     from foretoken.heads.base import Head
     from foretoken.heads.decoder_layer import DecoderLayer
     from foretoken.models.loading import LoadedModel
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from foretoken.trees.expansion import Expansion
 
 
-class HeadOptions(WindowOptions):
+class HeadOptions(VocabularyOptions):
     """Options of all drafters over heads.
 
     Attributes:
@@ -69,6 +71,7 @@ class HeadOptions(WindowOptions):
 
     is_trusted: ClassVar[bool] = True
     has_dynamic_trees: ClassVar[bool] = True
+    large_vocabulary: ClassVar[int] = 1 << 15  # a choice: the target's LM head is most of what such heads read
     prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
     revision: str | None = None
@@ -137,6 +140,7 @@ class HeadDrafter:
         self.shape: AnyShape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
         self._draws = KeptDraws(options.draft_sample_method, options.pruning, options.stop)
+        self._drafted: DraftTokens | None = None  # a part of the target's vocabulary
 
     def attach(self, target: TargetHandle) -> None:
         """Makes the network, and chooses the tree by the measured seconds of passes and drafts."""
@@ -152,6 +156,7 @@ class HeadDrafter:
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts without features, except those of a prefix. If weights of the target changed, all slots start anew."""
         self.parts.follow_weights()
+        self._learn_tokens([request.prompt])
         self._features.begin(slot, request.prefix)
 
     @torch.inference_mode()
@@ -169,6 +174,8 @@ class HeadDrafter:
 
     def commit(self, committed: Committed) -> None:
         """Takes the features."""
+        if committed.verified is not None:
+            self._learn_tokens(committed.tokens)
         self._features.learn(committed)
 
     def release(self, slot: int) -> None:
@@ -227,9 +234,39 @@ class HeadDrafter:
             # bfloat16 rounds inputs, as int8 and a target in bfloat16 do.
             compacts = quantization is not None or target.dtype == torch.bfloat16
             self.head.optimize_for_inference(quantization, compacts=compacts)
-        of_lm_head = quantization if self.head.has_target_lm_head else None
-        self.parts = target_parts(target.model, dtype=self.dtype, is_inference=True, quantization=of_lm_head)
+        self.parts = self._shared_parts()
         return self.features_for(target)
+
+    def _shared_parts(self) -> TargetParts:
+        """Returns the target's parts; of the LM head the rows of the draft vocabulary, if it is a part."""
+        options, head, model = self.options, self.head, self._target.model
+        if not head.has_target_lm_head:
+            if options.draft_vocab is not None or options.draft_vocab_size not in ("auto", "all"):
+                raise ConfigError(
+                    f"'{options.model}' has an LM head of its own, which drafts its own tokens. Expected a draft "
+                    "vocabulary for heads that share the target's. Leave 'draft_vocab_size' and 'draft_vocab' out."
+                )
+            return target_parts(model, dtype=self.dtype, is_inference=True)
+        shared: dict[str, Any] = {"dtype": self.dtype, "is_inference": True, "quantization": self.quantization}
+        self._drafted = options.drafted_tokens(model)
+        if self._drafted is not None:
+            try:
+                parts = target_parts(model, **shared, head_tokens=torch.tensor(self._drafted.ids))
+            except UnsuitableError as err:
+                if self._drafted.is_required:
+                    raise ConfigError(f"a draft vocabulary cannot be had: {err} Leave 'draft_vocab_size' out.") from err
+                self._drafted = None
+            else:
+                assert parts.head_rows is not None, "it was asked for"
+                head.token_map = parts.head_rows.tokens
+                return parts
+        return target_parts(model, **shared)
+
+    def _learn_tokens(self, texts: Iterable[Sequence[int]]) -> None:
+        """Lets texts' tokens into the draft vocabulary."""
+        if self._drafted is not None and self.parts.head_rows is not None:
+            for tokens in texts:
+                self._drafted.learn(tokens, self.parts.head_rows)
 
     def _expansions(self) -> CapturedExpansion[None]:
         return CapturedExpansion(self._fill, self._target.device)

@@ -156,7 +156,7 @@ class DraftLevels:
         self._runner, self._rows, self._vocab_size = runner, rows, vocab_size
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
-        self._drafted_tokens = None if runner.head_rows is None else drafted
+        self._drafted_tokens = drafted
         self._trees = TreeDrafts(runner, vocab_size=vocab_size, mapping=mapping)
 
     def begin(self, slot: int, source: int | None = None, tokens: Sequence[int] = ()) -> None:
@@ -224,8 +224,8 @@ class DraftLevels:
         new: list[Sequence[int]] = []
         for slot, ids in zip(slots, tokens, strict=True):
             state = self._keep_accepted(slot, ids)
-            if self._drafted_tokens is not None:
-                self._drafted_tokens.learn(self._embeddable(ids[len(state.tokens) :]), self._runner)
+            if self._drafted_tokens is not None and self._runner.head_rows is not None:
+                self._drafted_tokens.learn(self._embeddable(ids[len(state.tokens) :]), self._runner.head_rows)
             while len(ids) - len(state.tokens) > self._longest_catch_up:
                 start = len(state.tokens)
                 most = min(self._runner.prefill_chunk, self._rows.most_at_once)

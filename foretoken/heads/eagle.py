@@ -75,7 +75,7 @@ class EagleHead(AutoregressiveHead):
             return None
         return AutoregressiveSteps(
             width=self.config.width, vocab_size=self.config.vocab_size, embedding=parts.native.embedding,
-            head=parts.native.head, fuse=self.fc,
+            head=parts.native.head, token_map=self.token_map, fuse=self.fc,
         )  # fmt: skip
 
 

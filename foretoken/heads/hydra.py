@@ -197,6 +197,7 @@ class HydraHeads(StepHead):
             width=config.hidden_size,
             vocab_size=config.vocab_size,
             steps=steps,
+            token_map=self.token_map,
         )
 
     def _first_blocks(self) -> list[FirstBlock]:

@@ -200,7 +200,7 @@ class MedusaHeads(StepHead):
             quick = zip(self._quick_lm_heads, hidden, strict=False)
             return self.whole_vocabulary(torch.stack([lm_head(rows) for lm_head, rows in quick], dim=1))
         if self.lm_head is None:
-            return parts.lm_head(hidden.transpose(0, 1))
+            return self.whole_vocabulary(parts.lm_head(hidden.transpose(0, 1)))
         return self.whole_vocabulary((hidden @ self.lm_head[:count].transpose(1, 2)).transpose(0, 1))
 
     def _all_hidden(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:

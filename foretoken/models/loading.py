@@ -94,6 +94,7 @@ class LoadedModel:
         kv_cache_dtype: "int8" if keys and values are rounded when they are written to the KV cache, each row of a head
             with a scale; "auto" if the cache has the model's dtype.
         files: See `files_identity`; None for weights that came from memory.
+        stored: The model with the integers that this one's weights stand for; None if it was not unpacked from any.
     """
 
     make_module: Callable[[], nn.Module]
@@ -115,6 +116,7 @@ class LoadedModel:
     first_head_rows: torch.Tensor | None = None
     kv_cache_dtype: KVCacheDtype = "auto"
     files: str | None = None
+    stored: LoadedModel | None = None
 
     @property
     def module(self) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from foretoken.core.errors import ModelError
+from foretoken.decoder.head_rows import HeadRows
 from foretoken.decoder.native_head import LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
 from foretoken.decoder.quantized import Quantization, QuantizedLinear
@@ -43,6 +44,7 @@ class TargetParts:
         blocks: Returns the target's blocks, for heads that start from copies; raises `UnsuitableError` for
             architectures that lean decoders do not know. None where a head cannot start.
         native: Both for the native kernels; None for other modules, or if gradients may be needed.
+        head_rows: Of the LM head, if `lm_head` and `native` have a part of it: V is then their number.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -51,10 +53,13 @@ class TargetParts:
     final_norm: Callable[[Tensor], Tensor] | None = None
     blocks: Callable[[], Blocks] | None = None
     native: NativeParts | None = None
+    head_rows: HeadRows | None = None
 
     def follow_weights(self) -> None:
         """Renews a rounded copy of the LM head after writes to the target's weight."""
-        if self.native is not None and isinstance(self.native.head.layer, NativeLinear):
+        if self.head_rows is not None:
+            self.head_rows.follow_weight()
+        elif self.native is not None and isinstance(self.native.head.layer, NativeLinear):
             self.native.head.layer.requantize(self.lm_head_weight)
 
 
@@ -64,6 +69,7 @@ def target_parts(
     dtype: torch.dtype | None = None,
     is_inference: bool = False,
     quantization: Quantization | None = None,
+    head_tokens: Tensor | None = None,
 ) -> TargetParts:
     """Returns the shared modules of a loaded target.
 
@@ -73,9 +79,10 @@ def target_parts(
         is_inference: Whether no gradients are needed. Nothing is copied then, and the LM head may run on native kernels
             and return float32.
         quantization: With `is_inference`, for a rounded copy of the LM head, for drafts alone.
+        head_tokens: With `is_inference`, (R,) int64, the tokens of the rows that the LM head has; None for all.
 
     Raises:
-        UnsuitableError: If the LM head cannot be quantised.
+        UnsuitableError: If the LM head cannot be quantised, or has another class than those with rows.
         ModelError: For a dtype without `is_inference`, if the model was rounded.
     """
     if model.quantization is not None and dtype is not None and not is_inference:
@@ -86,9 +93,13 @@ def target_parts(
     module: Any = model.module
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     factor, cap = _logits_shape(model.config)
-    native = None
+    native = rows = None
     if is_inference:
-        fast = fast_linear(head, quantization=quantization, compacts=False)
+        rows = None if head_tokens is None else HeadRows(head, head_tokens.to(model.device), quantization)
+        if rows is None:
+            fast = fast_linear(head, quantization=quantization, compacts=False)
+        else:
+            fast = fast_linear(rows.layer, compacts=False)
         own, wanted = model.dtype, dtype or model.dtype
         takes_any = own == wanted or isinstance(fast, NativeLinear)
         embed, lm_head = lambda tokens: embedding(tokens).to(wanted), fast if takes_any else lambda x: fast(x.to(own))
@@ -108,6 +119,7 @@ def target_parts(
         final_norm=_frozen_norm(model.backbone),
         blocks=lambda: read_weights(model, num_positions=1).layers,
         native=native,
+        head_rows=rows,
     )
 
 

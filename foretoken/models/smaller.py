@@ -62,7 +62,7 @@ def unpacked_model(model: LoadedModel) -> LoadedModel:
         return model
     with _told(model):
         made = unpacked(model.module, torch.float32)
-    return replace(_ready(made, model), name=model.name)
+    return replace(_ready(made, model), name=model.name, stored=model)
 
 
 def fresh_model(target: LoadedModel, sizes: Mapping[str, int], *, seed: int) -> LoadedModel:

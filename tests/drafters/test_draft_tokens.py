@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_contexts import attached, context
+from drafting_contexts import attached, begin, context, verified
 from end_to_end.tiny_llms import RUNNERS, WIDTHS, draft_model, llm, noisy
 from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -18,10 +18,17 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.decoder.head_rows import HeadRows
 from foretoken.decoder.quantized import QuantizedLinear, quantized
-from foretoken.drafters.draft_tokens import DraftTokens
+from foretoken.drafters.base import Committed
+from foretoken.drafters.draft_tokens import DraftTokens, VocabularyOptions
+from foretoken.drafters.registry import create_drafter, drafter_options
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.draft_vocabulary import DraftVocabulary
+from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model
+from foretoken.models.parts import target_parts
 from foretoken.runner.runner import Runner
+from foretoken.training.config import head_config
 
 TOKENS = torch.tensor([40, 3, 17, 5, 60, 61, 2, 33, 21, 22, 23, 50, 11, 12, 13, 14, 15])  # more than one panel
 
@@ -100,7 +107,7 @@ def test_recent_tokens_take_the_places_of_older_ones() -> None:
         ([2, 10, 20], [18, 19, 20]), ([30, 11, 30, 31], [30, 31, 20]), ([18], [30, 31, 18]),
         ([40, 41, 42, 43, 44], [42, 43, 44]), ([43, 50], [50, 43, 44]),
     ):  # fmt: skip
-        drafted.learn(text, runner)
+        drafted.learn(text, runner.head_rows)
         assert drafted.ids == [*kept, *recent]
         assert runner.head_rows.tokens.tolist() == drafted.ids
 
@@ -108,25 +115,25 @@ def test_recent_tokens_take_the_places_of_older_ones() -> None:
 def test_which_tokens_are_drafted(tmp_path: Path) -> None:
     """End tokens, then those of a file, then the first ids; all of a small vocabulary unless told otherwise."""
     model = wrap_model(tiny_model("llama", seed=1, dtype=torch.float32, eos_token_id=60), name="draft")
-    assert DraftTokens.of(model, "auto", None) is None
-    assert DraftTokens.of(model, "all", None) is None
-    assert DraftTokens.of(model, VOCAB_SIZE, None) is None
-    some = DraftTokens.of(model, 5, None)
+    assert DraftTokens.of(model, "auto", None, large=100) is None
+    assert DraftTokens.of(model, "all", None, large=100) is None
+    assert DraftTokens.of(model, VOCAB_SIZE, None, large=100) is None
+    some = DraftTokens.of(model, 5, None, large=100)
     assert some is not None
     assert some.ids == [60, 0, 1, 2, 3]
     place = tmp_path / "vocab.json"
     DraftVocabulary(token_ids=(7, 9, 12), coverage=0.5, tokenizer_sha="x", tokens_sha256="y").write(place)
     for size, ids in (("auto", [60, 7, 9]), (6, [60, 7, 9, 12, 0, 1])):
-        listed = DraftTokens.of(model, size, str(place))
+        listed = DraftTokens.of(model, size, str(place), large=100)
         assert listed is not None
         assert listed.ids == ids
     DraftVocabulary(token_ids=(7, 99), coverage=0.5, tokenizer_sha="x", tokens_sha256="y").write(place)
-    with pytest.raises(ConfigError, match=r"names token 99, and the draft model 'draft' has ids below 67\. Expected"):
-        DraftTokens.of(model, "auto", str(place))
-    with pytest.raises(ConfigError, match=r"'draft_vocab_size' is 68, and the draft model 'draft' has 67 tokens"):
-        DraftTokens.of(model, 68, None)
+    with pytest.raises(ConfigError, match=r"names token 99, and the model 'draft' has ids below 67\. Expected"):
+        DraftTokens.of(model, "auto", str(place), large=100)
+    with pytest.raises(ConfigError, match=r"'draft_vocab_size' is 68, and the model 'draft' has 67 tokens"):
+        DraftTokens.of(model, 68, None, large=100)
     with pytest.raises(ConfigError, match="there is no file"):
-        DraftTokens.of(model, 5, str(tmp_path / "none.json"))
+        DraftTokens.of(model, 5, str(tmp_path / "none.json"), large=100)
 
 
 @pytest.mark.parametrize("size", [0, -3, True, 2.0, "some"])
@@ -137,7 +144,7 @@ def test_sizes_that_make_no_sense(size: Any) -> None:
 
 def test_a_large_vocabulary_is_drafted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default; on the generic runner, which computes the whole LM head, only if nobody asked for it."""
-    monkeypatch.setattr("foretoken.drafters.draft_tokens._LARGE", VOCAB_SIZE)
+    monkeypatch.setattr(VocabularyOptions, "large_vocabulary", VOCAB_SIZE)
     make = draft_model(noisy(dtype=torch.float32))
     made = attached(make())
     assert len(made._runner.head_rows.tokens) == VOCAB_SIZE // 4
@@ -199,3 +206,63 @@ def test_texts_are_those_of_plain_decoding_and_rare_tokens_are_drafted_once_seen
         assert all(output.outputs[0].token_ids == plain for output in outputs)
         accepted.append([output.metrics.num_accepted for output in outputs])
     assert accepted[0][0] >= accepted[1][1] > accepted[2][1]
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {}, "falcon": {"block": 2}, "hydra": {"num_heads": 3}, "medusa": {"num_heads": 3},
+}  # fmt: skip
+
+
+def head_drafter(method: str, place: Path, sizes: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Over a random head of a target that has its own LM head."""
+    target = wrap_model(noisy(dtype=torch.float32), name="target")
+    if not place.exists():
+        torch.manual_seed(0)
+        head = build_head(head_config(method, target, HEADS[method] if sizes is None else sizes), dtype=torch.float32)
+        head.initialize(target_parts(target))
+        for parameter in head.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape)
+        native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target)), place)
+    keys = {"method": method, "model": str(place), "tree": WIDTHS, **options}
+    return attached(create_drafter(drafter_options(keys), target), model=target)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("method", HEADS)
+def test_heads_that_share_the_lm_head_draft_some_tokens(method: str, quantization: str, tmp_path: Path) -> None:
+    """Those of before and of the texts, with the logits of the whole LM head."""
+    some, whole = (
+        head_drafter(method, tmp_path / "head", quantization=quantization, draft_vocab_size=size)
+        for size in (16, "all")
+    )
+    first = {*some.parts.head_rows.tokens.tolist()}
+    assert len(first) == 16
+    text = [5, 50, 51, 60]
+    features = torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(1))
+    begin(some, 0, text[:3])
+    some.commit(Committed(slots=[0], starts=[0], tokens=[text[:3]], features=features[:3]))
+    tree = some.propose(context([text]))
+    assert {*tree.tokens[0, 1:].tolist()} <= first | {*text}
+    some.commit(Committed(slots=[0], starts=[3], tokens=[[60, 61]], features=features[3:], verified=verified()))
+    now = some.parts.head_rows.tokens
+    assert {60, 61} <= {*now.tolist()}
+    tree = some.propose(context([[*text, 61, 62]], params=[SamplingParams(temperature=1.5)], is_coupled=[False]))
+    assert {*tree.tokens[0, 1:].tolist()} <= {*now.tolist()}
+    ours, theirs = (made.head.logits(0, features[:, 0], made.parts).float() for made in (some, whole))
+    torch.testing.assert_close(ours, spread(theirs, now))
+
+
+def test_a_head_with_an_lm_head_of_its_own_has_its_own_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has an LM head of its own, which drafts its own tokens\. Expected"):
+        head_drafter("medusa", tmp_path / "head", {"num_heads": 3, "own_lm_head": True}, draft_vocab_size=9)
+    assert head_drafter("medusa", tmp_path / "head").parts.head_rows is None
+
+
+def test_the_lm_head_of_a_head_follows_writes_to_weights(tmp_path: Path) -> None:
+    made = head_drafter("eagle", tmp_path / "head", quantization="int8", draft_vocab_size=30)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    before = made.parts.lm_head(x)
+    with torch.no_grad():
+        made._target.model.module.get_output_embeddings().weight.mul_(2.0)
+    begin(made, 0)
+    torch.testing.assert_close(made.parts.lm_head(x), 2 * before)

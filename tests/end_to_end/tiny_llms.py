@@ -29,10 +29,10 @@ from transformers import PreTrainedTokenizerFast
 from foretoken import LLM
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters import draft_tokens
 from foretoken.drafters.base import DraftContext, Drafter, TargetHandle
 from foretoken.drafters.datastore import write_datastore
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
+from foretoken.drafters.draft_tokens import VocabularyOptions
 from foretoken.models.loading import wrap_model
 from foretoken.trees.stopping import PathFloors, StopRule
 
@@ -147,7 +147,7 @@ class _DraftsSomeTokens(_Wrapped):
     """A draft model that drafts a quarter of its small vocabulary by default, where a decoder can."""
 
     def attach(self, target: TargetHandle) -> None:
-        with mock.patch.object(draft_tokens, "_LARGE", 1):
+        with mock.patch.object(VocabularyOptions, "large_vocabulary", 1):
             self._drafter.attach(target)
 
 
@@ -351,6 +351,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "falcon pruned": head("falcon", architecture, tree=MEDUSA_CHOICES, pruning={"path_probability": 0.05}),
         "hydra dynamic adaptive": head("hydra", architecture, tree="dynamic"),
         "hydra++ as stored": head("hydra++", architecture, num_speculative_tokens=3, quantization="none"),
+        **{
+            f"{name}, some tokens": head(name, architecture, num_speculative_tokens=3, draft_vocab_size=24)
+            for name in ("eagle", "falcon", "hydra++", "medusa")
+        },
         "eagle as stored": head("eagle", architecture, num_speculative_tokens=3, quantization="none"),
         "medusa chain": head("medusa", architecture, tree="chain"),
         "medusa choices": head("medusa", architecture, tree=GAPPED_CHOICES),

@@ -1,0 +1,42 @@
+"""Heads of a target that is stored in integers learn from the features that the target verifies with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models.gguf_files import tiny_file
+
+from foretoken.core.passes import Pass, Tap
+from foretoken.models.loading import load_model
+from foretoken.models.smaller import unpacked_model
+from foretoken.runner.runner import Runner
+from foretoken.training.teacher import Teacher
+
+pytestmark = pytest.mark.native
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("taps", [("final",), (0, 1), (1, "final")])
+def test_features_are_those_of_the_runner_that_verifies(taps: tuple[Tap, ...], dtype: str, tmp_path: Path) -> None:
+    """To the bit, after batches of other sizes too; those of the unpacked weights differ by rounding."""
+    stored = load_model(tiny_file(tmp_path / "tiny.gguf"), dtype=dtype)
+    assert stored.quantization is not None
+    model = unpacked_model(stored)
+    teacher = Teacher(model, taps)
+    generator = torch.Generator().manual_seed(0)
+    for size in ((2, 9), (1, 5), (3, 12), (2, 9)):
+        tokens = torch.randint(model.vocab_size, size, generator=generator)
+        found = teacher.read_features(tokens)
+        all_taps = taps if taps[-1] == "final" else (*taps, "final")
+        runner = Runner(stored, num_slots=4, context_len=32, taps=all_taps)
+        for row, text in enumerate(tokens.tolist()):
+            features = runner.run(Pass.of_chains([text], slots=[3], prefix_lens=[0])).features
+            assert features is not None
+            assert torch.equal(found[row], features.flatten(1))
+        assert torch.equal(teacher.features(tokens), found[..., -model.config.hidden_size :])
+        unpacked = Teacher(replace(model, stored=None), taps).read_features(tokens)
+        assert (found.float() - unpacked).norm() < unpacked.norm() * (1e-5 if dtype == "float32" else 0.02)
+        assert not found.is_inference()
