@@ -1,14 +1,16 @@
-"""A GGUF target with a smaller GGUF model as draft model: default, fixed lengths and llama.cpp, request by request.
+"""A GGUF target with drafters and a smaller GGUF model as draft model, beside llama.cpp, request by request.
 
-    python -m benchmarks.pairs TARGET.gguf DRAFT.gguf --prompts FILE.jsonl … [--per-category 10] [--tokens 128]
+    python -m benchmarks.pairs TARGET.gguf [DRAFT.gguf] --prompts FILE.jsonl … [--per-category 10] [--tokens 128]
         [--lengths 1 2 4 6 8] [--also NAME=OPTIONS …] [--fresh default …] [--rival PYTHON] [--temperature 0.8]
 
 Contestants are processes that take turns, prompt by prompt, each with two threads: plain decoding, the default setting,
 fixed lengths of drafts, and settings of `--also`: options of `LLM` as JSON, where "speculative_config": "default" is
-the default setting, and one without drafts is plain decoding for its like. PYTHON is the interpreter of an environment
-with `llama-cpp-python`; its draft model is driven by the interface for C, greedily: plain, with the same fixed lengths,
-and with drafts that end below a probability of 0.75, as llama.cpp's own program ends them. The processes of `--fresh`
-are started again for every prompt, with empty files of what was learned: their request is their first.
+the default setting, and one without drafts is plain decoding for its like. Without DRAFT there are plain decoding and
+`--also`, such as 'eagle3={"speculative_config": {"method": "eagle3", "model": "DIRECTORY"}}'. PYTHON is the interpreter
+of an environment with `llama-cpp-python`; its draft model is driven by the interface for C, greedily: plain, with the
+same fixed lengths, and with drafts that end below a probability of 0.75, as llama.cpp's own program ends them. The
+processes of `--fresh` are started again for every prompt, with empty files of what was learned: their request is their
+first.
 
 A request begins with token ids and ends with token ids. Rows have medians over prompts of tokens/s and of the ratio
 to plain decoding of the same prompt by the same engine; tau is the tokens of a verification.
@@ -100,7 +102,7 @@ class Text:
         same = next((i for i, (a, b) in enumerate(zip(self.ids, ids)) if a != b), min(len(self.ids), len(ids)))
         self.crop(min(same, len(ids) - 1))
         self.feed(ids[len(self.ids):])
-target, draft = Text(settings["target"]), Text(settings["draft"])
+target, draft = Text(settings["target"]), Text(settings["draft"]) if settings["draft"] else None
 vocab = api.llama_model_get_vocab(target.model)
 def drafted(ids, most, floor):
     draft.follow(ids)
@@ -116,7 +118,8 @@ def drafted(ids, most, floor):
     return found
 def run(prompt, tokens, temperature, top_p, seed, length=0, floor=0.0):
     target.crop(0)
-    draft.crop(0)
+    if draft:
+        draft.crop(0)
     begin = time.perf_counter()
     target.feed(prompt)
     ids, steps = [int(target.logits(-1).argmax())], 0
@@ -178,8 +181,9 @@ class Contestant:
 def contestants(options: argparse.Namespace) -> list[Contestant]:
     """All contestants; those on one engine share what it keeps of passes, not what drafts learn."""
     draft = {"method": "draft_model", "model": options.draft}
-    ours: dict[str, Any] = {"plain": {}, "default": {"speculative_config": draft}}
-    ours |= {f"length {k}": {"speculative_config": draft | {"num_speculative_tokens": k}} for k in options.lengths}
+    ours: dict[str, Any] = {"plain": {}} | ({"default": {"speculative_config": draft}} if options.draft else {})
+    lengths = options.lengths if options.draft else []
+    ours |= {f"length {k}": {"speculative_config": draft | {"num_speculative_tokens": k}} for k in lengths}
     ours |= {name: json.loads(config) for name, _, config in (each.partition("=") for each in options.also)}
     found, bases = [], dict[str, str]()  # plain decoding, by the other options
     for name, config in ours.items():
@@ -195,6 +199,8 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         command = [options.rival, "-c", _THEIRS, json.dumps({"target": options.target, "draft": options.draft})]
         base = Contestant("llama.cpp plain", "llama.cpp plain", command)
         found.append(base)
+        if not options.draft:
+            return found
         modes = {f"llama.cpp {k}": {"length": k} for k in options.lengths} | {
             "llama.cpp to 0.75": {"length": 16, "floor": 0.75}
         }
@@ -242,7 +248,7 @@ def main() -> None:
     """Prints a table for each category, and writes every request to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
-    parser.add_argument("draft")
+    parser.add_argument("draft", nargs="?")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--per-category", type=int, default=10)
     parser.add_argument("--skip", type=int, default=0, help="rows of each category that are left out")
@@ -263,7 +269,7 @@ def main() -> None:
             ids = row.token_ids(tokenizer, len(tokenizer), 4096 - options.tokens)
             category = Path(file).stem if row.category == NO_CATEGORY else row.category
             asked[category].append(prompt_token_ids(row.text, tokenizer) if ids is None else ids)
-    everyone = contestants(options)
+    everyone, whole = contestants(options), defaultdict[str, list[dict[str, Any]]](list)
     print(f"{describe_machine()}; {options.tokens} tokens, temperature {options.temperature}, top-p {options.top_p}")
     for category in options.only or asked:
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -273,10 +279,12 @@ def main() -> None:
                 request = {"prompt": prompt, "tokens": options.tokens, "temperature": options.temperature}
                 run = each.answer(**request, top_p=options.top_p, seed=seed)
                 found[each.name].append(run)
+                whole[each.name].append(run)
                 if options.out:
                     with options.out.open("a") as file:
                         file.write(json.dumps({"category": category, "prompt": seed, "who": each.name} | run) + "\n")
         print(f"\n{category}, {len(prompts)} prompts\n{table(found, everyone)}", flush=True)
+    print(f"\nall, {len(whole['plain'])} prompts\n{table(whole, everyone)}")
     for each in everyone:
         each.end()
 
