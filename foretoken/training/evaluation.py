@@ -69,7 +69,7 @@ def target_texts(
 ) -> list[tuple[float, int, list[int]]]:
     """Returns what the target writes: for each text its temperature, the prompt's tokens, and the ids of the whole."""
     progress = progress or TokenProgress(workload, len(workload.temperatures), report=no_progress)
-    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, on_step=progress.add)
+    llm = LLM(target.stored or target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, on_step=progress.add)
     texts = []
     for temperature in workload.temperatures:
         for output in llm.generate(list(workload.prompts), workload.params(temperature)):

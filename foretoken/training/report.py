@@ -266,7 +266,8 @@ def saved_head(
     """
     if training_processes().process_index:
         return None
-    stored = _stored_dtype(target.config, target.dtype) if dtype == "auto" else DTYPES[dtype]
+    own = _stored_dtype(target.config, target.dtype) if target.stored is None else target.stored.dtype
+    stored = own if dtype == "auto" else DTYPES[dtype]
     weights = {
         key: value.to(stored) if value.is_floating_point() else value for key, value in checkpoint.weights.items()
     }
@@ -354,7 +355,8 @@ def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | N
     """
     if workload is None or training_processes().process_index:
         return lambda _: 0.0
-    costs = pass_costs(target, LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE).target.name)
+    served = target.stored or target
+    costs = pass_costs(served, LLM(served, tokenizer=tokenizer, max_num_seqs=_AT_ONCE).target.name)
     batch = min(_AT_ONCE, len(workload.prompts))
     passes = len(workload.temperatures) * workload.max_tokens * math.ceil(len(workload.prompts) / _AT_ONCE)
     plain, drafted = costs.verification(batch, batch), costs.verification(batch, batch * _QUOTED_NODES)
@@ -403,7 +405,8 @@ def _drafting(
 ) -> tuple[dict[str, Any], int]:
     """Returns tokens a target pass and acceptance by depth, by temperature, and the nodes of the deepest draft."""
     llm = LLM(
-        target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, speculative_config=setup, on_step=progress.add
+        target.stored or target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, speculative_config=setup,
+        on_step=progress.add,
     )  # fmt: skip
     facts: dict[str, Any] = {}
     for temperature in workload.temperatures:

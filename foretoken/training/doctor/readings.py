@@ -200,7 +200,8 @@ def greedy_texts(
     if not encoded:
         raise RequestError("no prompt has two tokens. Expected text to try a head on. Pass other --prompts.")
     needed = max(map(len, encoded)) + max_tokens + 1
-    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=AT_ONCE, max_model_len=needed, runner=runner)
+    served = target.stored or target
+    llm = LLM(served, tokenizer=tokenizer, max_num_seqs=AT_ONCE, max_model_len=needed, runner=runner)
     outputs = llm.generate(encoded, greedy(max_tokens))
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     return Texts(prompts=encoded, texts=texts, device=target.device)
@@ -393,7 +394,7 @@ def draft(
     records: list[StepRecord] = []
     lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
     llm = LLM(  # drafts with the head as trained: int8 copies would differ from the prediction
-        target,
+        target.stored or target,
         speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said), "quantization": "none"},
         tokenizer=tokenizer,
         max_num_seqs=AT_ONCE,
