@@ -95,6 +95,13 @@ def train(
             "longer than a window; 0 for none. Default: the whole context.",
         ),
     ] = None,
+    repeat_windows: Annotated[
+        bool,
+        _learning(
+            "--repeat-windows",
+            help="Cut the data at the same places in all epochs: with --cache only the first one runs the target.",
+        ),
+    ] = False,
     weight_decay: Annotated[float, _learning(help="Of AdamW.")] = 0.01,
     clip_norm: Annotated[float, _learning(help="Greatest gradient norm.")] = 1.0,
     precision: Annotated[str, _learning(metavar="NAME", help="float32, or bfloat16 by autocast.")] = "float32",

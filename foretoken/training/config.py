@@ -65,6 +65,7 @@ class TrainConfig(BaseModel):
         micro_batch_size: Windows computed at once by one process; None for all of its share.
         length: Tokens of a window.
         max_offset: Largest random offset of the positions of a window, see `WindowPositions`; 0 for none.
+        repeats_windows: Whether all epochs cut the data at the same places, see `PackedTokens`.
         clip_norm: Greatest norm of the gradient.
         precision: Precision of the arithmetic: "float32", or "bfloat16" by autocast with float32 weights.
         seed: Seed of weights, order of the data and dropout.
@@ -77,6 +78,7 @@ class TrainConfig(BaseModel):
     micro_batch_size: int | None = Field(default=None, ge=1)
     length: int = Field(default=512, ge=4)
     max_offset: int = Field(default=0, ge=0)
+    repeats_windows: bool = False
     weight_decay: float = Field(default=0.01, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = Field(default=1.0, gt=0)

@@ -142,7 +142,7 @@ def train_head(
     fingerprint = TargetFingerprint.of(target)
     with _claimed(settings, target, processes, _begun_from(settings, initial)):
         head, parts = _new_head(target, settings, initial)
-        features = _features(target, settings, processes.process_index, processes.num_processes)
+        features = _features(target, settings)
         trainer = HeadTrainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
         evaluate = None
         if settings.evaluation is not None:
@@ -311,7 +311,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     return {k: v for key, part in value.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def _features(target: LoadedModel, settings: HeadSettings, rank: int, world: int) -> Callable[[int, Tensor], Tensor]:
+def _features(target: LoadedModel, settings: HeadSettings) -> Callable[[int, Tensor], Tensor]:
     train, taps = settings.train, settings.head.taps
     teacher = Teacher(target, taps)
 
@@ -321,18 +321,17 @@ def _features(target: LoadedModel, settings: HeadSettings, rank: int, world: int
 
     if settings.cache is None:
         return lambda _, tokens: compute(tokens).float()
-    of_batches = [settings.data, train.batch_size, train.length, train.seed]
-    read = [] if taps == ("final",) else [list(taps)]
-    key = json.dumps([teacher.digest(), *of_batches, str(target.dtype), rank, world, *read])
+    key = json.dumps([teacher.digest(), str(target.dtype), list(taps), None if target.stored is None else "integers"])
     cache = FeatureCache(settings.cache, key=key, max_bytes=settings.cache_bytes)
 
-    def cached(step: int, tokens: Tensor) -> Tensor:
-        name = f"{step:08d}"
-        features = cache.get(name)
-        if features is None or features.shape[:2] != tokens.shape:
-            features = compute(tokens)
-            cache.put(name, features)
-        return features.float()
+    def cached(_: int, tokens: Tensor) -> Tensor:
+        names = [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:24] for row in tokens.cpu()]
+        known = [each for each in map(cache.get, names) if each is not None and len(each) == tokens.shape[1]]
+        if len(known) < len(names):
+            known = [*compute(tokens)]
+            for name, features in zip(names, known, strict=True):
+                cache.put(name, features)
+        return torch.stack([each.to(target.device) for each in known]).float()
 
     return cached
 

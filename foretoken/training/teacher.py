@@ -99,14 +99,14 @@ class Teacher:
 
 
 class FeatureCache:
-    """Features of training batches on disk, up to a bounded size; others are computed every time.
+    """Features of training windows on disk, up to a bounded size; others are computed every time.
 
-    Entries lie in a directory named by everything that they depend on. Heads that are trained one after another on the
-    same batches share them.
+    Entries lie in a directory named by everything that they depend on besides the window's tokens. Heads with the same
+    taps that are trained on the same windows share them, and so do epochs that repeat their windows.
     """
 
     def __init__(self, directory: Path, *, key: str, max_bytes: int) -> None:
-        """Opens a cache of at most `max_bytes`; key: all that the features depend on (target, data, batch)."""
+        """Opens a cache of at most `max_bytes`; key: all that the features depend on besides tokens."""
         self._directory = directory / hashlib.sha256(key.encode()).hexdigest()[:16]
         self._directory.mkdir(parents=True, exist_ok=True)
         self._max_bytes = max_bytes

@@ -149,6 +149,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     micro_batch_size: int | None = None,
     length: int = 512,
     max_offset: int | None = None,
+    repeat_windows: bool = False,
     weight_decay: float = 0.01,
     clip_norm: float = 1.0,
     precision: str = "float32",
@@ -200,6 +201,8 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         length: Tokens of a window.
         max_offset: Largest random offset of the positions in a window, in tokens, so that the head or draft model
             drafts in texts that are longer than a window; 0 for none, None for all positions of the context.
+        repeat_windows: Whether all epochs cut the data at the same places, so that from the second one on `cache` holds
+            the features.
         clip_norm: Greatest norm of the gradient.
         precision: "float32", or "bfloat16" for autocast.
         seed: Seed of the order of the data, of new weights and of dropout.
@@ -255,10 +258,10 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         "schedule": {"peak": lr, "num_steps": steps, "warmup_steps": warmup_steps, "floor": lr_floor,
                      "seconds": seconds},
         "batch_size": batch_size, "micro_batch_size": micro_batch_size, "length": length, "seed": seed,
-        "max_offset": max_offset or 0,
+        "max_offset": max_offset or 0, "repeats_windows": repeat_windows,
         "weight_decay": weight_decay, "clip_norm": clip_norm, "precision": precision,
     })  # fmt: skip
-    packed = PackedTokens.open(Path(data))
+    packed = replace(PackedTokens.open(Path(data)), repeats_windows=repeat_windows)
     target, tokenizer = load_target(name, dtype=dtype, device=device, unpacks=True)
     settings = settings.model_copy(update={"max_offset": _max_offset(max_offset, length, target.context_len)})
     _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)

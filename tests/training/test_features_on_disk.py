@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,27 @@ def test_cached_runs_are_the_same_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert computed == [4]
     tiny = training_runs.trained(tmp_path / "no room", cache=tmp_path / "tiny", cache_bytes=5000)
     training_runs.same_weights(tiny.weights, plain)
-    # Another order of batches must not meet these entries.
+    # Another seed cuts other windows.
     computed.clear()
     training_runs.trained(tmp_path / "other seed", cache=kept, seed=1)
+    assert computed == [4] * 6
+
+
+def test_epochs_that_repeat_their_windows_run_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a batch; heads with the same taps and other batches share the windows."""
+    computed: list[int] = []
+    features = Teacher.features
+
+    def watched(self: Teacher, tokens: torch.Tensor) -> torch.Tensor:
+        computed.append(len(tokens))
+        return features(self, tokens)
+
+    monkeypatch.setattr(Teacher, "features", watched)
+    text = replace(training_runs.batches(16 * 8 + 3), repeats_windows=True)  # two batches an epoch
+    training_runs.trained(tmp_path / "run", text=text, cache=tmp_path / "cache")
+    assert computed == [4, 4]
+    training_runs.trained(tmp_path / "hydra", "hydra", text=text, cache=tmp_path / "cache", batch_size=2)
+    assert computed == [4, 4]
+    moving = replace(text, repeats_windows=False)
+    training_runs.trained(tmp_path / "moving", text=moving, cache=tmp_path / "cache")
     assert computed == [4] * 6

@@ -74,11 +74,13 @@ class PackedTokens:
         meta: The contents of `meta.json`: tokenizer_sha, vocab_size (of the tokenizer, which may have more tokens than
             the data), largest_token_id, eos_id, num_documents, num_tokens, num_supervised, tokens_sha256, sources and
             entries of the writer.
+        repeats_windows: Whether all epochs have the windows of the first one, each epoch in its own order.
     """
 
     tokens: np.ndarray
     supervised: np.ndarray | None
     meta: dict[str, Any]
+    repeats_windows: bool = False
 
     @classmethod
     def open(cls, directory: Path) -> PackedTokens:
@@ -99,8 +101,9 @@ class PackedTokens:
     def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
         """Returns the batch of a training step, a pure function of (seed, step).
 
-        Each epoch takes every window of a grid once, in its own order. The grid starts at a random token of the epoch
-        and continues from the last token to the first. A batch may span two epochs.
+        Each epoch takes every window of a grid once, in its own order. The grid starts at a random token of the epoch,
+        or of the first one with `repeats_windows`, and continues from the last token to the first. A batch may span two
+        epochs.
 
         Args:
             step: Step from 0.
@@ -131,7 +134,7 @@ class PackedTokens:
         for epoch in range(first // count, (first + batch_size - 1) // count + 1):
             inside = rows // count == epoch
             key = derive_seed(seed, epoch + 1)
-            offset = (key & (2**63 - 1)) % size
+            offset = ((derive_seed(seed, 1) if self.repeats_windows else key) & (2**63 - 1)) % size
             starts[inside] = shuffled(rows[inside] % count, count, key) * length + offset
         places = (starts[:, None] + np.arange(length)) % size
         tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
