@@ -88,18 +88,25 @@ def test_a_full_disk_costs_only_time(
     assert bytes_of(tmp_path) == 0
 
 
-def test_cached_runs_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = training_runs.trained(tmp_path / "plain").weights
-    kept = tmp_path / "cache"
-    training_runs.same_weights(training_runs.trained(tmp_path / "cold", cache=kept).weights, plain)
-    computed: list[int] = []
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sequences of every batch whose features the target computes."""
+    found: list[int] = []
     features = Teacher.features
 
     def watched(self: Teacher, tokens: torch.Tensor) -> torch.Tensor:
-        computed.append(len(tokens))
+        found.append(len(tokens))
         return features(self, tokens)
 
     monkeypatch.setattr(Teacher, "features", watched)
+    return found
+
+
+def test_cached_runs_are_the_same_run(tmp_path: Path, computed: list[int]) -> None:
+    plain = training_runs.trained(tmp_path / "plain").weights
+    kept = tmp_path / "cache"
+    training_runs.same_weights(training_runs.trained(tmp_path / "cold", cache=kept).weights, plain)
+    computed.clear()
     training_runs.same_weights(training_runs.trained(tmp_path / "warm", cache=kept).weights, plain)
     assert computed == []  # else the test above compares nothing
     damaged = sorted(kept.rglob("*.safetensors"))[2]
@@ -114,16 +121,8 @@ def test_cached_runs_are_the_same_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert computed == [4] * 6
 
 
-def test_epochs_that_repeat_their_windows_run_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_that_repeat_their_windows_run_no_target(tmp_path: Path, computed: list[int]) -> None:
     """Whatever the size of a batch; heads with the same taps and other batches share the windows."""
-    computed: list[int] = []
-    features = Teacher.features
-
-    def watched(self: Teacher, tokens: torch.Tensor) -> torch.Tensor:
-        computed.append(len(tokens))
-        return features(self, tokens)
-
-    monkeypatch.setattr(Teacher, "features", watched)
     text = replace(training_runs.batches(16 * 8 + 3), repeats_windows=True)  # two batches an epoch
     training_runs.trained(tmp_path / "run", text=text, cache=tmp_path / "cache")
     assert computed == [4, 4]
