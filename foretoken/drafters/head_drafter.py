@@ -253,6 +253,8 @@ class HeadDrafter:
             try:
                 parts = target_parts(model, **shared, head_tokens=torch.tensor(self._drafted.ids))
             except UnsuitableError as err:
+                if self._drafted.is_required and self.quantization is not None:
+                    raise  # the weights as they are stored may have one
                 if self._drafted.is_required:
                     raise ConfigError(f"a draft vocabulary cannot be had: {err} Leave 'draft_vocab_size' out.") from err
                 self._drafted = None
