@@ -323,6 +323,7 @@ def _features(target: LoadedModel, settings: HeadSettings) -> Callable[[int, Ten
         return lambda _, tokens: compute(tokens).float()
     key = json.dumps([teacher.digest(), str(target.dtype), list(taps), None if target.stored is None else "integers"])
     cache = FeatureCache(settings.cache, key=key, max_bytes=settings.cache_bytes)
+    dtype = (target.stored or target).dtype  # holds the features exactly
 
     def cached(_: int, tokens: Tensor) -> Tensor:
         names = [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:24] for row in tokens.cpu()]
@@ -330,7 +331,7 @@ def _features(target: LoadedModel, settings: HeadSettings) -> Callable[[int, Ten
         if len(known) < len(names):
             known = [*compute(tokens)]
             for name, features in zip(names, known, strict=True):
-                cache.put(name, features)
+                cache.put(name, features.to(dtype))
         return torch.stack([each.to(target.device) for each in known]).float()
 
     return cached

@@ -87,7 +87,7 @@ class Teacher:
         with torch.inference_mode():
             features = runner.run(work).features
         assert features is not None, "it has taps"
-        return features.flatten(1).view(batch, length, -1).clone()
+        return features.flatten(1).view(batch, length, -1).to(self._model.dtype, copy=True)
 
     def digest(self) -> str:
         """Returns a hash of a sample of every weight, which any training of the target changes."""

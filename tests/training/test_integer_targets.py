@@ -13,6 +13,7 @@ from foretoken.core.passes import Pass, Tap
 from foretoken.models.loading import load_model
 from foretoken.models.smaller import unpacked_model
 from foretoken.runner.runner import Runner
+from foretoken.training.doctor.checks import check_logits, check_serving, check_taps
 from foretoken.training.teacher import Teacher
 
 pytestmark = pytest.mark.native
@@ -35,8 +36,24 @@ def test_features_are_those_of_the_runner_that_verifies(taps: tuple[Tap, ...], d
         for row, text in enumerate(tokens.tolist()):
             features = runner.run(Pass.of_chains([text], slots=[3], prefix_lens=[0])).features
             assert features is not None
-            assert torch.equal(found[row], features.flatten(1))
+            assert torch.equal(found[row], features.flatten(1).to(model.dtype))
         assert torch.equal(teacher.features(tokens), found[..., -model.config.hidden_size :])
         unpacked = Teacher(replace(model, stored=None), taps).read_features(tokens)
         assert (found.float() - unpacked).norm() < unpacked.norm() * (1e-5 if dtype == "float32" else 0.02)
         assert not found.is_inference()
+        assert found.dtype == model.dtype == torch.float32
+
+
+def test_the_doctor_compares_what_is_served_with_the_weights_in_torch(tmp_path: Path) -> None:
+    """Within the rounding of the served model; the LM head on a training feature is exact for the unpacked weights."""
+    model = unpacked_model(load_model(tiny_file(tmp_path / "tiny.gguf"), dtype="bfloat16"))
+    tokens = torch.arange(20).view(1, 20)
+    checks = [
+        check_logits(model, tokens),
+        *check_serving(model, tokens, "auto"),
+        check_taps(model, tokens, (0, 1), "auto"),
+    ]
+    assert [(each.name, each.verdict) for each in checks] == [
+        ("target logits", "ok"), ("tree logits", "ok"), ("target served", "ok"), ("taps served", "ok"),
+    ]  # fmt: skip
+    assert checks[0].value < 1e-5 < checks[2].value < 0.05

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -72,12 +72,21 @@ def skipped(name: str, reason: str) -> Check:
     return Check(name, "skipped", None, "", reason)
 
 
+def _served(target: LoadedModel, ids: Sequence[int], taps: Sequence[Tap], runner: str) -> tuple[str, Tensor]:
+    """Returns the name of the runner that serves the target, as it is stored, and its (S, F, E) features of a text."""
+    stored = target.stored or target
+    serving = Runner(stored, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=taps, runner=runner)
+    features = serving.prefill(0, ids, 0)
+    assert features is not None, "there are taps"
+    return serving.name, features
+
+
 def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
     """Compares the LM head on the training feature with the target's own logits; tokens: (1, S) int64."""
-    features = Teacher(target).features(tokens)
+    features = Teacher(replace(target, stored=None)).features(tokens)
     with torch.no_grad():
-        ours = target_parts(target).lm_head(features).float()
-    error = _relative_error(ours, run_plain(target.module, tokens).logits.float())
+        ours = target_parts(target).lm_head(features)
+    error = _relative_error(ours.float(), run_plain(target.module, tokens).logits.float())
     return _check_rounding(
         "target logits", error, target,
         "The LM head makes the target's own logits of the training feature.",
@@ -95,19 +104,19 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
     ids = tokens[0, :_PROBE_LEN].tolist()
     proof = "logits of every node as after its path alone"
     try:
-        serving = Runner(target, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=("final",), runner=runner)
+        name, served = _served(target, ids, ("final",), runner)
     except ModelError as err:
         fault = Check("tree logits", "fault", None, proof, f"The target cannot draft: {err}")
         return [fault, skipped("target served", "The target cannot be served.")]
-    served = serving.prefill(0, ids, 0)
-    assert served is not None, "there is a tap"
-    error = _relative_error(served[:, 0].float(), Teacher(target).features(tokens[:, : len(ids)])[0].float())
+    error = _relative_error(
+        served[:, 0].float(), Teacher(replace(target, stored=None)).features(tokens[:, : len(ids)])[0].float()
+    )
     return [
-        Check("tree logits", "ok", serving.name, proof, f"The self-test of runner {serving.name} passed."),
+        Check("tree logits", "ok", name, proof, f"The self-test of runner {name} passed."),
         _check_rounding(
-            "target served", error, target,
+            "target served", error, target.stored or target,
             "Serving reads the feature that training reads.",
-            f"runner {serving.name} reads another feature than training does: heads are trained on one thing and "
+            f"runner {name} reads another feature than training does: heads are trained on one thing and "
             "served another. Draft with `--runner generic`, and report the architecture.",
         ),
     ]  # fmt: skip
@@ -118,22 +127,19 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
 
     Each tap is compared by itself: features of deep blocks are many times larger than those of the first ones.
     """
-    name = "taps served"
-    ids = tokens[0, :_PROBE_LEN].tolist()
+    name, ids = "taps served", tokens[0, :_PROBE_LEN].tolist()
     try:
-        read = Teacher(target, taps).read_features(tokens[:, : len(ids)])[0].float()
-        serving = Runner(target, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=taps, runner=runner)
+        read = Teacher(replace(target, stored=None), taps).read_features(tokens[:, : len(ids)])[0].float()
+        used, served = _served(target, ids, taps, runner)
     except ModelError as err:
         return Check(name, "fault", None, "the same features in training and serving", str(err))
-    served = serving.prefill(0, ids, 0)
-    assert served is not None, "there are taps"
     pairs = zip(served.unbind(1), read.split(served.shape[-1], dim=1), strict=False)  # `final` comes after the taps
     errors = [_relative_error(ours.float(), theirs) for ours, theirs in pairs]
     worst = max(range(len(errors)), key=errors.__getitem__)
     return _check_rounding(
-        name, errors[worst], target,
+        name, errors[worst], target.stored or target,
         f"Serving reads the taps that training reads, {', '.join(map(str, taps))}.",
-        f"runner {serving.name} reads tap {taps[worst]} from another place than training does: heads are trained on "
+        f"runner {used} reads tap {taps[worst]} from another place than training does: heads are trained on "
         "one thing and served another. Draft with `--runner generic`, and report the architecture.",
     )  # fmt: skip
 
@@ -290,8 +296,8 @@ def check_feature(agreement: Agreement) -> Check:
         BLOCK_AFTER: _other_blocks(agreement.taps, BLOCK_AFTER),
     }
     scores = {name: round(agreement.score(name), 4) for name in agreement.table if name not in agreement.variants}
-    is_final = tuple(agreement.taps) == ("final",)
-    where = "the output of the final norm" if is_final else f"taps {_listed(agreement.taps)}"
+    taps = agreement.taps
+    where = "the output of the final norm" if tuple(taps) == ("final",) else f"taps {_listed(taps)}"
     message = f"What drafting reads, {where}, suits the head best."
     if best in advice:
         message = (
@@ -301,8 +307,8 @@ def check_feature(agreement: Agreement) -> Check:
     expected = f"best with {where}, give or take {agreement.margin:.3f}"
     if best == IN_PLACE and (needed := agreement.num_deciding_texts) is not None:
         message = (
-            f"{agreement.num_texts} prompts do not tell the taps {_listed(agreement.taps)} from those of the block "
-            f"before or after. Pass --num-prompts {needed}."
+            f"{agreement.num_texts} prompts do not tell the taps {_listed(taps)} from those of the block before or "
+            f"after. Pass --num-prompts {needed}."
         )
         return Check("feature", "not decided", scores, expected, message)
     return Check("feature", "fault" if best in advice else "ok", scores, expected, message)
