@@ -321,9 +321,9 @@ def _features(target: LoadedModel, settings: HeadSettings) -> Callable[[int, Ten
 
     if settings.cache is None:
         return lambda _, tokens: compute(tokens).float()
-    key = json.dumps([teacher.digest(), str(target.dtype), list(taps), None if target.stored is None else "integers"])
-    cache = FeatureCache(settings.cache, key=key, max_bytes=settings.cache_bytes)
     dtype = (target.stored or target).dtype  # holds the features exactly
+    key = json.dumps([teacher.digest(), str(dtype), list(taps), "weights" if target.stored is None else "integers"])
+    cache = FeatureCache(settings.cache, key=key, max_bytes=settings.cache_bytes)
 
     def cached(_: int, tokens: Tensor) -> Tensor:
         names = [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:24] for row in tokens.cpu()]

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import training_runs
 from models.gguf_files import tiny_file
+from safetensors.torch import load_file
 
 from foretoken.core.passes import Pass, Tap
 from foretoken.models.loading import load_model
 from foretoken.models.smaller import unpacked_model
 from foretoken.runner.runner import Runner
 from foretoken.training.doctor.checks import check_logits, check_serving, check_taps
+from foretoken.training.run import _features
 from foretoken.training.teacher import Teacher
 
 pytestmark = pytest.mark.native
@@ -42,6 +45,17 @@ def test_features_are_those_of_the_runner_that_verifies(taps: tuple[Tap, ...], d
         assert (found.float() - unpacked).norm() < unpacked.norm() * (1e-5 if dtype == "float32" else 0.02)
         assert not found.is_inference()
         assert found.dtype == model.dtype == torch.float32
+
+
+def test_kept_features_are_those_of_the_dtype_that_serves(tmp_path: Path) -> None:
+    """The unpacked weights are in float32 whatever serves, and one folder holds both."""
+    kept = []
+    for dtype in ("bfloat16", "float32"):
+        model = unpacked_model(load_model(tiny_file(tmp_path / f"{dtype}.gguf"), dtype=dtype))
+        settings = replace(training_runs.settings(tmp_path / "run"), cache=tmp_path / "cache")
+        _features(model, settings)(0, torch.arange(16).view(1, 16))
+        kept.append({load_file(file)["features"].dtype for file in (tmp_path / "cache").rglob("*.safetensors")})
+    assert kept == [{torch.bfloat16}, {torch.bfloat16, torch.float32}]
 
 
 def test_the_doctor_compares_what_is_served_with_the_weights_in_torch(tmp_path: Path) -> None:
