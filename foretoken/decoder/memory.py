@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import sys
 import threading
 import weakref
@@ -16,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -152,18 +152,22 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
 def untouched_zeros(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns zeros; on CPUs the system gives memory when rows are first written, a small page at a time.
 
-    numpy asks the system for zeros, torch would write them. A huge page is given as a whole: a short text would take
-    the memory of a long one, and the time to clear it; see "The KV cache in huge pages" in `benchmarks/NOTES.md`.
+    torch would write zeros, and the C library may give memory that was used before. A huge page is given as a whole:
+    a short text would take the memory of a long one, and the time to clear it; see "The KV cache in huge pages" in
+    `benchmarks/NOTES.md`.
     """
-    if not runs_cpu_kernels(device):
-        return torch.zeros(*size, dtype=dtype, device=device)
     num_bytes = math.prod(size) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(num_bytes + _LINE, np.uint8))
+    if not runs_cpu_kernels(device) or not num_bytes:
+        return torch.zeros(*size, dtype=dtype, device=device)
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    try:
+        memory = torch.frombuffer(mmap.mmap(-1, num_bytes, **private), dtype=dtype)
+    except OSError as err:
+        raise MemoryError(f"the system has no {num_bytes:,} bytes of memory: {err.strerror}") from err
     advise = _madvise()
     if advise is not None:
         _advise_untouched(advise, memory.data_ptr(), memory.nbytes, _NO_HUGEPAGE)
-    first = -memory.data_ptr() % _LINE
-    return memory[first : first + num_bytes].view(dtype).view(*size)
+    return memory.view(*size)
 
 
 def _advise_untouched(advise: Any, first: int, size: int, advice: int) -> int:

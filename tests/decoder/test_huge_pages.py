@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -58,6 +60,26 @@ def test_untouched_zeros_take_the_memory_of_the_rows_that_are_written() -> None:
     assert not huge_bytes([zeros[1:-1]]), "the pages at both ends may belong to other memory"
     assert not untouched_zeros((5,), dtype=torch.float32, device=torch.device("cpu")).any()
     assert untouched_zeros((0, 4), dtype=torch.float32, device=torch.device("cpu")).numel() == 0
+
+
+_AFTER_FREEING = """
+import torch
+from foretoken.decoder.memory import untouched_zeros
+from foretoken.files.processes import keep_freed_memory
+from tests.decoder.test_huge_pages import huge_bytes
+
+keep_freed_memory()  # as in `foretoken train`: the C library clears what was freed, and gives it again
+for _ in range(8):
+    torch.ones(40 << 20)
+zeros = untouched_zeros((32, 1 << 21), dtype=torch.bfloat16, device=torch.device("cpu"))
+print(huge_bytes([zeros[1:-1]], "Rss"))
+"""
+
+
+def test_zeros_are_untouched_where_freed_memory_is_kept() -> None:
+    command = [sys.executable, "-c", _AFTER_FREEING]
+    resident = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout
+    assert int(resident) < 1 << 22
 
 
 def test_small_tensors_share_huge_pages() -> None:
