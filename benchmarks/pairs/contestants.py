@@ -1,0 +1,122 @@
+"""Contestants: processes that hold a target and answer requests in turn, each with two threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from foretoken.files.user_cache import cache_directory
+
+_LEARNED = "foretoken-acceptance.json"
+_WORKERS = Path(__file__).parent / "workers"
+
+
+class Contestant:
+    """A process that answers requests; `base` names the contestant that it is compared with."""
+
+    def __init__(self, name: str, base: str, python: str, worker: str, *, is_fresh: bool = False, **given: Any) -> None:
+        """`worker`: a file of `workers`, which gets `given`; `is_fresh`: whether every request is a process's first."""
+        self.name, self.base, self._is_fresh = name, base, is_fresh
+        self._command = [python, str(_WORKERS / f"{worker}.py"), json.dumps(given)]
+        self._cache = tempfile.mkdtemp(prefix="foretoken-pairs-")
+        self._process: subprocess.Popen[str] | None = None
+
+    def answer(self, **request: Any) -> dict[str, Any]:
+        """Sends a request and returns the answer."""
+        if self._process is None:
+            (Path(self._cache) / _LEARNED).unlink(missing_ok=True)
+            paths = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env=os.environ | {"FORETOKEN_CACHE": self._cache, "PYTHONPATH": paths},
+            )  # fmt: skip
+            assert self._process.stdout is not None
+            if self._process.stdout.readline() != "ready\n":
+                sys.exit(f"{self.name} could not start: {' '.join(self._command)}")
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        found: dict[str, Any] = json.loads(process.stdout.readline())
+        if self._is_fresh:
+            self.end()
+        return found
+
+    def share_kept(self) -> None:
+        """Copies what the machine keeps of its passes, so that no contestant times them."""
+        shutil.copytree(cache_directory(), self._cache, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_LEARNED))
+
+    def end(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.communicate()
+        self._process = None
+
+
+class Sharing(Contestant):
+    """Another setting of a contestant's process."""
+
+    def __init__(self, name: str, other: Contestant, **more: Any) -> None:
+        self.name, self.base, self._other, self._settings = name, other.base, other, more
+
+    def answer(self, **request: Any) -> dict[str, Any]:
+        """Sends a request with the setting."""
+        return self._other.answer(**request, **self._settings)
+
+    def end(self) -> None:
+        """Leaves the process to its owner."""
+
+
+def ours(target: str, options: dict[str, dict[str, Any]], fresh: tuple[str, ...] = ()) -> list[Contestant]:
+    """Foretoken with options of `LLM` by name; those on one engine share what it keeps of passes, not what it learns.
+
+    Each is compared with the first one without drafts that has the same other options.
+    """
+    found, bases = [], dict[str, str]()
+    for name, config in options.items():
+        others = json.dumps({key: config[key] for key in sorted(config) if key != "speculative_config"})
+        if "speculative_config" not in config:
+            bases.setdefault(others, name)
+        base = bases.get(others, "plain")
+        found.append(
+            Contestant(name, base, sys.executable, "ours", is_fresh=name in fresh, target=target, options=config)
+        )
+        found[-1].share_kept()
+    return found
+
+
+def theirs(
+    name: str, python: str, target: str, draft: str | None, lengths: list[int], *, ngrams: bool = False
+) -> list[Contestant]:
+    """llama.cpp or its fork: plain, with drafts of fixed lengths, and with drafts that end below 0.75, as in llama.cpp.
+
+    `ngrams`: also with the eight tokens after the last place that has the same three tokens.
+    """
+    plain = f"{name} plain"
+    base = Contestant(plain, plain, python, "llama", target=target, draft=draft)
+    found = [base]
+    if draft:
+        found += [Sharing(f"{name} {k}", base, length=k) for k in lengths]
+        found.append(Sharing(f"{name} to 0.75", base, length=16, floor=0.75))
+    if ngrams:
+        found.append(Sharing(f"{name} lookup", base, length=8, ngram=3))
+    return found
+
+
+def assisted(target: str, draft: str | None) -> list[Contestant]:
+    """Transformers on the unpacked weights: plain, prompt lookup, and assisted by a draft model."""
+    kinds: dict[str, tuple[str | None, dict[str, Any]]] = {
+        "transformers plain": (None, {}),
+        "transformers lookup": (None, {"prompt_lookup_num_tokens": 10}),
+    } | ({"transformers assisted": (draft, {})} if draft else {})
+    return [
+        Contestant(name, "transformers plain", sys.executable, "assisted", target=target, draft=other, options=options)
+        for name, (other, options) in kinds.items()
+    ]

@@ -1,0 +1,25 @@
+"""What every worker speaks: settings as JSON in the first argument, then a request and an answer a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def settings() -> dict[str, Any]:
+    """The settings of this worker; what libraries print goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    found: dict[str, Any] = json.loads(sys.argv[1])
+    return found
+
+
+def serve(answer: Callable[..., dict[str, Any]]) -> None:
+    """Says that the model is loaded, and answers every request; its keys are arguments."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), flush=True)
