@@ -60,6 +60,7 @@ class DocumentMaker(Protocol):
 
     skipped: Counter[str]
     num_resumed: int
+    num_waiting: int  # made together with the last one, and not yielded yet
 
     def documents(self, records: Iterable[Record]) -> Iterator[tuple[Record, Document]]:
         """Yields documents with their records, in order."""
@@ -208,7 +209,8 @@ class _Clock:
         if self._maker is not None and self._made <= self._maker.num_resumed:
             self._resumed_tokens += num_tokens
             self._resumed_share = self._share()
-        if self.on_progress is not None:
+        is_whole = self._maker is None or not self._maker.num_waiting  # else the rate would be of one among many
+        if self.on_progress is not None and is_whole:
             self.on_progress(self.progress())
 
     def progress(self) -> DataProgress:

@@ -155,9 +155,9 @@ NO_TOKENS = "records without a token"
 
 
 class Encoder:
-    """Encodes records; counts records left out, by reason. `num_resumed` is always 0 here."""
+    """Encodes records; counts records left out, by reason. `num_resumed` and `num_waiting` are always 0 here."""
 
-    num_resumed = 0
+    num_resumed = num_waiting = 0
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -255,7 +255,8 @@ class DistillSettings:
 class SelfDistiller:
     """Makes documents of prompts and the target's own responses.
 
-    `num_resumed` counts the documents that the file of responses already held.
+    `num_resumed` counts the documents that the file of responses already held, `num_waiting` those that the target has
+    written and that are not yielded yet.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class SelfDistiller:
         self._supervise_all = supervise_all
         self._encoder = Encoder(self._tokenizer)
         self.skipped: Counter[str] = self._encoder.skipped
-        self.num_resumed = 0
+        self.num_resumed = self.num_waiting = 0
 
     def documents(self, records: Iterable[Record]) -> Iterator[tuple[Record, Document]]:
         """Yields documents in the order of the records; writes new ones to the file before they are yielded.
@@ -310,7 +311,9 @@ class SelfDistiller:
                 if new:
                     lines = self._generated([prompt for _, prompt in new], index + len(known))
                     self._append("".join(json.dumps(line) + "\n" for line in lines))
+                    self.num_waiting = len(new)
                     for (record, _), line in zip(new, lines, strict=True):
+                        self.num_waiting -= 1
                         yield self._finished(record, line, later)
                 index += len(batch)
             if not later:

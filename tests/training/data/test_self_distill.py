@@ -60,6 +60,15 @@ def test_responses_are_those_of_generate(tmp_path: Path) -> None:
     assert ended > 0
 
 
+def test_documents_of_one_call_wait_together(tmp_path: Path) -> None:
+    """So that progress is told where the time of a call has brought all of its documents."""
+    maker = distiller(tmp_path / "file.jsonl")
+    waiting = [maker.num_waiting for _ in maker.documents(RECORDS)]
+    assert waiting == [*range(7, -1, -1), *range(7, -1, -1), *range(4, -1, -1)]
+    again = distiller(tmp_path / "file.jsonl")
+    assert {again.num_waiting for _ in again.documents(RECORDS)} == {0}
+
+
 def test_supervising_prompts_too(tmp_path: Path) -> None:
     (document,) = made(tmp_path / "file.jsonl", RECORDS[:1], supervise_all=True)
     assert document.supervised is not None
