@@ -40,7 +40,8 @@ class VocabularyOptions(WindowOptions):
     Attributes:
         draft_vocab_size: Tokens that are drafted: the most frequent ones, and those that texts had lately. Rows of
             other tokens in the LM head are not read. "all" for the whole vocabulary; "auto" for a quarter of a large
-            one, on CPUs where the decoder can. Heads with an LM head of their own draft its tokens.
+            one, on CPUs where the decoder can, or there for those that a head learned over. Heads with an LM head of
+            their own draft its tokens.
         draft_vocab: File of `foretoken data vocab` with the most frequent tokens. Without it the first ids count as
             such, which is so in most tokenizers.
     """
@@ -50,9 +51,10 @@ class VocabularyOptions(WindowOptions):
     draft_vocab_size: VocabSize = "auto"
     draft_vocab: str | None = None
 
-    def drafted_tokens(self, model: LoadedModel) -> DraftTokens | None:
+    def drafted_tokens(self, model: LoadedModel, learned: Sequence[int] | None = None) -> DraftTokens | None:
         """Returns the tokens of an LM head that are drafted; None for all. Raises `ConfigError` as `DraftTokens.of`."""
-        return DraftTokens.of(model, self.draft_vocab_size, self.draft_vocab, large=self.large_vocabulary)
+        large = self.large_vocabulary
+        return DraftTokens.of(model, self.draft_vocab_size, self.draft_vocab, large=large, learned=learned)
 
 
 class DraftTokens:
@@ -72,7 +74,15 @@ class DraftTokens:
             self._has[token] = 1
 
     @classmethod
-    def of(cls, model: LoadedModel, size: VocabSize, place: str | None, *, large: int) -> DraftTokens | None:
+    def of(
+        cls,
+        model: LoadedModel,
+        size: VocabSize,
+        place: str | None,
+        *,
+        large: int,
+        learned: Sequence[int] | None = None,
+    ) -> DraftTokens | None:
         """Returns the tokens that options ask for; None for all.
 
         Args:
@@ -80,16 +90,19 @@ class DraftTokens:
             size: Of the draft vocabulary.
             place: File of `foretoken data vocab` with the most frequent tokens; None takes the first ones.
             large: Least vocabulary that "auto" drafts in part.
+            learned: Tokens that a head learned over, which "auto" drafts.
 
         Raises:
             ConfigError: If the file is missing or damaged, or has tokens that the model has not; or `size` is larger
                 than the vocabulary.
         """
-        listed = () if place is None else DraftVocabulary.read(Path(place)).token_ids
-        total = model.vocab_size
-        if listed and listed[-1] >= total:
+        listed: Sequence[int] = () if place is None else DraftVocabulary.read(Path(place)).token_ids
+        is_required, total = size != "auto" or bool(listed), model.vocab_size
+        if not is_required and learned is not None and runs_cpu_kernels(model.device):
+            listed = learned
+        if listed and max(listed) >= total:
             raise ConfigError(
-                f"'draft_vocab' names token {listed[-1]}, and the model '{model.name}' has ids below {total}. "
+                f"'draft_vocab' names token {max(listed)}, and the model '{model.name}' has ids below {total}. "
                 "Expected the vocabulary of its own tokenizer. Make it with `foretoken data vocab`."
             )
         if isinstance(size, int) and size > total:
@@ -97,7 +110,6 @@ class DraftTokens:
                 f"'draft_vocab_size' is {size}, and the model '{model.name}' has {total} tokens. Expected at "
                 'most as many, or "all".'
             )
-        is_required = size != "auto" or bool(listed)
         if size == "auto":
             is_large = total >= large and runs_cpu_kernels(model.device)  # elsewhere it was not measured
             size = len(listed) or (total // _SHARE if is_large else total)

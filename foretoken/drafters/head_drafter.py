@@ -248,7 +248,7 @@ class HeadDrafter:
                 )
             return target_parts(model, dtype=self.dtype, is_inference=True)
         shared: dict[str, Any] = {"dtype": self.dtype, "is_inference": True, "quantization": self.quantization}
-        self._drafted = options.drafted_tokens(model)
+        self._drafted = options.drafted_tokens(model, self.checkpoint.draft_vocab)
         if self._drafted is not None:
             try:
                 parts = target_parts(model, **shared, head_tokens=torch.tensor(self._drafted.ids))

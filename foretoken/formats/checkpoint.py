@@ -86,6 +86,7 @@ class HeadExtras(BaseModel):
     target: TargetFingerprint | None = None
     acceptance: Annotated[list[Annotated[list[_Probability], Field(min_length=1)]], Field(min_length=1)] | None = None
     choices: list[Annotated[list[_Rank], Field(min_length=1)]] | None = None
+    draft_vocab: Annotated[list[_Rank], Field(min_length=1)] | None = None
     notes: dict[str, Any] = {}
 
 
@@ -99,6 +100,8 @@ class HeadCheckpoint:
         acceptance: Measured on held-out text: entry i, r is P(candidate r of head i is the target's token | the heads
             before were right); None if unknown.
         choices: The static tree that the checkpoint recommends, in Medusa's notation, or None.
+        draft_vocab: Ascending ids of the tokens that a head with the target's LM head learned over, and drafts unless
+            told otherwise; None for all.
         notes: Origin of the head, for people.
     """
 
@@ -107,6 +110,7 @@ class HeadCheckpoint:
     target: TargetFingerprint | None = None
     acceptance: Sequence[Sequence[float]] | None = None
     choices: Sequence[Sequence[int]] | None = None
+    draft_vocab: Sequence[int] | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def check_target(self, target: TargetFingerprint, *, what: str) -> None:
@@ -126,6 +130,7 @@ class HeadCheckpoint:
             "target": None if self.target is None else self.target.model_dump(mode="json"),
             "acceptance": self.acceptance,
             "choices": self.choices,
+            "draft_vocab": self.draft_vocab,
             "notes": dict(self.notes),
         }
 

@@ -44,7 +44,8 @@ class TargetParts:
         blocks: Returns the target's blocks, for heads that start from copies; raises `UnsuitableError` for
             architectures that lean decoders do not know. None where a head cannot start.
         native: Both for the native kernels; None for other modules, or if gradients may be needed.
-        head_rows: Of the LM head, if `lm_head` and `native` have a part of it: V is then their number.
+        head_rows: Of the LM head, if `lm_head` and `native` have a part of it: V is then their number. In training
+            heads learn over these tokens alone.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -79,7 +80,7 @@ def target_parts(
         is_inference: Whether no gradients are needed. Nothing is copied then, and the LM head may run on native kernels
             and return float32.
         quantization: With `is_inference`, for a rounded copy of the LM head, for drafts alone.
-        head_tokens: With `is_inference`, (R,) int64, the tokens of the rows that the LM head has; None for all.
+        head_tokens: (R,) int64, the tokens of the rows that the LM head has; None for all.
 
     Raises:
         UnsuitableError: If the LM head cannot be quantised, or has another class than those with rows.
@@ -91,15 +92,15 @@ def target_parts(
             "are. Load it without quantization, or name the directory of the original model."
         )
     module: Any = model.module
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    embedding: Any = module.get_input_embeddings()
+    head: Any = module.get_output_embeddings()
     factor, cap = _logits_shape(model.config)
-    native = rows = None
+    native, weight = None, _dense_weight(head)
+    rows = None if head_tokens is None else HeadRows(head, head_tokens.to(model.device), quantization)
+    if rows is not None:
+        head = rows.layer
     if is_inference:
-        rows = None if head_tokens is None else HeadRows(head, head_tokens.to(model.device), quantization)
-        if rows is None:
-            fast = fast_linear(head, quantization=quantization, compacts=False)
-        else:
-            fast = fast_linear(rows.layer, compacts=False)
+        fast = fast_linear(head, quantization=quantization if rows is None else None, compacts=False)
         own, wanted = model.dtype, dtype or model.dtype
         takes_any = own == wanted or isinstance(fast, NativeLinear)
         embed, lm_head = lambda tokens: embedding(tokens).to(wanted), fast if takes_any else lambda x: fast(x.to(own))
@@ -115,7 +116,7 @@ def target_parts(
     return TargetParts(
         embed=embed,
         lm_head=lambda features: _shaped(lm_head(features), factor, cap),
-        lm_head_weight=_dense_weight(head),
+        lm_head_weight=weight,
         final_norm=_frozen_norm(model.backbone),
         blocks=lambda: read_weights(model, num_positions=1).layers,
         native=native,

@@ -195,7 +195,8 @@ def accumulate(
         read = step.hidden[sequence[where], (position[where] - step.offset) // step.stride]
         scale = weight * objective.head_decay**index / float(divisors[index])
         losses.append(_StepLoss(objective, head, index, read, known, scale * step.stride, step.stride))
-    size = portion_rows(head.config.vocab_size, sequence.device)
+    num_logits = head.config.vocab_size if parts.head_rows is None else len(parts.head_rows.tokens)
+    size = portion_rows(num_logits, sequence.device)
     for begin in range(0, num_rows[0], size):
         rows = sequence[begin : begin + size], place[begin : begin + size]
         portion = _portion(objective, examples, rows, parts, head.token_map)
@@ -225,10 +226,11 @@ class _Portion(NamedTuple):
 
     Attributes:
         features: (N, E), input of the target's LM head.
-        target: The target's distributions, over the draft vocabulary if the head has one.
+        target: The target's distributions, over the draft vocabulary if there is one.
         labels: (N,) labels of the text, over the same vocabulary.
         is_drafted: (N,) bool, whether the draft vocabulary has the target's choice and the label (if it counts): only
-            there the head learns. None for all places.
+            there the head learns. Where the target's LM head has its rows alone, the label stands for the choice. None
+            for all places.
     """
 
     features: Tensor
@@ -251,16 +253,19 @@ def _portion(
     weights, labels = objective.distance_weights, examples.tokens[sequence, place + 1]
     logits = parts.lm_head(features)
     has_probs = weights.need_probs
-    if token_map is None:
+    vocabulary = token_map if parts.head_rows is None else parts.head_rows.tokens
+    if vocabulary is None:
         return _Portion(features, target_rows(logits, has_probs=has_probs), labels, None)
-    drafted = logits[:, token_map]
-    is_drafted = drafted.amax(1) == logits.amax(1)
-    if weights.token:
-        index = torch.full((logits.shape[1],), -1, device=logits.device)
-        index[token_map] = torch.arange(len(token_map), device=logits.device)
+    is_drafted = None
+    if parts.head_rows is None:
+        whole, logits = logits, logits[:, vocabulary]
+        is_drafted = logits.amax(1) == whole.amax(1)
+    if weights.token or is_drafted is None:
+        index = torch.full((parts.lm_head_weight.shape[0],), -1, device=logits.device)
+        index[vocabulary] = torch.arange(len(vocabulary), device=logits.device)
         labels = index[labels]
-        is_drafted &= labels >= 0
-    return _Portion(features, target_rows(drafted, has_probs=has_probs), labels.clamp_min(0), is_drafted)
+        is_drafted = labels >= 0 if is_drafted is None else is_drafted & (labels >= 0)
+    return _Portion(features, target_rows(logits, has_probs=has_probs), labels.clamp_min(0), is_drafted)
 
 
 class _StepLoss:

@@ -78,7 +78,8 @@ class HeadSettings(RunSettings):
         cache: Directory of features that are kept between steps and runs; None to compute them every time.
         cache_bytes: Most bytes of the cache.
         joint: Settings of the target's training, for `train_jointly`.
-        draft_vocab: Ascending ids of the tokens of a draft vocabulary.
+        draft_vocab: Ascending ids of the tokens of a draft vocabulary; a head that shares the target's LM head learns
+            over them alone, and drafts whatever it is told to.
     """
 
     head: HeadConfig
@@ -143,12 +144,18 @@ def train_head(
     with _claimed(settings, target, processes, _begun_from(settings, initial)):
         head, parts = _new_head(target, settings, initial)
         features = _features(target, settings)
-        trainer = HeadTrainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
+        trainer = HeadTrainer(
+            head, parts, settings.objective, settings.train, batches, features, processes=processes,
+            is_new=initial is None,
+        )  # fmt: skip
         evaluate = None
         if settings.evaluation is not None:
-            evaluate = settings.evaluation.evaluator(target, head, parts, precision=settings.train.compute_dtype)
+            precision = settings.train.compute_dtype
+            whole = parts if parts.head_rows is None else target_parts(target, dtype=precision)
+            evaluate = settings.evaluation.evaluator(target, head, whole, precision=precision)
         notes = _train_to_the_end(trainer, settings, fingerprint, processes, on_step, evaluate)
-    return HeadCheckpoint.of_head(head, target=fingerprint, notes=notes)
+    taught = settings.draft_vocab if head.has_target_lm_head else None
+    return HeadCheckpoint.of_head(head, target=fingerprint, draft_vocab=taught, notes=notes)
 
 
 def train_jointly(
@@ -200,9 +207,11 @@ def train_model(
 def _new_head(target: LoadedModel, settings: HeadSettings, initial: HeadCheckpoint | None) -> tuple[Head, TargetParts]:
     torch.manual_seed(settings.train.seed)
     head = build_head(settings.head, device=target.device, dtype=torch.float32)
-    parts = target_parts(target, dtype=settings.train.compute_dtype)
-    if settings.draft_vocab is not None:
-        head.token_map = torch.tensor(settings.draft_vocab, device=target.device)
+    drafted = None if settings.draft_vocab is None else torch.tensor(settings.draft_vocab, device=target.device)
+    shared = drafted if head.has_target_lm_head else None
+    parts = target_parts(target, dtype=settings.train.compute_dtype, head_tokens=shared)
+    if drafted is not None and shared is None:
+        head.token_map = drafted
     head.initialize(parts)
     if initial is not None:
         head.load_state_dict({key: value.to(target.device) for key, value in initial.weights.items()})
@@ -220,7 +229,8 @@ def _train_to_the_end(
     """Trains, saves and keeps curves; `evaluate` returns fields of `StepReport`. Returns notes on the run."""
     # Every process has its own dropout; weights are the same in all.
     torch.manual_seed(settings.train.seed + 1 + processes.process_index)
-    trainer.resume(settings.directory)
+    if not trainer.resume(settings.directory):
+        trainer.begin()
     log = MetricsLog(settings.directory, trainer.progress.step) if processes.process_index == 0 else None
     saved = time.monotonic()
     try:

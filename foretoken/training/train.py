@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import torch
+
 from foretoken.bench.plots import LIGHT, distinct_look, load_matplotlib, page_style
 from foretoken.bench.workload import no_progress
 from foretoken.core.checks import validated
@@ -21,6 +23,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
+from foretoken.heads.base import build_head
 from foretoken.models.placement import DTYPES
 from foretoken.training.config import (
     DRAFT_MODEL,
@@ -49,6 +52,7 @@ from foretoken.training.run_state import read_curve
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from foretoken.heads.base import HeadConfig
     from foretoken.models.loading import LoadedModel
     from foretoken.training.trainer import StepReport
 
@@ -243,8 +247,6 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     _check_places(out, target_out, run_dir, cache, is_joint=joint is not None)
     if init is not None and sizes:
         raise ConfigError("--init sets the sizes, so --set cannot change them. Leave one of them out.")
-    if init is not None and draft_vocab is not None:
-        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
     if seconds is not None and joint is not None:
         raise ConfigError("--seconds bounds the training of a head alone, and --joint trains two. Leave one out.")
     held_out = _held_out(eval_every, _path(eval_data), Path(data), is_joint=joint is not None)
@@ -287,9 +289,11 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     else:
         initial = None if init is None else _initial_head(init, method, target)
         drafted = None if draft_vocab is None else _drafted_tokens(Path(draft_vocab), packed, target.vocab_size)
-        values = _with_vocabulary(dict(sizes or {}), method, drafted)
+        config = initial.config if initial is not None else _new_head(method, target, dict(sizes or {}), drafted)
+        if drafted is not None:
+            _check_vocabulary(config, is_new=initial is None, is_joint=joint is not None)
         run = HeadSettings(
-            **common, head=initial.config if initial is not None else head_config(method, target, values), cache=cache,
+            **common, head=config, cache=cache,
             cache_bytes=int(cache_gib * 2**30), draft_vocab=drafted,
             joint=None if joint is None else validated(JointConfig, joint, "joint training"),
         )  # fmt: skip
@@ -444,21 +448,38 @@ def _drafted_tokens(path: Path, packed: PackedTokens, vocab_size: int) -> tuple[
     return drafted.token_ids
 
 
-def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...] | None) -> dict[str, Any]:
-    if drafted is None:
-        return sizes
-    if "draft_vocab_size" not in trained_method(method).config.model_fields:
-        raise ConfigError(
-            f"--draft-vocab is not for {method} heads, which draft all tokens. Expected eagle3, or medusa with "
-            "own_lm_head=true. Leave it out."
-        )
-    stated = sizes.get("draft_vocab_size", len(drafted))
-    if stated != len(drafted):
+def _new_head(method: str, target: LoadedModel, sizes: dict[str, Any], drafted: tuple[int, ...] | None) -> HeadConfig:
+    """Returns the configuration of a new head; one with an LM head of its own has rows for the drafted tokens."""
+    stated = sizes.get("draft_vocab_size")
+    if drafted is not None and stated not in (None, len(drafted)):
         raise ConfigError(
             f"--set draft_vocab_size={stated} does not fit --draft-vocab, which names {len(drafted)} tokens. Expected "
             "the same number. Leave the first one out."
         )
-    return {**sizes, "draft_vocab_size": len(drafted)}
+    config = head_config(method, target, sizes)
+    if drafted is None or "draft_vocab_size" not in type(config).model_fields or _shares_lm_head(config):
+        return config
+    return head_config(method, target, {**sizes, "draft_vocab_size": len(drafted)})
+
+
+def _check_vocabulary(config: HeadConfig, *, is_new: bool, is_joint: bool) -> None:
+    if _shares_lm_head(config):
+        if is_joint:
+            raise ConfigError(
+                f"--joint trains the LM head that {config.method} heads share, over all tokens. Expected no "
+                "--draft-vocab. Leave one of them out."
+            )
+    elif not is_new:
+        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
+    elif "draft_vocab_size" not in type(config).model_fields:
+        raise ConfigError(
+            f"--draft-vocab is not for {config.method} heads, which draft all tokens with LM heads of their own. "
+            "Expected a head that shares the target's LM head, eagle3, or medusa. Leave it out."
+        )
+
+
+def _shares_lm_head(config: HeadConfig) -> bool:
+    return build_head(config, device=torch.device("meta"), dtype=torch.float32).has_target_lm_head
 
 
 def _initial_head(name: str, method: str, target: LoadedModel) -> HeadCheckpoint:

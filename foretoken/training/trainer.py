@@ -22,7 +22,9 @@ from typing_extensions import override
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.heads.base import WindowPositions
+from foretoken.heads.eagle import EagleHead
 from foretoken.sampling.noise import derive_seed
+from foretoken.training.least_squares import TOKENS, LinearStart
 from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts, mean_by_head
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 _MAX_ANCHOR = 4  # tokens, as published
 _BAD_STEPS_IN_A_ROW = 5  # a choice: one step may overflow by chance, and the run ends after so many
 _RECENT_STEPS = 20  # steps of the rate in progress lines; a choice
+_START_PART = 8  # the part of a run that first weights may take, as 1 / _START_PART; a choice
 
 
 class Processes:
@@ -201,6 +204,10 @@ class Trainer(ABC):
         self.progress = load_state(states[-1], self._module, self._optimizer)
         return True
 
+    def begin(self) -> bool:
+        """Finds first weights from the data, for runs without a checkpoint; returns whether there were any to find."""
+        return False
+
     def steps(self) -> Iterator[StepReport]:
         """Trains to the last step; yields after every step.
 
@@ -325,14 +332,38 @@ class HeadTrainer(Trainer):
         features: Callable[[int, Tensor], Tensor],
         *,
         processes: Processes | None = None,
+        is_new: bool = True,
     ) -> None:
-        """Prepares a run of a head with initial weights; `features` returns those of `Teacher.read_features`."""
-        self.head, self._parts, self._objective = head, parts, objective
+        """Prepares a run of a head with initial weights; `features` returns those of `Teacher.read_features`.
+
+        `is_new`: whether the weights know nothing of the target's texts.
+        """
+        self.head, self._parts, self._objective, self._is_new = head, parts, objective, is_new
         super().__init__(config, batches, features, processes=processes)
 
     @override
     def _trained(self) -> nn.Module:
         return self.head
+
+    @override
+    def begin(self) -> bool:
+        """Fits the fusing layer of a new EAGLE head to the batches of the first steps; their time counts."""
+        if not self._is_new or not isinstance(self.head, EagleHead):
+            return False
+        config, world, rank = self._config, self._processes.num_processes, self._processes.process_index
+        begin, fit = time.perf_counter(), LinearStart(self.head, self._parts)
+        most = max(config.schedule.num_steps // _START_PART, 1)
+        limit = math.inf if config.schedule.seconds is None or world > 1 else config.schedule.seconds / _START_PART
+        for step in range(min(-(-TOKENS // (config.batch_size * config.length)), most)):
+            tokens, _ = self._batches.batch(step, batch_size=config.batch_size, length=config.length, seed=config.seed)
+            own = tokens[rank::world].to(self.device)
+            if len(own):
+                fit.add(own, self._features(step, own).to(self.device)[..., -self.head.config.hidden_size :])
+            if time.perf_counter() - begin > limit:
+                break
+        fit.finish(self._processes.sum)
+        self.progress.seconds += time.perf_counter() - begin
+        return True
 
     @override
     def _counts(self, supervised: Tensor) -> Tensor:

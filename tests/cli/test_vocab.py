@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import Finished, run
 from packed_data import write_packed
 from tiny_models import VOCAB_SIZE
@@ -114,8 +116,10 @@ def test_what_does_not_fit(place: Path, tmp_path: Path, train: Callable[..., Fin
     vocab = place / f"vocab-{SIZE}.json"
     foreign = tmp_path / "foreign.json"
     foreign.write_text(json.dumps(json.loads(vocab.read_text()) | {"tokenizer_sha": "another"}))
-    head = ("--init", str(tmp_path))
     given = ("--draft-vocab", str(vocab))
+    assert train("eagle3", *given, "--steps", "1").returncode == 0
+    head = ("--init", str((tmp_path / "head").rename(tmp_path / "other")))
+    shutil.rmtree(tmp_path / "head-run")
     for method, arguments, sentence in (
         ("eagle3", ("--draft-vocab", str(foreign)), "is of another tokenizer than the data"),
         ("eagle3", ("--draft-vocab", str(tmp_path / "none")), "there is no file"),
@@ -123,11 +127,29 @@ def test_what_does_not_fit(place: Path, tmp_path: Path, train: Callable[..., Fin
         ("eagle3", ("--set", "draft_vocab_size=30"), "30 tokens of the vocabulary, and 0 are named"),
         ("eagle3", (*given, "--set", "draft_vocab_size=30"), f"which names {SIZE} tokens"),
         ("eagle3", (*given, *head), "--init brings a vocabulary of its own"),
-        ("medusa", given, "Expected own_lm_head"),
-        ("eagle", given, "not for eagle heads, which draft all tokens"),
+        ("mlp_speculator", given, "not for mlp_speculator heads, which draft all tokens"),
+        ("medusa", (*given, "--joint", "backbone=lora", "--target-out", str(tmp_path / "new")), "--joint trains"),
     ):
         result = train(method, *arguments, "--steps", "2")
         assert result.returncode == 2, result.stdout
         assert sentence in result.stderr, result.stderr
         assert "Traceback" not in result.stderr
         assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize("method", ["hass", "medusa"])
+def test_a_shared_lm_head_teaches_these_tokens_alone(
+    place: Path, tmp_path: Path, train: Callable[..., Finished], method: str
+) -> None:
+    vocab = place / f"vocab-{SIZE}.json"
+    heads = []
+    for begun in ((), ("--init", str(tmp_path / "first"))):  # the vocabulary is of the training, not of the head
+        result = train(method, *begun, "--draft-vocab", str(vocab), "--steps", "3", "--num-prompts", "0")
+        assert result.returncode == 0, result.stderr
+        heads.append(read_head(tmp_path / "head")[1])
+        (tmp_path / "head").rename(tmp_path / "first") if not begun else None
+        shutil.rmtree(tmp_path / "head-run")
+    assert all("token_map" not in head.weights for head in heads)
+    assert all(head.draft_vocab == json.loads(vocab.read_text())["token_ids"] for head in heads)
+    assert heads[0].notes["settings"]["draft_vocab"] is not None
+    assert any(not torch.equal(heads[0].weights[name], heads[1].weights[name]) for name in heads[0].weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.draft_vocabulary import DraftVocabulary
+from foretoken.formats.registry import read_head
 from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
@@ -250,6 +252,18 @@ def test_heads_that_share_the_lm_head_draft_some_tokens(method: str, quantizatio
     assert {*tree.tokens[0, 1:].tolist()} <= {*now.tolist()}
     ours, theirs = (made.head.logits(0, features[:, 0], made.parts).float() for made in (some, whole))
     torch.testing.assert_close(ours, spread(theirs, now))
+
+
+def test_a_head_drafts_the_tokens_that_it_learned_over(tmp_path: Path) -> None:
+    learned = [3, 7, 20, 21, 22, 40, 41, 60]
+    head_drafter("eagle", tmp_path / "head")
+    taught = replace(read_head(tmp_path / "head")[1], draft_vocab=learned)
+    native.write_checkpoint(taught, tmp_path / "taught")
+    tokens = head_drafter("eagle", tmp_path / "taught").parts.head_rows.tokens.tolist()
+    assert len(tokens) == len(learned)
+    assert {*tokens[1:]} <= {*learned}, "the first one is EOS"
+    assert head_drafter("eagle", tmp_path / "taught", draft_vocab_size="all").parts.head_rows is None
+    assert len(head_drafter("eagle", tmp_path / "taught", draft_vocab_size=30).parts.head_rows.tokens) == 30
 
 
 def test_a_head_with_an_lm_head_of_its_own_has_its_own_tokens(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.decoder.head_rows import HeadRows
 from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, AutoregressiveHead, WindowPositions, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
@@ -34,19 +35,26 @@ CASES: dict[str, tuple[AutoregressiveConfig, Objective]] = {
     "eagle": (EAGLE, EagleObjective(noise=0.0)),
     "eagle, three steps": (EAGLE, EagleObjective(noise=0.0, passes=3, head_decay=0.7)),
     "hass": (EAGLE, HassObjective(noise=0.0, num_top=4)),
+    "hass, part of the vocabulary": (EAGLE, HassObjective(noise=0.0, num_top=4, ce_weight=0.5)),
     "eagle3": (EAGLE3, Eagle3Objective()),
     "eagle3, part of the vocabulary": (PARTIAL, Eagle3Objective()),
     "eagle3, part of the vocabulary and the text": (PARTIAL, Eagle3Objective(ce_weight=0.5, passes=2)),
 }
+TAUGHT = {"hass, part of the vocabulary": TOKEN_MAP}  # tokens that the shared LM head has rows of
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def parts() -> TargetParts:
+def parts(taught: Tensor | None = None) -> TargetParts:
+    """`taught`: the tokens that a shared LM head has rows of."""
     table, rows = numbers(V, E, seed=1), numbers(V, E, seed=2)
-    return TargetParts(embed=lambda ids: table[ids], lm_head=lambda x: x @ rows.T, lm_head_weight=rows)
+    head = torch.nn.Linear(E, V, bias=False, dtype=torch.float64)
+    head.weight.data.copy_(rows)
+    part = None if taught is None else HeadRows(head, taught)
+    lm_head = head if part is None else part.layer
+    return TargetParts(embed=lambda ids: table[ids], lm_head=lm_head, lm_head_weight=rows, head_rows=part)
 
 
 def examples(config: AutoregressiveConfig) -> Examples:
@@ -82,7 +90,9 @@ def drafts(head: AutoregressiveHead, given: Examples, begin: int, *, is_detached
         states = torch.cat([states, (state.detach() if is_detached else state).unsqueeze(1)], dim=1)
 
 
-def slow_loss(head: AutoregressiveHead, given: Examples, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
+def slow_loss(
+    head: AutoregressiveHead, given: Examples, objective: Objective, taught: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss with its graph, and sums and matches by step."""
     weights, shared = objective.distance_weights, parts()
     steps = objective.steps(head.config)
@@ -102,14 +112,18 @@ def slow_loss(head: AutoregressiveHead, given: Examples, objective: Objective) -
                     if int(teaches.argmax()) not in ids or (weights.token and label not in ids):
                         continue
                     teaches, label = teaches[head.token_map], ids.index(label) if label in ids else 0
+                apart = (hidden[b] - given.final[b, place]).abs()
+                sums[j] = sums[j] + objective.feature_weight * torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+                if taught is not None:
+                    if label not in taught.tolist():  # which teaches the feature alone
+                        continue
+                    says, teaches, label = says[taught], teaches[taught], taught.tolist().index(label)
                 log_q, p = says.log_softmax(0), teaches.softmax(0)
                 top = p.argsort(descending=True)[: weights.num_top]
-                apart = (hidden[b] - given.final[b, place]).abs()
                 sums[j] = sums[j] + (
                     -weights.token * log_q[label]
                     + weights.kl * (p * (p.log() - log_q)).sum()
                     - weights.top * (p[top] * log_q[top]).sum()
-                    + objective.feature_weight * torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
                 )
                 matches[j] += says.argmax() == p.argmax()
     counts = label_counts(given.supervised, steps)
@@ -123,9 +137,9 @@ def gradients(head: AutoregressiveHead) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
 
 
-def learned(head: AutoregressiveHead, given: Examples, objective: Objective) -> HeadSums:
+def learned(head: AutoregressiveHead, given: Examples, objective: Objective, taught: Tensor | None = None) -> HeadSums:
     counts = label_counts(given.supervised, objective.steps(head.config))
-    return accumulate(objective, head, given, parts(), counts=counts)
+    return accumulate(objective, head, given, parts(taught), counts=counts)
 
 
 @pytest.mark.parametrize("positions", [IN_PLACE, ANCHORED], ids=["in place", "anchored"])
@@ -134,8 +148,8 @@ def test_drafts_one_by_one(name: str, positions: WindowPositions) -> None:
     config, objective = CASES[name]
     given, head, naive = examples(config), random_head(config), random_head(config)
     given = replace(given, positions=positions)
-    found = learned(head, given, objective)
-    loss, sums, matches = slow_loss(naive, given, objective)
+    found = learned(head, given, objective, TAUGHT.get(name))
+    loss, sums, matches = slow_loss(naive, given, objective, TAUGHT.get(name))
     loss.backward()
     torch.testing.assert_close(found.loss, sums, rtol=1e-9, atol=1e-9)
     assert found.matches.tolist() == matches.tolist()

@@ -1,0 +1,126 @@
+"""First weights of EAGLE heads: the linear map that texts follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.heads.base import build_head
+from foretoken.heads.decoder_layer import LayerConfig
+from foretoken.heads.eagle import EagleConfig, EagleHead
+from foretoken.models.parts import TargetParts
+from foretoken.training import least_squares, trainer
+from foretoken.training.config import TrainConfig
+from foretoken.training.least_squares import LinearStart
+from foretoken.training.objectives import HassObjective
+from foretoken.training.trainer import HeadTrainer
+
+E, V, B, S = 8, 30, 4, 40
+LAYER = LayerConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=12)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+TABLE = drawn(V, E, seed=1)
+FROM_TOKEN, FROM_FEATURE = drawn(E, E, seed=2), torch.linalg.qr(drawn(E, E, seed=3)).Q * 0.9
+PARTS = TargetParts(embed=lambda ids: TABLE[ids], lm_head=lambda x: x @ TABLE.T, lm_head_weight=TABLE)
+
+
+def lawful(seed: int, *, constant: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Tokens, and features that follow from the token and the feature before."""
+    tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(seed))
+    features = [drawn(B, E, seed=seed + 1)]
+    for column in tokens[:, 1:].unbind(1):
+        features.append(TABLE[column] @ FROM_TOKEN.T + features[-1] @ FROM_FEATURE.T + constant)
+    return tokens, torch.stack(features, dim=1)
+
+
+def new_head(*, has_bias: bool = False) -> EagleHead:
+    head = build_head(EagleConfig(hidden_size=E, vocab_size=V, layer=LAYER, num_steps=3, has_bias=has_bias))
+    assert isinstance(head, EagleHead)
+    head.initialize(PARTS)
+    return head
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_law_is_found(has_bias: bool) -> None:
+    head, constant = new_head(has_bias=has_bias), 0.7 if has_bias else 0.0
+    fit = LinearStart(head, PARTS)
+    for seed in range(20):
+        fit.add(*lawful(10 * seed, constant=constant))
+    fit.finish(lambda sums: sums)
+    torch.testing.assert_close(head.fc.weight, torch.cat([FROM_TOKEN, FROM_FEATURE], dim=1), rtol=0, atol=0.02)
+    if has_bias:
+        torch.testing.assert_close(head.fc.bias, torch.full((E,), constant), rtol=0, atol=0.02)
+    tokens, features = lawful(999, constant=constant)
+    steps = list(head.teacher_forced(features, tokens, PARTS))
+    torch.testing.assert_close(steps[0][:, : S - 1], features[:, 1:], rtol=0, atol=0.2)  # the block adds nothing yet
+
+
+def test_processes_add_up() -> None:
+    one, parts, sums = new_head(), [], []
+    fit = LinearStart(one, PARTS)
+    for seed in (0, 10):
+        fit.add(*lawful(seed))
+        parts.append(LinearStart(new_head(), PARTS))
+        parts[-1].add(*lawful(seed))
+        parts[-1].finish(lambda found: sums.append(found.clone()) or found)
+    fit.finish(lambda found: sums.append(found) or found)
+    torch.testing.assert_close(sums[0] + sums[1], sums[2])
+
+
+@pytest.mark.parametrize("features", [torch.zeros(B, S, E), torch.full((B, S, E), torch.inf)], ids=["zeros", "inf"])
+def test_what_teaches_nothing_changes_nothing_that_is_finite(features: Tensor) -> None:
+    head = new_head()
+    fit = LinearStart(head, TargetParts(embed=lambda ids: 0 * TABLE[ids], lm_head=PARTS.lm_head, lm_head_weight=TABLE))
+    before = head.fc.weight.clone()
+    fit.add(torch.zeros(B, S, dtype=torch.int64), features)
+    fit.finish(lambda sums: sums)
+    assert torch.equal(head.fc.weight, before)
+
+
+class Lawful:
+    """Batches whose features the trainer asks for."""
+
+    def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        assert (batch_size, length, seed) == (B, S, 0)
+        self.step = step
+        tokens = lawful(10 * step)[0]
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+
+    def features(self, step: int, tokens: Tensor) -> Tensor:
+        assert torch.equal(tokens, lawful(10 * step)[0])
+        return lawful(10 * step)[1]
+
+
+def test_runs_begin_with_it(tmp_path: Path) -> None:
+    def run(**options: bool) -> HeadTrainer:
+        data = Lawful()
+        config = TrainConfig.model_validate({"batch_size": B, "length": S, "schedule": {"num_steps": 80}})
+        return HeadTrainer(new_head(), PARTS, HassObjective(), config, data, data.features, **options)
+
+    fresh, begun = run(), run(is_new=False)
+    with mock.patch.object(trainer, "TOKENS", 4 * B * S):
+        assert fresh.begin()
+        assert not begun.begin(), "weights that know the target's texts stay"
+    weight = fresh.head.get_parameter("fc.weight")
+    torch.testing.assert_close(weight, torch.cat([FROM_TOKEN, FROM_FEATURE], dim=1), rtol=0, atol=0.05)
+    assert fresh.progress.step == 0
+    assert fresh.progress.seconds > 0, "a run that is bounded in time includes it"
+    first = next(iter(fresh.steps())).loss
+    assert first < next(iter(begun.steps())).loss
+    fresh.save(tmp_path)
+    again = run()
+    assert again.resume(tmp_path)
+    assert torch.equal(again.head.get_parameter("fc.weight"), weight)
+
+
+def test_numbers() -> None:
+    """Of "First weights of EAGLE heads by least squares" in `benchmarks/NOTES.md`."""
+    assert (least_squares.TOKENS, least_squares._RIDGE, trainer._START_PART) == (1 << 16, 1e-3, 8)
