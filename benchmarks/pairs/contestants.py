@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from foretoken.files.user_cache import cache_directory
 
@@ -23,8 +23,10 @@ class Contestant:
     def __init__(self, name: str, base: str, python: str, worker: str, *, is_fresh: bool = False, **given: Any) -> None:
         """`worker`: a file of `workers`, which gets `given`; `is_fresh`: whether every request is a process's first."""
         self.name, self.base, self._is_fresh = name, base, is_fresh
-        self._command = [python, str(_WORKERS / f"{worker}.py"), json.dumps(given)]
-        self._cache = tempfile.mkdtemp(prefix="foretoken-pairs-")
+        self._place = tempfile.TemporaryDirectory(prefix="foretoken-pairs-")
+        self._cache, self._log = f"{self._place.name}/cache", f"{self._place.name}/log"
+        Path(self._cache).mkdir()
+        self._command = [python, str(_WORKERS / f"{worker}.py"), json.dumps(given | {"log": self._log})]
         self._process: subprocess.Popen[str] | None = None
 
     def answer(self, **request: Any) -> dict[str, Any]:
@@ -38,16 +40,23 @@ class Contestant:
             )  # fmt: skip
             assert self._process.stdout is not None
             if self._process.stdout.readline() != "ready\n":
-                sys.exit(f"{self.name} could not start: {' '.join(self._command)}")
+                self._fail("could not start")
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
-        found: dict[str, Any] = json.loads(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            self._fail("ended in a request")
+        found: dict[str, Any] = json.loads(line)
         if self._is_fresh:
             self.end()
         return found
+
+    def _fail(self, what: str) -> NoReturn:
+        log = Path(self._log)
+        sys.exit(f"{self.name} {what}: {' '.join(self._command)}\n{log.read_text()[-2000:] if log.exists() else ''}")
 
     def share_kept(self) -> None:
         """Copies what the machine keeps of its passes, so that no contestant times them."""

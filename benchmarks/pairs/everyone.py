@@ -13,6 +13,7 @@ command goes on where it stopped. Contestants are processes that take turns, pro
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.pairs.contestants import Contestant, assisted, ours, theirs
 from benchmarks.pairs.prompts import GROUPS, in_tokens, spread, write_edits
 from benchmarks.pairs.report import over, same_texts, speed, table, tau
-from benchmarks.rivals.machine import describe_machine
+from benchmarks.rivals.machine import commit, describe_machine
 from foretoken.models.loading import load_tokenizer
 
 if TYPE_CHECKING:
@@ -33,11 +34,16 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """A file, its draft model, and the directories of its bundled heads by name."""
+    """A file, its draft model, and its bundled heads: method and directory by name."""
 
     file: str
     draft: str | None = None
-    heads: Mapping[str, str] = MappingProxyType({})
+    heads: Mapping[str, tuple[str, str]] = MappingProxyType({})
+
+    def with_heads(self) -> dict[str, Any]:
+        """Returns options of each head, and of a lookup beside it."""
+        made = {name: {"method": method, "model": place} for name, (method, place) in self.heads.items()}
+        return made | {f"lookup + {name}": {"methods": ["ngram", each]} for name, each in made.items()}
 
 
 TARGETS = {
@@ -57,7 +63,7 @@ def contestants(name: str, options: argparse.Namespace, *, temperature: float) -
     if draft is not None:
         methods["draft model"] = {"method": "draft_model", "model": draft}
         methods["lookup + draft model"] = {"methods": ["ngram", {"method": "draft_model", "model": draft}]}
-    methods |= target.heads
+    methods |= target.with_heads()
     settings: dict[str, Any] = {"plain": {}} | {
         each: {"speculative_config": config} for each, config in methods.items()
     }
@@ -71,11 +77,8 @@ def contestants(name: str, options: argparse.Namespace, *, temperature: float) -
 def run(options: argparse.Namespace) -> None:
     """Measures what is missing in the file of requests."""
     options.out.mkdir(parents=True, exist_ok=True)
-    file, machine = options.out / "requests.jsonl", str(describe_machine()["cpu"])
-    known = {
-        (row["target"], row["temperature"], row["category"], row["prompt"], row["who"])
-        for row in (map(json.loads, file.read_text("utf-8").splitlines()) if file.exists() else [])
-    }
+    file, machine, code = options.out / "requests.jsonl", str(describe_machine()["cpu"]), commit("foretoken")
+    known = {_place(row) for row in _rows(file, ends=True)}
     sources = [options.prompts / "spec-bench" / "question.jsonl", options.prompts / "humaneval" / "HumanEval.jsonl.gz"]
     if options.edits:
         sources.append(options.out / "edits.jsonl")
@@ -92,15 +95,16 @@ def run(options: argparse.Namespace) -> None:
             ]
             for done, (category, number, prompt) in enumerate(work):
                 for each in everyone[number % len(everyone) :] + everyone[: number % len(everyone)]:
-                    if (name, temperature, category, number, each.name) in known:
+                    row = {
+                        "target": name, "temperature": temperature, "category": category, "prompt": _digest(prompt),
+                        "tokens": options.tokens, "who": each.name, "base": each.base, "prompt_tokens": len(prompt),
+                        "machine": machine, "commit": code,
+                    }  # fmt: skip
+                    if _place(row) in known:
                         continue
                     found = each.answer(
                         prompt=prompt, tokens=options.tokens, temperature=temperature, top_p=1.0, seed=number
                     )
-                    row = {
-                        "target": name, "temperature": temperature, "category": category, "prompt": number,
-                        "who": each.name, "base": each.base, "prompt_tokens": len(prompt), "machine": machine,
-                    }  # fmt: skip
                     with file.open("a", encoding="utf-8") as stream:
                         stream.write(json.dumps(row | found) + "\n")
                 left = (time.monotonic() - begin) / (done + 1) * (len(work) - done - 1)
@@ -112,16 +116,18 @@ def run(options: argparse.Namespace) -> None:
 def show(options: argparse.Namespace) -> None:
     """Prints a table of all prompts for each target and temperature, and the speed over plain decoding by category."""
     rows: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
-    for line in (options.out / "requests.jsonl").read_text("utf-8").splitlines():
-        row = json.loads(line)
+    for row in {_place(row): row for row in _rows(options.out / "requests.jsonl")}.values():  # the last one of each
         rows[row["target"], row["temperature"]].append(row)
     short = ["| target, T | plain | best without training | best head | best of all rivals |", "|---" * 5 + "|"]
     for (name, temperature), all_rows in rows.items():
         everyone = list(dict.fromkeys(row["who"] for row in all_rows))
         complete = _complete(all_rows, everyone)
+        if not complete:
+            print(f"\n{name}, T {temperature}: no prompt was answered by all yet")
+            continue
         bases = {row["who"]: row["base"] for row in all_rows}
         found = {who: [row for row in complete if row["who"] == who] for who in everyone}
-        machines = ", ".join(sorted({row["machine"] for row in complete}))
+        machines = ", ".join(sorted({f"{row['machine']}, commit {row['commit']}" for row in complete}))
         print(f"\n**{name}, T {temperature}**, {len(found['plain'])} prompts, {machines}\n\n{table(found, bases)}\n")
         categories = list(dict.fromkeys(row["category"] for row in complete))
         print(f"| over plain | {' | '.join(categories)} |\n{'|---' * (len(categories) + 1)}|")
@@ -134,8 +140,8 @@ def show(options: argparse.Namespace) -> None:
                 parts.append(f"{over(own, base):.2f}, {tau(own):.2f}")
             print(f"| {who} | {' | '.join(parts)} |")
         short.append(_short(name, temperature, found, bases))
-        differing = [who for who in everyone if same_texts(found[who], found[bases[who]]) < len(found[who])]
         if not temperature:
+            differing = [who for who in everyone if same_texts(found[who], found[bases[who]]) < len(found[who])]
             print(f"\ntexts that differ from plain decoding of the same engine: {', '.join(differing) or 'none'}")
     print("\n" + "\n".join(short))
 
@@ -144,16 +150,34 @@ def _complete(rows: list[dict[str, Any]], everyone: list[str]) -> list[dict[str,
     """The rows of prompts that everyone has answered, in the same order for all."""
     answered = defaultdict[Any, set[str]](set)
     for row in rows:
-        answered[row["category"], row["prompt"]].add(row["who"])
+        answered[row["category"], row["prompt"], row["tokens"]].add(row["who"])
     order = {place: number for number, place in enumerate(answered) if len(answered[place]) == len(everyone)}
-    kept = [row for row in rows if (row["category"], row["prompt"]) in order]
-    return sorted(kept, key=lambda row: order[row["category"], row["prompt"]])
+    kept = [row for row in rows if (row["category"], row["prompt"], row["tokens"]) in order]
+    return sorted(kept, key=lambda row: order[row["category"], row["prompt"], row["tokens"]])
+
+
+def _rows(file: Path, *, ends: bool = False) -> list[dict[str, Any]]:
+    """The rows of a file, none if there is no file; `ends`: cuts a last line that a killed run left unfinished."""
+    if not file.exists():
+        return []
+    whole, _, rest = file.read_bytes().rpartition(b"\n")
+    if ends and rest:
+        file.write_bytes(whole + b"\n" if whole else b"")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("target", "temperature", "category", "prompt", "tokens", "who"))
+
+
+def _digest(prompt: list[int]) -> str:
+    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:12]
 
 
 def _short(name: str, temperature: float, found: dict[str, list[dict[str, Any]]], bases: dict[str, str]) -> str:
     rates = {who: statistics.median(map(speed, runs)) for who, runs in found.items()}
     own = [who for who in found if bases[who] == "plain" and who != "plain"]
-    heads = [who for who in own if who in TARGETS[name].heads]
+    heads = [who for who in own if who in TARGETS[name].with_heads()]
     others = [who for who in found if bases[who] != "plain"]
 
     def best(names: list[str]) -> str:

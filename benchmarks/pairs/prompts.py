@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Spec-Bench names the eight kinds of MT-bench's questions, and counts them as one category.
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_ANY_LENGTH = 1 << 20  # tokens
 GROUPS = dict.fromkeys(_MT_BENCH, "mt-bench")
 MOST_EDIT_BYTES = 12_000  # of the file of an edit task, so that prompt and answer fit
 
@@ -22,13 +23,15 @@ MOST_EDIT_BYTES = 12_000  # of the file of an edit task, so that prompt and answ
 def in_tokens(
     files: Iterable[str], tokenizer: Any, *, limit: int, groups: dict[str, str] | None = None
 ) -> dict[str, list[list[int]]]:
-    """Returns token ids of at most `limit` tokens by category; rows without one have their file's name."""
+    """Returns token ids by category, without rows of more than `limit`; rows without one have their file's name."""
     found: dict[str, list[list[int]]] = defaultdict(list)
     for file in files:
         for row in read_prompts(str(file), groups=groups or {}):
-            ids = row.token_ids(tokenizer, len(tokenizer), limit)
+            ids = row.token_ids(tokenizer, len(tokenizer), _ANY_LENGTH)
+            ids = prompt_token_ids(row.text, tokenizer) if ids is None else ids
             category = Path(file).name.partition(".")[0] if row.category == NO_CATEGORY else row.category
-            found[category].append(prompt_token_ids(row.text, tokenizer) if ids is None else ids)
+            if len(ids) <= limit:
+                found[category].append(ids)
     return found
 
 

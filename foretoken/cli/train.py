@@ -54,15 +54,15 @@ def train(
         str | None,
         _head(
             parser=options.local_place,
-            help="Start from this head or draft model, as MODEL is named, instead of neutral weights. A draft "
+            help="Start from this head or draft model, as MODEL is named, instead of new weights. A draft "
             "model needs the target's tokenizer.",
         ),
     ] = None,
     draft_vocab: Annotated[
         Path | None,
         _head(
-            help="Draft these tokens alone: a file of `foretoken data vocab`. For eagle3, and for medusa with "
-            "own_lm_head=true.",
+            help="Learn and draft these tokens alone: a file of `foretoken data vocab`. For heads that share the "
+            "target's LM head, for eagle3 and medusa.",
         ),
     ] = None,
     objective: Annotated[

@@ -40,8 +40,8 @@ class VocabularyOptions(WindowOptions):
     Attributes:
         draft_vocab_size: Tokens that are drafted: the most frequent ones, and those that texts had lately. Rows of
             other tokens in the LM head are not read. "all" for the whole vocabulary; "auto" for a quarter of a large
-            one, on CPUs where the decoder can, or there for those that a head learned over. Heads with an LM head of
-            their own draft its tokens.
+            one, or those that a head learned over, on CPUs where the decoder can. Heads with an LM head of their own
+            draft its tokens.
         draft_vocab: File of `foretoken data vocab` with the most frequent tokens. Without it the first ids count as
             such, which is so in most tokenizers.
     """

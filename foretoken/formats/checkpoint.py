@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.nn.functional import linear
 
+from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
@@ -100,8 +102,8 @@ class HeadCheckpoint:
         acceptance: Measured on held-out text: entry i, r is P(candidate r of head i is the target's token | the heads
             before were right); None if unknown.
         choices: The static tree that the checkpoint recommends, in Medusa's notation, or None.
-        draft_vocab: Ascending ids of the tokens that a head with the target's LM head learned over, and drafts unless
-            told otherwise; None for all.
+        draft_vocab: Ascending ids of the tokens that a head with the target's LM head learned over, and drafts on CPUs
+            unless told otherwise; None for all.
         notes: Origin of the head, for people.
     """
 
@@ -144,13 +146,24 @@ class HeadCheckpoint:
             for key, tensor in self.weights.items()
         }
         head.load_state_dict(weights, assign=True, strict=True)
+        head.draft_vocab = self.draft_vocab
         return head.requires_grad_(requires_grad=False).eval()
 
     @classmethod
     def of_head(cls, head: Head, **more: Any) -> HeadCheckpoint:
         """Returns the checkpoint of a module; more: further attributes."""
         weights = {key: tensor.detach().cpu().contiguous() for key, tensor in head.state_dict().items()}
-        return cls(config=head.config, weights=weights, **more)
+        return cls(config=head.config, weights=weights, draft_vocab=head.draft_vocab, **more)
+
+
+def checked_extras(values: Any, vocab_size: int, what: str, *, advice: str = "") -> HeadExtras:
+    """Returns entries besides the sizes of a head; raises `ModelError` for invalid ones, naming `what`."""
+    extras = validated(HeadExtras, values, what, error=ModelError, advice=advice)
+    ids = extras.draft_vocab or []
+    if ids and (ids[-1] >= vocab_size or any(one >= other for one, other in pairwise(ids))):
+        expected = f"Expected ascending ids below {vocab_size}. {advice}".strip()
+        raise ModelError(f"'draft_vocab' of {what} is no draft vocabulary. {expected}")
+    return extras
 
 
 def check_keys(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.core.checks import Model, validated
 from foretoken.core.errors import ModelError, listed
-from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, TargetFingerprint, TargetInfo, check_keys
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, check_keys, checked_extras
 from foretoken.heads.base import HeadConfig, build_head
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def finished(files: HeadFiles, sizes: HeadConfig, weights: Mapping[str, Tensor],
         sizes = sizes.model_copy(update={"tied_blocks": True})
     entries = config.get(KEY)
     entries = entries if isinstance(entries, dict) else {}
-    extras = validated(HeadExtras, entries, f"'{KEY}' in the config.json of '{name}'", error=ModelError)
+    extras = checked_extras(entries, sizes.vocab_size, f"'{KEY}' in the config.json of '{name}'")
     known = extras.target or target.fingerprint
     base = config.get("base_model_name_or_path")
     if known is None and isinstance(base, str) and base != "N/A":

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, nearest_name_hint
 from foretoken.files.bounded_reads import check_regular
-from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, check_keys
+from foretoken.formats.checkpoint import HeadCheckpoint, check_keys, checked_extras
 from foretoken.formats.conversion import check_token_map
 from foretoken.formats.files import whole_files, write_config, write_weights
 from foretoken.heads import head_methods
@@ -36,7 +36,7 @@ def read_checkpoint(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoin
     path = directory / WEIGHTS
     what = f"the configuration of head '{directory}'"
     sizes = validated(config_type(config[KEY], what), config.get("config"), what, error=ModelError, advice=_ADVICE)
-    extras = validated(HeadExtras, config, what, error=ModelError, advice=_ADVICE)
+    extras = checked_extras(config, sizes.vocab_size, what, advice=_ADVICE)
     try:
         check_regular(path)
         with safe_open(path, framework="pt") as file:

@@ -21,7 +21,7 @@ from foretoken.decoder.native_linear import fast_linear, optimize_for_inference
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.native_head import AutoregressiveSteps, HeadSteps
@@ -77,10 +77,16 @@ IN_PLACE = WindowPositions()
 
 
 class Head(nn.Module, ABC):
-    """Drafts from the target's features; `token_map` is (Vd,) int64, the token of each logit, or None for all."""
+    """Drafts from the target's features.
+
+    Attributes:
+        token_map: (Vd,) int64, the token of each logit, or None for all.
+        draft_vocab: Tokens that a head with the target's LM head learned over, see `HeadCheckpoint`.
+    """
 
     config: HeadConfig
     token_map: Tensor | None
+    draft_vocab: Sequence[int] | None = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class EagleHead(AutoregressiveHead):
 
     @override
     def initialize(self, parts: TargetParts) -> None:
-        """Passes the feature on, so that training starts at the target's own next-token prediction."""
+        """Passes the feature on; training replaces this by a map to the next feature where it has the data."""
         with torch.no_grad():
             width = self.config.width
             self.fc.weight.zero_()

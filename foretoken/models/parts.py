@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from foretoken.decoder.quantized_embedding import QuantizedEmbedding, embedding_
 from foretoken.models.lean_weights import read_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.decoder.blocks import Blocks
     from foretoken.models.loading import LoadedModel
@@ -122,6 +122,18 @@ def target_parts(
         native=native,
         head_rows=rows,
     )
+
+
+def taught_parts(parts: TargetParts, tokens: Sequence[int] | None) -> TargetParts:
+    """Returns parts for a head that drafts some tokens of the whole LM head: logits of others are -inf. None for all.
+
+    To measure heads; drafters read the rows of these tokens alone, see `target_parts`.
+    """
+    if tokens is None:
+        return parts
+    is_other = torch.ones(parts.lm_head_weight.shape[0], dtype=torch.bool, device=parts.lm_head_weight.device)
+    is_other[list(tokens)] = False
+    return replace(parts, lm_head=lambda x: parts.lm_head(x).masked_fill(is_other.to(x.device), float("-inf")))
 
 
 def _dense_weight(head: Any) -> Tensor:

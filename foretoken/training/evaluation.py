@@ -14,7 +14,7 @@ from foretoken.bench.workload import TokenProgress, Workload, no_progress
 from foretoken.core.errors import ConfigError
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head
-from foretoken.models.parts import TargetParts, target_parts
+from foretoken.models.parts import TargetParts, target_parts, taught_parts
 from foretoken.training.objective_base import Examples, first_candidates
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape, best_nodes
@@ -93,7 +93,8 @@ def guesses_of(drafter: Head | LoadedModel, target: LoadedModel) -> Guess:
 
 def _head_guesses(head: Head, target: LoadedModel) -> Guess:
     head = head.to(target.device)
-    parts, teacher = target_parts(target, dtype=torch.float32), Teacher(target, head.config.taps)
+    parts = taught_parts(target_parts(target, dtype=torch.float32), head.draft_vocab)
+    teacher = Teacher(target, head.config.taps)
     width = head.config.hidden_size * len(head.config.taps)
 
     def guess(tokens: Tensor, num_prompt: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -193,6 +194,7 @@ class EvaluationConfig:
         teacher, device, vocab_size = Teacher(target, head.config.taps), target.device, head.config.vocab_size
         tokens, supervised = self.tokens.to(device), self.supervised.to(device)
         row, begin = self.starts(head.config.steps).to(device).nonzero().unbind(1)
+        taught = taught_parts(parts, head.draft_vocab)
 
         @torch.no_grad()
         def measured() -> dict[str, Any]:
@@ -202,8 +204,8 @@ class EvaluationConfig:
                 examples = Examples.of_batch(tokens, supervised, teacher.read_features(tokens).float(), head.config)
                 choices = first_candidates(parts.lm_head, examples.final.flatten(0, 1), vocab_size).view(tokens.shape)
                 is_right = torch.ones_like(row, dtype=torch.bool)
-                for index, hidden in enumerate(head.teacher_forced(examples.features, tokens, parts)):
-                    read = partial(head.draft_logits, index, parts=parts)
+                for index, hidden in enumerate(head.teacher_forced(examples.features, tokens, taught)):
+                    read = partial(head.draft_logits, index, parts=taught)
                     said = first_candidates(read, hidden[row, begin], vocab_size)
                     if head.token_map is not None:
                         said = head.token_map[said]

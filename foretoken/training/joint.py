@@ -68,8 +68,9 @@ class JointTrainer(HeadTrainer):
         if joint.backbone == "full":
             self._adapted.requires_grad_(requires_grad=True)
         super().__init__(
-            head, target_parts(target), objective, config, batches, lambda _, tokens: tokens, processes=processes
-        )
+            head, target_parts(target), objective, config, batches, lambda _, tokens: tokens, processes=processes,
+            is_new=False,  # features come with the pass that learns, and change
+        )  # fmt: skip
 
     def merged_target(self) -> Any:
         """Returns the transformers model with its adapters merged; ends the training."""

@@ -20,30 +20,43 @@ if TYPE_CHECKING:
     from foretoken.heads.eagle import EagleHead
     from foretoken.models.parts import TargetParts
 
-TOKENS = 1 << 16  # that the map is fitted to; a choice: 2 E of them are unknowns of each value, a few thousand
-_RIDGE = 1e-3  # added to the mean square of each input, relative; a choice: without it few tokens fit at random
+TOKENS_AN_INPUT = 36  # that the map is fitted to, for each of its 2 E inputs; 32 at the 0.5B of the notes
+_FEWEST_AN_INPUT = 8  # a choice: a map through fewer points follows their noise, and the head starts as it was
+_RIDGE = 1e-3  # added to the mean square of each input, relative; a choice: 1e-4 to 1e-2 guess alike there
 
 
 class LinearStart:
-    """Moments of (embedding, feature) and the next feature, over positions of texts, summed in float64."""
+    """Moments of (embedding, feature) and the next feature, over positions of texts, summed in float64 on the CPU.
+
+    Attributes:
+        num_tokens: That the map should be fitted to.
+    """
 
     def __init__(self, head: EagleHead, parts: TargetParts) -> None:
         """Begins with no position."""
         self._head, self._parts = head, parts
-        size, weight = head.config.width, head.fc.weight
+        size = head.config.width
         rows = 2 * size + (head.fc.bias is not None)
-        self._moments = torch.zeros(rows, rows + size, dtype=torch.float64, device=weight.device)
+        self._moments = torch.zeros(rows, rows + size, dtype=torch.float64)
+        self.num_tokens, self._num_added = TOKENS_AN_INPUT * rows, torch.zeros((), dtype=torch.float64)
 
     def add(self, tokens: Tensor, features: Tensor) -> None:
-        """Adds the positions of (B, S) int64 tokens with (B, S, E) features."""
-        embedded, now, following = self._parts.embed(tokens[:, 1:]), features[:, :-1], features[:, 1:]
-        one = [torch.ones_like(now[..., :1])] if self._head.fc.bias is not None else []
-        values = torch.cat([embedded.to(now.dtype), now, *one, following], dim=-1).flatten(0, 1)
-        self._moments += (values[:, : len(self._moments)].T @ values).double()
+        """Adds the positions of (B, S) int64 tokens with (B, S, E) features, a sequence at a time."""
+        for text, known in zip(tokens, features, strict=True):
+            embedded, now, following = self._parts.embed(text[1:]), known[:-1], known[1:]
+            one = [torch.ones_like(now[:, :1])] if self._head.fc.bias is not None else []
+            values = torch.cat([embedded.to(now.dtype), now, *one, following], dim=1)
+            self._moments += (values[:, : len(self._moments)].T @ values).to("cpu", torch.float64)
+            self._num_added += len(now)
 
     def finish(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Writes the map to the head's `fc`, which stays as it is if no input varies; summed: over all processes."""
+        """Writes the map to the head's `fc`; summed: over all processes.
+
+        `fc` stays as it is if positions are too few for its inputs, or their values are not finite.
+        """
         moments = summed(self._moments)
+        if float(summed(self._num_added)) < _FEWEST_AN_INPUT * len(moments):
+            return
         gram, cross = moments.split([len(moments), moments.shape[1] - len(moments)], dim=1)
         size = gram.diagonal()
         ridge = _RIDGE * torch.where(size > 0, size, size.amax())

@@ -185,14 +185,14 @@ def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> 
     config = checkpoint.config
     if not isinstance(config, AutoregressiveConfig):
         return {}
-    drafted = getattr(config, "draft_vocab_size", None)
+    drafted = getattr(config, "draft_vocab_size", None) or len(checkpoint.draft_vocab or ()) or config.vocab_size
     trained = {}
     if "passes" in settings["objective"]:  # Falcon trains one block
         steps = min(settings["objective"]["passes"], config.steps)
         trained = {"steps trained": f"{steps}; acceptance is measured for {config.steps}"}
     return {
         "taps": ", ".join(map(str, config.taps)),
-        "drafts": f"{config.vocab_size if drafted is None else drafted} of {config.vocab_size} tokens",
+        "drafts": f"{drafted} of {config.vocab_size} tokens",
         **trained,
     }
 

@@ -132,7 +132,7 @@ def train_head(
     """Starts a run, or resumes the one in its directory, and trains to the last step; returns the trained head.
 
     Args:
-        initial: Initial weights; None for neutral ones.
+        initial: Initial weights; None for the first ones of the method.
 
     Raises:
         ConfigError: When the directory holds a run with other settings.
@@ -149,13 +149,12 @@ def train_head(
             is_new=initial is None,
         )  # fmt: skip
         evaluate = None
-        if settings.evaluation is not None:
+        if settings.evaluation is not None and processes.process_index == 0:
             precision = settings.train.compute_dtype
             whole = parts if parts.head_rows is None else target_parts(target, dtype=precision)
             evaluate = settings.evaluation.evaluator(target, head, whole, precision=precision)
         notes = _train_to_the_end(trainer, settings, fingerprint, processes, on_step, evaluate)
-    taught = settings.draft_vocab if head.has_target_lm_head else None
-    return HeadCheckpoint.of_head(head, target=fingerprint, draft_vocab=taught, notes=notes)
+    return HeadCheckpoint.of_head(head, target=fingerprint, notes=notes)
 
 
 def train_jointly(
@@ -208,10 +207,12 @@ def _new_head(target: LoadedModel, settings: HeadSettings, initial: HeadCheckpoi
     torch.manual_seed(settings.train.seed)
     head = build_head(settings.head, device=target.device, dtype=torch.float32)
     drafted = None if settings.draft_vocab is None else torch.tensor(settings.draft_vocab, device=target.device)
+    if head.has_target_lm_head:
+        head.draft_vocab = settings.draft_vocab
+    elif drafted is not None:
+        head.token_map = drafted
     shared = drafted if head.has_target_lm_head else None
     parts = target_parts(target, dtype=settings.train.compute_dtype, head_tokens=shared)
-    if drafted is not None and shared is None:
-        head.token_map = drafted
     head.initialize(parts)
     if initial is not None:
         head.load_state_dict({key: value.to(target.device) for key, value in initial.weights.items()})
@@ -229,12 +230,13 @@ def _train_to_the_end(
     """Trains, saves and keeps curves; `evaluate` returns fields of `StepReport`. Returns notes on the run."""
     # Every process has its own dropout; weights are the same in all.
     torch.manual_seed(settings.train.seed + 1 + processes.process_index)
-    if not trainer.resume(settings.directory):
-        trainer.begin()
+    is_begun = trainer.resume(settings.directory)
     log = MetricsLog(settings.directory, trainer.progress.step) if processes.process_index == 0 else None
     saved = time.monotonic()
     try:
         with stop_signals() as received:
+            if not is_begun:
+                trainer.begin()
             for report in trainer.steps():
                 told = report
                 if log is not None:

@@ -190,7 +190,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
             `{"num_layers": N}` keeps N of the target's layers; further sizes, named as in `config.json`, make a model
             with random weights.
         init: Directory or hub id of a head, or a draft model with the target's tokenizer, to begin from; None for
-            neutral weights.
+            first weights of the method.
         draft_vocab: File of `foretoken data vocab` with the tokens that the head drafts; None for all.
         objective: Weights of the loss that differ from the method's defaults, such as `{"ce_weight": 1.0}`. For a draft
             model also the fields of `Distillation`.
@@ -288,7 +288,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         facts = saved_draft_model(student.model, notes, out, target=target, **report)
     else:
         initial = None if init is None else _initial_head(init, method, target)
-        drafted = None if draft_vocab is None else _drafted_tokens(Path(draft_vocab), packed, target.vocab_size)
+        drafted = _drafted_tokens(_path(draft_vocab), packed, target.vocab_size, initial)
         config = initial.config if initial is not None else _new_head(method, target, dict(sizes or {}), drafted)
         if drafted is not None:
             _check_vocabulary(config, is_new=initial is None, is_joint=joint is not None)
@@ -438,7 +438,12 @@ def _evaluation(
     return EvaluationConfig.of_held_out(packed, every=every, length=length)
 
 
-def _drafted_tokens(path: Path, packed: PackedTokens, vocab_size: int) -> tuple[int, ...]:
+def _drafted_tokens(
+    path: Path | None, packed: PackedTokens, vocab_size: int, initial: HeadCheckpoint | None
+) -> tuple[int, ...] | None:
+    if path is None:
+        own = None if initial is None else initial.draft_vocab
+        return None if own is None else tuple(own)
     drafted = DraftVocabulary.read(path)
     if drafted.tokenizer_sha != packed.meta["tokenizer_sha"] or drafted.token_ids[-1] >= vocab_size:
         raise ConfigError(
@@ -469,13 +474,13 @@ def _check_vocabulary(config: HeadConfig, *, is_new: bool, is_joint: bool) -> No
                 f"--joint trains the LM head that {config.method} heads share, over all tokens. Expected no "
                 "--draft-vocab. Leave one of them out."
             )
-    elif not is_new:
-        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
     elif "draft_vocab_size" not in type(config).model_fields:
         raise ConfigError(
             f"--draft-vocab is not for {config.method} heads, which draft all tokens with LM heads of their own. "
             "Expected a head that shares the target's LM head, eagle3, or medusa. Leave it out."
         )
+    elif not is_new:
+        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
 
 
 def _shares_lm_head(config: HeadConfig) -> bool:

@@ -24,7 +24,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.heads.base import WindowPositions
 from foretoken.heads.eagle import EagleHead
 from foretoken.sampling.noise import derive_seed
-from foretoken.training.least_squares import TOKENS, LinearStart
+from foretoken.training.least_squares import LinearStart
 from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts, mean_by_head
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
@@ -251,8 +251,8 @@ class Trainer(ABC):
             self._count_bad_step(step, loss)
         self._optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - begin
-        if config.schedule.seconds is not None and world > 1:  # all processes end after the same step
-            seconds = float(self._processes.sum(torch.tensor([seconds], device=self.device))) / world
+        if config.schedule.seconds is not None:
+            seconds = self._common(seconds)
         self._recent.append((seconds, tokens.numel()))
         self.progress.step += 1
         self.progress.tokens += tokens.numel()
@@ -267,6 +267,13 @@ class Trainer(ABC):
             grad_norm=grad_norm,
             tokens_per_s=sum(n for _, n in self._recent) / recent_s,
         )
+
+    def _common(self, seconds: float) -> float:
+        """Returns the mean over all processes, which therefore end after the same step."""
+        world = self._processes.num_processes
+        if world == 1:
+            return seconds
+        return float(self._processes.sum(torch.tensor([seconds], device=self.device))) / world
 
     @property
     def _done(self) -> float:
@@ -353,16 +360,18 @@ class HeadTrainer(Trainer):
         config, world, rank = self._config, self._processes.num_processes, self._processes.process_index
         begin, fit = time.perf_counter(), LinearStart(self.head, self._parts)
         most = max(config.schedule.num_steps // _START_PART, 1)
-        limit = math.inf if config.schedule.seconds is None or world > 1 else config.schedule.seconds / _START_PART
-        for step in range(min(-(-TOKENS // (config.batch_size * config.length)), most)):
+        limit = math.inf if config.schedule.seconds is None else config.schedule.seconds / _START_PART
+        step, count = 0, min(-(-fit.num_tokens // (config.batch_size * config.length)), most)
+        while step < count:
             tokens, _ = self._batches.batch(step, batch_size=config.batch_size, length=config.length, seed=config.seed)
             own = tokens[rank::world].to(self.device)
             if len(own):
                 fit.add(own, self._features(step, own).to(self.device)[..., -self.head.config.hidden_size :])
-            if time.perf_counter() - begin > limit:
-                break
-        fit.finish(self._processes.sum)
-        self.progress.seconds += time.perf_counter() - begin
+            if step == 0 and limit < math.inf:
+                count = min(count, max(int(limit / self._common(time.perf_counter() - begin)), 1))
+            step += 1
+        fit.finish(lambda sums: self._processes.sum(sums.to(self.device)).cpu() if world > 1 else sums)
+        self.progress.seconds += min(self._common(time.perf_counter() - begin), limit)  # or no step would be left
         return True
 
     @override

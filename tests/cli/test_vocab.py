@@ -150,6 +150,10 @@ def test_a_shared_lm_head_teaches_these_tokens_alone(
         (tmp_path / "head").rename(tmp_path / "first") if not begun else None
         shutil.rmtree(tmp_path / "head-run")
     assert all("token_map" not in head.weights for head in heads)
+    (tmp_path / "head").rename(tmp_path / "second")
+    result = train(method, "--init", str(tmp_path / "second"), "--steps", "1", "--num-prompts", "0")
+    assert result.returncode == 0, result.stderr
+    heads.append(read_head(tmp_path / "head")[1])  # which goes on with the vocabulary of the head
     assert all(head.draft_vocab == json.loads(vocab.read_text())["token_ids"] for head in heads)
     assert heads[0].notes["settings"]["draft_vocab"] is not None
     assert any(not torch.equal(heads[0].weights[name], heads[1].weights[name]) for name in heads[0].weights)

@@ -42,16 +42,23 @@ def target(architecture: str = "llama") -> LoadedModel:
     return wrap_model(tiny_model(architecture), name="tiny")
 
 
-def trainer(model: LoadedModel, steps: int = 4, **joint: Any) -> JointTrainer:
+def trainer(model: LoadedModel, steps: int = 4, method: str = "medusa", **joint: Any) -> JointTrainer:
     torch.manual_seed(0)
-    head = build_head(head_config("medusa", model, {"num_heads": 2}), dtype=torch.float32)
+    sizes = {"num_heads": 2} if method == "medusa" else {"num_steps": 2}
+    head = build_head(head_config(method, model, sizes), dtype=torch.float32)
     head.initialize(target_parts(model))
     train = train_config({"schedule": {"num_steps": steps, "warmup_steps": 0, "peak": 3e-3}, "batch_size": 4,
                           "length": 16})  # fmt: skip
     settings = JointConfig(**{"lora_rank": 4, "lora_dropout": 0.0, **joint})
     return JointTrainer(
-        head, model, objective_config("medusa", {"ce_weight": 1.0, "kl_weight": 0.0}), train, Repeated(), settings
+        head, model, objective_config(method, {"ce_weight": 1.0, "kl_weight": 0.0}), train, Repeated(), settings
     )
+
+
+def test_first_weights_are_not_fitted_to_a_target_that_learns() -> None:
+    made = trainer(target(), method="eagle")
+    assert not made.begin()
+    assert next(made.steps()).loss > 0
 
 
 @pytest.mark.parametrize("backbone", ["lora", "full"])

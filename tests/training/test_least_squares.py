@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from foretoken.training import least_squares, trainer
 from foretoken.training.config import TrainConfig
 from foretoken.training.least_squares import LinearStart
 from foretoken.training.objectives import HassObjective
-from foretoken.training.trainer import HeadTrainer
+from foretoken.training.trainer import HeadTrainer, Processes
 
 E, V, B, S = 8, 30, 4, 40
 LAYER = LayerConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=12)
@@ -72,7 +71,8 @@ def test_processes_add_up() -> None:
         parts[-1].add(*lawful(seed))
         parts[-1].finish(lambda found: sums.append(found.clone()) or found)
     fit.finish(lambda found: sums.append(found) or found)
-    torch.testing.assert_close(sums[0] + sums[1], sums[2])
+    for first, second, both in zip(sums[0:2], sums[2:4], sums[4:6], strict=True):  # moments, and positions
+        torch.testing.assert_close(first + second, both)
 
 
 @pytest.mark.parametrize("features", [torch.zeros(B, S, E), torch.full((B, S, E), torch.inf)], ids=["zeros", "inf"])
@@ -106,9 +106,8 @@ def test_runs_begin_with_it(tmp_path: Path) -> None:
         return HeadTrainer(new_head(), PARTS, HassObjective(), config, data, data.features, **options)
 
     fresh, begun = run(), run(is_new=False)
-    with mock.patch.object(trainer, "TOKENS", 4 * B * S):
-        assert fresh.begin()
-        assert not begun.begin(), "weights that know the target's texts stay"
+    assert fresh.begin()
+    assert not begun.begin(), "weights that know the target's texts stay"
     weight = fresh.head.get_parameter("fc.weight")
     torch.testing.assert_close(weight, torch.cat([FROM_TOKEN, FROM_FEATURE], dim=1), rtol=0, atol=0.05)
     assert fresh.progress.step == 0
@@ -121,6 +120,36 @@ def test_runs_begin_with_it(tmp_path: Path) -> None:
     assert torch.equal(again.head.get_parameter("fc.weight"), weight)
 
 
+class Pair(Processes):
+    """This process and one that takes 200 seconds for everything, and sees the same windows."""
+
+    num_processes = 2
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor + 200 if tensor.numel() == 1 and tensor.dtype == torch.float32 else 2 * tensor
+
+
+@pytest.mark.parametrize(("bound", "seconds"), [(None, 100), (40.0, 5)])
+def test_processes_agree_on_the_time(bound: float | None, seconds: float) -> None:
+    """Their runs end after the same step; a run that is bounded in time has seven of eight parts left."""
+    data, schedule = Lawful(), {"num_steps": 80, "seconds": bound}
+    config = TrainConfig.model_validate({"batch_size": B, "length": S, "schedule": schedule})
+    made = HeadTrainer(new_head(), PARTS, HassObjective(), config, data, data.features, processes=Pair())
+    made._features = lambda step, tokens: lawful(10 * step)[1][::2]
+    assert made.begin()
+    assert made.progress.seconds == pytest.approx(seconds, abs=1)
+    assert data.step == (0 if bound else 3), "576 positions are wanted of 160 a step"
+
+
+def test_too_few_positions_fit_nothing() -> None:
+    head, before = new_head(), new_head().fc.weight
+    fit, (tokens, features) = LinearStart(head, PARTS), lawful(1)
+    fit.add(tokens[:3], features[:3])  # 117 positions for 16 inputs
+    fit.finish(lambda sums: sums)
+    assert torch.equal(head.fc.weight, before)
+
+
 def test_numbers() -> None:
     """Of "First weights of EAGLE heads by least squares" in `benchmarks/NOTES.md`."""
-    assert (least_squares.TOKENS, least_squares._RIDGE, trainer._START_PART) == (1 << 16, 1e-3, 8)
+    assert (least_squares.TOKENS_AN_INPUT, least_squares._RIDGE, trainer._START_PART) == (36, 1e-3, 8)
+    assert least_squares._FEWEST_AN_INPUT == 8

@@ -8,8 +8,10 @@ from typing import Any
 from protocol import serve, settings
 
 from foretoken import LLM, SamplingParams
+from foretoken.decoder.library import set_num_threads
 
 _given = settings()
+set_num_threads(2)
 _llm = LLM(_given["target"], max_model_len=4096, **_given["options"])
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def settings() -> dict[str, Any]:
-    """The settings of this worker; what libraries print goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    """The settings of this worker; what libraries print goes to the file that the settings name."""
     found: dict[str, Any] = json.loads(sys.argv[1])
+    os.dup2(os.open(found.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     return found
 
 

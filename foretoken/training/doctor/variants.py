@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.drafters.head_drafter import drafting_dtype
 from foretoken.heads.decoder_layer import LayerConfig
-from foretoken.models.parts import target_parts, target_scaling
+from foretoken.models.parts import target_parts, target_scaling, taught_parts
 from foretoken.training.doctor.readings import (
     IN_PLACE,
     Variant,
@@ -72,7 +72,7 @@ def compare(checkpoint: HeadCheckpoint, target: LoadedModel, texts: Texts) -> tu
         checkpoint=checkpoint,
         head=checkpoint.module(device=target.device, dtype=dtype),
         target=target,
-        parts=target_parts(target, dtype=dtype),
+        parts=taught_parts(target_parts(target, dtype=dtype), checkpoint.draft_vocab),
         features=readings[IN_PLACE],
         texts=texts,
         choices=target_choices(target, texts),
@@ -142,7 +142,7 @@ def _token_map(case: Case) -> Iterator[tuple[str, Tensor]]:
 def _dtype(case: Case) -> Iterator[tuple[str, Tensor]]:
     if case.features.dtype != torch.float32:
         head = case.checkpoint.module(device=case.target.device, dtype=torch.float32)
-        parts = target_parts(case.target, dtype=torch.float32)
+        parts = taught_parts(target_parts(case.target, dtype=torch.float32), head.draft_vocab)
         yield "float32", replace(case, parts=parts, features=case.features.float()).said(head)
 
 
