@@ -43,12 +43,14 @@ class Target(NamedTuple):
     def with_heads(self) -> dict[str, Any]:
         """Returns options of each head, and of a lookup beside it."""
         made = {name: {"method": method, "model": place} for name, (method, place) in self.heads.items()}
-        return made | {f"lookup + {name}": {"methods": ["ngram", each]} for name, each in made.items()}
+        return made | {f"lookup + {name}": {"drafters": ["ngram", each]} for name, each in made.items()}
 
 
 TARGETS = {
     "SmolLM2 135M": Target("smollm2-135m-instruct.q4_1.gguf"),
-    "Qwen2.5-Coder 0.5B": Target("qwen2.5-coder-0.5b-instruct.q4_k_m.gguf"),
+    "Qwen2.5-Coder 0.5B": Target(
+        "qwen2.5-coder-0.5b-instruct.q4_k_m.gguf", heads={"HASS": ("eagle", "models/qwen2.5-coder-0.5b-hass")}
+    ),
     "Qwen2.5-Coder 1.5B": Target("qwen2.5-coder-1.5b-instruct.q4_k_m.gguf", "qwen2.5-coder-0.5b-instruct.q4_k_m.gguf"),
 }
 UNTRAINED = {"prompt lookup": "ngram", "suffix": "suffix", "token recycling": "recycling"}
@@ -62,7 +64,7 @@ def contestants(name: str, options: argparse.Namespace, *, temperature: float) -
     methods: dict[str, Any] = dict(UNTRAINED)
     if draft is not None:
         methods["draft model"] = {"method": "draft_model", "model": draft}
-        methods["lookup + draft model"] = {"methods": ["ngram", {"method": "draft_model", "model": draft}]}
+        methods["lookup + draft model"] = {"drafters": ["ngram", {"method": "draft_model", "model": draft}]}
     methods |= target.with_heads()
     settings: dict[str, Any] = {"plain": {}} | {
         each: {"speculative_config": config} for each, config in methods.items()

@@ -274,6 +274,9 @@ class BlockOutputs(NamedTuple):
     hidden: Tensor
 
 
+_FUSING = "fc"  # the layer of EAGLE and EAGLE-3 that reads several features or an embedding side by side
+
+
 class AutoregressiveHead(UnrolledHead):
     """A head with one decoder block, `layer`; the block's output goes to `outputs`."""
 
@@ -297,12 +300,18 @@ class AutoregressiveHead(UnrolledHead):
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
-        """Packs the linear layers around the block; `DecoderLayer.as_blocks` runs the block as a whole."""
+        """Packs the linear layers around the block; `DecoderLayer.as_blocks` runs the block as a whole.
+
+        The fusing layer keeps its weights: beside embeddings of 0.02 and features of 6 a row has weights a thousand
+        times as large as others that count as much, and numbers with one scale would lose them; see "A fusing layer in
+        int8" in `benchmarks/NOTES.md`.
+        """
         if compacts:
             self.layer.compact()
         for name, child in list(self.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(self, name, fast_linear(child, quantization=quantization, compacts=compacts))
+                kept = None if name == _FUSING else quantization
+                setattr(self, name, fast_linear(child, quantization=kept, compacts=compacts))
 
     @abstractmethod
     def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:

@@ -409,3 +409,16 @@ def test_weights_that_move_are_followed() -> None:
     made.head.get_parameter("embedding").untyped_storage().resize_(0)
     with pytest.raises(PassError, match="was freed or cut"):
         made.kernels.draft(GOOD, states, expansion_of(SHAPES["chain"], [GREEDY] * 2, roots_of(GOOD)))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_fusing_layer_keeps_small_weights_beside_large_ones(name: str) -> None:
+    """Inputs of different sizes side by side have weights of different sizes, which count alike."""
+    head: Any = random_weights(build_head(HEADS[name], dtype=torch.float32), torch.bfloat16)
+    size = torch.ones(head.fc.in_features)
+    size[:WIDTH] = 1000.0
+    head.fc.weight.data.mul_(size)
+    x = torch.randn(5, head.fc.in_features, generator=torch.Generator().manual_seed(1)) / size
+    expected = x @ head.fc.weight.T
+    head.optimize_for_inference("int8")
+    torch.testing.assert_close(head.fc(x), expected, rtol=0, atol=0.03)
