@@ -302,9 +302,9 @@ class AutoregressiveHead(UnrolledHead):
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
         """Packs the linear layers around the block; `DecoderLayer.as_blocks` runs the block as a whole.
 
-        The fusing layer keeps its weights: beside embeddings of 0.02 and features of 6 a row has weights a thousand
-        times as large as others that count as much, and numbers with one scale would lose them; see "A fusing layer in
-        int8" in `benchmarks/NOTES.md`.
+        The fusing layer keeps its weights. Its inputs differ in size, embeddings of 0.017 and features of 6 in a 0.5B,
+        and so do its weights: int8 with one scale a row makes those of features 0, see "A fusing layer in int8" in
+        `benchmarks/NOTES.md`.
         """
         if compacts:
             self.layer.compact()

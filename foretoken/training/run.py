@@ -79,7 +79,7 @@ class HeadSettings(RunSettings):
         cache_bytes: Most bytes of the cache.
         joint: Settings of the target's training, for `train_jointly`.
         draft_vocab: Ascending ids of the tokens of a draft vocabulary; a head that shares the target's LM head learns
-            over them alone, and drafts whatever it is told to.
+            over them alone, and drafts them unless told otherwise.
     """
 
     head: HeadConfig
