@@ -14,7 +14,8 @@ import sys
 from functools import partial
 from statistics import median
 
-from benchmarks.simulator import WORLDS, compare, controller_of
+from benchmarks.simulator import compare, controller_of
+from benchmarks.worlds import WORLDS
 
 
 def main(arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ One second is a pass over one token. Letters: B sequences, D levels.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log
 from typing import TYPE_CHECKING, NamedTuple
@@ -105,6 +105,7 @@ class World:
         busy: Every second stretch of this many iterations takes three times as long; 0 for none.
         batches: Numbers of sequences, which change every 150 tokens of a sequence.
         arrivals: Mean number of sequences whose requests arrive by chance; 0 for `batches`.
+        answer: Tokens of a request's text, as the controller hears of it; 0 for one long text.
     """
 
     name: str
@@ -117,6 +118,7 @@ class World:
     busy: int = 0
     batches: Sequence[int] = (1,)
     arrivals: float = 0.0
+    answer: int = 0
 
     def cost(self) -> CostCurve:
         """Returns what a controller is told of passes."""
@@ -243,8 +245,11 @@ class Simulator:
             accepted, observed, is_asked = self._iterate(policy, batch, places, slowness)
             seconds = observed / slowness  # else settings would differ by how often the machine was busy
             tokens = 1.0 + sum(accepted) / batch
+            before = places[0]
             for row, right in enumerate(accepted):
                 places[row] = (places[row] + right + 1) % _LENGTH
+            if world.answer and before // world.answer != places[0] // world.answer and isinstance(policy, Goodput):
+                policy.begin_text()
             count += 1
             played.asked += is_asked
             if played.tokens < 64:
@@ -452,49 +457,3 @@ def controller_of(world: World, control: str = "goodput") -> Controller:
         return SmartSpec(world.cost(), timed, nodes, most)
     is_read = len(nodes) > 1 or world.drafters[0].siblings > 1 or not world.drafters[0].level_s
     return Goodput(world.cost(), nodes_by_depth=nodes, max_nodes=64, is_read=is_read, timed=timed)
-
-
-FLAT: Curve = (1, 8, 16, 64, 128), (1.0, 1.05, 1.15, 1.9, 3.0)
-SLOPED: Curve = (1, 64, 128), (1.0, 1.0 + 63 * 0.12, 1.0 + 127 * 0.12)
-STEEP: Curve = (1, 64, 128), (1.0, 1.0 + 63 * 0.3, 1.0 + 127 * 0.3)
-STAIRS: Curve = (1, 4, 5, 8, 9, 16, 17, 32, 64, 128), (1.0, 1.0, 1.3, 1.3, 1.7, 1.8, 2.5, 2.8, 5.0, 10.0)
-
-_MODEL = SimulatedDrafter(rates=(0.8,))
-WORLDS: Sequence[World] = (
-    World(name="good, flat", drafters=[_MODEL], curve=FLAT),
-    World(name="good, steep", drafters=[_MODEL], curve=STEEP),
-    World(name="poor", drafters=[replace(_MODEL, rates=(0.45,))], curve=SLOPED),
-    World(name="useless", drafters=[replace(_MODEL, rates=(0.05,))], curve=SLOPED),
-    World(name="text turns good", drafters=[replace(_MODEL, rates=(0.05, 0.9), stretch=1500)], curve=SLOPED),
-    World(name="text that changes", drafters=[replace(_MODEL, rates=(0.9, 0.05), level_s=0.15)], curve=SLOPED),
-    World(name="told too flat", drafters=[_MODEL], curve=STEEP, told=FLAT),
-    World(name="told too steep", drafters=[_MODEL], curve=FLAT, told=STEEP),
-    World(name="dear drafter", drafters=[replace(_MODEL, level_s=0.5)], curve=FLAT),
-    World(name="draft told cheap", drafters=[replace(_MODEL, level_s=0.5, told=0.1)], curve=FLAT),
-    World(name="noisy clock", drafters=[_MODEL], curve=SLOPED, noise=0.2, slow=0.05),
-    World(name="busy by turns", drafters=[replace(_MODEL, level_s=0.1)], curve=SLOPED, busy=60),
-    World(name="batches change", drafters=[_MODEL], curve=STAIRS, batches=(1, 4, 16, 2, 8)),
-    World(name="requests in bursts", drafters=[_MODEL], curve=STAIRS, arrivals=4.0),
-    World(name="lookup", drafters=[SimulatedDrafter(rates=(0.85,), hits=0.4, level_s=0.0, fixed_s=0.01)], curve=SLOPED),
-    World(
-        name="scored tree", curve=SLOPED,
-        drafters=[SimulatedDrafter(rates=(0.7,), level_s=0.08, siblings=3, spread=1.5, deepest=6)],
-    ),
-    World(
-        name="lookup and model", curve=SLOPED,
-        drafters=[
-            SimulatedDrafter(rates=(0.9,), hits=0.4, level_s=0.0, fixed_s=0.01, spread=1.0),
-            replace(_MODEL, level_s=0.12, spread=1.0),
-        ],
-    ),
-    World(
-        name="sure model", curve=FLAT, drafters=[replace(_MODEL, rates=(0.97,), fades=1.0, level_s=0.06, deepest=10)]
-    ),
-    World(
-        name="sure model, no scores", curve=FLAT,
-        drafters=[
-            SimulatedDrafter(rates=(0.9,), hits=0.4, level_s=0.0, fixed_s=0.01),
-            SimulatedDrafter(rates=(0.95,), fades=1.0, level_s=0.06, deepest=16),
-        ],
-    ),
-)  # fmt: skip

@@ -33,7 +33,8 @@ _FADE = 0.5 ** (1 / 50)  # decay per draft
 _PRIOR = 2.0  # observations that the expected rate is worth, at each depth and over all of them
 _GUESS = 0.7  # rate before any observation
 _DEEPEST = 16  # levels of nodes that are told apart; deeper nodes count as the last
-_POOLED = 8.0  # drafts that the rate of all depths is worth at each depth; and all drafts before a try: texts change
+_TEXT_RATE = 0.5  # weight of a text in the mean of texts
+POOLED = 8.0  # drafts that the rate of all depths is worth at each depth; and all drafts before a try: texts change
 
 
 class LevelAcceptance:
@@ -46,11 +47,7 @@ class LevelAcceptance:
             deepest: Most levels of a draft.
             expected: Rates by depth from held-out text; may be shorter than the drafts are deep.
         """
-        rates: list[float] = []
-        for d in range(deepest):
-            rate = min(max(expected[d], 0.05), 0.98) if d < len(expected) else rates[-1] if rates else _GUESS
-            rates.append(max(rate, 0.5 * rates[-1]) if rates else rate)  # a level that was never right may be tried
-        self._expected = rates
+        self._expected = _tryable(expected, deepest)
         self._seen, self._right = [0.0] * deepest, [0.0] * deepest
         self._estimate: list[float] | None = None
 
@@ -58,7 +55,7 @@ class LevelAcceptance:
         """Rates by depth; close to the expected rates, scaled to what was seen, where observations are few."""
         scale = (sum(self._right) + _PRIOR) / (_dot(self._seen, self._expected) + _PRIOR)
         return [
-            (right + _POOLED * min(scale * expected, 1.0)) / (seen + _POOLED)
+            (right + POOLED * min(scale * expected, 1.0)) / (seen + POOLED)
             for seen, right, expected in zip(self._seen, self._right, self._expected, strict=True)
         ]
 
@@ -72,6 +69,11 @@ class LevelAcceptance:
     def num_seen(self) -> float:
         """Weight of the drafts that were counted."""
         return max(self._seen, default=0.0)
+
+    def begin_text(self) -> None:
+        """Starts a text from the mean of the texts before it: texts differ more than the parts of one text."""
+        self._expected = _tryable(self.state(), len(self._seen))
+        self._scale(0.0)
 
     def learn(self, before: Sequence[int], right: Sequence[int], last: Sequence[int]) -> None:
         """Counts the drafts of a batch.
@@ -89,7 +91,7 @@ class LevelAcceptance:
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        self._scale(_POOLED / max([*self._seen, _POOLED]))
+        self._scale(POOLED / max([*self._seen, POOLED]))
 
     def _scale(self, share: float) -> None:
         self._seen, self._right = _scaled(self._seen, share), _scaled(self._right, share)
@@ -102,17 +104,26 @@ class LevelAcceptance:
         return made
 
     def state(self) -> list[float]:
-        """Returns the counts as numbers, for `restore`."""
-        return [*self._seen, *self._right]
+        """Returns the rates that the next text is expected to have; a text of few drafts changes them little."""
+        weight = _TEXT_RATE * min(self.num_seen / POOLED, 1.0)
+        return [old + weight * (new - old) for old, new in zip(self._expected, self.rates(), strict=True)]
 
     def restore(self, state: Sequence[float]) -> bool:
         """Starts from the state of a model of the same depth; returns whether it can be true."""
-        size = len(self._seen)
-        if len(state) != 2 * size or not all(0 <= state[size + d] <= state[d] + 1e-3 for d in range(size)):
+        if len(state) != len(self._seen) or not all(0 <= rate <= 1 for rate in state):
             return False
-        self._seen, self._right = list(state[:size]), list(map(min, state[size:], state[:size]))
-        self.age()
+        self._expected = _tryable(state, len(state))
+        self._scale(0.0)
         return True
+
+
+def _tryable(rates: Sequence[float], deepest: int) -> list[float]:
+    """Fills up and bounds expected rates: a level that was never right may be tried."""
+    found: list[float] = []
+    for d in range(deepest):
+        rate = min(max(rates[d], 0.05), 0.98) if d < len(rates) else found[-1] if found else _GUESS
+        found.append(max(rate, 0.5 * found[-1]) if found else rate)
+    return found
 
 
 _SLOPE, _INTERCEPT = 0.5, -0.2  # as vLLM's estimator of acceptance starts
@@ -204,7 +215,7 @@ class NodeAcceptance:
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        share = _POOLED / max([*self._num, _POOLED])
+        share = POOLED / max([*self._num, POOLED])
         self._ww *= share
         self._bb, self._wb = _scaled(self._bb, share), _scaled(self._wb, share)
         self._num, self._right = _scaled(self._num, share), _scaled(self._right, share)
@@ -243,7 +254,7 @@ _KEPT = KeptEntries(
     file="foretoken-acceptance.json", mark="foretoken_acceptance", holder="drafters",
     what="estimates of drafters' acceptance",
 )  # fmt: skip
-_FORMAT = 4
+_FORMAT = 5
 _LEAST_LEARNED = 64  # iterations that must be learned before anything is stored
 _EVERY = 4096  # iterations between two writes, for processes that never end
 _log = logging.getLogger(__name__)

@@ -130,13 +130,14 @@ class Goodput:
         self._reading.unread = unread
 
     def begin_text(self) -> None:
-        """Ends a decision that holds, because another text begins."""
+        """Ends a decision that holds, because another text begins; beside other texts estimates go on."""
         self._held = None
+        for known in self._known if self._batch == 1 else ():
+            known.begin_text()
 
     def end_text(self, expected: float) -> None:
         """Charges what was read for tokens of a text that ended before they came."""
-        lost = self._reading.pay(expected) / self._costs.plain(max(self._batch, 1))
-        self._exploration.reading.charge(lost)
+        self._exploration.reading.charge(self._reading.pay(expected) / self._costs.plain(max(self._batch, 1)))
 
     def plain_seconds(self, batch_size: int) -> float | None:
         """Returns the seconds of an iteration without drafts; None before one was measured."""

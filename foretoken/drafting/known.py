@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance
+from foretoken.drafting.acceptance import POOLED, LevelAcceptance, NodeAcceptance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_NEW = 10.0  # drafts before an estimate counts; see NOTES, "A first answer"
 
 
 class Known:
@@ -46,8 +44,13 @@ class Known:
 
     @property
     def is_new(self) -> bool:
-        """Whether so little was seen that an estimate is a guess."""
-        return self.levels[frozenset()].num_seen < _NEW
+        """Whether so little of a text was seen that an estimate is a guess; see NOTES, "A first answer"."""
+        return self.levels[frozenset()].num_seen < POOLED
+
+    def begin_text(self) -> None:
+        """Expects of another text what the texts before it had in the mean."""
+        for levels in self.levels.values():
+            levels.begin_text()
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""

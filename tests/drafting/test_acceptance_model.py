@@ -40,6 +40,23 @@ def test_a_change_of_text_is_followed() -> None:
     assert levels.rates()[0] > 0.85
 
 
+def test_a_text_begins_with_the_mean_of_the_texts_before_it() -> None:
+    """Bad texts in between cost a good one less than the drafts of one text would, and short texts say little."""
+    levels = LevelAcceptance(2)
+    for text in range(20):
+        for _ in range(30):
+            levels.learn([0], [2 * (text % 2)], [2])
+        within = levels.rates()[0]
+        assert within < 0.2 if text % 2 == 0 else within > 0.8
+        levels.begin_text()
+        assert levels.num_seen == 0
+    assert 0.4 < levels.rates()[0] < 0.8
+    before = levels.rates()[0]
+    levels.learn([0], [0], [2])
+    levels.begin_text()
+    assert levels.rates()[0] == pytest.approx(before, abs=0.05)
+
+
 def test_levels_that_earlier_drafters_had_right_are_no_test() -> None:
     levels = LevelAcceptance(4)
     for _ in range(300):
