@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.heads.eagle import EagleHead
     from foretoken.models.parts import TargetParts
 
-TOKENS_AN_INPUT = 36  # that the map is fitted to, for each of its 2 E inputs; the bundled head of a 0.5B had 37
+TOKENS_AN_INPUT = 100  # that the map is fitted to, for each of its 2 E inputs; 36 follow the noise, see the notes
 _FEWEST_AN_INPUT = 8  # a choice: a map through fewer points follows their noise, and the head starts as it was
 _RIDGE = 1e-3  # added to the mean square of each input, relative; a choice: 1e-4 to 1e-2 guess alike in the notes
 

@@ -138,7 +138,7 @@ def test_processes_agree_on_the_time(bound: float | None, seconds: float) -> Non
     made._features = lambda step, tokens: lawful(10 * step)[1][::2]
     assert made.begin()
     assert made.progress.seconds == pytest.approx(seconds, abs=1)
-    assert data.step == (0 if bound else 3), "576 positions are wanted of 160 a step"
+    assert data.step == (0 if bound else 9), "1,600 positions are wanted of 160 a step"
 
 
 def test_too_few_positions_fit_nothing() -> None:
@@ -151,5 +151,5 @@ def test_too_few_positions_fit_nothing() -> None:
 
 def test_numbers() -> None:
     """Of "First weights of EAGLE heads by least squares" in `benchmarks/NOTES.md`."""
-    assert (least_squares.TOKENS_AN_INPUT, least_squares._RIDGE, trainer._START_PART) == (36, 1e-3, 8)
+    assert (least_squares.TOKENS_AN_INPUT, least_squares._RIDGE, trainer._START_PART) == (100, 1e-3, 8)
     assert least_squares._FEWEST_AN_INPUT == 8
