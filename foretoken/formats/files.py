@@ -37,6 +37,7 @@ _PLAIN = ["*.json", "*.safetensors"]
 # Downloaded only if a repository has no safetensors; torch's restricted reader opens them.
 _FETCHED_PICKLES = ["medusa_lm_head.pt", "hydra_lm_head.pt", "medusa_heads*.pt", "pytorch_model*.bin"]
 _ELSEWHERE = ["*/*"]  # parts of training runs
+_NUMBERS = re.compile(r"\[\n([-+.\deE,\s]+)\]")  # of indented JSON; its strings hold no line breaks
 
 
 def local_head(name: str, revision: str | None = None, *, what: str = "head") -> Path:
@@ -284,8 +285,9 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Writes the `config.json` of a checkpoint."""
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    """Writes the `config.json` of a checkpoint; lists of numbers, such as a vocabulary's, are one line each."""
+    text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(config, indent=2))
+    (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def save(directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:

@@ -33,6 +33,7 @@ def test_native_files_and_modules_keep_it(tmp_path: Path) -> None:
     found = read_head(tmp_path / "head")[1]
     assert found.draft_vocab == [2, 5, 29]
     assert found.module().draft_vocab == [2, 5, 29]
+    assert "[2, 5, 29]" in (tmp_path / "head" / "config.json").read_text(), "thousands of tokens would be as many lines"
     assert HeadCheckpoint.of_head(found.module()).draft_vocab == [2, 5, 29]
     native.write_checkpoint(head(None), tmp_path / "whole")
     assert read_head(tmp_path / "whole")[1].draft_vocab is None
