@@ -117,11 +117,11 @@ def plan(
             f"the library: {', '.join(names)}."
         )
     if is_described:
-        known = [*library()]
         planned, header = _described(
             model, dtype, temperatures, bandwidth=bandwidth or 0.0, flops=flops or 0.0, memory=memory or 0.0,
             host_ms=host_ms, context=context,
         )  # fmt: skip
+        found: list[Curve] = []
     else:
         from foretoken.bench.workload import read_prompts
 
@@ -131,7 +131,8 @@ def plan(
             model, (dtype, device, threads, quantization), runner, setups, rows, asked, batches, context,
             measure=measure,
         )  # fmt: skip
-        known = [*found, *(curve for curve in library() if curve.name not in {each.name for each in found})]
+    stored = library(planned["target"].weights)
+    known = [*found, *(curve for curve in stored if curve.name not in {each.name for each in found})]
     curves = [*given, *(curve for curve in known if curve.name not in replaced)]
     if speculative_config:
         curves = [curve for curve in curves if curve.name in setups or curve.name in replaced]

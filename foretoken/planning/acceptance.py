@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from itertools import accumulate, pairwise
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -135,13 +135,18 @@ def _evenly(last: float, gain: float, levels: int) -> list[float]:
 
 
 @cache
-def library() -> Sequence[Curve]:
-    """Returns the curves of `curves.yaml`, one for each drafter and temperature: the mean of its entries."""
+def library(num_weights: float = inf) -> Sequence[Curve]:
+    """Returns the curves of `curves.yaml`, one for each drafter and temperature: the mean of its entries.
+
+    Entries for small targets alone replace the others where a target has so few weights.
+    """
     text = (resources.files("foretoken.planning") / "curves.yaml").read_text(encoding="utf-8")
-    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, float], dict[bool, list[dict[str, Any]]]] = {}
     for entry in yaml.safe_load(text):
-        groups.setdefault((entry["drafter"], entry["temperature"]), []).append(entry)
-    return [_mean_curve(*key, entries) for key, entries in groups.items()]
+        if num_weights < entry.get("below", inf) or "below" not in entry:
+            group = groups.setdefault((entry["drafter"], entry["temperature"]), {})
+            group.setdefault("below" in entry, []).append(entry)
+    return [_mean_curve(*key, group.get(True) or group[False]) for key, group in groups.items()]
 
 
 def _mean_curve(name: str, temperature: float, entries: Sequence[Mapping[str, Any]]) -> Curve:

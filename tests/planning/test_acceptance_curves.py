@@ -112,6 +112,17 @@ def test_the_library_is_possible_and_says_where_it_is_from() -> None:
     assert eagle.lengths[-1] == pytest.approx((4.65 + 4.68 + 4.68 + 4.64 + 4.11 + 3.78) / 6)
 
 
+def test_small_targets_have_curves_of_their_own() -> None:
+    def length(num_weights: float) -> float:
+        found = {(curve.name, curve.temperature): curve for curve in library(num_weights)}
+        return found["hass:dynamic", 0].lengths[5]
+
+    assert length(7e9) == length(float("inf")) > 5
+    assert length(5e8) < 3
+    large, small = ({(each.name, each.temperature) for each in library(size)} for size in (7e9, 5e8))
+    assert large <= small, "what was measured for large targets alone is used for small ones too"
+
+
 def test_greedy_acceptance_says_nothing_of_sampled_text() -> None:
     def at(temperature: float | None, length: float) -> Curve:
         return Curve.of_lengths("hass:chain", temperature, [length], error=0.1, source="")
