@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """A file, its draft model, and its bundled heads: method and directory by name."""
+    """A file, its draft model, its bundled heads (method and directory by name), and rivals that cannot decode it."""
 
     file: str
     draft: str | None = None
     heads: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    without: tuple[str, ...] = ()
 
     def with_heads(self) -> dict[str, Any]:
         """Returns options of each head, and of a lookup beside it."""
@@ -47,7 +48,11 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "SmolLM2 135M": Target("smollm2-135m-instruct.q4_1.gguf"),
+    "SmolLM2 135M": Target(
+        "smollm2-135m-instruct.q4_1.gguf",
+        heads={"HASS": ("eagle", "models/smollm2-135m-hass")},
+        without=("ik_llama.cpp",),  # release 0.1.5 ends every chat of this file with its first token
+    ),
     "Qwen2.5-Coder 0.5B": Target(
         "qwen2.5-coder-0.5b-instruct.q4_k_m.gguf", heads={"HASS": ("eagle", "models/qwen2.5-coder-0.5b-hass")}
     ),
@@ -71,7 +76,7 @@ def contestants(name: str, options: argparse.Namespace, *, temperature: float) -
     }
     found = ours(file, settings)
     for rival, python in (("llama.cpp", options.llama), ("ik_llama.cpp", options.ik)):
-        if python and not temperature:
+        if python and not temperature and rival not in target.without:
             found += theirs(rival, python, file, draft, [2, 4], ngrams=True)
     return found + (assisted(file, draft) if options.transformers else [])
 

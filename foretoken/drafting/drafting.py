@@ -180,7 +180,7 @@ class Drafting:
         """Tells the drafters that a sequence begins in a slot."""
         self._followed.begin(slot, request)
         if isinstance(controller := self._usual.controller, Goodput):
-            controller.begin_text()
+            controller.begin_text(is_alone=self._followed.num_texts == 1)
         for guard in self._usual.guards:
             guard.begin(slot, request)
         if request.prediction is not None and self._predicting is not self._usual:

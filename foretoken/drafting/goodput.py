@@ -129,10 +129,10 @@ class Goodput:
         """Takes what drafters would have to read before they draft for the next batch."""
         self._reading.unread = unread
 
-    def begin_text(self) -> None:
+    def begin_text(self, *, is_alone: bool = True) -> None:
         """Ends a decision that holds, because another text begins; beside other texts estimates go on."""
         self._held = None
-        for known in self._known if self._batch == 1 else ():
+        for known in self._known if is_alone else ():
             known.begin_text()
 
     def end_text(self, expected: float) -> None:

@@ -72,6 +72,11 @@ class Followed:
         self._lengths: dict[int, int] = {}  # by slot, of outputs
         self._usual = _USUAL_LEN
 
+    @property
+    def num_texts(self) -> int:
+        """Sequences that have begun and not ended."""
+        return len(self._texts)
+
     def missed(self, drafter: int, context: DraftContext, depth: int) -> int:
         """Returns the tokens of all sequences that a drafter missed; it is asked now, for `depth` levels."""
         missed = 0

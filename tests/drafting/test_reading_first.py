@@ -74,6 +74,16 @@ def test_another_text_is_decided_anew() -> None:
     assert not made.allot(1).is_empty
 
 
+def test_beside_other_texts_estimates_go_on() -> None:
+    made = controller()
+    (levels,) = made._known[0].levels.values()
+    levels.learn([0] * 4, [0] * 4, [4] * 4)
+    made.begin_text(is_alone=False)
+    assert levels.num_seen > 0
+    made.begin_text()
+    assert levels.num_seen == 0
+
+
 def request(length: int, most: int | None) -> DraftRequest:
     return DraftRequest(request_id="r", prompt=[1] * length, params=SamplingParams(max_tokens=most))
 
