@@ -33,7 +33,7 @@ _FADE = 0.5 ** (1 / 50)  # decay per draft
 _PRIOR = 2.0  # observations that the expected rate is worth, at each depth and over all of them
 _GUESS = 0.7  # rate before any observation
 _DEEPEST = 16  # levels of nodes that are told apart; deeper nodes count as the last
-_TEXT_RATE = 0.5  # weight of a text in the mean of texts
+_TEXT_RATE = 0.5  # weight of a text in the mean of texts; see NOTES, "Texts of several kinds"
 POOLED = 8.0  # drafts that the rate of all depths is worth at each depth; and all drafts before a try: texts change
 
 

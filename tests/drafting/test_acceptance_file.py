@@ -121,7 +121,7 @@ HOSTILE: dict[str, Any] = {
     "a number too many": [[*NODES, 0.0], [*LEVELS, 0.0]],
     "text": [changed(NODES, 0, "0.5"), changed(LEVELS, 0, "0.8")],
     "a truth value": [changed(NODES, 0, True), changed(LEVELS, 0, True)],
-    "more right than seen": [changed(NODES, 0, -1.0), changed(LEVELS, 3, 1.5)],
+    "falling slope, rate above 1": [changed(NODES, 0, -1.0), changed(LEVELS, 3, 1.5)],
     "negative": [changed(NODES, 1, -1.0), changed(LEVELS, 3, -1.0)],
     "too steep": [changed(NODES, 0, 1e3), changed(LEVELS, 0, 1e12)],
     "no curvature": [changed(NODES, 1, 0.0), changed(LEVELS, 0, -1.0)],
