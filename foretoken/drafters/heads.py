@@ -29,6 +29,7 @@ from foretoken.drafters.captured import CapturedExpansion, Prefixes
 from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
 from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.levels import LevelPasses
+from foretoken.heads.base import BlockInputs
 from foretoken.heads.hydra import HydraConfig
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
@@ -84,7 +85,10 @@ class HydraDrafter(HeadDrafter):
             return super().features_for(target)
         stack = self.stack_of(self.head.prefix)
         width, rows = self.head.config.hidden_size, self.rows_of(stack)
-        return StackFeatures(stack.run, stack, target, width=width, dtype=self.dtype, rows=rows)
+        return StackFeatures(
+            lambda features, _: BlockInputs(features, None), lambda outputs: outputs, stack, target,
+            width=width, dtype=self.dtype, rows=rows,
+        )  # fmt: skip
 
     @property
     @override
@@ -129,8 +133,9 @@ class AutoregressiveDrafter(HeadDrafter):
             with suppress(UnsuitableError):  # the kernels do not support the head or its block
                 self._whole_drafts = AutoregressiveKernels(steps, self._stack)
         self._pairs = StackFeatures(
-            self._encoded, self._stack, target, width=2 * head.config.width, dtype=self.dtype, rows=self._rows
-        )
+            self._paired, self._joined, self._stack, target,
+            width=2 * head.config.width, dtype=self.dtype, rows=self._rows,
+        )  # fmt: skip
         return self._pairs
 
     @property
@@ -159,15 +164,17 @@ class AutoregressiveDrafter(HeadDrafter):
         shape = self._asked_shape()
         return shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
 
-    def _encoded(self, features: Tensor, work: Pass) -> Tensor:
-        """(M, 2 W), states beside the inputs of logits, of committed pairs; features: (M, F E)."""
-        return self._fed(self.head.initial_state(features), work.tokens, work)
+    def _paired(self, features: Tensor, work: Pass) -> BlockInputs:
+        """The block's inputs of committed pairs: (M, F E) features and the tokens of a pass."""
+        return self._inputs(self.head.initial_state(features), work.tokens)
 
-    def _fed(self, states: Tensor, tokens: Tensor, work: Pass) -> Tensor:
-        """Feeds pairs of (M, W) states and (M,) tokens; returns (M, 2 W)."""
-        head, parts = self.head, self.parts
-        inputs, side = head.paired(states, head.embed(tokens, parts).to(states.dtype))
-        return torch.cat(head.outputs(self._stack.run(inputs, work, side).to(states.dtype)), dim=-1)
+    def _inputs(self, states: Tensor, tokens: Tensor) -> BlockInputs:
+        """The block's inputs of pairs of (M, W) states and (M,) tokens."""
+        return self.head.paired(states, self.head.embed(tokens, self.parts).to(states.dtype))
+
+    def _joined(self, outputs: Tensor) -> Tensor:
+        """(M, 2 W), states beside the inputs of logits; outputs: (M, W) of the block."""
+        return torch.cat(self.head.outputs(outputs), dim=-1)
 
     def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
         slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
@@ -208,7 +215,8 @@ class AutoregressiveDrafter(HeadDrafter):
                 frontier = expansion.frontier(depth)
                 states = frontier.inherited(level)[..., :width]
                 work = passes.next(frontier)
-                fed = self._fed(states.flatten(0, 1), frontier.tokens.flatten(), work)
+                inputs, side = self._inputs(states.flatten(0, 1), frontier.tokens.flatten())
+                fed = self._joined(self._stack.run(inputs, work, side).to(states.dtype))
                 level = fed.view(len(outputs), -1, 2 * width)
             expansion.grow(depth, head.logits(depth, level[..., width:], parts).float())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,14 +159,29 @@ class FailingRun:
     """Makes a drafter's block raise in one of its next passes."""
 
     def __init__(self, made: AutoregressiveDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run, self.left = made._stack.run, -1
-        monkeypatch.setattr(made._stack, "run", self)
+        self.left = -1
+        for name in ("run", "append"):
+            monkeypatch.setattr(made._stack, name, partial(self._called, getattr(made._stack, name)))
 
-    def __call__(self, *args: Any) -> Any:
+    def _called(self, work: Callable[..., Any], *args: Any) -> Any:
         self.left -= 1
         if self.left == -1:
             raise MemoryError
-        return self.run(*args)
+        return work(*args)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_of_a_long_prompt_the_last_position_alone_is_computed_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, texts, fed = drafter(kind, **SHAPES["chain"]), Texts(kind), list[int]()
+    monkeypatch.setattr(head_features, "CHUNK", 20)
+    append = made._stack.append
+    monkeypatch.setattr(made._stack, "append", lambda *args: (fed.append(len(args[0])), append(*args)))
+    texts.begin([made], 0, words(random.Random(2), 60))
+    texts.commit([made], [0])
+    tree = made.propose(context([texts.texts[0]]))
+    assert sum(fed) == len(texts.texts[0]) - 2
+    assert fed[0] == 20
+    assert_scores(tree, 0, texts, 0, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "passes"), slow_products(["eagle", "eagle3"], [0, 1, 2], each=1))
