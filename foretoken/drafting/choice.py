@@ -9,7 +9,7 @@ from foretoken.core.token_tree import MAX_NODES
 from foretoken.drafters.base import FloorsFollower, MeasuredDrafter
 from foretoken.drafting.acceptance import KeptAcceptance, pair_key
 from foretoken.drafting.base import Fixed
-from foretoken.drafting.costs import fastest_by_depth
+from foretoken.drafting.costs import READ_SHARE, fastest_by_depth
 from foretoken.drafting.draft_timing import MOST_TIMED, time_drafts
 from foretoken.drafting.goodput import Goodput
 from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.policies import BatchTable
 
 _WORTH_READING_S = 1e-3  # of a level; a choice: reading and cutting a chain takes the host about 0.1 ms
+_READ_SHARE_OF_HEADS = 0.1  # measured on HASS heads: 0.13 (0.5B) and 0.1 (SmolLM2), Zen 4
 _MOST_BOUGHT = 128  # least cap of nodes in a tree of several drafters; a drafter with wider trees raises the cap
 
 
@@ -69,6 +70,7 @@ def choose_controller(
             target.costs, nodes_by_depth=[drafter.nodes_by_depth], max_nodes=drafter.nodes_by_depth[-1],
             is_read=ends_early, ends_early=[ends_early], timed=timed,
             expected=drafter.expected_acceptance if isinstance(drafter, MeasuredDrafter) else (),
+            read_shares=list(map(_read_share, drafters)),
         )  # fmt: skip
     else:
         made = _buying(drafters, target, timed)
@@ -134,7 +136,15 @@ def _buying(
         max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),
         timed=timed,
         ends_early=ends_early,
+        read_shares=list(map(_read_share, drafters)),
     )
+
+
+def _read_share(drafter: Drafter) -> float:
+    """Returns what reading a missed token takes, see `CostModel`: heads keep its keys and values, or nothing."""
+    if not drafter.reads.taps:
+        return READ_SHARE
+    return 0.0 if drafter.reads.is_last_enough else _READ_SHARE_OF_HEADS
 
 
 def most_nodes(drafters: Sequence[Drafter]) -> int:

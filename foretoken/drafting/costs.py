@@ -36,7 +36,7 @@ _LEAST_LEVEL = 0.06  # share of the shortest timed draft: on a busy machine a le
 _SHAPE = 0.02  # mean square of what told and true seconds of two widths differ by, as a logarithm
 _REFRESH_EVERY = 16  # passes between two tables
 _WIDE = 64  # tokens of a pass that is bound by arithmetic; a choice
-_READ_SHARE = 0.5  # of what the proportion says; measured: 0.9 to 1.0 ms instead of 1.8, the 0.5B for the 1.5B
+READ_SHARE = 0.5  # of what the proportion says; measured: 0.9 to 1.0 ms instead of 1.8, the 0.5B for the 1.5B
 # Tokens that tell what reading takes, weight of earlier ones, and most of what was expected that counts; choices.
 _LEAST_READ, _READ_FADE, _MOST_READ = 16, 0.8, 4.0
 _MISSED = 2  # tokens of a sequence that a draft may read besides and still tell what drafts take; a choice
@@ -123,15 +123,19 @@ class CostModel:
     """
 
     def __init__(
-        self, cost: CostCurve | None, deepest: Sequence[int], timed: Sequence[Sequence[tuple[int, float]]]
-    ) -> None:
+        self, cost: CostCurve | None, deepest: Sequence[int], timed: Sequence[Sequence[tuple[int, float]]],
+        read_shares: Sequence[float] = (),
+    ) -> None:  # fmt: skip
         """Starts from what was measured at load.
 
         Args:
             cost: Seconds of a pass by tokens; None if none were measured.
             deepest: Most levels of each drafter.
             timed: Depth and seconds of each drafter's timed drafts; see `time_drafts`.
+            read_shares: What a token that a drafter missed takes before any was seen, as a share of what it would take
+                if reading were to a pass as a level is; empty for `READ_SHARE`.
         """
+        self._read_shares = read_shares or [READ_SHARE] * len(deepest)
         self._told = _PassSeconds(cost or CostCurve((1,), (1.0,)))
         self._passes: dict[int, _PassSeconds] = {}
         self.machine, self._num_passes = 1.0, 0
@@ -157,7 +161,8 @@ class CostModel:
             return seconds / tokens
         told = self._told.table(_WIDE)
         level = self.draft(drafter)[1] if len(self.draft(drafter)) > 1 else 0.0
-        return _READ_SHARE * (told[_WIDE] - told[_WIDE // 2]) / (_WIDE // 2) * min(level / told[1], 1.0)
+        share = self._read_shares[drafter]
+        return share * (told[_WIDE] - told[_WIDE // 2]) / (_WIDE // 2) * min(level / told[1], 1.0)
 
     def read_s(self, asked: AskedDrafter, batch: int) -> float:
         """Returns the seconds in which a drafter read what it had missed; an interruption is no reading."""

@@ -79,6 +79,7 @@ class Goodput:
         ends_early: Sequence[bool] = (),
         timed: Sequence[Sequence[tuple[int, float]]] = (),
         expected: Sequence[float] = (),
+        read_shares: Sequence[float] = (),
     ) -> None:
         """Starts without observations.
 
@@ -90,6 +91,7 @@ class Goodput:
             ends_early: Whether each drafter's chains end by `PathFloors`; empty for none. Such nodes are bought.
             timed: Depth and seconds of each drafter's timed drafts; empty for none.
             expected: Of a single drafter, see `LevelAcceptance`.
+            read_shares: See `CostModel`.
         """
         self._max_nodes, self._is_read = max_nodes, is_read
         ends = ends_early or [False] * len(nodes_by_depth)
@@ -98,7 +100,7 @@ class Goodput:
             for nodes, each in zip(nodes_by_depth, ends, strict=True)
         ]
         deepest = [known.deepest for known in self._known]
-        self._costs = CostModel(cost, deepest, timed or [()] * len(deepest))
+        self._costs = CostModel(cost, deepest, timed or [()] * len(deepest), read_shares)
         self._exploration = Exploration()
         self._kept: KeptAcceptance | None = None
         self._held: Allotment | None = None  # a decision that holds until an iteration
