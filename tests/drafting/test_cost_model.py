@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
-from foretoken.drafting.costs import CostModel, FadingLine
+from foretoken.drafting.costs import READ_SHARE, CostModel, FadingLine
 from foretoken.runner.costs import WIDTHS, CostCurve
 
 
@@ -156,3 +156,11 @@ def test_what_the_host_takes_is_a_line_by_tokens() -> None:
     nothing = FadingLine()
     nothing.add(0, 2.0)
     assert nothing(3.0) == 2.0
+
+
+def test_what_reading_takes_before_any_was_seen_depends_on_the_drafter() -> None:
+    timed = [[(1, 0.1), (4, 0.4)]] * 3
+    costs = CostModel(told(0.1), [8] * 3, timed, [READ_SHARE, 0.1 * READ_SHARE, 0.0])
+    assert costs.reading(0) == CostModel(told(0.1), [8] * 3, timed).reading(0) > 0
+    assert costs.reading(1) == pytest.approx(0.1 * costs.reading(0))
+    assert costs.reading(2) == 0
