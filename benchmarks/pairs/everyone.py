@@ -58,6 +58,7 @@ TARGETS = {
     ),
     "Qwen2.5-Coder 1.5B": Target("qwen2.5-coder-1.5b-instruct.q4_k_m.gguf", "qwen2.5-coder-0.5b-instruct.q4_k_m.gguf"),
 }
+EIGHT_BITS = ", 8 bits"  # inputs of 8 bits, as the rivals have them
 UNTRAINED = {"prompt lookup": "ngram", "suffix": "suffix", "token recycling": "recycling"}
 
 
@@ -74,7 +75,8 @@ def contestants(name: str, options: argparse.Namespace, *, temperature: float) -
     settings: dict[str, Any] = {"plain": {}} | {
         each: {"speculative_config": config} for each, config in methods.items()
     }
-    found = ours(file, settings)
+    rounded = ["plain", *(each for each in settings if each.startswith("lookup + "))]
+    found = ours(file, settings | {f"{each}{EIGHT_BITS}": {**settings[each], "quantization": "a8"} for each in rounded})
     for rival, python in (("llama.cpp", options.llama), ("ik_llama.cpp", options.ik)):
         if python and not temperature and rival not in target.without:
             found += theirs(rival, python, file, draft, [2, 4], ngrams=True)
@@ -185,7 +187,7 @@ def _short(name: str, temperature: float, found: dict[str, list[dict[str, Any]]]
     rates = {who: statistics.median(map(speed, runs)) for who, runs in found.items()}
     own = [who for who in found if bases[who] == "plain" and who != "plain"]
     heads = [who for who in own if who in TARGETS[name].with_heads()]
-    others = [who for who in found if bases[who] != "plain"]
+    others = [who for who in found if bases[who] != "plain" and EIGHT_BITS not in who]
 
     def best(names: list[str]) -> str:
         if not names:
