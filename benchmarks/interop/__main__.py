@@ -42,6 +42,8 @@ PROGRAMS: dict[str, tuple[str, Comparisons]] = {
     "vllm": ("vllm-project/vllm, or a site-packages directory with it", vllm.outcomes),
     "speculators": ("vllm-project/speculators, or a site-packages directory with it", speculators.outcomes),
 }
+# Options of programs that read a given head.
+_OF_GIVEN_HEADS = ("eagle", "specforge", "sglang", "vllm")
 
 
 def main(arguments: list[str]) -> int:
@@ -49,10 +51,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.interop", description=__doc__)
     for option, (whose, _) in PROGRAMS.items():
         parser.add_argument(f"--{option}-repo", type=Path, metavar="DIR", help=f"a clone of {whose}")
+    parser.add_argument("--head", type=Path, metavar="DIR", help="compare this head, whose file is ours, and no others")
+    parser.add_argument("--target", metavar="MODEL", help="the target of that head")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the outcomes as JSON")
     chosen = vars(parser.parse_args(arguments))
+    if (chosen["head"] is None) != (chosen["target"] is None):
+        parser.error("--head and --target belong together")
+    options = PROGRAMS if chosen["head"] is None else _OF_GIVEN_HEADS
+    repos = {option: chosen[f"{option.replace('-', '_')}_repo"] for option in options}
     with _quiet():
-        found = compare_all({option: chosen[f"{option.replace('-', '_')}_repo"] for option in PROGRAMS})
+        given = None if chosen["head"] is None else Target.loaded(chosen["target"], chosen["head"])
+        found = compare_all(repos, given)
     print(as_table(found))
     ran = sum(one.found != "skipped" for one in found)
     wrong = sum(not one.is_as_stated for one in found)
@@ -62,15 +71,16 @@ def main(arguments: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def compare_all(repos: dict[str, Path | None]) -> list[Outcome]:
+def compare_all(repos: dict[str, Path | None], given: Target | None = None) -> list[Outcome]:
     """Every comparison; where a clone is not named, or cannot be used, one row that says why.
 
     Args:
         repos: Clones by the keys of `PROGRAMS`; None where there is none.
+        given: A target with a head that is compared instead of random ones, or None.
     """
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="foretoken-interop-") as folder:
-        target = Target.made(Path(folder) / "target")
+        target = given or Target.made(Path(folder) / "target")
         for option, repo in repos.items():
             whose, comparisons = PROGRAMS[option]
             if repo is None:
@@ -78,8 +88,11 @@ def compare_all(repos: dict[str, Path | None]) -> list[Outcome]:
                 continue
             work = Path(folder) / option
             work.mkdir()
+            known = len(found)
             try:
                 found += comparisons(repo.resolve(), target, work)
+                if len(found) == known:
+                    found.append(_skipped(whose, "foretoken says of no format that it reads such heads"))
             except UnusableError as err:
                 found.append(_skipped(whose, str(err)))
     return found

@@ -1,4 +1,4 @@
-"""Runs the draft networks of SafeAILab/EAGLE, SpecForge and SGLang on what foretoken writes of EAGLE heads.
+"""Runs the draft networks of SafeAILab/EAGLE, SpecForge, SGLang and vLLM on what foretoken writes of EAGLE heads.
 
 The first two are loaded as EAGLE's `EaModel` does: its own configuration class, then the state dictionary leniently.
 All are fed the text itself, the feature of one position beside the token of the next. Their first steps are compared.
@@ -10,17 +10,19 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.outcome import Outcome, compared
-from benchmarks.interop.samples import BATCH, LENGTH, E, H, Target, V, random_head, written
-from foretoken.formats.conversion import EAGLE_CODE, SGLANG, SPECFORGE
+from benchmarks.interop.samples import BATCH, LENGTH, E, H, Target, V, given_files, random_head, written
+from foretoken.formats.conversion import EAGLE_CODE, SGLANG, SPECFORGE, VLLM_EAGLE
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _LAYER = LayerConfig(num_attention_heads=H, num_key_value_heads=2, head_dim=E // H, intermediate_size=24)
 _LAYERS, _VD = 12, 61
+_FORMATS = {"eagle": ("eagle",), "eagle3": ("eagle3", "speculators")}
 _LINEAR = {"rope_type": "linear", "factor": 4}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -66,7 +69,7 @@ _CASES: tuple[tuple[str, bool, dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
-def official(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # noqa: ARG001 - its own target has taps
+def official(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
     """Every case in SafeAILab/EAGLE."""
     names = ("eagle.model.cnets1", "eagle.model.cnets", "eagle.model.configs")
     one, three, configs = borrow(root, *names)
@@ -78,18 +81,18 @@ def official(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # no
             object.__setattr__(config, key, stated[key])
         network = (three if is_eagle3 else one).Model(config, bias=config.bias if not is_eagle3 else False)
         if "target_hidden_size" not in vars(config):  # as it takes the target's, from a target in several files
-            network.embed_tokens.weight.data = around.parts.embed(torch.arange(V)).clone()
+            network.embed_tokens.weight.data = _embedding(around).clone()
         if is_eagle3 and config.vocab_size == config.draft_vocab_size:
             del network.d2t, network.t2d
         network.load_state_dict(torch.load(place / "pytorch_model.bin", weights_only=True), strict=False)
-        features, tokens = _texts(len(_taps(network, is_eagle3)))
+        features, tokens = _texts(around, len(_boundaries(place)) if is_eagle3 else 1)
         hidden = network.eval()(features[:, :-1], tokens[:, 1:])
         return [network.lm_head(network.norm(hidden)) if is_eagle3 else around.parts.lm_head(hidden)]
 
-    yield from _outcomes(EAGLE_CODE, _CASES, read, work)
+    yield from _outcomes(EAGLE_CODE, _CASES, read, target, work)
 
 
-def specforge(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # noqa: ARG001 - as above
+def specforge(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
     """The cases of EAGLE-3 in SpecForge."""
     stand_ins: dict[str, dict[str, Any]] = {
         "specforge.distributed": {"get_sp_ring_group": None, "get_sp_ulysses_group": None},
@@ -104,48 +107,63 @@ def specforge(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # n
         if network.target_hidden_size == network.config.hidden_size:
             network.load_embedding(str(around.directory))
         network.load_state_dict(torch.load(place / "pytorch_model.bin", weights_only=True), strict=False)
-        features, tokens = _texts(3)
+        features, tokens = _texts(around, 3)
         hidden = network.eval()(features[:, :-1], network.embed_input_ids(tokens[:, 1:]))
         return [network.lm_head(hidden)]
 
-    yield from _outcomes(SPECFORGE, [case for case in _CASES if case[1]], read, work)
+    yield from _outcomes(SPECFORGE, [case for case in _CASES if case[1]], read, target, work)
 
 
-def sglang(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # noqa: ARG001 - as above
-    """Every case in SGLang, in a process of its own; see `sglang_forward`."""
-    script = [sys.executable, str(Path(__file__).with_name("sglang_forward.py"))]
+def sglang(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
+    """Every case in SGLang; see `sglang_forward`."""
+    with _process(SGLANG, "sglang_forward", root, work) as read:
+        yield from _outcomes(SGLANG, _CASES, read, target, work)
+        heads = (True, False) if target.given is None else _biases(target.given.checkpoint.config)
+        for has_bias in heads:
+            yield _changed_file(read, target, work, has_bias=has_bias)
+
+
+def vllm(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
+    """Every case in vLLM; see `vllm_forward`."""
+    with _process(VLLM_EAGLE, "vllm_forward", root, work) as read:
+        yield from _outcomes(VLLM_EAGLE, _CASES, read, target, work)
+
+
+@contextmanager
+def _process(program: str, module: str, root: Path, work: Path) -> Iterator[Read]:
+    """What asks a process that runs a module of this directory: logits of the head that lies at a place."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))
     environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
-    log = work / "sglang.log"
+    log = work / "log"
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            [sys.executable, "-m", f"{__package__}.{module}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=errors, text=True, env=environment, cwd=Path(__file__).parents[2],
         ) as process,
-    ):
+    ):  # fmt: skip
         questions, answers = process.stdin, process.stdout
         assert questions is not None, "a pipe"
         assert answers is not None, "a pipe"
         if not answers.readline():
-            raise UnusableError(f"SGLang does not run here: {log.read_text().strip().splitlines()[-1]}")
+            raise UnusableError(f"{program} does not run here: {log.read_text().strip().splitlines()[-1]}")
 
-        def asked(place: Path, around: Target, is_eagle3: bool) -> Any:
-            features, tokens = _texts(_num_taps(place) if is_eagle3 else 1)
+        def read(place: Path, around: Target, is_eagle3: bool) -> list[Tensor]:
+            features, tokens = _texts(around, len(_boundaries(place)) if is_eagle3 else 1)
+            weights = _weights(place)
             given = {"features": features[:, :-1].contiguous(), "tokens": tokens[:, 1:].contiguous(),
-                     "embedding": around.parts.embed(torch.arange(V))}  # fmt: skip
+                     "embedding": _embedding(around), "weights": weights}  # fmt: skip
             torch.save(given, place / "inputs.pt")
             question = {"place": str(place), "is_eagle3": is_eagle3, "inputs": str(place / "inputs.pt"),
-                        "output": str(place / "outputs.pt")}  # fmt: skip
+                        "num_layers": around.target_info.num_layers, "output": str(place / "outputs.pt")}  # fmt: skip
             print(json.dumps(question), file=questions, flush=True)
             if reason := json.loads(answers.readline()):
                 raise RuntimeError(reason)
-            return torch.load(place / "outputs.pt", weights_only=True)
-
-        def read(place: Path, around: Target, is_eagle3: bool) -> list[Tensor]:
-            found = asked(place, around, is_eagle3)
+            found = torch.load(place / "outputs.pt", weights_only=True)
             if not is_eagle3:
                 return [around.parts.lm_head(found["outputs"])]
-            weights = torch.load(place / "pytorch_model.bin", weights_only=True)
+            if found.get("boundaries", _boundaries(place)) != _boundaries(place):
+                raise RuntimeError(f"it reads the boundaries {found['boundaries']}")
             num_drafted = len(weights["lm_head.weight"])
             if found["token_map"] is not None:
                 expected = weights["d2t"] + torch.arange(num_drafted)
@@ -153,32 +171,66 @@ def sglang(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # noqa
                     raise RuntimeError("it drafts other tokens")
             return [found["outputs"][..., :num_drafted]]
 
-        yield from _outcomes(SGLANG, _CASES, read, work)
-        yield _without_bias_entry(read, work)
+        yield read
         questions.close()
 
 
-def _without_bias_entry(read: Read, work: Path) -> Outcome:
+def _weights(place: Path) -> dict[str, Tensor]:
+    """A file's tensors."""
+    pickle = place / "pytorch_model.bin"
+    return torch.load(pickle, weights_only=True) if pickle.exists() else load_file(place / "model.safetensors")
+
+
+def _embedding(around: Target) -> Tensor:
+    """(V, E) of the target."""
+    return around.parts.embed(torch.arange(around.parts.lm_head_weight.shape[0])).detach()
+
+
+def _changed_file(read: Read, target: Target, work: Path, *, has_bias: bool) -> Outcome:
     """SGLang beside an EAGLE-1 head with the change that foretoken advises."""
-    around, place = Target.made(work / "target", num_layers=_LAYERS), work / "no entry"
-    config = EagleConfig(hidden_size=E, vocab_size=V, layer=_LAYER, has_bias=True)
-    back, _ = written("eagle", random_head(config, around), around, place)
+    around, place = target, work / f"changed {has_bias}"
+    if target.given is None:
+        around = Target.made(work / "target", num_layers=_LAYERS)
+        head = random_head(EagleConfig(hidden_size=E, vocab_size=V, layer=_LAYER, has_bias=has_bias), around)
+    else:
+        head = target.given.checkpoint
+    back, _ = written("eagle", head, around, place)
+    ours = _ours(back, around)  # before the file changes, which may be mapped
     stated = json.loads((place / "config.json").read_text())
     del stated["bias"]
     (place / "config.json").write_text(json.dumps(stated))
+    zeros = {} if has_bias else {"fc.bias": torch.zeros(back.config.hidden_size)}
+    torch.save(_weights(place) | zeros, place / "pytorch_model.bin")
+    kind = "a bias, 'bias' removed from config.json" if has_bias else "zeros added as fc.bias"
     return compared(
-        SGLANG, "EAGLE-1, a bias, 'bias' removed from config.json, eagle", claimed=True, ours=_ours(back, around),
+        SGLANG, f"{'EAGLE-1' if target.given is None else target.given.name}, {kind}, eagle", claimed=True, ours=ours,
         theirs=partial(torch.no_grad()(read), place, around, False),
     )  # fmt: skip
 
 
-def _num_taps(place: Path) -> int:
-    """How many taps a file's head has."""
-    return len(json.loads((place / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+def _biases(config: Any) -> tuple[bool, ...]:
+    """Whether the fusing layer of a given head has a bias, if it is EAGLE-1's."""
+    return (config.has_bias,) if config.method == "eagle" else ()
 
 
-def _outcomes(program: str, cases: Any, read: Read, work: Path) -> Iterator[Outcome]:
-    """Every case of some."""
+def _boundaries(place: Path) -> list[int]:
+    """The taps of a file's EAGLE-3 head."""
+    stated = json.loads((place / "config.json").read_text())
+    if "eagle_config" in stated:  # as SpecForge counts
+        return [one + 1 for one in stated["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    return list(stated["eagle_aux_hidden_state_layer_ids"])
+
+
+def _outcomes(program: str, cases: Any, read: Read, target: Target, work: Path) -> Iterator[Outcome]:
+    """Every case of some, or of the given head every file that foretoken says something of for this program."""
+    if target.given is not None:
+        method = target.given.checkpoint.config.method
+        for name, back, claimed in given_files(_FORMATS.get(method, ()), program, target, work):
+            yield compared(
+                program, f"{target.given.name}, {name}", claimed=claimed, ours=_ours(back, target),
+                theirs=partial(torch.no_grad()(read), work / name, target, method == "eagle3"),
+            )  # fmt: skip
+        return
     around = Target.made(work / "target", num_layers=_LAYERS)
     for index, (case, is_eagle3, changes, of_block) in enumerate(cases):
         sizes = {"hidden_size": E, "vocab_size": V, "layer": _LAYER.model_copy(update=of_block), **changes}
@@ -193,8 +245,10 @@ def _outcomes(program: str, cases: Any, read: Read, work: Path) -> Iterator[Outc
         )  # fmt: skip
 
 
-def _texts(num_taps: int) -> tuple[Tensor, Tensor]:
+def _texts(around: Target, num_taps: int) -> tuple[Tensor, Tensor]:
     """(B, S, F E) features and (B, S) tokens."""
+    if around.given is not None:
+        return around.given.features, around.given.tokens
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(BATCH, LENGTH, num_taps * E, generator=generator)
     return features, torch.randint(V, (BATCH, LENGTH), generator=generator)
@@ -204,12 +258,7 @@ def _texts(num_taps: int) -> tuple[Tensor, Tensor]:
 def _ours(head: HeadCheckpoint, target: Target) -> list[Tensor]:
     """(B, S - 1, Vd) of the first step."""
     config: Any = head.config
-    features, tokens = _texts(len(config.taps))
+    features, tokens = _texts(target, len(config.taps))
     module = head.module()
     hidden = next(iter(module.teacher_forced(features, tokens, target.parts)))
-    return [module.draft_logits(0, hidden, target.parts)[:, : LENGTH - 1]]
-
-
-def _taps(network: Any, is_eagle3: bool) -> range:
-    """As many as the layer that fuses reads."""
-    return range(network.fc.in_features // E if is_eagle3 else 1)
+    return [module.draft_logits(0, hidden, target.parts)[:, :-1]]

@@ -26,6 +26,7 @@ class Outcome:
         claimed: What foretoken says of this reader: "same" or "not read"; None where it would refuse to write.
         found: "same", "another network", "stops" or "skipped".
         difference: Largest difference of a number, or None.
+        largest: Largest number of ours, or None.
         same_argmax: Share of positions whose most probable token agrees, or None.
         note: The error, or why it was skipped.
     """
@@ -35,6 +36,7 @@ class Outcome:
     claimed: str | None
     found: str
     difference: float | None = None
+    largest: float | None = None
     same_argmax: float | None = None
     note: str = ""
 
@@ -78,20 +80,23 @@ def compared(
     largest = max(a.abs().max().item() for a, _ in pairs)
     word = "same" if difference <= tolerance * largest else "another network"
     return Outcome(
-        program=program, case=case, claimed=said, found=word, difference=difference, same_argmax=sum(hits) / len(hits)
-    )
+        program=program, case=case, claimed=said, found=word, difference=difference, largest=largest,
+        same_argmax=sum(hits) / len(hits),
+    )  # fmt: skip
 
 
 def as_table(outcomes: Sequence[Outcome]) -> str:
     """Markdown."""
-    lines = ["| program | head and file | foretoken says | found | largest difference | same argmax | |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = ["| program | head and file | foretoken says | found | difference | largest number | same argmax | |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for one in outcomes:
         difference = "" if one.difference is None else f"{one.difference:.1e}"
+        largest = "" if one.largest is None else f"{one.largest:.1f}"
         argmax = "" if one.same_argmax is None else f"{one.same_argmax:.0%}"
         said = "refused" if one.claimed is None and one.found != "skipped" else one.claimed or ""
         note = one.note if one.is_as_stated else f"CONTRADICTS what foretoken says. {one.note}"
-        lines.append(f"| {one.program} | {one.case} | {said} | {one.found} | {difference} | {argmax} | {note} |")
+        cells = (one.program, one.case, said, one.found, difference, largest, argmax, note)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

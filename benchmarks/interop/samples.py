@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -11,28 +13,50 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken import SamplingParams
+from foretoken import LLM, SamplingParams
+from foretoken.bench.workload import load_prompts
 from foretoken.drafters.base import DraftContext, TargetHandle
-from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights, with_dtype
 from foretoken.formats.conversion import head_shapes
 from foretoken.formats.registry import head_readers, read_head, write_head
 from foretoken.heads.base import StepHead
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.models.loading import load_model
 from foretoken.models.parts import target_parts
+from foretoken.models.smaller import unpacked_model
 from foretoken.runner.costs import CostCurve
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator
 
     from foretoken.formats.conversion import Reader
     from foretoken.heads.base import HeadConfig
+    from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
 
 E, V, H = 16, 97, 4
 BATCH, LENGTH = 2, 12
+_WRITTEN = 48  # tokens of a real target
 PREFIX = LayerConfig(num_attention_heads=H, num_key_value_heads=H, head_dim=E // H, intermediate_size=24)
+
+
+@dataclass(frozen=True)
+class GivenHead:
+    """A trained head, and what it reads of a text that its target writes.
+
+    Attributes:
+        name: Of its directory.
+        checkpoint: In float32.
+        features: (1, S, F E), as the target computes them where it is served.
+        tokens: (1, S).
+    """
+
+    name: str
+    checkpoint: HeadCheckpoint
+    features: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,12 +68,30 @@ class Target:
         parts: Embedding and LM head.
         target_info: As `foretoken convert --target` has them.
         rope_scaling: Its rotary scaling, or None.
+        given: A head to compare instead of random ones, or None.
     """
 
     directory: Path
     parts: TargetParts
     target_info: TargetInfo
     rope_scaling: dict[str, Any] | None
+    given: GivenHead | None = None
+
+    @classmethod
+    def loaded(cls, name: str, head: Path) -> Target:
+        """A real one, and a head for it; name: of any target that foretoken loads, with a tokenizer."""
+        served = load_model(name, dtype="float32", device="cpu")
+        model = unpacked_model(served)
+        weights = partial(TargetWeights.of_model, model)
+        around = TargetInfo(fingerprint=TargetFingerprint.of(model), config=model.config, load=weights)
+        _, checkpoint = read_head(head, target=around.fingerprint, base_config=around.config, weights=around.loaded)
+        assert around.fingerprint is not None, "given above"
+        checkpoint.check_target(around.fingerprint, what=str(head))
+        tokens = _own_text(served, name)
+        taps = checkpoint.config.taps
+        features = Teacher(model, taps).read_features(tokens)[..., : len(taps) * checkpoint.config.hidden_size]
+        given = GivenHead(head.name, with_dtype(checkpoint, torch.float32), features, tokens)
+        return cls(Path(name), target_parts(model), around, None, given)
 
     @classmethod
     def made(
@@ -85,8 +127,18 @@ def random_head(config: HeadConfig, target: Target) -> HeadCheckpoint:
     return HeadCheckpoint(config=config, weights=weights, target=fingerprint)
 
 
-def texts() -> tuple[Tensor, Tensor]:
-    """(B, S, E) features and (B, S) tokens."""
+@torch.no_grad()
+def _own_text(model: LoadedModel, name: str) -> Tensor:
+    """(1, S) tokens: a prompt and what the target writes to it."""
+    llm = LLM(model, tokenizer=name, max_num_seqs=1)
+    (output,) = llm.generate(load_prompts(limit=1), SamplingParams(temperature=0.0, max_tokens=_WRITTEN))
+    return torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])
+
+
+def texts(target: Target | None = None) -> tuple[Tensor, Tensor]:
+    """(B, S, E) features and (B, S) tokens; those of a given head where the target has one."""
+    if target is not None and target.given is not None:
+        return target.given.features, target.given.tokens
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(BATCH, LENGTH, E, generator=generator)
     return features, torch.randint(V, (BATCH, LENGTH), generator=generator)
@@ -95,11 +147,11 @@ def texts() -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def our_logits(head: HeadCheckpoint, target: Target) -> list[Tensor]:
     """(B, S - 1 - i, V) of head i, at the positions whose tokens are there."""
-    features, tokens = texts()
+    features, tokens = texts(target)
     module = head.module()
     hidden = module.teacher_forced(features, tokens, target.parts)
     logits = [module.logits(index, each, target.parts) for index, each in enumerate(hidden)]
-    return [each[:, : LENGTH - 1 - index] for index, each in enumerate(logits)]
+    return [each[:, : tokens.shape[1] - 1 - index] for index, each in enumerate(logits)]
 
 
 @torch.no_grad()
@@ -142,6 +194,21 @@ def written(
     readers = head_readers(name, head, target=target.target_info, **options)
     back = read_head(directory, base_config=target.target_info.config, weights=target.target_info.load)[1]
     return back, {reader.program: reader for reader in readers}
+
+
+def given_files(
+    names: Iterable[str], program: str, target: Target, work: Path
+) -> Iterator[tuple[str, HeadCheckpoint, bool]]:
+    """Writes the given head in each of some formats of which foretoken says whether a program reads them.
+
+    Yields:
+        The format, after which the directory in `work` is named, what foretoken reads back, and what it says.
+    """
+    assert target.given is not None, "a head is given"
+    for name in names:
+        back, readers = written(name, target.given.checkpoint, target, work / name)
+        if program in readers:
+            yield name, back, readers[program].reads
 
 
 def written_pickle(

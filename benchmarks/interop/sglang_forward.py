@@ -13,11 +13,14 @@ import tempfile
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NOT_NEEDED = ("sgl_kernel", "torchvision")
 
@@ -54,14 +57,14 @@ def _classes() -> tuple[Any, Any]:
     parallel_state.initialize_model_parallel(backend="gloo")
     ranks = {name: 0 for name in runtime_context._parallel_fields() if name.endswith("_rank")}
     runtime_context.get_parallel().override_permanently(**ranks)
-    RadixAttention.forward = _attention
+    RadixAttention.forward = lambda self, q, k, v, *_, **__: attention(q, k, v, self.head_dim, self.scaling)
     return LlamaForCausalLMEagle, LlamaForCausalLMEagle3
 
 
-def _attention(self: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+def attention(q: Any, k: Any, v: Any, head_dim: int, scaling: float) -> Any:
     """(S, H Dh) over the text that is fed."""
-    query, key, value = (each.view(len(each), -1, self.head_dim).transpose(0, 1) for each in (q, k, v))
-    mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True)
+    query, key, value = (each.view(len(each), -1, head_dim).transpose(0, 1) for each in (q, k, v))
+    mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return mixed.transpose(0, 1).flatten(1)
 
 
@@ -75,8 +78,7 @@ def _answer(classes: tuple[Any, Any], asked: dict[str, Any]) -> dict[str, Any]:
     network = classes[asked["is_eagle3"]](LlamaConfig.from_pretrained(asked["place"]))
     for weight in network.parameters():
         weight.fill_(torch.nan)
-    weights = torch.load(os.path.join(asked["place"], "pytorch_model.bin"), weights_only=True)  # noqa: PTH118
-    network.load_weights(iter(weights.items()))
+    network.load_weights(iter(given["weights"].items()))
     # As its workers do: the target's embedding takes the place of the head's, its LM head that of a head without one.
     embedding = network.model.embed_tokens.weight
     if embedding.shape[1] == given["embedding"].shape[1]:
@@ -93,16 +95,16 @@ def _answer(classes: tuple[Any, Any], asked: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": torch.stack(outputs), "token_map": hot}
 
 
-def main() -> None:
-    """Answers until its input ends."""
+def serve(prepare: Callable[[], Any], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
+    """Answers with what was prepared until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print
-    classes = _classes()
+    prepared = prepare()
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            torch.save(_answer(classes, asked), asked["output"])
+            torch.save(answer(prepared, asked), asked["output"])
             said = ""
         except Exception as err:  # noqa: BLE001 - the answer is that it stops
             said = f"{type(err).__name__}: {err}"
@@ -110,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_classes, _answer)

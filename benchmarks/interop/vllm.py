@@ -1,4 +1,4 @@
-"""Runs vLLM's Medusa configuration and model on what foretoken writes.
+"""Runs vLLM's Medusa configuration and model on what foretoken writes, and its EAGLE heads, see `eagle.vllm`.
 
 Stand-ins on one rank take the place of its parallel LM head, which checks a file's rows as the original does, and of
 its logits processor. Whether vLLM drafts with MLP speculators is looked up in its table of models.
@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from benchmarks.interop import eagle
 from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.fms import speculator
 from benchmarks.interop.outcome import Outcome, compared
-from benchmarks.interop.samples import E, V, our_logits, random_head, texts, written
+from benchmarks.interop.samples import E, V, given_files, our_logits, random_head, texts, written
 from foretoken.formats.conversion import VLLM
 from foretoken.heads.medusa import MedusaConfig
 
@@ -63,15 +64,26 @@ class _LogitsProcessor:
 
 
 def outcomes(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
-    """Every case."""
+    """Every case of EAGLE and Medusa heads."""
+    yield from eagle.vllm(root, target, work)
+    if target.given is None:
+        yield from _random_heads(root, target, work)
+    elif target.given.checkpoint.config.method == "medusa":
+        model, config = _borrowed(root)
+        for name, back, claimed in given_files(("vllm_medusa", "medusa"), VLLM, target, work):
+            yield compared(VLLM, f"{target.given.name}, {name}", claimed=claimed, ours=our_logits(back, target),
+                           theirs=partial(_logits, model, config, work / name, target))  # fmt: skip
+
+
+def _random_heads(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
+    """Every case of Medusa heads, and whether MLP speculators are read."""
     model, config = _borrowed(root)
     for index, (case, name, changes, options) in enumerate(_CASES):
         sizes = {"hidden_size": E, "vocab_size": V, "num_heads": 3, "own_lm_head": True, **changes}
         place = work / str(index)
         back, readers = written(name, random_head(MedusaConfig(**sizes), target), target, place, **options)
-        ours = [each[:, 0] for each in our_logits(back, target)]
-        yield compared(VLLM, f"3 heads, {case}, {name}", claimed=readers[VLLM].reads, ours=ours,
-                       theirs=partial(_logits, model, config, place))  # fmt: skip
+        yield compared(VLLM, f"3 heads, {case}, {name}", claimed=readers[VLLM].reads, ours=our_logits(back, target),
+                       theirs=partial(_logits, model, config, place, target))  # fmt: skip
     place = work / "mlp"
     head = random_head(speculator(3, tied=True, scaled=True), target)
     _, readers = written("mlp_speculator", head, target, place)
@@ -106,8 +118,8 @@ def _borrowed(root: Path) -> tuple[ModuleType, ModuleType]:
 
 
 @torch.no_grad()
-def _logits(module: ModuleType, configs: ModuleType, place: Path) -> list[Tensor]:
-    """Logits of each head at the first position; every parameter must come from the file, as its loader demands."""
+def _logits(module: ModuleType, configs: ModuleType, place: Path, target: Target) -> list[Tensor]:
+    """Logits of each head; every parameter must come from the file, as its loader demands."""
     config = configs.MedusaConfig.from_pretrained(str(place))
     draft = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
     model = module.Medusa(vllm_config=SimpleNamespace(speculative_config=draft))
@@ -116,5 +128,6 @@ def _logits(module: ModuleType, configs: ModuleType, place: Path) -> list[Tensor
     missing = dict(model.named_parameters()).keys() - model.load_weights(tensors.items())
     if missing:
         raise ValueError(f"weights were not initialized from the checkpoint: {sorted(missing)}")
-    found: list[Tensor] = model.compute_logits(model(texts()[0][:, 0]))
-    return found
+    features, _ = texts(target)
+    found: list[Tensor] = model.compute_logits(model(features))
+    return [each[:, : features.shape[1] - 1 - index] for index, each in enumerate(found)]
