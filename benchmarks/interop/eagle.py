@@ -118,9 +118,8 @@ def sglang(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
     """Every case in SGLang; see `sglang_forward`."""
     with _process(SGLANG, "sglang_forward", root, work) as read:
         yield from _outcomes(SGLANG, _CASES, read, target, work)
-        heads = (True, False) if target.given is None else _biases(target.given.checkpoint.config)
-        for has_bias in heads:
-            yield _changed_file(read, target, work, has_bias=has_bias)
+        if target.given is None:
+            yield _without_bias_entry(read, work)
 
 
 def vllm(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
@@ -134,6 +133,7 @@ def _process(program: str, module: str, root: Path, work: Path) -> Iterator[Read
     """What asks a process that runs a module of this directory: logits of the head that lies at a place."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))
     environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
+    work.mkdir(exist_ok=True)
     log = work / "log"
     with (
         log.open("w") as errors,
@@ -186,31 +186,18 @@ def _embedding(around: Target) -> Tensor:
     return around.parts.embed(torch.arange(around.parts.lm_head_weight.shape[0])).detach()
 
 
-def _changed_file(read: Read, target: Target, work: Path, *, has_bias: bool) -> Outcome:
+def _without_bias_entry(read: Read, work: Path) -> Outcome:
     """SGLang beside an EAGLE-1 head with the change that foretoken advises."""
-    around, place = target, work / f"changed {has_bias}"
-    if target.given is None:
-        around = Target.made(work / "target", num_layers=_LAYERS)
-        head = random_head(EagleConfig(hidden_size=E, vocab_size=V, layer=_LAYER, has_bias=has_bias), around)
-    else:
-        head = target.given.checkpoint
-    back, _ = written("eagle", head, around, place)
-    ours = _ours(back, around)  # before the file changes, which may be mapped
+    around, place = Target.made(work / "target", num_layers=_LAYERS), work / "no entry"
+    config = EagleConfig(hidden_size=E, vocab_size=V, layer=_LAYER, has_bias=True)
+    back, _ = written("eagle", random_head(config, around), around, place)
     stated = json.loads((place / "config.json").read_text())
     del stated["bias"]
     (place / "config.json").write_text(json.dumps(stated))
-    zeros = {} if has_bias else {"fc.bias": torch.zeros(back.config.hidden_size)}
-    torch.save(_weights(place) | zeros, place / "pytorch_model.bin")
-    kind = "a bias, 'bias' removed from config.json" if has_bias else "zeros added as fc.bias"
     return compared(
-        SGLANG, f"{'EAGLE-1' if target.given is None else target.given.name}, {kind}, eagle", claimed=True, ours=ours,
+        SGLANG, "EAGLE-1, a bias, 'bias' removed from config.json, eagle", claimed=True, ours=_ours(back, around),
         theirs=partial(torch.no_grad()(read), place, around, False),
     )  # fmt: skip
-
-
-def _biases(config: Any) -> tuple[bool, ...]:
-    """Whether the fusing layer of a given head has a bias, if it is EAGLE-1's."""
-    return (config.has_bias,) if config.method == "eagle" else ()
 
 
 def _boundaries(place: Path) -> list[int]:

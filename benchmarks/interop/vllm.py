@@ -65,7 +65,7 @@ class _LogitsProcessor:
 
 def outcomes(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
     """Every case of EAGLE and Medusa heads."""
-    yield from eagle.vllm(root, target, work)
+    yield from eagle.vllm(root, target, work / "eagle")
     if target.given is None:
         yield from _random_heads(root, target, work)
     elif target.given.checkpoint.config.method == "medusa":

@@ -61,6 +61,7 @@ OTHER_NORMS = (
     "embed_layernorm", "hidden_layernorm", "lm_head_layernorm", "embedding_layernorm", "pre_lm_head_layernorm",
 )  # fmt: skip
 _THETA, _EPSILON = 10000.0, 1e-6  # for files that state none
+BIASES = "its attention has no biases, and it drops those of the file without a word"
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
@@ -309,6 +310,8 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
     sizes = cast("EagleConfig", checkpoint.config)
     tensors = scatter(checkpoint.weights, eagle_table(sizes))
     dtype = tensors["fc.weight"].dtype
+    if not sizes.has_bias:  # SGLang's layer always has one; others pass over it
+        tensors["fc.bias"] = torch.zeros(sizes.width, dtype=dtype)
     if options.target.weights is not None:
         tensors[EMBEDDING] = options.target.weights.embedding.to("cpu", dtype, copy=True)
     config = {
@@ -328,14 +331,15 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     how = "EaModel.from_pretrained with ea_model_path of this directory, use_eagle3 off"
     official = Reader.unless(misread_block(sizes.layer, width=sizes.width), EAGLE_CODE, how)
     if sizes.has_bias:
-        served = Reader(VLLM_EAGLE, False, "its layer that fuses has no bias, and it stops at fc.bias")
-        unset = "it gives attention biases too, without values; remove 'bias' from config.json"
+        served = Reader(VLLM_EAGLE, False, "its layer that fuses has no bias, and it drops the file's without a word")
+        reason: str | None = "it gives attention biases too, without values; remove 'bias' from config.json"
         if sizes.layer.attention_bias:
-            unset = "its attention has a bias behind o_proj, which has no value"
+            reason = "its attention has a bias behind o_proj, which has no value"
     else:
         served = Reader(VLLM_EAGLE, True, "speculative_config with method 'eagle' named; a chain of the best token")
-        unset = "its layer that fuses has a bias, which stays random"
-    return [official, served, Reader(SGLANG, False, unset)]
+        reason = BIASES if sizes.layer.attention_bias else None
+    how = "--speculative-algorithm EAGLE with --speculative-draft-model-path of this directory"
+    return [official, served, Reader.unless(reason, SGLANG, how)]
 
 
 def read_eagle(
@@ -359,6 +363,8 @@ def read_eagle(
     """
     name, shapes = weights.name, weights.shapes
     _check_variant(name, weights, stated)
+    bias = f"{fc}.bias"
+    is_written_zero = has_bias is False and bias in shapes and not bool(weights.fetch([bias])[bias].any())
     width = width_of(weights, stated, f"{fc}.weight")
     sizes = make_config(
         EagleConfig,
@@ -366,11 +372,12 @@ def read_eagle(
         hidden_size=width,
         vocab_size=vocabulary(weights, stated, target, keys=(EMBEDDING, LM_HEAD)),
         layer=layer_config(weights, layer, stated, width=width),
-        has_bias=f"{fc}.bias" in shapes if has_bias is None else has_bias,
+        has_bias=bias in shapes if has_bias is None else has_bias,
         **({} if num_steps is None else {"num_steps": num_steps}),
     )
     shared = {key: (sizes.vocab_size, width) for key in (EMBEDDING, LM_HEAD) if key in shapes}
-    tensors = read_tensors(weights, eagle_table(sizes, fc=fc, layer=layer), sizes, extra=shared)
+    ignored = [bias] if is_written_zero else []
+    tensors = read_tensors(weights, eagle_table(sizes, fc=fc, layer=layer), sizes, ignored=ignored, extra=shared)
     _compare_shared(weights, [*shared], target)
     return sizes, tensors
 

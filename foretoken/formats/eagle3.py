@@ -33,6 +33,7 @@ from foretoken.formats.conversion import (
     target_name,
 )
 from foretoken.formats.eagle import (
+    BIASES,
     EMBEDDING,
     IS_DRAFTED,
     LM_HEAD,
@@ -228,7 +229,6 @@ def _embedding(
     return not is_shared, is_shared
 
 
-_BIASES = "its attention has no biases, and it drops those of the file without a word"
 _CLASS = "LlamaForCausalLMEagle3"
 _MID_LAYER = re.compile(r"(?:model\.)?midlayer\..*")
 _FIRST_LAYER = re.compile(r"(?:model\.)?layers\.0\..*")
@@ -291,7 +291,7 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     taps = "" if own is not None else ", of a target whose 2, L // 2 and L - 3 are its taps"
     how = f"EaModel.from_pretrained with ea_model_path of this directory{taps}"
     official = Reader.unless(_misread(sizes, own), EAGLE_CODE, how)
-    biases = _BIASES if layer.attention_bias else None
+    biases = BIASES if layer.attention_bias else None
     reason = biases or (None if len(sizes.boundaries) == 3 else "it fuses three taps")
     specforge = Reader.unless(reason, SPECFORGE, "LlamaForCausalLMEagle3.from_pretrained, to train it on")
     reason = biases
@@ -314,7 +314,7 @@ def _misread(sizes: Eagle3Config, own: list[int] | None) -> str | None:
         return "it fuses three taps without norms"
     if own is not None and tuple(own) != sizes.boundaries:
         return f"it reads boundaries {own} of this target, whatever the file says"
-    return _BIASES if sizes.layer.attention_bias else misread_block(sizes.layer, width=sizes.width)
+    return BIASES if sizes.layer.attention_bias else misread_block(sizes.layer, width=sizes.width)
 
 
 def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -> bool:

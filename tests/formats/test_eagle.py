@@ -59,7 +59,8 @@ def test_published_names(tmp_path: Path, shapes: dict[str, tuple[int, ...]], pre
     assert (name, head.config) == ("eagle", eagle(has_bias="fc.bias" in shapes))
     assert torch.equal(head.weights["layer.gate_proj.weight"], tensors[prefix + "layers.0.mlp.gate_proj.weight"])
     write_head("eagle", head, tmp_path / "again", target=target_info())
-    assert shapes_of(tmp_path / "again" / "pytorch_model.bin") == shapes | {"embed_tokens.weight": (V, E)}
+    written = shapes | {"embed_tokens.weight": (V, E), "fc.bias": EAGLE["fc.bias"]}
+    assert shapes_of(tmp_path / "again" / "pytorch_model.bin") == written
     stored = json.loads((tmp_path / "again" / "config.json").read_text())
     as_published = {key: value for key, value in LLAMA.items() if key not in ("pad_token_id", "torch_dtype")}
     assert as_published.items() <= (stored | {"max_position_embeddings": 2048}).items()
@@ -252,4 +253,14 @@ def test_who_reads_it(name: str, reads: bool) -> None:
     assert said["SGLang"].how.endswith("remove 'bias' from config.json")
     plain = head_readers("eagle", random_head(CONFIGS["no bias"]), target=TargetInfo(config=TARGET))
     assert {reader.program: reader.reads for reader in plain}["vLLM"]
-    assert not {reader.program: reader.reads for reader in plain}["SGLang"]
+    assert {reader.program: reader.reads for reader in plain}["SGLang"]  # a bias of zeros is written
+
+
+def test_a_bias_that_is_not_the_zeros_written_is_an_error(tmp_path: Path) -> None:
+    write_head("eagle", random_head(CONFIGS["no bias"]), tmp_path)
+    tensors = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert not tensors["fc.bias"].any()
+    (tmp_path / "pytorch_model.bin").unlink()  # it may be mapped
+    torch.save(tensors | {"fc.bias": torch.ones_like(tensors["fc.bias"])}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"unexpected: fc\.bias"):
+        read_head(tmp_path)
