@@ -92,7 +92,7 @@ def compare_all(repos: dict[str, Path | None], given: Target | None = None) -> l
             try:
                 found += comparisons(repo.resolve(), target, work)
                 if len(found) == known:
-                    found.append(_skipped(whose, "foretoken says of no format that it reads such heads"))
+                    found.append(_skipped(whose, "foretoken writes no file of such a head for it"))
             except UnusableError as err:
                 found.append(_skipped(whose, str(err)))
     return found

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import load_prompts
+from foretoken.core.errors import ConfigError
 from foretoken.drafters.base import DraftContext, TargetHandle
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights, with_dtype
 from foretoken.formats.conversion import head_shapes
@@ -199,14 +200,17 @@ def written(
 def given_files(
     names: Iterable[str], program: str, target: Target, work: Path
 ) -> Iterator[tuple[str, HeadCheckpoint, bool]]:
-    """Writes the given head in each of some formats of which foretoken says whether a program reads them.
+    """Writes the given head in each of some formats that hold it, if foretoken says whether a program reads them.
 
     Yields:
         The format, after which the directory in `work` is named, what foretoken reads back, and what it says.
     """
     assert target.given is not None, "a head is given"
     for name in names:
-        back, readers = written(name, target.given.checkpoint, target, work / name)
+        try:
+            back, readers = written(name, target.given.checkpoint, target, work / name)
+        except ConfigError:  # the format cannot hold it
+            continue
         if program in readers:
             yield name, back, readers[program].reads
 
