@@ -276,6 +276,7 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
         **({} if sizes.width == sizes.hidden_size else {"target_hidden_size": sizes.hidden_size}),
         "qkv_bias": sizes.layer.attention_bias,
         "fc_norm": sizes.fc_norms,
+        LAYER_IDS: list(sizes.boundaries),  # which vLLM reads; SGLang reads the layers
         "eagle_config": {LAYER_IDS: [boundary - 1 for boundary in sizes.boundaries], "use_aux_hidden_state": True},
         "torch_dtype": dtype_name(tensors["fc.weight"].dtype),
         **target_name(checkpoint),
@@ -301,10 +302,7 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
         reason = "it takes layer ids that do not begin with 1 for boundaries; convert to 'speculators'"
     how = "--speculative-algorithm EAGLE3 with --speculative-draft-model-path of this directory"
     sglang = Reader.unless(reason, SGLANG, how)
-    reason = biases
-    if own is None or tuple(own) != sizes.boundaries:
-        reason = "it passes over the taps in eagle_config and reads 2, L // 2 and L - 3; convert to 'speculators'"
-    vllm = Reader.unless(reason, VLLM_EAGLE, "speculative_config with method 'eagle3' named; a chain")
+    vllm = Reader.unless(biases, VLLM_EAGLE, "speculative_config with method 'eagle3' named; a chain")
     return [official, specforge, sglang, vllm]
 
 

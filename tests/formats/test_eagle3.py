@@ -343,8 +343,8 @@ def test_who_reads_it() -> None:
 
     everybody = dict.fromkeys(("foretoken", EAGLE_CODE, conversion.SPECFORGE, "SGLang", "vLLM"), True)
     assert said("official") == everybody
-    assert not said("official", TargetInfo())["vLLM"]  # whose taps are the target's
-    assert said("two other taps") == dict.fromkeys(everybody, False) | {"foretoken": True}
+    assert said("official", TargetInfo())["vLLM"]  # which reads the boundaries
+    assert said("two other taps") == dict.fromkeys(everybody, False) | {"foretoken": True, "vLLM": True}
     assert not said("norm of each tap")[EAGLE_CODE]
     assert not said("biased, scaled")["vLLM"]
 
