@@ -202,7 +202,10 @@ def data(
             if not self_distill:
                 return Encoder(tokenizer)
             file = responses if part == TRAIN else responses.with_name(f"{part}.{responses.name}")
-            return SelfDistiller(llm, settings, file, max_num_seqs=batch_size, supervise_all=supervise_all)
+            return SelfDistiller(
+                llm, settings, file, max_num_seqs=batch_size, supervise_all=supervise_all,
+                on_responses=lambda done, total: on_progress(f"{done} of the next {total} prompts are answered"),
+            )  # fmt: skip
 
         corpus = build_corpus(
             out, plan, tokenizer, make, vocab_size=vocab_size, meta=meta, force=force, on_progress=on_progress
@@ -262,15 +265,15 @@ def ending_cleanly() -> Iterator[None]:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[DataProgress], None]]:
+def _shown() -> Iterator[Callable[[DataProgress | str], None]]:
     last = time.perf_counter()
     with terminal.renewed_line() as (say, every):
 
-        def show(progress: DataProgress) -> None:
+        def show(progress: DataProgress | str) -> None:
             nonlocal last
             if time.perf_counter() - last >= every:
                 last = time.perf_counter()
-                say(_line(progress))
+                say(progress if isinstance(progress, str) else _line(progress))
 
         yield show
 

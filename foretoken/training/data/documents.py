@@ -13,8 +13,9 @@ import os
 import re
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError, one_line
@@ -24,7 +25,7 @@ from foretoken.files.bounded_reads import check_regular
 from foretoken.training.data.records import Document, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from foretoken.entrypoints.llm import LLM
@@ -252,6 +253,23 @@ class DistillSettings:
         return SamplingParams(temperature=self.temperature, seed=self.seed + index, max_tokens=self.max_new_tokens)
 
 
+class _Responses:
+    """Tells of the responses of a call, in the place of a progress bar."""
+
+    def __init__(self, tell: Callable[[int, int], None], total: int, **_: Any) -> None:
+        self.n, self._total, self._tell = 0, total, tell
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, count: int) -> None:
+        self.n += count
+        self._tell(self.n, self._total)
+
+
 class SelfDistiller:
     """Makes documents of prompts and the target's own responses.
 
@@ -260,12 +278,18 @@ class SelfDistiller:
     """
 
     def __init__(
-        self, llm: LLM, settings: DistillSettings, path: Path, *, max_num_seqs: int = 8, supervise_all: bool = False
-    ) -> None:
+        self, llm: LLM, settings: DistillSettings, path: Path, *, max_num_seqs: int = 8, supervise_all: bool = False,
+        on_responses: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
         """Prepares responses of an `LLM` with a tokenizer; a drafter makes it faster and changes no response.
 
-        `max_num_seqs` is that of `llm`. With `supervise_all` prompts count as labels too. Raises `ConfigError` when
-        prompts and responses do not fit the target.
+        Args:
+            max_num_seqs: That of `llm`.
+            supervise_all: Whether prompts count as labels too.
+            on_responses: Hears how many of how many prompts of a call are answered, before any document is yielded.
+
+        Raises:
+            ConfigError: When prompts and responses do not fit the target.
         """
         self._prompt_limit = llm.target.context_len - settings.max_new_tokens
         if settings.prompt_tokens > self._prompt_limit:
@@ -278,7 +302,7 @@ class SelfDistiller:
         self._llm, self._settings, self._path = llm, settings, path
         self._tokenizer: Any = llm.tokenizer
         self._call = max_num_seqs * _BATCHES_A_CALL
-        self._supervise_all = supervise_all
+        self._supervise_all, self._on_responses = supervise_all, on_responses
         self._encoder = Encoder(self._tokenizer)
         self.skipped: Counter[str] = self._encoder.skipped
         self.num_resumed = self.num_waiting = 0
@@ -352,7 +376,9 @@ class SelfDistiller:
         return tokens or NO_TOKENS
 
     def _generated(self, prompts: list[list[int]], first: int) -> list[dict[str, Any]]:
-        outputs = self._llm.generate(prompts, [self._settings.sampling(first + i) for i in range(len(prompts))])
+        params = [self._settings.sampling(first + i) for i in range(len(prompts))]
+        bar: Any = False if self._on_responses is None else partial(_Responses, self._on_responses)
+        outputs = self._llm.generate(prompts, params, use_tqdm=bar)
         lines = []
         for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=first):
             done = output.outputs[0]

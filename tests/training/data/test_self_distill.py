@@ -69,6 +69,15 @@ def test_documents_of_one_call_wait_together(tmp_path: Path) -> None:
     assert {again.num_waiting for _ in again.documents(RECORDS)} == {0}
 
 
+def test_responses_are_told_of_before_a_call_has_ended(tmp_path: Path) -> None:
+    told = list[tuple[int, int]]()
+    documents = distiller(tmp_path / "file.jsonl", on_responses=lambda *each: told.append(each)).documents(RECORDS)
+    next(documents)
+    assert (told[0][0] < 8, told[-1]) == (True, (8, 8))
+    assert len(list(documents)) == len(RECORDS) - 1
+    assert told[-1] == (5, 5)
+
+
 def test_supervising_prompts_too(tmp_path: Path) -> None:
     (document,) = made(tmp_path / "file.jsonl", RECORDS[:1], supervise_all=True)
     assert document.supervised is not None
@@ -99,7 +108,7 @@ def test_an_interruption_inside_a_call_leaves_a_valid_file(tmp_path: Path, monke
     path = tmp_path / "file.jsonl"
     generate, calls = LLM.generate, []
 
-    def interrupted(self: LLM, *arguments: Any) -> Any:
+    def interrupted(self: LLM, *arguments: Any, **_: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
