@@ -33,10 +33,9 @@ from foretoken.training.trainer import Processes, StepReport, Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from foretoken.heads.base import WindowPositions
     from foretoken.training.config import TrainConfig
     from foretoken.training.evaluation import EvaluationConfig
-    from foretoken.training.trainer import Batches
+    from foretoken.training.trainer import Batches, MicroBatch
 
 CHAIN = 5  # tokens of the chains in evaluations; DistillSpec's gamma is 3 to 7
 _PROMPT_SHARE = 0.25  # of a window, in evaluations; a choice
@@ -150,16 +149,9 @@ class ModelTrainer(Trainer):
         return replace(report, written_tokens_per_s=tokens / seconds) if tokens else report
 
     @override
-    def _backward(
-        self,
-        step: int,
-        tokens: Tensor,
-        supervised: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        positions: WindowPositions,
-    ) -> HeadSums:
+    def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
         """See `Trainer`; the draft model reads the windows at `positions`, the target at their own."""
+        tokens, supervised, features, positions = batch
         row, place = supervised[:, 1:].nonzero().unbind(1)
         places = positions.of(torch.arange(tokens.shape[1], device=tokens.device))
         read = read_features(self.student, tokens, places)[row, place]

@@ -26,9 +26,10 @@ from foretoken.training.objective_base import Examples, HeadSums, Objective, acc
 from foretoken.training.trainer import Batches, HeadTrainer, Processes, parameter_groups
 
 if TYPE_CHECKING:
-    from foretoken.heads.base import Head, WindowPositions
+    from foretoken.heads.base import Head
     from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
+    from foretoken.training.trainer import MicroBatch
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -97,25 +98,16 @@ class JointTrainer(HeadTrainer):
         weight = self._joint.weight(step, self._config.schedule.num_steps)
         return [*(weight * part for part in super()._weights(step)), 1.0]
 
-    def _backward(
-        self,
-        step: int,
-        tokens: Tensor,
-        supervised: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        positions: WindowPositions,
-    ) -> HeadSums:
+    def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
         """See `Trainer`; ignores `features`, since the backbone's own have a gradient."""
-        del features
         backbone = self._target.backbone
-        output: Any = backbone(input_ids=tokens, use_cache=False)
+        output: Any = backbone(input_ids=batch.tokens, use_cache=False)
         hidden: Tensor = output.last_hidden_state
         leaf = hidden.detach().requires_grad_()
-        own = self._own_loss(leaf, tokens, supervised, float(counts[-1].clamp_min(1)))
+        own = self._own_loss(leaf, batch.tokens, batch.supervised, float(counts[-1].clamp_min(1)))
         num_steps = self._config.schedule.num_steps
         weight = self._joint.weight(step, num_steps)
-        examples = Examples(tokens, supervised, leaf, leaf, step / num_steps, positions)
+        examples = Examples(batch.tokens, batch.supervised, leaf, leaf, step / num_steps, batch.positions)
         sums = accumulate(self._objective, self.head, examples, self._parts, counts=counts[:-1], weight=weight)
         hidden.backward(leaf.grad)
         return HeadSums(*(torch.cat(pair) for pair in zip((sums.loss, sums.matches, sums.count), own, strict=True)))

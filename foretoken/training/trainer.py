@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,22 @@ class StepReport:
         return 1.0 + sum(itertools.accumulate(self.head_matches, lambda left, right: left * right))
 
 
+class MicroBatch(NamedTuple):
+    """Windows of a step that are worked on at once, on the device.
+
+    Attributes:
+        tokens: (B, S) int64.
+        supervised: (B, S) bool, the labels.
+        features: (B, S, F E), the target's.
+        positions: Where the student reads the windows.
+    """
+
+    tokens: Tensor
+    supervised: Tensor
+    features: Tensor
+    positions: WindowPositions
+
+
 class Trainer(ABC):
     """A module in training, in float32, and the progress of the run; a subclass knows the module and its loss."""
 
@@ -164,15 +180,7 @@ class Trainer(ABC):
         """Returns K weights of the losses in a step, counted from 0."""
 
     @abstractmethod
-    def _backward(
-        self,
-        step: int,
-        tokens: Tensor,
-        supervised: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        positions: WindowPositions,
-    ) -> HeadSums:
+    def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
         """Adds the gradients of a micro-batch; counts: (K,) of the global batch."""
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -295,7 +303,8 @@ class Trainer(ABC):
             part = slice(begin, begin + size)
             positions = WindowPositions(anchor[part], offset[part])
             with torch.autocast(device.type, torch.bfloat16, enabled=self._config.compute_dtype == torch.bfloat16):
-                sums = self._backward(step, own_tokens[part], own_supervised[part], features[part], counts, positions)
+                batch = MicroBatch(own_tokens[part], own_supervised[part], features[part], positions)
+                sums = self._backward(step, batch, counts)
             total = sums if total is None else total + sums
         if total is None:  # more processes than windows
             zeros = torch.zeros_like(counts, device=device)
@@ -387,15 +396,8 @@ class HeadTrainer(Trainer):
         return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
 
     @override
-    def _backward(
-        self,
-        step: int,
-        tokens: Tensor,
-        supervised: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        positions: WindowPositions,
-    ) -> HeadSums:
+    def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
+        tokens, supervised, features, positions = batch
         examples = Examples.of_batch(
             tokens, supervised, features, self.head.config, progress=self._done, positions=positions
         )
