@@ -45,7 +45,7 @@ def test_a_good_head(place: Path, more: tuple[str, ...]) -> None:
     assert {check["verdict"] for check in facts["checks"]} == {"ok"}
     names = [check["name"] for check in facts["checks"]]
     assert names[:3] == ["target logits", "tree logits", "target served"]
-    assert names[-1 - 2 * len(more) :] == ["drafting", "fresh head", "learning"][: 1 + 2 * len(more)]
+    assert names[-2 - 2 * len(more) :] == ["drafting", "rounding", "fresh head", "learning"][: 2 + 2 * len(more)]
     assert facts["checks"][0].keys() == {"name", "verdict", "value", "expected", "message"}
     assert {path.name: path.read_bytes() for path in (place / "head").iterdir()} == before
 

@@ -84,7 +84,7 @@ def test_a_trained_head_passes_all(method: str, tmp_path: Path) -> None:
     assert [check.name for check in checks] == [
         "target logits", "tree logits", "target served", "head loads", "head fits", "head trained", "head values",
         *(["taps served"] * (method == "eagle3")), "feature", "configuration", "labels", "knowledge", "depth",
-        "drafting",
+        "drafting", "rounding",
     ]  # fmt: skip
     unlike = method in ("eagle", "mlp_speculator")  # neither an LM head of the target's width nor another rotary base
     skipped = [*(["configuration"] * unlike), *(["depth"] * (method != "medusa"))]
@@ -333,6 +333,16 @@ def test_drafting_from_the_wrong_position(tmp_path: Path, monkeypatch: pytest.Mo
     found = faults(examined(good(), tmp_path))
     assert found.keys() == {"drafting"}
     assert "Drafting does not do what training did" in found["drafting"]
+
+
+def test_weights_that_int8_copies_lose(tmp_path: Path) -> None:
+    """One input of a layer is tiny, and its weights are as much greater: the same network, whose rows int8 empties."""
+    weights = {key: value.clone() for key, value in good("eagle").weights.items()}
+    weights["layer.up_proj.weight"][0] /= 500
+    weights["layer.down_proj.weight"][:, 0] *= 500
+    found = faults(examined(replace(good("eagle"), weights=weights), tmp_path))
+    assert found.keys() == {"rounding"}
+    assert "Chains of int8 copies bring" in found["rounding"]
 
 
 def test_a_drafter_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -384,18 +384,25 @@ class DraftingFigures:
 
 
 def draft(
-    target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str
-) -> DraftingFigures:
+    target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str,
+    quantization: str = "none",
+) -> DraftingFigures:  # fmt: skip
     """Drafts the continuations with chains in the engine, and compares pass by pass.
 
-    `config` is the `speculative_config` with the head; `said` has its (K, B, S) predictions with the right feature.
-    Raises `ForetokenError` when the head cannot be loaded as a drafter.
+    Args:
+        config: The `speculative_config` with the head.
+        said: (K, B, S), its predictions with the right feature.
+        quantization: Of the head: as trained, or "auto", which drafts with int8 copies where it can.
+
+    Raises:
+        ForetokenError: When the head cannot be loaded as a drafter.
     """
     records: list[StepRecord] = []
     lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
-    llm = LLM(  # drafts with the head as trained: int8 copies would differ from the prediction
+    shape = {"tree": "chain", "num_speculative_tokens": len(said), "quantization": quantization}
+    llm = LLM(
         target.stored or target,
-        speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said), "quantization": "none"},
+        speculative_config={**config, **shape},
         tokenizer=tokenizer,
         max_num_seqs=AT_ONCE,
         max_model_len=min(max(map(len, texts.texts)) + 1, target.context_len),
