@@ -204,7 +204,7 @@ def data(
             file = responses if part == TRAIN else responses.with_name(f"{part}.{responses.name}")
             return SelfDistiller(
                 llm, settings, file, max_num_seqs=batch_size, supervise_all=supervise_all,
-                on_responses=lambda done, total: on_progress(f"{done} of the next {total} prompts are answered"),
+                on_responses=lambda done, total: on_progress((done, total)),
             )  # fmt: skip
 
         corpus = build_corpus(
@@ -265,15 +265,21 @@ def ending_cleanly() -> Iterator[None]:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[DataProgress | str], None]]:
-    last = time.perf_counter()
+def _shown() -> Iterator[Callable[[DataProgress | tuple[int, int]], None]]:
+    """Yields a function that shows what is made, and how many of how many prompts of a call are answered besides."""
+    last, line = time.perf_counter(), ""
     with terminal.renewed_line() as (say, every):
 
-        def show(progress: DataProgress | str) -> None:
-            nonlocal last
+        def show(progress: DataProgress | tuple[int, int]) -> None:
+            nonlocal last, line
+            ending = ""
+            if isinstance(progress, tuple):
+                ending = f"{'; ' if line else ''}{progress[0]} of the next {progress[1]} prompts are answered"
+            else:
+                line = _line(progress)
             if time.perf_counter() - last >= every:
                 last = time.perf_counter()
-                say(progress if isinstance(progress, str) else _line(progress))
+                say(line + ending)
 
         yield show
 

@@ -21,7 +21,7 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.native_head import HeadKernels
-from foretoken.drafters.base import TargetReads, TreeOption
+from foretoken.drafters.base import READ_SHARE, TargetReads, TreeOption
 from foretoken.drafters.captured import CapturedExpansion
 from foretoken.drafters.draft_tokens import VocabularyOptions
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
@@ -125,6 +125,11 @@ class HeadDrafter:
 
     reads_last: ClassVar[bool] = True
     head: Head
+
+    @property
+    def read_share(self) -> float:
+        """See `SparingReader`; nothing of heads that read the last feature alone."""
+        return 0.0 if self.reads.is_last_enough else READ_SHARE
 
     @property
     def has_window(self) -> bool:

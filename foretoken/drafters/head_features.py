@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, Prefix, TargetHandle
     from foretoken.heads.base import BlockInputs
 
-TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; longer parts are fed alone
+TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; of longer parts the last alone
 CHUNK = 512  # positions of a long part per pass
 
 
@@ -127,7 +127,9 @@ class WaitingFeatures(ABC):
 
     def reusable(self, slot: int, length: int) -> int:
         """Returns the positions with features, at most `length`; see `foretoken.drafters.base.PrefixKeeper`."""
-        return self.rows.reusable(slot, min(length, self._num_here(slot)))
+        if self._num_here(slot) != self._known[slot]:  # a failed pass left a hole, behind which features may wait
+            return 0
+        return self.rows.reusable(slot, min(length, self._known[slot]))
 
     def begin(self, slot: int, prefix: Prefix | None) -> None:
         """Starts a sequence in a slot; `prefix` is a prefix that `reusable` allowed, or None."""
@@ -163,7 +165,7 @@ class StackFeatures(WaitingFeatures):
     """Features through a decoder block: its output at the last committed position of every slot.
 
     Earlier positions leave keys and values alone: of a long part, all but the last position skip the rest of the last
-    block. On the 0.5B's HASS head that is a ninth of the work.
+    block, which leaves a ninth of the work of the 0.5B's HASS head.
     """
 
     def __init__(
@@ -209,11 +211,7 @@ class StackFeatures(WaitingFeatures):
         for slot, text in zip(slots, texts, strict=True):
             if not self._waiting[slot]:
                 continue
-            features = self._joined(slot)
-            self._waiting[slot], self._has_seen[slot] = [], False
-            if len(features) > TOGETHER:
-                self._append(slot, text, features[:-1])
-                features = features[-1:]
+            features = self._shortened(slot, text)
             behind.append(slot)
             following.append(text[self._fed[slot] + 1 :][: len(features)])
             parts.append(features)
@@ -230,11 +228,7 @@ class StackFeatures(WaitingFeatures):
             return None
         following, parts = [], []
         for slot, text in zip(slots, texts, strict=True):
-            features = self._joined(slot)
-            if len(features) > TOGETHER:
-                self._waiting[slot] = [self._waiting[slot][-1][-1:]]
-                self._append(slot, text, features[:-1])
-                features = features[-1:]
+            features = self._shortened(slot, text)
             following.append(text[self._fed[slot] + 1 :][: len(features)])
             parts.append(features)
         work = self._pass_of(slots, following, parts[0].device, has_last_logits=True)
@@ -248,6 +242,19 @@ class StackFeatures(WaitingFeatures):
         """
         for slot in slots:
             self._has_seen[slot] = True
+
+    def _shortened(self, slot: int, text: Sequence[int]) -> Tensor:
+        """Returns the (T, F E) features that wait, all but the last of which it appends if they are many.
+
+        If that fails, the slot has a hole, and gets no draft until it begins anew.
+        """
+        features = self._joined(slot)
+        self._has_seen[slot] = False
+        if len(features) > TOGETHER:
+            self._waiting[slot] = [self._waiting[slot][-1][-1:]]
+            self._append(slot, text, features[:-1])
+            features = features[-1:]
+        return features
 
     def _append(self, slot: int, text: Sequence[int], features: Tensor) -> None:
         """Writes keys and values of (T, F E) features of one slot, in chunks."""
@@ -266,7 +273,7 @@ class StackFeatures(WaitingFeatures):
         set_last(self._last, slots, outputs, work.offsets)
         for slot, tokens in zip(slots, following, strict=True):
             self._fed[slot] += len(tokens)
-            self._has_last[slot] = True
+            self._waiting[slot], self._has_last[slot] = [], True
 
     def _pass_of(
         self, slots: Sequence[int], following: Sequence[Sequence[int]], device: torch.device, **options: bool

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from foretoken.core.backend import reads_are_free, runs_cpu_kernels
 from foretoken.core.token_tree import MAX_NODES
-from foretoken.drafters.base import FloorsFollower, MeasuredDrafter
+from foretoken.drafters.base import READ_SHARE, FloorsFollower, MeasuredDrafter, SparingReader
 from foretoken.drafting.acceptance import KeptAcceptance, pair_key
 from foretoken.drafting.base import Fixed
-from foretoken.drafting.costs import READ_SHARE, fastest_by_depth
+from foretoken.drafting.costs import fastest_by_depth
 from foretoken.drafting.draft_timing import MOST_TIMED, time_drafts
 from foretoken.drafting.goodput import Goodput
 from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from foretoken.drafting.policies import BatchTable
 
 _WORTH_READING_S = 1e-3  # of a level; a choice: reading and cutting a chain takes the host about 0.1 ms
-_READ_SHARE_OF_HEADS = 0.1  # measured on HASS heads: 0.13 (0.5B) and 0.1 (SmolLM2), Zen 4
 _MOST_BOUGHT = 128  # least cap of nodes in a tree of several drafters; a drafter with wider trees raises the cap
 
 
@@ -141,10 +140,7 @@ def _buying(
 
 
 def _read_share(drafter: Drafter) -> float:
-    """Returns what reading a missed token takes, see `CostModel`: heads keep its keys and values, or nothing."""
-    if not drafter.reads.taps:
-        return READ_SHARE
-    return 0.0 if drafter.reads.is_last_enough else _READ_SHARE_OF_HEADS
+    return drafter.read_share if isinstance(drafter, SparingReader) else READ_SHARE
 
 
 def most_nodes(drafters: Sequence[Drafter]) -> int:

@@ -7,7 +7,8 @@
 
 `told` is the staircase that was measured at load. r_B is learned at the widths of past passes and interpolated between
 them, so that a staircase that was measured wrong does not last. `fixed` and `level` come from drafts timed at load.
-Before the first reading a token takes half of what it adds to a wide pass, in proportion to a level and a pass.
+Before the first reading a token takes a share of what it adds to a wide pass, in proportion to a level and a pass: half
+of it for a draft model, a tenth for a head that keeps keys and values alone, nothing for one that reads one feature.
 
 All of these are seconds of a quiet machine. Observed seconds are divided by `machine`, the slowness that recent passes
 show. A busy machine slows passes, drafts and the host alike, so `machine` changes no decision.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from foretoken.drafters.base import READ_SHARE
 from foretoken.runner.costs import CostCurve
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ _LEAST_LEVEL = 0.06  # share of the shortest timed draft: on a busy machine a le
 _SHAPE = 0.02  # mean square of what told and true seconds of two widths differ by, as a logarithm
 _REFRESH_EVERY = 16  # passes between two tables
 _WIDE = 64  # tokens of a pass that is bound by arithmetic; a choice
-READ_SHARE = 0.5  # of what the proportion says; measured: 0.9 to 1.0 ms instead of 1.8, the 0.5B for the 1.5B
 # Tokens that tell what reading takes, weight of earlier ones, and most of what was expected that counts; choices.
 _LEAST_READ, _READ_FADE, _MOST_READ = 16, 0.8, 4.0
 _MISSED = 2  # tokens of a sequence that a draft may read besides and still tell what drafts take; a choice

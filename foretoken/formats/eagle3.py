@@ -250,7 +250,13 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     if of_specforge.get("use_aux_hidden_state", True) is not True:
         raise ModelError(f"'{name}' reads the target's last feature alone. Expected an EAGLE-3 head with several taps.")
     ids = of_specforge.get(LAYER_IDS)
-    stated = boundaries_of(name, ids, shift=1) if ids is not None else boundaries_of(name, config.get(LAYER_IDS))
+    outer = boundaries_of(name, config.get(LAYER_IDS))
+    stated = outer if ids is None else boundaries_of(name, ids, shift=1)
+    if None not in (stated, outer) and stated != outer:
+        logging.getLogger(__name__).warning(
+            "%s: its taps are boundaries %s by eagle_config, as SGLang reads them, and %s outside of it, as vLLM does; "
+            "the first are taken", name, stated, outer,
+        )  # fmt: skip
     layer = "midlayer" if weights.matches(_MID_LAYER) else "layers.0"
     steps, is_specforge = own_entry(config, "num_steps"), bool(of_specforge) or config.get("architectures") == [_CLASS]
     sizes, tensors = read_eagle3(
@@ -302,7 +308,8 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
         reason = "it takes layer ids that do not begin with 1 for boundaries; convert to 'speculators'"
     how = "--speculative-algorithm EAGLE3 with --speculative-draft-model-path of this directory"
     sglang = Reader.unless(reason, SGLANG, how)
-    vllm = Reader.unless(biases, VLLM_EAGLE, "speculative_config with method 'eagle3' named; a chain")
+    reason = biases and f"{BIASES}: config.json denies them, for with them it would expect one behind o_proj"
+    vllm = Reader.unless(reason, VLLM_EAGLE, "speculative_config with method 'eagle3' named; a chain")
     return [official, specforge, sglang, vllm]
 
 

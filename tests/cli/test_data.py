@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from command_line import MODEL, ROOT, run
 from forked import ForkedCommand
 
+from foretoken.cli import data
 from foretoken.models.loading import load_tokenizer
+from foretoken.training.data.corpus import DataProgress
 from foretoken.training.data.packed import PackedTokens
 
 SOURCES = ["def add(a, b):\n    return a + b\n", "import os\n\nprint(os.getcwd())\n", "x = [1, 2, 3]\n"]
@@ -178,3 +181,19 @@ def test_bad_targets_and_chats(texts: Path, tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "has no chat template" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_time_left_is_told_beside_the_answers_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of three minutes, in which an answer ends every twenty seconds; a log has a line in 30 seconds."""
+    now, lines = [0.0], list[str]()
+    monkeypatch.setattr(data.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(data.terminal, "renewed_line", lambda: nullcontext((lines.append, 30.0)))
+    with data._shown() as show:
+        for call in range(1, 4):
+            for done in range(1, 10):
+                now[0] += 20
+                show((done, 9))
+            show(DataProgress(documents=9 * call, tokens=9, seconds=now[0], tokens_per_s=1.0, seconds_left=60.0))
+    assert lines[0] == "2 of the next 9 prompts are answered"
+    assert any("left; " in line and line.endswith("of the next 9 prompts are answered") for line in lines)
+    assert sum("left" in line for line in lines) >= len(lines) / 2

@@ -185,7 +185,7 @@ def test_of_a_long_prompt_the_last_position_alone_is_computed_whole(kind: str, m
 
 
 @pytest.mark.parametrize(("kind", "passes"), slow_products(["eagle", "eagle3"], [0, 1, 2], each=1))
-def test_a_feeding_that_raises_leaves_slots_undrafted(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feeding_that_raises_leaves_holes_undrafted(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first or second chunk of a long prompt, or in the pass that feeds the others; beside slots that go on."""
     made, texts, draw = drafter(kind, **SHAPES["static"]), Texts(kind), random.Random(1)
     monkeypatch.setattr(head_features, "CHUNK", 20)
@@ -199,14 +199,16 @@ def test_a_feeding_that_raises_leaves_slots_undrafted(kind: str, passes: int, mo
     failing.left = passes
     with pytest.raises(MemoryError):
         made.propose(context(held))
+    assert made.reusable(1, 40) == (0 if passes < 2 else 40)
     for _ in range(2):  # also after further tokens
         tree = made.propose(context(held))
-        assert tree.num_nodes.tolist() == [1, 1 if passes < 2 else tree.num_nodes[1], 9]
+        assert tree.num_nodes.tolist() == [9, 1 if passes < 2 else 9, 9]  # a chunk that is missing leaves a hole
         for slot in (0, 1, 2):
             if tree.num_nodes[slot] > 1:
                 assert_scores(tree, slot, texts, slot, 1.0)
             texts.texts[slot] += words(draw, 2)
         texts.commit([made], [0, 1, 2])
+        assert bool(made.reusable(1, 40)) == (passes == 2), "nothing behind a hole"
     for slot, length in lengths.items():
         texts.begin([made], slot, words(draw, length))
     texts.commit([made], [0, 1, 2])

@@ -16,8 +16,10 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
 from foretoken.decoder.native_head import HeadKernels
-from foretoken.drafters.base import Committed, MeasuredDrafter
+from foretoken.drafters.base import READ_SHARE, Committed, MeasuredDrafter
 from foretoken.drafters.registry import create_drafter, drafter_options
+from foretoken.drafting.choice import choose_controller
+from foretoken.drafting.goodput import Goodput
 from foretoken.formats import files, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import StepHead, build_head
@@ -259,3 +261,18 @@ def test_heads_by_hub_id(method: str, tmp_path: Path, monkeypatch: pytest.Monkey
     first, second = (one.head.step(0, state, token, one.parts)[1] for one in made)
     assert not torch.equal(first, second)
     assert drafter(Path("some/head"), method, revision="v1").shape.depth == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "share"),
+    [("medusa", 0.0), ("mlp_speculator", 0.0), ("hydra", 0.1), ("eagle", 0.1), ("falcon", READ_SHARE)],
+)
+def test_the_controller_knows_what_heads_read(
+    method: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, keys and values alone, or every position."""
+    monkeypatch.setattr("foretoken.drafting.choice.time_drafts", lambda *_: [(1, 1e-3)])
+    made = drafter(saved(tmp_path / "head", method), method)
+    controller = choose_controller([made.options], [made], handle(), keeps_acceptance=False)
+    assert isinstance(controller, Goodput)
+    assert controller._costs._read_shares == [share]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
-from foretoken.drafting.costs import READ_SHARE, CostModel, FadingLine
+from foretoken.drafters.base import READ_SHARE
+from foretoken.drafting.costs import CostModel, FadingLine
 from foretoken.runner.costs import WIDTHS, CostCurve
 
 

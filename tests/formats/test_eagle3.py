@@ -45,6 +45,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats import conversion
 from foretoken.formats.checkpoint import TargetInfo, TargetWeights
 from foretoken.formats.conversion import EAGLE_CODE
+from foretoken.formats.eagle3 import LAYER_IDS
 from foretoken.formats.registry import head_readers, read_head, write_head
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -415,3 +416,14 @@ def test_a_base_that_the_authors_code_passes_over(tmp_path: Path, caplog: pytest
         read_head(tmp_path / name, base_config=TARGET)
         warned = "rope_theta is 500000 here; beside rope_scaling EAGLE's own code takes 10000" in caplog.text
         assert warned == (name == "official")
+
+
+def test_taps_that_are_stated_twice_and_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_head("eagle3", random_head(eagle3()), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert read_head(tmp_path)[1].config.boundaries == tuple(config[LAYER_IDS])  # type: ignore[union-attr]
+    assert not caplog.records
+    (tmp_path / "config.json").write_text(json.dumps(config | {LAYER_IDS: [2, 7, 9]}))
+    nested = config["eagle_config"][LAYER_IDS]
+    assert read_head(tmp_path)[1].config.boundaries == tuple(one + 1 for one in nested)  # type: ignore[union-attr]
+    assert "as SGLang reads them, and [2, 7, 9] outside of it, as vLLM does" in caplog.text

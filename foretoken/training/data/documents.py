@@ -266,8 +266,9 @@ class _Responses:
         pass
 
     def update(self, count: int) -> None:
-        self.n += count
-        self._tell(self.n, self._total)
+        if count:
+            self.n += count
+            self._tell(self.n, self._total)
 
 
 class SelfDistiller:
@@ -286,7 +287,7 @@ class SelfDistiller:
         Args:
             max_num_seqs: That of `llm`.
             supervise_all: Whether prompts count as labels too.
-            on_responses: Hears how many of how many prompts of a call are answered, before any document is yielded.
+            on_responses: Hears how many of how many prompts of a call are answered, before its documents are yielded.
 
         Raises:
             ConfigError: When prompts and responses do not fit the target.
