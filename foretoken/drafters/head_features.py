@@ -170,20 +170,21 @@ class StackFeatures(WaitingFeatures):
 
     def __init__(
         self,
-        pair: Callable[[Tensor, Pass], BlockInputs],
-        finish: Callable[[Tensor], Tensor],
         stack: BlockStack,
         target: TargetHandle,
         *,
         width: int,
         dtype: torch.dtype,
         rows: PartialRows | None = None,
+        pair: Callable[[Tensor, Pass], BlockInputs] | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Starts without features; `rows`: see `WaitingFeatures`.
 
         Args:
-            pair: Returns the block's inputs of (M, F E) features of a pass and the tokens after them.
-            finish: (B, E) outputs of the block to (B, W), which are stored.
+            pair: Returns the block's inputs of (M, F E) features of a pass and the tokens after them; None if these are
+                the features.
+            finish: (B, E) outputs of the block to (B, W), which are stored; None if they are stored as they are.
         """
         super().__init__(stack.cache, target, dtype, rows)
         self.stack, self._pair, self._finish = stack, pair, finish
@@ -244,7 +245,7 @@ class StackFeatures(WaitingFeatures):
             self._has_seen[slot] = True
 
     def _shortened(self, slot: int, text: Sequence[int]) -> Tensor:
-        """Returns the (T, F E) features that wait, all but the last of which it appends if they are many.
+        """Returns the (T, F E) features that wait; if they are many, appends all but the last one, and returns that.
 
         If that fails, the slot has a hole, and gets no draft until it begins anew.
         """
@@ -261,16 +262,16 @@ class StackFeatures(WaitingFeatures):
         for chunk in features.split(min(CHUNK, self.rows.most_at_once)):
             begin = self._fed[slot] + 1
             work = self._pass_of([slot], [text[begin : begin + len(chunk)]], chunk.device)
-            inputs, side = self._pair(chunk, work)
+            inputs, side = (chunk, None) if self._pair is None else self._pair(chunk, work)
             self.stack.append(inputs, work, side)
             self._fed[slot] += len(chunk)
 
     def _feed(self, slots: Sequence[int], following: Sequence[Sequence[int]], features: Tensor) -> None:
         """Runs the block over the next positions of some slots: (M, F E) features, and the tokens after them."""
         work = self._pass_of(slots, following, features.device)
-        inputs, side = self._pair(features, work)
-        outputs = self._finish(self.stack.run(inputs, work, side).to(self._dtype))
-        set_last(self._last, slots, outputs, work.offsets)
+        inputs, side = (features, None) if self._pair is None else self._pair(features, work)
+        outputs = self.stack.run(inputs, work, side).to(self._dtype)
+        set_last(self._last, slots, outputs if self._finish is None else self._finish(outputs), work.offsets)
         for slot, tokens in zip(slots, following, strict=True):
             self._fed[slot] += len(tokens)
             self._waiting[slot], self._has_last[slot] = [], True

@@ -29,7 +29,6 @@ from foretoken.drafters.captured import CapturedExpansion, Prefixes
 from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
 from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.levels import LevelPasses
-from foretoken.heads.base import BlockInputs
 from foretoken.heads.hydra import HydraConfig
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from foretoken.drafters.base import DraftContext, Drafter, TargetHandle
     from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
-    from foretoken.heads.base import AutoregressiveHead
+    from foretoken.heads.base import AutoregressiveHead, BlockInputs
     from foretoken.heads.hydra import HydraHeads
     from foretoken.heads.medusa import MedusaHeads
     from foretoken.heads.mlp_speculator import MlpSpeculatorHead
@@ -91,10 +90,7 @@ class HydraDrafter(HeadDrafter):
             return super().features_for(target)
         stack = self.stack_of(self.head.prefix)
         width, rows = self.head.config.hidden_size, self.rows_of(stack)
-        return StackFeatures(
-            lambda features, _: BlockInputs(features, None), lambda outputs: outputs, stack, target,
-            width=width, dtype=self.dtype, rows=rows,
-        )  # fmt: skip
+        return StackFeatures(stack, target, width=width, dtype=self.dtype, rows=rows)
 
     @property
     @override
@@ -144,8 +140,8 @@ class AutoregressiveDrafter(HeadDrafter):
             with suppress(UnsuitableError):  # the kernels do not support the head or its block
                 self._whole_drafts = AutoregressiveKernels(steps, self._stack)
         self._pairs = StackFeatures(
-            self._paired, self._joined, self._stack, target,
-            width=2 * head.config.width, dtype=self.dtype, rows=self._rows,
+            self._stack, target, width=2 * head.config.width, dtype=self.dtype, rows=self._rows,
+            pair=self._paired, finish=self._joined,
         )  # fmt: skip
         return self._pairs
 

@@ -103,13 +103,13 @@ def test_long_parts_are_fed_before(method: str, tmp_path: Path) -> None:
     text = [5 + i % 50 for i in range(80)]
     commit([made], 0, 0, text[:-1], seed=1)
     lengths: list[int] = []
-    run = NativeBlocks.run
+    append = NativeBlocks.append
 
     def seen(blocks: Any, work: Any, *inputs: Any) -> Any:
         lengths.append(work.num_tokens)
-        return run(blocks, work, *inputs)
+        return append(blocks, work, *inputs)
 
-    with mock.patch.object(NativeBlocks, "run", seen), mock.patch.object(head_features, "CHUNK", 32):
+    with mock.patch.object(NativeBlocks, "append", seen), mock.patch.object(head_features, "CHUNK", 32):
         first = made.propose(context([text], params=[REQUESTS["greedy"][0]]))
         again = made.propose(context([text], params=[REQUESTS["greedy"][0]]))
     assert lengths == [32, 32, 14]

@@ -43,7 +43,7 @@ class Fed:
         target = handle(vocab_size=4, context_len=context_len, num_slots=num_slots, dtype=dtype)
         own = deepcopy(layer).to(dtype)
         stack = BlockStack(own.as_blocks(context_len), num_slots=num_slots, capacity=context_len, capture=capture)
-        self.layer, self.features = layer, StackFeatures(stack.run, stack, target, width=len(own.norm), dtype=dtype)
+        self.layer, self.features = layer, StackFeatures(stack, target, width=len(own.norm), dtype=dtype)
         expected = "torch" if dtype == torch.float64 else "native" if capture is None else "graphs"
         assert self.features.stack.backend == expected
         self.same = SAME if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
