@@ -263,6 +263,8 @@ def test_what_the_kernels_leave_to_torch() -> None:
     assert head.native_steps(replace(parts, native=None)) is None
     for name in HEADS:
         plain = build_head(HEADS[name], dtype=torch.float64)
+        for parameter in plain.parameters():
+            torch.nn.init.normal_(parameter)  # zeros, which fresh memory may hold, would fit bfloat16
         plain.optimize_for_inference()
         steps = plain.native_steps(parts)
         with pytest.raises(UnsuitableError, match="Expected a native linear layer"):
