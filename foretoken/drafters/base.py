@@ -325,7 +325,10 @@ class SparingReader(Protocol):
 
     @property
     def read_share(self) -> float:
-        """What reading a token takes: a share of what it would take if reading were to a target pass as a level is."""
+        """Seconds of reading a token, as a share of those that a token adds to a wide target pass times level / pass.
+
+        `level` are the seconds of a drafted level, `pass` those of a target pass of one token; see `CostModel`.
+        """
 
 
 LONGEST_CHAIN = 16  # tokens per pass if nothing else sets a bound

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, Prefix, TargetHandle
-    from foretoken.heads.base import BlockInputs
 
 TOGETHER = 32  # positions of a sequence that are fed in one pass with other sequences; of longer parts the last alone
 CHUNK = 512  # positions of a long part per pass
@@ -176,15 +175,14 @@ class StackFeatures(WaitingFeatures):
         width: int,
         dtype: torch.dtype,
         rows: PartialRows | None = None,
-        pair: Callable[[Tensor, Pass], BlockInputs] | None = None,
-        finish: Callable[[Tensor], Tensor] | None = None,
+        pair: Callable[[Tensor, Pass], tuple[Tensor, Tensor | None]] = lambda features, _: (features, None),
+        finish: Callable[[Tensor], Tensor] = lambda outputs: outputs,
     ) -> None:
         """Starts without features; `rows`: see `WaitingFeatures`.
 
         Args:
-            pair: Returns the block's inputs of (M, F E) features of a pass and the tokens after them; None if these are
-                the features.
-            finish: (B, E) outputs of the block to (B, W), which are stored; None if they are stored as they are.
+            pair: Returns both inputs of the block for (M, F E) features and the tokens of a pass.
+            finish: Returns (M, W), what is stored of (M, E) outputs of the block.
         """
         super().__init__(stack.cache, target, dtype, rows)
         self.stack, self._pair, self._finish = stack, pair, finish
@@ -262,16 +260,16 @@ class StackFeatures(WaitingFeatures):
         for chunk in features.split(min(CHUNK, self.rows.most_at_once)):
             begin = self._fed[slot] + 1
             work = self._pass_of([slot], [text[begin : begin + len(chunk)]], chunk.device)
-            inputs, side = (chunk, None) if self._pair is None else self._pair(chunk, work)
+            inputs, side = self._pair(chunk, work)
             self.stack.append(inputs, work, side)
             self._fed[slot] += len(chunk)
 
     def _feed(self, slots: Sequence[int], following: Sequence[Sequence[int]], features: Tensor) -> None:
         """Runs the block over the next positions of some slots: (M, F E) features, and the tokens after them."""
         work = self._pass_of(slots, following, features.device)
-        inputs, side = (features, None) if self._pair is None else self._pair(features, work)
-        outputs = self.stack.run(inputs, work, side).to(self._dtype)
-        set_last(self._last, slots, outputs if self._finish is None else self._finish(outputs), work.offsets)
+        inputs, side = self._pair(features, work)
+        outputs = self._finish(self.stack.run(inputs, work, side).to(self._dtype))
+        set_last(self._last, slots, outputs, work.offsets)
         for slot, tokens in zip(slots, following, strict=True):
             self._fed[slot] += len(tokens)
             self._waiting[slot], self._has_last[slot] = [], True

@@ -133,8 +133,8 @@ class CostModel:
             cost: Seconds of a pass by tokens; None if none were measured.
             deepest: Most levels of each drafter.
             timed: Depth and seconds of each drafter's timed drafts; see `time_drafts`.
-            read_shares: What a token that a drafter missed takes before any was seen, as a share of what it would take
-                if reading were to a pass as a level is; empty for `READ_SHARE`.
+            read_shares: See `foretoken.drafters.base.SparingReader`, for the time before the first reading; empty for
+                `READ_SHARE`.
         """
         self._read_shares = read_shares or [READ_SHARE] * len(deepest)
         self._told = _PassSeconds(cost or CostCurve((1,), (1.0,)))

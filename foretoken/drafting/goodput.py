@@ -94,18 +94,16 @@ class Goodput:
             read_shares: See `CostModel`.
         """
         self._max_nodes, self._is_read = max_nodes, is_read
-        ends = ends_early or [False] * len(nodes_by_depth)
         self._known = [
             Known(nodes, expected, is_read=is_read, ends_early=each)
-            for nodes, each in zip(nodes_by_depth, ends, strict=True)
+            for nodes, each in zip(nodes_by_depth, ends_early or [False] * len(nodes_by_depth), strict=True)
         ]
         deepest = [known.deepest for known in self._known]
         self._costs = CostModel(cost, deepest, timed or [()] * len(deepest), read_shares)
-        self._exploration = Exploration()
+        self._exploration, self._reading = Exploration(), Reading()
         self._kept: KeptAcceptance | None = None
         self._held: Allotment | None = None  # a decision that holds until an iteration
         self._held_until = self._last_depth = 0
-        self._reading = Reading()
         self._gain = 0.0  # plain iterations that an iteration with drafts saves, fading
         self._pace = 0.0, 0.0  # tokens and seconds of iterations with drafts, fading
         self._free = frozenset[int]()
