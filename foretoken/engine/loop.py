@@ -9,75 +9,58 @@ that fails again, one sequence at a time. Only a sequence that fails alone ends.
 from __future__ import annotations
 
 import logging
-import math
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.acceptance.rules import walk_chosen
-from foretoken.acceptance.select import AcceptancePolicy, accept
-from foretoken.acceptance.synthetic import walk_synthetic
-from foretoken.core.backend import (
-    StageClock,
-    has_triton_kernels,
-    integers_on,
-    is_out_of_memory,
-    reads_are_free,
-    restored_torch_state,
-)
+from foretoken.core.backend import StageClock, is_out_of_memory, restored_torch_state
 from foretoken.core.errors import ModelError, described
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import MAX_NODES, TokenTree
 from foretoken.decoder.cuda_graphs import WARM_UPS
 from foretoken.drafters.base import DraftContext
 from foretoken.drafting.drafting import Draft
-from foretoken.engine.prefill import Chunk, Prefill
+from foretoken.engine.acceptor import Acceptor
+from foretoken.engine.prefill import Prefill
 from foretoken.engine.scheduler import EngineCounts, Scheduler
 from foretoken.engine.sequence import MemoryPressure, SamplingState, contained, fail, slot_of
-from foretoken.engine.tracing import traced
 from foretoken.engine.verification import (
+    Launched,
     Outcome,
     VerifiedBatch,
-    greatest_on_host,
-    logits_of,
     newly_committed,
-    outcomes_of_paths,
-    outcomes_on_host,
     sequence_step,
-    token_choice,
     token_scores,
     verification,
 )
 from foretoken.grammars.drafts import GrammarBounds
-from foretoken.sampling.node_scores import NodeScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
-    from foretoken.acceptance.synthetic import LengthSchedule
+    from foretoken.acceptance.select import AcceptancePolicy
     from foretoken.core.records import SequenceStep, StageSeconds, TreeTrace
     from foretoken.core.results import Metric
-    from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Drafting
     from foretoken.engine.scheduler import SlotPool
     from foretoken.engine.sequence import Sequence
-    from foretoken.engine.verification import Verification
     from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import SamplingBatch
 
 NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
-# Prompt tokens of one pass with all logits. Other requests wait for the pass: with 512 tokens they took up to 0.74 s,
-# see "A server under load" in benchmarks/RESULTS.md. Four passes of 128 tokens take as long as one of 512.
-_MOST_SCORED_TOKENS = 128
 _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs sequences on a target with drafters; `counts` are those of all iterations so far."""
+    """Runs sequences on a target with drafters.
+
+    Attributes:
+        counts: Of all iterations so far.
+        acceptor: Decides which drafts are kept; its policy may be replaced between iterations.
+    """
 
     def __init__(
         self,
@@ -98,24 +81,15 @@ class Engine:
             impossible_ids: (U,) int64, token ids that are never generated; None for none.
             has_traces: Whether step records have a trace of every node; see `SequenceStep`.
         """
-        self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
+        self.target, self.counts = target, EngineCounts()
         self._drafting, self._on_step, self._has_traces = drafting, on_step, has_traces
-        self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._sampling = SamplingState(slots.num_slots, target.vocab_size, target.device)
-        self.counts, self._memory = EngineCounts(), MemoryPressure(target.device)
+        self.acceptor = Acceptor(policy, self._sampling, drafting, impossible_ids)
+        self._prefill = Prefill(target, drafting, max_num_batched_tokens)
+        self._memory = MemoryPressure(target.device)
         self._num_read = 0  # verifications of drafts that drafters heard of
-        self._scheduler = Scheduler(target, drafting, self._sampling.table, slots, self.counts)
-
-    @property
-    def policy(self) -> AcceptancePolicy:
-        """How sampled requests are verified."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: AcceptancePolicy) -> None:
-        self._policy, self._is_lossy, self._synthetic = policy, policy.is_lossy, policy.schedule()
         self._num_warm_ups = WARM_UPS.count
-        self._are_coupled = {is_seeded: policy.is_coupled(is_seeded=is_seeded) for is_seeded in (False, True)}
+        self._scheduler = Scheduler(target, drafting, self._sampling.table, slots, self.counts)
 
     @property
     def has_work(self) -> bool:
@@ -160,15 +134,54 @@ class Engine:
             return
         self._scheduler.schedule()
         decoding, joining = self._prefill.divided(self._scheduler.running)
-        scored = [s for s in joining if s.wants_prompt_scores] if joining else []
-        if scored:  # one chunk an iteration, because other requests wait for the pass
-            self._feed_scored(self._scheduler.fewest_first(scored)[0], len(decoding))
-            decoding, joining = self._prefill.divided(self._scheduler.running)
-            joining = [s for s in joining if not s.wants_prompt_scores]
-        joining = self._scheduler.fewest_first(joining) if joining else []
+        if any(sequence.wants_prompt_scores for sequence in joining):
+            decoding, joining = self._score_prompts(decoding, joining)
         if decoding or joining:
-            self._iterate(decoding, joining)
+            self._iterate(decoding, self._scheduler.fewest_first(joining))
         self._scheduler.remove_finished()
+
+    def _iterate(self, decoding: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
+        """Proposes, verifies, accepts and commits. What fails is decoded again in smaller parts, see `_smaller`.
+
+        Sequences in `decoding` have all KV rows but the root's; the prompts of `joining` are being read. One of the two
+        is not empty.
+        """
+        clock = StageClock(self.target.device)
+        draft: Draft | None = None
+        try:
+            draft = self._propose(decoding, joining, most_nodes)
+            verified = self._accept(self._launch(decoding, joining, draft, clock), clock)
+        except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
+            smaller = self._smaller(err, decoding, joining, draft, most_nodes)
+        else:
+            self._commit(verified, clock)
+            return
+        for part in smaller:  # outside `except`: the error no longer holds tensors of the pass
+            self._iterate(*part)
+
+    def _smaller(
+        self,
+        error: Exception,
+        decoding: list[Sequence],
+        joining: list[Sequence],
+        draft: Draft | None,
+        most_nodes: int | None,
+    ) -> list[tuple[list[Sequence], list[Sequence], int | None]]:
+        """Returns the parts in which a failed iteration runs again; none if a single sequence failed and was ended.
+
+        Without memory trees become narrower; anything else, and what fails with roots alone, runs one by one.
+        """
+        fewer = 0
+        if is_out_of_memory(error):
+            width = 1 if draft is None else draft.tree.width
+            fewer = min(width, most_nodes or width) // 2
+        if not fewer and len(decoding) + len(joining) == 1:
+            fail([*decoding, *joining][0], error)
+            return []
+        if is_out_of_memory(error):
+            self._memory.note_failure()
+        groups = [decoding] if fewer else [[sequence] for sequence in decoding]
+        return [*((group, [], fewer or most_nodes) for group in groups), *(([], [each], None) for each in joining)]
 
     def follow_weights(self) -> bool:
         """Drops all KV rows if weights were written to; running sequences are then read again.
@@ -183,61 +196,14 @@ class Engine:
             return False
         return True
 
-    def _feed_scored(self, sequence: Sequence, num_decoding: int) -> None:
-        begin = time.perf_counter()
-        chunks = self._prefill.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
-        output = contained(sequence, self._scored, chunks)
-        if output is not None:
-            self._prefill.finish_chunks(chunks, output, time.perf_counter() - begin, num_decoding)
-
-    def _scored(self, sequence: Sequence, chunks: list[Chunk]) -> PassOutput:
-        chunk = chunks[0]
-        output = self.target.run(self._prefill.as_pass(chunks).with_all_logits())
-        logits = logits_of(output)
-        if self._impossible_ids is not None:
-            logits = logits.index_fill(1, self._impossible_ids, float("-inf"))
-        following = sequence.tokens[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1]
-        sequence.prompt_scores += token_scores(logits, following, sequence.params.prompt_logprobs or 0)
-        return output
-
-    def _iterate(self, decoding: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
-        """Runs and commits one iteration. If the pass fails, retries with narrower trees, then one sequence at a time.
-
-        Sequences in `decoding` have all KV rows but the root's; the prompts of `joining` are being read. One of the two
-        is not empty.
-        """
-        clock = StageClock(self.target.device)
-        draft: Draft | None = None
-        verified: VerifiedBatch | None = None
-        try:
-            draft = self._propose(decoding, joining, most_nodes)
-            verified = self._verify(decoding, joining, draft, clock)
-        except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
-            is_memory_short = is_out_of_memory(err)
-            width = draft.tree.width if draft is not None and is_memory_short else 1
-            fewer = min(width, most_nodes or width) // 2
-            if not fewer and len(decoding) + len(joining) == 1:
-                fail([*decoding, *joining][0], err)
-                return
-        if draft is None or verified is None:  # outside `except`: the error no longer holds tensors of the pass
-            if is_memory_short:
-                self._memory.note_failure()
-            for group in [decoding] if fewer else [[sequence] for sequence in decoding]:
-                self._iterate(group, [], fewer or most_nodes)
-            for sequence in joining:
-                self._iterate([], [sequence])
-            return
-        self._commit(verified, clock)
-
-    def _call_back(self, on_step: Callable[[StepRecord], None], record: StepRecord) -> None:
-        """Calls `on_step`. A callback that raises is not called again."""
-        try:
-            with restored_torch_state():
-                on_step(record)
-        except Exception as err:  # noqa: BLE001 - the caller's code must not end requests
-            self._on_step = None
-            _log.warning("on_step raised %s. It is not called any more.", described(err))
-            _log.debug("where on_step raised", exc_info=err)
+    def _score_prompts(
+        self, decoding: list[Sequence], joining: list[Sequence]
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Scores a chunk of one prompt, in a pass of its own; returns who decodes and reads in the next pass."""
+        scored = self._scheduler.fewest_first([s for s in joining if s.wants_prompt_scores])
+        self._prefill.score_chunk(scored[0], len(decoding), self.acceptor.exclude_impossible)
+        decoding, joining = self._prefill.divided(self._scheduler.running)
+        return decoding, [s for s in joining if not s.wants_prompt_scores]
 
     def _propose(self, sequences: list[Sequence], joining: list[Sequence], most_nodes: int | None) -> Draft:
         if not sequences:
@@ -251,115 +217,34 @@ class Engine:
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
         return draft
 
-    def _verify(
-        self, decoding: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock
-    ) -> VerifiedBatch:
-        """Verifies, accepts, and moves accepted KV rows into place. Leaves the sequences unchanged."""
+    def _launch(self, decoding: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock) -> Launched:
+        """Runs the target on the drafts and on chunks of prompts; on an accelerator it may still be at work then."""
         clock.mark()
         every = self._drafting.reads.attention_every if _is_read(draft) else 0
         has_attention = every > 0 and self._num_read % every == 0
-        asked, work = verification(
-            self.target, self._prefill, decoding, joining, draft, has_attention=has_attention
-        )  # fmt: skip
-        batch = self._sampling.batch(asked.sequences) if asked.sequences else None
-        if batch is not None and not (batch.is_all_greedy and self._impossible_ids is None):
-            choice = token_choice(asked.sequences, asked.offsets, self._impossible_ids, self.target.device)
-            work = replace(work, choice=choice)
-        output = self.target.run(work)
-        if self._impossible_ids is not None and output.logits is not None and output.chosen is None:
-            with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
-                output.logits[..., self._impossible_ids] = float("-inf")
+        asked, work = verification(self.target, self._prefill, decoding, joining, draft, has_attention=has_attention)
+        choice = self.acceptor.choice(asked, self.target.device)
+        output = self.target.run(work if choice is None else replace(work, choice=choice))
         clock.mark()
-        outcomes: list[Outcome] = []
+        return Launched(asked, draft, output)
+
+    def _accept(self, launched: Launched, clock: StageClock) -> VerifiedBatch:
+        """Brings the outcome to the host, and moves accepted KV rows into place. Leaves the sequences unchanged."""
+        asked, draft, output = launched
+        outcomes, lossy_tv = list[Outcome](), 0.0
         traces: list[TreeTrace | None] = [None] * len(asked.sequences)
-        lossy_tv = 0.0
-        if batch is not None:
-            batch = self._sampling.masked(batch)
-            outcomes, lossy_tv = self._accept(asked, batch, output)
+        if asked.sequences:
+            if output.logits is not None and output.chosen is None:
+                self.acceptor.exclude_impossible(output.logits)
+            outcomes, lossy_tv = self.acceptor.outcomes(asked, output)
             if self._has_traces:
-                traces = self._traces(asked, batch, output, outcomes, clock)
+                with clock.paused():
+                    traces = self.acceptor.traces(asked, output, outcomes)
         clock.mark()
         if asked.trees is not None:
-            paths = [outcome.path for outcome in outcomes[: len(decoding)]]
+            paths = [outcome.path for outcome in outcomes[: draft.tree.batch_size]]
             self.target.commit(asked.trees.slots, asked.trees.prefix_lens, paths)
         return VerifiedBatch(asked, draft, output, outcomes, lossy_tv, traces)
-
-    def _accept(self, asked: Verification, batch: SamplingBatch, output: PassOutput) -> tuple[list[Outcome], float]:
-        tree, logits = asked.tree.without_probes(), logits_of(output)
-        if self._synthetic is not None:
-            outcomes = self._accept_synthetic(self._synthetic, asked, tree, batch, output)
-            return outcomes, math.nan if tree.max_depth else 0.0
-        if batch.is_all_greedy and not self._is_lossy:
-            rules = ["greedy"] * len(asked.sequences)
-        else:
-            rules = self._rules(asked.sequences, tree, output)
-        if not batch.processors and reads_are_free(tree.tokens.device) and {"greedy", "drawn"}.issuperset(rules):
-            chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
-            return outcomes_of_paths(tree, walk_chosen(tree, chosen, asked.offsets)), 0.0
-        scores, roots = self._node_scores(asked, tree, batch, output)
-        acceptance = accept(scores, rules, self._policy, roots)
-        lossy_tv = 0.0
-        if self._is_lossy and asked.trees is not None:  # trees only: roots of prompts that end are never lossy
-            lossy_tv = float(acceptance.lossy_tv[: asked.trees.num_sequences].mean())
-        return outcomes_on_host(scores, acceptance), lossy_tv
-
-    def _accept_synthetic(
-        self, schedule: LengthSchedule, asked: Verification, tree: TokenTree, batch: SamplingBatch, output: PassOutput
-    ) -> list[Outcome]:
-        """Returns the outcome of each tree: each draft of a sequence has the next accepted length of the schedule."""
-        sequences, logits = asked.sequences, logits_of(output)
-        lengths = [schedule.length(s.sampling.seed, s.metrics.drafted_at_depth[1]) for s in sequences]
-        are_chosen = batch.is_all_greedy or (
-            output.chosen is not None and all(s.params.is_plain or s.params.is_greedy for s in sequences)
-        )
-        if are_chosen and not batch.processors and reads_are_free(tree.tokens.device):
-            chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
-            return outcomes_of_paths(tree, walk_synthetic(tree, chosen, asked.offsets, lengths))
-        scores, roots = self._node_scores(asked, tree, batch, output)
-        rules, wanted = ["synthetic"] * len(sequences), integers_on(lengths, tree.tokens.device)
-        return outcomes_on_host(scores, accept(scores, rules, self._policy, roots, wanted))
-
-    def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:
-        has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
-        are_merged = self._drafting.are_merged
-        return [
-            self._policy.rule_for(
-                tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
-                is_plain=s.params.is_plain and has_kernels, is_mixed=are_merged or s.grammar is not None,
-            )
-            for row, s in enumerate(sequences)
-        ]  # fmt: skip
-
-    def _node_scores(
-        self, asked: Verification, tree: TokenTree, batch: SamplingBatch, output: PassOutput
-    ) -> tuple[NodeScores, Tensor]:
-        """Returns the target's distributions at the nodes of trees, and the (B,) int64 positions of the roots."""
-        positions = [len(s.tokens) - 1 for s in asked.sequences]
-        starts, roots = integers_on([asked.offsets[:-1], positions], tree.tokens.device).unbind()
-        scores = NodeScores(
-            tree=tree,
-            logits=logits_of(output),
-            starts=starts,
-            has_row_for_each=asked.offsets[-1] == tree.tokens.numel(),
-            batch=batch,
-            history=self._sampling.histories(asked.sequences, batch),
-            chosen=output.chosen,
-        )
-        return scores, roots
-
-    def _traces(
-        self, asked: Verification, batch: SamplingBatch, output: PassOutput, outcomes: list[Outcome], clock: StageClock
-    ) -> list[TreeTrace | None]:
-        try:
-            with torch.no_grad(), clock.paused():
-                scores, roots = self._node_scores(asked, asked.tree, batch, output)
-                rules = self._rules(asked.sequences, asked.tree.without_probes(), output)
-                unmasked = None if output.chosen is None else self._impossible_ids
-                return [*traced(scores, rules, roots, outcomes, self._drafting.credit, unmasked)]
-        except Exception as err:  # noqa: BLE001 - as in `_call_back`
-            _log.warning("an iteration could not be traced: %s", described(err))
-            _log.debug("where the trace failed", exc_info=err)
-            return [None] * len(asked.sequences)
 
     def _commit(self, verified: VerifiedBatch, clock: StageClock) -> None:
         asked, draft, output = verified.asked, verified.draft, verified.output
@@ -407,7 +292,7 @@ class Engine:
             draft_error=draft.error,
             declined=draft.declined,
             lossy_tv=verified.lossy_tv,
-            is_synthetic=self._synthetic is not None,
+            is_synthetic=self.acceptor.is_synthetic,
             plain_seconds=self._drafting.plain_seconds(num_decoding),
         )
         for sequence, step in zip(asked.sequences, steps, strict=True):
@@ -420,6 +305,16 @@ class Engine:
         self._num_warm_ups = WARM_UPS.count
         if self._on_step is not None:
             self._call_back(self._on_step, record)
+
+    def _call_back(self, on_step: Callable[[StepRecord], None], record: StepRecord) -> None:
+        """Calls `on_step`. A callback that raises is not called again."""
+        try:
+            with restored_torch_state():
+                on_step(record)
+        except Exception as err:  # noqa: BLE001 - the caller's code must not end requests
+            self._on_step = None
+            _log.warning("on_step raised %s. It is not called any more.", described(err))
+            _log.debug("where on_step raised", exc_info=err)
 
     def _top_ids(self, verified: VerifiedBatch) -> Tensor | None:
         """Returns (R, k), the most probable tokens after every node of a draft, for drafters that read them."""
@@ -436,7 +331,7 @@ class Engine:
             tokens.append(sequence.tokens)
             max_depth.append(min(_most_depth(sequence), widest - 1))
             max_nodes.append(min(sequence.max_nodes or widest, widest))
-            is_coupled.append(self._are_coupled[sequence.is_seeded])
+            is_coupled.append(self.acceptor.is_coupled(sequence))
         return DraftContext(
             slots=slots, tokens=tokens, max_depth=max_depth, max_nodes=max_nodes, sampling=batch, is_coupled=is_coupled
         )

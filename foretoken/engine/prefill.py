@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,10 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
 from foretoken.drafters.base import Committed
-from foretoken.engine.verification import attention_of
+from foretoken.engine.sequence import contained
+from foretoken.engine.verification import attention_of, logits_of, token_scores
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Seq
+
+    from torch import Tensor
 
     from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Drafting
@@ -25,6 +30,9 @@ _LEAST = 4  # prompt tokens of a step; a choice: a pass of four tokens takes abo
 _FIRST = 16  # prompt tokens of the first step beside decoding sequences, before any measurement; a choice
 _FADE = 0.8  # weight of earlier steps in the moving average; a choice: about five steps
 _LEAST_FACTOR, _GREATEST_FACTOR = 0.75, 1.25  # bounds on the change that one step makes; a choice
+# Prompt tokens of one pass with all logits. Other requests wait for the pass: with 512 tokens they took up to 0.74 s,
+# see "A server under load" in benchmarks/RESULTS.md. Four passes of 128 tokens take as long as one of 512.
+_MOST_SCORED_TOKENS = 128
 
 
 class PrefillBudget:
@@ -176,6 +184,22 @@ class Prefill:
             chunk.sequence.num_cached = chunk.start + len(chunk.tokens)
             share = chunk.num_prompt / (num_tokens + num_decoding)
             chunk.sequence.metrics.prefill_seconds += seconds * share
+
+    def score_chunk(self, sequence: Sequence, num_decoding: int, exclude: Callable[[Tensor], Tensor]) -> None:
+        """Reads and scores the next tokens of a prompt whose log-probabilities were asked for; `exclude`: of logits."""
+        begin = time.perf_counter()
+        chunks = self.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
+        output = contained(sequence, self._scored, chunks, exclude)
+        if output is not None:
+            self.finish_chunks(chunks, output, time.perf_counter() - begin, num_decoding)
+
+    def _scored(self, sequence: Sequence, chunks: list[Chunk], exclude: Callable[[Tensor], Tensor]) -> PassOutput:
+        chunk = chunks[0]
+        output = self._target.run(self.as_pass(chunks).with_all_logits())
+        following = sequence.tokens[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1]
+        scores = token_scores(exclude(logits_of(output)), following, sequence.params.prompt_logprobs or 0)
+        sequence.prompt_scores += scores
+        return output
 
 
 def _num_unread(sequence: Sequence) -> int:

@@ -284,6 +284,14 @@ class Verification(NamedTuple):
     chunks: list[Chunk]
 
 
+class Launched(NamedTuple):
+    """One iteration of some sequences whose pass was launched; `output` is read by acceptance."""
+
+    asked: Verification
+    draft: Draft
+    output: PassOutput
+
+
 class VerifiedBatch(NamedTuple):
     """One iteration of some sequences after acceptance and before commit, with a trace of each sequence."""
 

@@ -200,12 +200,12 @@ class LLM(BuiltPerProcess):
     @property
     def is_lossy(self) -> bool:
         """Whether the acceptance rule may change the target's distribution."""
-        return self._engine.policy.is_lossy
+        return self._engine.acceptor.policy.is_lossy
 
     @property
     def acceptance(self) -> str:
         """Name of the acceptance rule, "auto" if each request has its own; see `AcceptancePolicy`."""
-        return self._engine.policy.rule
+        return self._engine.acceptor.policy.rule
 
     def generate(
         self,

@@ -10,7 +10,8 @@ from command_line import run
 
 from foretoken.bench.verify import verify_setups
 from foretoken.bench.workload import Workload
-from foretoken.engine import loop
+from foretoken.engine.acceptor import Acceptor
+from foretoken.engine.verification import Outcome
 from foretoken.entrypoints.config import parse_setup
 from foretoken.models.loading import load_model, load_tokenizer
 
@@ -19,13 +20,13 @@ MODEL = str(Path(__file__).parents[2] / "models" / "tinycode")
 
 def test_a_wrong_engine_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
-    real = loop.Engine._accept
+    real = Acceptor.outcomes
 
-    def wrong_bonus(*arguments: Any) -> tuple[list[loop.Outcome], float]:
+    def wrong_bonus(*arguments: Any) -> tuple[list[Outcome], float]:
         outcomes, lossy_tv = real(*arguments)
         return [o._replace(tokens=[*o.tokens[:-1], 17]) if o.tree_depth else o for o in outcomes], lossy_tv
 
-    monkeypatch.setattr(loop.Engine, "_accept", wrong_bonus)
+    monkeypatch.setattr(Acceptor, "outcomes", wrong_bonus)
     setup = parse_setup('{"method": "oracle", "pattern": [2]}')
     workload = Workload(prompts=["import os\n"], temperatures=(0.0, 0.8), max_tokens=12)
     checks = [check for found in verify_setups(model, tokenizer, [setup], workload, batch_sizes=[1]) for check in found]

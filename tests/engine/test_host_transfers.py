@@ -19,7 +19,7 @@ from end_to_end.tiny_llms import drafters, llm
 
 import foretoken
 from foretoken import SamplingParams
-from foretoken.engine import loop
+from foretoken.engine import acceptor
 from foretoken.trees import dynamic
 
 TRANSFERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -30,7 +30,7 @@ NATIVE = str(Path(PACKAGE) / "decoder" / "native")  # modules for CPUs alone
 @pytest.fixture
 def callers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Functions of the package that asked a tensor for its values, by name, as on a device where they have to wait."""
-    monkeypatch.setattr(loop, "reads_are_free", lambda _: False)
+    monkeypatch.setattr(acceptor, "reads_are_free", lambda _: False)
     counted: Counter[str] = Counter()
 
     def counting(original: Any) -> Any:
@@ -76,7 +76,7 @@ def test_depths_of_trees_that_only_the_device_knows_are_told_in_the_end(monkeypa
     """A dynamic tree may be less deep than what was asked for; records say how deep it was."""
     params, depths = SamplingParams(temperature=0.0, max_tokens=22), []
     for is_free in (True, False):
-        for module in (dynamic, loop):
+        for module in (dynamic, acceptor):
             monkeypatch.setattr(module, "reads_are_free", lambda _, is_free=is_free: is_free)
         records: list[Any] = []
         llm(drafters()["draft dynamic"]([]), on_step=records.append).generate([[5], [6]], params)

@@ -16,7 +16,7 @@ from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.cuda_graphs import WARM_UPS
 from foretoken.drafters.base import Committed
 from foretoken.drafting.drafting import Drafting
-from foretoken.engine import loop
+from foretoken.engine import acceptor, loop
 from foretoken.trees import dynamic
 
 DRAFTERS = drafters()
@@ -81,7 +81,7 @@ def test_acceptance_by_depth_is_that_of_the_verified_trees(
     drafter: str, is_free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dynamic trees differ in depth, which only the device knows where reads are not free."""
-    for module in (dynamic, loop):
+    for module in (dynamic, acceptor):
         monkeypatch.setattr(module, "reads_are_free", lambda _: is_free)
     reached, accepted = Counter[int](), Counter[int]()
 

@@ -21,7 +21,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.records import NodeOutcome, SequenceStep, TreeTrace
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import TargetReads
-from foretoken.engine import loop
+from foretoken.engine import acceptor
 
 NAMES = ["greedy", "greedy, 5 tokens", "sampled", "top-k", "all truncations", "ends at eos", "logit bias", "stop id"]
 MIX = [request for request in request_mix() if request.name in NAMES]
@@ -44,7 +44,7 @@ def steps_of(
 
     engine = llm(arguments, trace=True, on_step=add, **more)
     if policy is not None:
-        engine._engine.policy = policy
+        engine._engine.acceptor.policy = policy
     outputs = engine.generate(prompts, params)
     return outputs, [steps[output.request_id] for output in outputs]
 
@@ -200,7 +200,7 @@ def test_a_trace_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch, cap
 
     params = [SamplingParams(temperature=0.0, max_tokens=6)]
     want = llm({}).generate([[5, 9]], params)[0].outputs[0]
-    monkeypatch.setattr(loop, "traced", fail)
+    monkeypatch.setattr(acceptor, "traced", fail)
     outputs, steps = steps_of({}, [[5, 9]], params)
     assert outputs[0].outputs[0] == want
     assert [step.trace for step in steps[0]] == [None] * len(steps[0])
@@ -209,14 +209,14 @@ def test_a_trace_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_nothing_is_traced_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[Any] = []
-    monkeypatch.setattr(loop, "traced", None)
+    monkeypatch.setattr(acceptor, "traced", None)
     llm({}, on_step=records.append).generate([[5, 9]], SamplingParams(temperature=0.0, max_tokens=3))
     assert [step.trace for record in records for step in record.sequences] == [None] * 3
 
 
 def test_a_trace_comes_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    original, transfer = loop.traced, torch.Tensor.tolist
+    original, transfer = acceptor.traced, torch.Tensor.tolist
 
     def counted(*arguments: Any) -> Any:
         counts.append(0)
@@ -228,7 +228,7 @@ def test_a_trace_comes_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
         counts[-1] += 1
         return transfer(tensor)
 
-    monkeypatch.setattr(loop, "traced", counted)
+    monkeypatch.setattr(acceptor, "traced", counted)
     steps_of(drafters()["draft tree"]([]), [[5, 9], [6]], [SEEDLESS] * 2)
     assert counts
     assert set(counts) == {1}

@@ -1,0 +1,319 @@
+"""The thread of an `AsyncLLM`: serves a queue of requests, which any thread or task may submit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from foretoken.core.errors import EngineStopped, QueueFull, RequestError, described
+from foretoken.entrypoints.requests import QueuedRequest
+from foretoken.files.processes import ForkLock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from foretoken.engine.sequence import Client
+    from foretoken.entrypoints.requests import Request
+    from foretoken.entrypoints.shared_engine import SharedEngine
+
+_BROKEN_OFF = "the engine's thread was ended by {error} in the middle of an iteration, which serves all requests."
+_CLOSED = "this AsyncLLM was closed. Expected one that is open. Make another over the same LLM."
+_FORKED = (
+    "this process was forked from the one that made this AsyncLLM, and has no copy of its thread. Expected calls in "
+    "the process that made it. Make another AsyncLLM in the child."
+)
+_FAILED = (
+    "the engine's thread failed with {error}, which ended all requests. Make another AsyncLLM over the same LLM, or "
+    "load the model again."
+)
+_FADE = 0.98  # weight of earlier values in the moving averages
+_LONGEST_RETRY_S = 600.0
+_log = logging.getLogger(__name__)
+_threads: weakref.WeakSet[ServingThread] = weakref.WeakSet()
+
+
+class Throughput:
+    """Moving averages of the generated tokens per second and of the tokens per output."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._output_tokens = self._outputs = 0.0
+
+    def add_iteration(self, tokens: int, seconds: float) -> None:
+        """Adds the tokens and seconds of an iteration."""
+        self._tokens = _FADE * self._tokens + tokens
+        self._seconds = _FADE * self._seconds + seconds
+
+    def add_output(self, tokens: int) -> None:
+        """Adds the length of a finished completion."""
+        self._output_tokens = _FADE * self._output_tokens + tokens
+        self._outputs = _FADE * self._outputs + 1
+
+    def seconds(self, remaining: Iterable[int]) -> float:
+        """Estimates the seconds to write completions of at most `remaining` tokens each; 1 without measurements."""
+        longest = self._output_tokens / self._outputs if self._outputs else math.inf
+        tokens = sum(min(each, longest) for each in remaining)
+        return tokens * self._seconds / self._tokens if self._tokens else 1.0
+
+
+class RequestQueue:
+    """The requests of an `AsyncLLM`, for its thread and for threads that submit.
+
+    Requests join in order of arrival. A request is never refused while a slot is free, or while its client has less
+    than an even share of a full queue.
+
+    Attributes:
+        running: Requests that have begun, by id; only the engine's thread changes it.
+        throughput: Measured throughput; only the engine's thread changes it.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int | None, num_free_slots: Callable[[], int]) -> None:
+        """Makes an empty queue with caps on waiting requests and prompt tokens; `num_free_slots` counts completions."""
+        self.running: dict[str, QueuedRequest] = {}
+        self.throughput = Throughput()
+        self._waiting: dict[str, QueuedRequest] = {}
+        self._max_requests, self._max_tokens, self._num_free_slots = max_requests, max_tokens, num_free_slots
+        self._lock = ForkLock()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is alive."""
+        return not self.running and not self._waiting
+
+    def counts(self) -> tuple[int, int]:
+        """Returns the numbers of requests that have begun and that wait."""
+        with self._lock:
+            begun = sum(served.request.has_begun for served in self._waiting.values())
+            return len(self.running) + begun, len(self._waiting) - begun
+
+    def get(self, request_id: str) -> QueuedRequest | None:
+        """Returns a request that is alive, or None."""
+        return self._waiting.get(request_id) or self.running.get(request_id)
+
+    def check_room(self, client: Client) -> None:
+        """Raises `QueueFull` if no other request of a client may wait. Called before the prompt is read."""
+        with self._lock:
+            self._check_room(0, client)
+
+    def add(self, request: Request, hand_over: Callable[[QueuedRequest], None]) -> QueuedRequest:
+        """Adds a request; raises `RequestError` if its id is in use, `QueueFull` if it cannot wait.
+
+        `hand_over` gets the request, and may refuse it by raising.
+        """
+        with self._lock:
+            if self.get(request.request_id) is not None:
+                raise RequestError(
+                    f"request_id '{request.request_id}' belongs to a request that is still running. Choose another id, "
+                    "or leave it out: then one is made."
+                )
+            self._check_room(request.num_prompt, request.client)
+            served = QueuedRequest(request)
+            hand_over(served)
+            self._waiting[request.request_id] = served
+        return served
+
+    def move_begun(self) -> None:
+        """Moves requests that have begun to `running`: not in order of arrival where clients share slots."""
+        with self._lock:
+            for request_id, served in list(self._waiting.items()):
+                if served.request.has_begun:
+                    self.running[request_id] = served  # added before removed: `get` takes no lock
+                    del self._waiting[request_id]
+
+    def remove(self, request_id: str) -> None:
+        """Removes a request that has begun."""
+        with self._lock:
+            del self.running[request_id]
+
+    def take_all(self) -> list[QueuedRequest]:
+        """Removes and returns all requests."""
+        with self._lock:
+            requests = [*self.running.values(), *self._waiting.values()]
+            self.running.clear()
+            self._waiting.clear()
+        return requests
+
+    def _check_room(self, num_prompt: int, client: Client) -> None:
+        free, queued = self._num_free_slots(), list[QueuedRequest]()
+        for served in self._waiting.values():
+            if served.request.has_begun:
+                continue
+            if free > 0:
+                free -= len(served.request.sequences)
+            else:
+                queued.append(served)
+        if free > 0:
+            return
+        # A client that fills the queue keeps no other client out. The share falls with the number of clients, so
+        # c of them exceed the cap at most 1 + 1/2 + ... + 1/c times.
+        mine = [served for served in queued if served.request.client[:1] == client[:1]]
+        share = len({client[:1], *(served.request.client[:1] for served in queued)})
+        tokens, own = (sum(served.request.num_prompt for served in some) for some in (queued, mine))
+        if len(queued) >= self._max_requests and len(mine) >= self._max_requests // share:
+            full = f"{len(queued)} requests are waiting. Expected at most {self._max_requests}, max_waiting_requests."
+        elif (most := self._max_tokens) is not None and tokens + num_prompt > most and own + num_prompt > most // share:
+            full = (
+                f"{tokens} prompt tokens are waiting, and {num_prompt} more came. Expected at most {most}, "
+                "max_waiting_tokens."
+            )
+        else:
+            return
+        remaining = [s.remaining for served in queued for s in served.request.sequences]
+        retry_after_s = min(max(self.throughput.seconds(remaining), 1.0), _LONGEST_RETRY_S)
+        raise QueueFull(
+            f"{full} Send the request again in {retry_after_s:.0f} s or later, or allow more.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class ServingThread:
+    """A thread that serves the requests of a queue until it is closed or fails; `stopped` says why, or is None."""
+
+    def __init__(self, shared: SharedEngine, queue: RequestQueue) -> None:
+        self.stopped: str | None = None
+        self._shared, self._queue = shared, queue
+        self._inbox: SimpleQueue[QueuedRequest | None] = SimpleQueue()  # None: the end. `put` may be called anywhere
+        self._iteration_began: float | None = None  # monotonic seconds; None between iterations
+        self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
+        _threads.add(self)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it serves requests."""
+        return self.stopped is None and self._thread.is_alive()
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Seconds since the present iteration began; 0 between iterations."""
+        began = self._iteration_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def hand_over(self, served: QueuedRequest) -> None:
+        """Gives a request to the thread; raises `EngineStopped` if the thread has stopped."""
+        self.check_alive()
+        self._inbox.put(served)
+
+    def check_alive(self) -> None:
+        """Raises `EngineStopped` if the thread has stopped."""
+        if self.stopped is not None:
+            raise EngineStopped(self.stopped)
+
+    def abort(self, served: QueuedRequest) -> None:
+        """Aborts a request before the next iteration. Takes no lock."""
+        self._shared.abort_at_next_turn(served.request.sequences)
+
+    def close(self) -> None:
+        """Orders the thread to end all requests and itself. Takes no lock."""
+        self._inbox.put(None)
+
+    def join(self) -> None:
+        """Waits for the end of the thread; returns at once in the thread itself."""
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while self._serve_once():
+                pass
+            self._stop(_CLOSED, error=None)
+        except BaseException as err:  # noqa: BLE001 - readers must learn of any error
+            _log.critical("the engine's thread failed: %s", described(err), exc_info=err)
+            self._stop(_FAILED.format(error=described(err)), error=_BROKEN_OFF.format(error=described(err)))
+
+    def _serve_once(self) -> bool:
+        new = self._new_requests()
+        if None in new:
+            return False
+        with self._shared.turn():
+            for served in filter(None, new):
+                for sequence in served.request.sequences:
+                    if sequence.finish_reason is None:  # else it was aborted before it arrived
+                        self._shared.engine.add(sequence)
+            if self._shared.engine.has_work:
+                self._step()
+            self._queue.move_begun()
+            self._hand_out(list(self._queue.running.values()))
+        return True
+
+    def _step(self) -> None:
+        running = self._queue.running.values()
+        begin, before = time.perf_counter(), sum(served.num_generated for served in running)
+        self._iteration_began = time.monotonic()
+        self._shared.step(_BROKEN_OFF)
+        self._iteration_began = None
+        generated = sum(served.num_generated for served in running) - before
+        self._queue.throughput.add_iteration(generated, time.perf_counter() - begin)
+
+    def _new_requests(self) -> list[QueuedRequest | None]:
+        """Returns all new requests; waits for one while no request is alive."""
+        new = []
+        if self._queue.is_empty:
+            new.append(self._inbox.get())
+        try:
+            while True:
+                new.append(self._inbox.get_nowait())
+        except Empty:
+            return new
+
+    def _hand_out(self, requests: list[QueuedRequest]) -> None:
+        for served in requests:
+            error = served.fill()
+            if error is not None:
+                self._shared.engine.abort(served.request.sequences, error=f"decoding failed: {error}.")
+                served.fill_at_last()
+            if served.is_complete:
+                self._queue.remove(served.request.request_id)
+                for sequence in served.request.sequences:
+                    self._queue.throughput.add_output(len(sequence.tokens) - sequence.num_prompt)
+            if served.chunks or served.is_complete:
+                served.wake()
+
+    def _stop(self, reason: str, *, error: str | None) -> None:
+        """Ends all requests: with `error`, or aborted if it is None. Later calls raise `EngineStopped(reason)`."""
+        self.stopped = reason
+        requests = self._queue.take_all()
+        try:
+            with self._shared.turn():
+                self._shared.engine.abort([s for served in requests for s in served.request.sequences], error=error)
+                for served in requests:
+                    served.fill_at_last()
+        except BaseException as err:  # noqa: BLE001 - the cause may still fail
+            _log.error("requests could not be ended: %s", described(err))
+        for served in requests:
+            if not served.is_complete:
+                served.error = EngineStopped(reason)
+            served.wake()
+
+    def end_after_fork(self) -> None:
+        """Ends the requests in a forked child, which has no copy of the thread."""
+        self.stopped = _FORKED
+        for served in self._queue.take_all():
+            served.error = EngineStopped(_FORKED)
+            served.wake(is_forked=True)
+
+
+def _at_exit() -> None:
+    """Ends the threads before the interpreter would stop them in the middle of an iteration."""
+    threads = list(_threads)
+    for thread in threads:
+        thread.close()
+    for thread in threads:
+        thread.join()
+
+
+def _after_fork() -> None:
+    """Ends the requests of a forked child, which has no copy of the threads."""
+    for thread in _threads:
+        thread.end_after_fork()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
