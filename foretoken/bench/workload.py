@@ -123,6 +123,7 @@ class Workload:
         seed: Seed of the first prompt; the i-th gets `seed + i`.
         categories: Category of each prompt; empty if they have none.
         questions: Row of each prompt: the turns of a conversation have the same; empty if each prompt is a row.
+        source: Name of the prompt set or of its file; empty if it has none.
     """
 
     prompts: Sequence[Asked]
@@ -131,6 +132,7 @@ class Workload:
     seed: int = 0
     categories: Sequence[str] = ()
     questions: Sequence[int] = ()
+    source: str = ""
 
     def params(self, temperature: float) -> list[SamplingParams]:
         """Returns the sampling parameters of every prompt."""

@@ -14,7 +14,10 @@ from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
 if TYPE_CHECKING:
     from foretoken.bench.loss import Loss
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
+    from foretoken.models.loading import LoadedModel
+    from foretoken.text.prompt_rows import PromptRow
     from foretoken.training.doctor.checks import Check
+    from foretoken.training.doctor.examine import Examination
 
 
 def inspect(
@@ -373,7 +376,7 @@ def doctor(
     from foretoken.formats.files import local_head, open_files
     from foretoken.formats.registry import holds_head
     from foretoken.training.data.packed import PackedTokens
-    from foretoken.training.doctor.examine import Examination, examine
+    from foretoken.training.doctor.examine import Examination
 
     place = None if head is None else local_head(head)
     if place is not None and not holds_head(place):
@@ -398,7 +401,7 @@ def doctor(
         runner=runner,
         allow_other_target=allow_other_target,
     )
-    checks = examine(loaded, tokenizer, case) if has_head else []
+    checks = _examined(loaded, tokenizer, case, rows, Path(prompts).name) if has_head else []
     losses: list[tuple[str, Loss]] = []
     if setups:
         workload = make_workload(rows, loaded, tokenizer, runner=runner, temperatures=(0.0,), max_tokens=max_tokens)
@@ -419,6 +422,24 @@ def doctor(
             _print_loss(name, loss)
     if any(check.verdict == "fault" for check in checks):
         raise typer.Exit(1)
+
+
+def _examined(
+    target: LoadedModel, tokenizer: Any, case: Examination, rows: list[PromptRow], source: str
+) -> list[Check]:
+    """Makes the checks of a head; a line says what is being done. `rows` are those of the case, `source` their name."""
+    from dataclasses import replace
+
+    from foretoken.bench.workload import make_workload
+    from foretoken.training.doctor.examine import examine
+    from foretoken.training.evaluation import TEMPERATURES
+
+    asked = make_workload(
+        rows, target, tokenizer, runner=case.runner, temperatures=TEMPERATURES, max_tokens=case.max_tokens,
+        source=source,
+    )  # fmt: skip
+    with terminal.renewed_line() as (show, _):
+        return examine(target, tokenizer, replace(case, asked=asked), show)
 
 
 def _print_checks(checks: list[Check]) -> None:

@@ -289,6 +289,7 @@ def saved_head(
             facts |= _head_drafting(head.config, place, target, tokenizer, workload, progress)
             assert head.acceptance is not None, "it was just measured"
             facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
+            facts["measured_on"] = workload.source
         native.write_files(replace(head, notes={**checkpoint.notes, **facts}), place)
         (place / "README.md").write_text(head_card(head, facts), encoding="utf-8")
     return {**facts, "directory": str(out)}
@@ -345,7 +346,9 @@ def held_out_workload(prompts: str, num_prompts: int, target: LoadedModel, token
     if not num_prompts:
         return None
     rows = read_prompts(prompts, limit=num_prompts)
-    return make_workload(rows, target, tokenizer, temperatures=TEMPERATURES, max_tokens=_MAX_TOKENS)
+    return make_workload(
+        rows, target, tokenizer, temperatures=TEMPERATURES, max_tokens=_MAX_TOKENS, source=Path(prompts).name
+    )
 
 
 def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | None) -> Callable[[float], float]:

@@ -68,6 +68,22 @@ def with_other_lm_head() -> HeadCheckpoint:
     return replace(head("eagle3"), weights=weights | {"lm_head.weight": weights["lm_head.weight"].roll(1, dims=0)})
 
 
+def with_changed(method: str, change: Callable[[dict[str, torch.Tensor]], None]) -> HeadCheckpoint:
+    weights = dict(head(method).weights)
+    change(weights)
+    return replace(head(method), weights=weights)
+
+
+def with_parts_in_another_order(weights: dict[str, torch.Tensor]) -> None:
+    weights["fc.weight"] = weights["fc.weight"].roll(256, dims=1)
+
+
+def with_interleaved_halves(weights: dict[str, torch.Tensor]) -> None:
+    """Of rotary embeddings, as after a conversion from another layout."""
+    for key, heads in (("layer.q_proj.weight", 8), ("layer.k_proj.weight", 4)):
+        weights[key] = weights[key].unflatten(0, (heads, 2, 16)).transpose(1, 2).flatten(0, 2)
+
+
 def with_draft_vocabulary(*, has_map: bool) -> HeadCheckpoint:
     """The LM head has the rows of the 512 most frequent tokens; without the map these count as the first tokens."""
     written = torch.tensor([token for text in texts().texts for token in text])
@@ -94,6 +110,18 @@ def faults(checkpoint: HeadCheckpoint) -> dict[str, Check]:
         ),
         (with_other_lm_head, "the target's LM head", "Convert it again without an LM head of its own"),
         (lambda: with_draft_vocabulary(has_map=False), "another token map", "`d2t` is missing"),
+        (
+            lambda: with_changed("hass", with_parts_in_another_order), "the parts of `fc` in the order 2, 1",
+            "in another order",
+        ),
+        pytest.param(
+            lambda: with_changed("eagle3", with_parts_in_another_order), "the parts of `fc` in the order 2, 3, 1",
+            "in another order", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda: with_changed("eagle3", with_interleaved_halves),
+            "rotary rows of `q_proj` and `k_proj` from pairs to halves", "in another order", marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_named(plant: Callable[[], HeadCheckpoint], variant: str, cause: str) -> None:
@@ -146,16 +174,6 @@ def with_targets_lm_head(weights: dict[str, torch.Tensor]) -> None:
     weights["lm_head.weight"] = tinycode()[0].module.lm_head.weight.detach().clone()
 
 
-def with_parts_in_another_order(weights: dict[str, torch.Tensor]) -> None:
-    weights["fc.weight"] = weights["fc.weight"].roll(256, dims=1)
-
-
-def with_interleaved_halves(weights: dict[str, torch.Tensor]) -> None:
-    """Of rotary embeddings, as after a conversion from another layout."""
-    for key, heads in (("layer.q_proj.weight", 8), ("layer.k_proj.weight", 4)):
-        weights[key] = weights[key].unflatten(0, (heads, 2, 16)).transpose(1, 2).flatten(0, 2)
-
-
 @pytest.mark.parametrize(
     ("plant", "verdict"),
     [
@@ -185,6 +203,10 @@ def test_acceptance_that_few_prompts_do_not_decide() -> None:
     assert int(found.message.rpartition(" ")[2].rstrip(".")) > 3
     assert check_acceptance(0.8, many).verdict == "ok"
     assert check_acceptance(0.9, many).verdict == "fault"
+    assert check_acceptance(0.9, many, measured_on="heldout", prompts="heldout").verdict == "fault"
+    other = check_acceptance(0.9, many, measured_on="chats", prompts="heldout")
+    assert other.verdict == "warning"
+    assert "on other prompts, 'chats'" in other.message
 
 
 @pytest.mark.parametrize("by", [0, 1])

@@ -296,8 +296,8 @@ def check_feature(agreement: Agreement) -> Check:
         BLOCK_AFTER: _other_blocks(agreement.taps, BLOCK_AFTER),
     }
     scores = {name: round(agreement.score(name), 4) for name in agreement.table if name not in agreement.variants}
-    taps = agreement.taps
-    where = "the output of the final norm" if tuple(taps) == ("final",) else f"taps {_listed(taps)}"
+    taps, listed = agreement.taps, ", ".join(map(str, agreement.taps))
+    where = "the output of the final norm" if listed == "final" else f"taps {listed}"
     message = f"What drafting reads, {where}, suits the head best."
     if best in advice:
         message = (
@@ -307,19 +307,20 @@ def check_feature(agreement: Agreement) -> Check:
     expected = f"best with {where}, give or take {agreement.margin:.3f}"
     if best == IN_PLACE and (needed := agreement.num_deciding_texts) is not None:
         message = (
-            f"{agreement.num_texts} prompts do not tell the taps {_listed(taps)} from those of the block before or "
+            f"{agreement.num_texts} prompts do not tell the taps {listed} from those of the block before or "
             f"after. Pass --num-prompts {needed}."
         )
         return Check("feature", "not decided", scores, expected, message)
     return Check("feature", "fault" if best in advice else "ok", scores, expected, message)
 
 
-def check_acceptance(stored: float, hits: Sequence[tuple[int, int]]) -> Check:
+def check_acceptance(
+    stored: float, hits: Sequence[tuple[int, int]], *, measured_on: str = "", prompts: str = ""
+) -> Check:
     """Compares the first step with the acceptance that was stored with the head when it was trained.
 
-    Args:
-        stored: P(the first candidate of the first step is the token), from the head's files.
-        hits: For each prompt, at how many positions it was, of how many.
+    `stored` is P(the first candidate of the first step is the token); `hits` has for each prompt at how many positions
+    it was, of how many. Less on other `prompts` (their name) than those of `measured_on`, if known, is no fault.
     """
     num_hits, num_positions = map(sum, zip(*hits, strict=True))
     share, least = num_hits / num_positions, _KEPT * stored
@@ -331,15 +332,18 @@ def check_acceptance(stored: float, hits: Sequence[tuple[int, int]]) -> Check:
         needed = max(_FEWEST, math.ceil(len(hits) * (2 * error / max(abs(share - least), 0.02)) ** 2))
         message = f"{len(hits)} prompts do not tell whether the head lost acceptance. Pass --num-prompts {needed}."
         return Check("acceptance", "not decided", value, expected, message)
+    is_other = measured_on not in ("", prompts)
+    verdict: Verdict = "ok" if share >= least else "warning" if is_other else "fault"
     message = "The first step is accepted about as often as after its training."
     if share < least:
-        message = (
-            f"The first step is right at {share:.3f} of the positions, and was at {stored:.3f} when the head was "
-            "measured: its weights or configuration are not those that were trained (another LM head, parts in another "
-            "order, another rotary layout), or these prompts are of another kind. Convert the head again, and compare "
-            "on --prompts of its training."
+        message = f"The first step is right at {share:.3f} of the positions, and was at {stored:.3f} " + (
+            f"on other prompts, '{measured_on}'. Pass --prompts like those to compare."
+            if is_other
+            else "when the head was measured: its weights or configuration are not those that were trained (another LM "
+            "head, parts in another order, another rotary layout), or these prompts are of another kind. Convert the "
+            "head again, and compare on --prompts of its training."
         )
-    return Check("acceptance", "fault" if share < least else "ok", value, expected, message)
+    return Check("acceptance", verdict, value, expected, message)
 
 
 def check_configuration(agreement: Agreement) -> Check:
@@ -382,7 +386,7 @@ def check_template(shares: Mapping[str, float], num_positions: int) -> Check:
 
 def _other_blocks(taps: Sequence[Tap], reading: str) -> str:
     by = MOVED_BLOCKS[reading]
-    meant = _listed([tap if tap == "final" else tap + by for tap in taps])
+    meant, said = (", ".join(str(tap if tap == "final" else tap + step) for tap in taps) for step in (by, 0))
     cause = (
         "a boundary was taken for a block counted from 0, and raised by one"
         if by < 0
@@ -390,12 +394,8 @@ def _other_blocks(taps: Sequence[Tap], reading: str) -> str:
     )
     return (
         f"the taps are those of the block {'before' if by < 0 else 'after'}: this head was trained on {meant}, and its "
-        f"configuration says {_listed(taps)}; as a rule {cause}. Set them to {meant}, or convert the head again"
+        f"configuration says {said}; as a rule {cause}. Set them to {meant}, or convert the head again"
     )
-
-
-def _listed(taps: Sequence[Tap]) -> str:
-    return ", ".join(map(str, taps))
 
 
 def check_labels(agreement: Agreement) -> Check:

@@ -169,6 +169,8 @@ class Examination:
     Attributes:
         train_check: Whether to try training with the trained head's sizes too.
         prompts: Texts that the target continues; held out from training.
+        asked: The same prompts as the acceptance of heads is measured on them: conversations by the target's chat
+            template. None for `prompts` as they are.
         max_tokens: Tokens of each continuation.
         data: Training data for the trial; None for the texts.
         allow_other_target: Whether to accept a head for another target of the same sizes.
@@ -178,21 +180,30 @@ class Examination:
     method: str | None = None
     train_check: bool = False
     prompts: Sequence[str]
+    asked: Workload | None = None
     max_tokens: int = 64
     data: Batches | None = None
     runner: str = "auto"
     allow_other_target: bool = False
 
 
-def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Check]:
-    """Makes all checks that the case allows. Writes nothing.
+def _silent(stage: str) -> None:
+    del stage
+
+
+def examine(
+    target: LoadedModel, tokenizer: Any, what: Examination, on_stage: Callable[[str], None] = _silent
+) -> list[Check]:
+    """Makes all checks that the case allows. Writes nothing. `on_stage` is told what begins, in a few words.
 
     Raises `RequestError` when the prompts are too short, `ConfigError` for an unknown method.
     """
     # First, since an unknown method must not cost a run of the target.
     config = None if what.method is None else head_config(what.method, target, {})
+    on_stage(f"the target continues {len(what.prompts)} prompts")
     texts = greedy_texts(target, tokenizer, what.prompts, max_tokens=what.max_tokens, runner=what.runner)
     probe = torch.tensor([list(texts.texts[0])], device=target.device)
+    on_stage("the target's logits")
     checks = [check_logits(target, probe), *check_serving(target, probe, what.runner)]
     token_map = None
     if config is not None and config.taps != ("final",):
@@ -201,7 +212,7 @@ def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Chec
             checks += _skip("The taps cannot be read.", "fresh head", "learning")
             config = None
     if what.head is not None:
-        found, checkpoint = _examine_head(target, tokenizer, what.head, texts, what)
+        found, checkpoint = _examine_head(target, tokenizer, what.head, texts, what, on_stage)
         checks += found
         if what.train_check and what.method is None:
             if checkpoint is None:
@@ -209,12 +220,13 @@ def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Chec
             else:
                 config, token_map = checkpoint.config, checkpoint.weights.get("token_map")
     if config is not None:
+        on_stage("training on one batch")
         checks += examine_training(target, config, texts, data=what.data, token_map=token_map)
     return checks
 
 
 def _examine_head(
-    target: LoadedModel, tokenizer: Any, head: Path, texts: Texts, what: Examination
+    target: LoadedModel, tokenizer: Any, head: Path, texts: Texts, what: Examination, on_stage: Callable[[str], None]
 ) -> tuple[list[Check], HeadCheckpoint | None]:
     fingerprint, whole = TargetFingerprint.of(target), "every tensor of its sizes, and no other"
     try:
@@ -241,15 +253,20 @@ def _examine_head(
         if served.value is None:
             return [*weights, *_skip("Its taps cannot be read.", *_OF_THE_HEAD[2:])], None
     options = {"method": checkpoint.config.method, "model": str(head), "allow_other_target": what.allow_other_target}
+    on_stage("the head's predictions, with the right feature and with others")
     case, agreement = compare(checkpoint, target, texts)
     said = predictions(case.head, case.parts, case.features, texts)
     drafted = partial(draft, target, options, texts, said, tokenizer=tokenizer, runner=what.runner)
     try:
+        on_stage("drafts in the engine, with the weights")
         exact = drafted()
+        on_stage("drafts in the engine, with int8 copies")
         drafting = [check_drafting(exact), _check_rounding(exact, target, drafted)]
     except ForetokenError as err:
         drafting = [Check("drafting", "fault", None, "a drafter", str(err)), *_skip("It drafts nothing.", "rounding")]
+    on_stage("the chat template")
     templates = _check_templates(case, tokenizer, what)
+    on_stage("acceptance, as training measures it")
     kept = _check_acceptance(case, tokenizer, what)
     return [*weights, *check_agreement(agreement), *kept, *templates, *drafting], checkpoint
 
@@ -278,16 +295,17 @@ def _check_acceptance(case: Case, tokenizer: Any, what: Examination) -> list[Che
     stored = case.checkpoint.acceptance
     if not stored:
         return []
-    workload = Workload(prompts=what.prompts, temperatures=TEMPERATURES, max_tokens=what.max_tokens)
+    workload = what.asked or Workload(prompts=what.prompts, temperatures=TEMPERATURES, max_tokens=what.max_tokens)
     head = case.checkpoint.module(device=case.target.device, dtype=torch.float32)
-    guess, hits = guesses_of(head, case.target), [[0, 0] for _ in what.prompts]
+    guess, hits = guesses_of(head, case.target), [[0, 0] for _ in workload.prompts]
     for number, (_, num_prompt, text) in enumerate(target_texts(case.target, tokenizer, workload)):
         with torch.inference_mode():
             logits, labels = next(iter(guess(torch.tensor([text], device=case.target.device), num_prompt)))
         found = hits[number % len(hits)]
         found[0] += int((logits.argmax(1) == labels).sum())
         found[1] += len(labels)
-    return [check_acceptance(stored[0][0], [(right, count) for right, count in hits if count])]
+    names = {"measured_on": case.checkpoint.notes.get("measured_on", ""), "prompts": workload.source}
+    return [check_acceptance(stored[0][0], [(right, count) for right, count in hits if count], **names)]
 
 
 def _check_templates(case: Case, tokenizer: Any, what: Examination) -> list[Check]:

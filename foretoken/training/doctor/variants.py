@@ -9,7 +9,7 @@ Letters: B texts, S positions, E hidden size, K heads, V vocabulary, Vd vocabula
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import permutations, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +120,30 @@ def _lm_head(case: Case) -> Iterator[tuple[str, Tensor]]:
         )  # fmt: skip
 
 
+def _order(case: Case) -> Iterator[tuple[str, Tensor]]:
+    """Other orders of the parts that `fc` reads, and of the rows that a rotary embedding turns in pairs."""
+    weights, hidden = case.checkpoint.weights, case.features.shape[-1] // len(case.checkpoint.config.taps)
+    changed: dict[str, dict[str, Tensor]] = {}
+    if (fc := weights.get("fc.weight")) is not None and fc.shape[1] in (2 * hidden, 3 * hidden):
+        parts = fc.split(hidden, dim=1)
+        for order in list(permutations(range(len(parts))))[1:]:
+            name = f"the parts of `fc` in the order {', '.join(str(part + 1) for part in order)}"
+            changed[name] = {"fc.weight": torch.cat([parts[part] for part in order], dim=1)}
+    for block, layer in ((key, getattr(case.checkpoint.config, key, None)) for key in ("layer", "prefix")):
+        if isinstance(layer, LayerConfig):
+            keys = [f"{block}.{name}_proj.{kind}" for name, kind in product("qk", ("weight", "bias"))]
+            rows = {key: weights[key].unflatten(0, (-1, layer.head_dim)) for key in keys if key in weights}
+            for name, split in (("from halves to pairs", (2, -1)), ("from pairs to halves", (-1, 2))):
+                changed[f"rotary rows of `q_proj` and `k_proj` {name}"] = {
+                    key: each.unflatten(1, split).transpose(1, 2).reshape(weights[key].shape)
+                    for key, each in rows.items()
+                }
+    for name, others in changed.items():
+        if others:
+            checkpoint = replace(case.checkpoint, weights={**weights, **others})
+            yield name, case.said(checkpoint.module(device=case.target.device, dtype=case.features.dtype))
+
+
 def _token_map(case: Case) -> Iterator[tuple[str, Tensor]]:
     """Maps a predicted token to the target's choice at most of its positions; counts in the other half of the texts."""
     if case.head.token_map is None:
@@ -151,6 +175,8 @@ _VARIANTS: tuple[tuple[Callable[[Case], Iterator[tuple[str, Tensor]]], str], ...
               "rope_scaling to those, or convert the head again"),
     (_lm_head, "the head was trained with the target's LM head, and its files hold another one. Convert it again "
                "without an LM head of its own"),
+    (_order, "its files hold these weights in another order, as after a conversion that took the feature and the "
+             "embedding, the taps, or the pairs of the rotary embedding otherwise. Convert it again"),
     (_token_map, "the rows of the LM head stand for other tokens than the token map says (`d2t` is missing, or of "
                  "another head). Convert it again with its own `d2t`"),
     (_dtype, "the dtype in which the head drafts is too narrow for it. Load the target with `--dtype bfloat16`, or "
