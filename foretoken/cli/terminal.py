@@ -372,29 +372,25 @@ def renewed_line() -> Iterator[tuple[Callable[[str], None], float]]:
 
 
 @contextmanager
-def step_progress(total: int, most_s: float | None = None) -> Iterator[Callable[[Any], None]]:
+def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
     """Shows a training run: one renewed line on a terminal, else a line now and then.
 
-    Yields a function of a `StepReport`. The run has at most `total` steps and, unless None, `most_s` seconds.
+    Yields a function of a `StepReport`. The run has at most `total` steps. The time left counts evaluations too.
     """
     is_terminal, is_open, shown, evaluated = sys.stderr.isatty(), False, 0.0, ""  # is_open: the line has no end yet
-    begin, begun_at = time.monotonic(), -1  # the clock, and the steps done at that time
+    begin, begun_at = time.monotonic(), -1.0  # the clock, and the share of the run that was done at that time
 
     def show(report: Any) -> None:
         nonlocal shown, evaluated, begin, begun_at, is_open
         now = time.monotonic()
-        is_first = begun_at < 0
-        pace = (now - begin) / (report.step - (report.step - 1 if is_first else begun_at))
-        if is_first:
-            begin, begun_at = now, report.step  # the first step warms up and is not counted once there is another
+        left = (now - begin) * max(1 - report.done, 0.0) / max(report.done - max(begun_at, 0.0), 1e-9)
+        if begun_at < 0:  # the first step warms up and is not counted once there is another
+            begin, begun_at = now, report.done
         if report.held_out_tau is not None:
             evaluated = f"held-out tau {report.held_out_tau:.3f} (step {report.step})"
         if now - shown < (0.2 if is_terminal else 15.0) and report.step < total:
             return
         shown = now
-        left = pace * (total - report.step)
-        if most_s is not None:
-            left = min(left, max(most_s - (now - begin), 0.0))
         minutes, seconds = divmod(round(left + (report.seconds_after or 0.0)), 60)
         parts = [
             f"step {report.step}/{total}",

@@ -159,7 +159,7 @@ def train(
     keep_freed_memory()
     if threads is not None:
         set_num_threads(threads)
-    with step_progress(steps, seconds) as on_step, progress("held-out tokens") as on_held_out:
+    with step_progress(steps) as on_step, progress("held-out tokens") as on_held_out:
         command = f"$ {shlex.join(['foretoken', *sys.argv[1:]])}"
         try:
             result = trained(**arguments, on_step=on_step, on_held_out=on_held_out, command=command)

@@ -92,6 +92,7 @@ class StepReport:
 
     Attributes:
         step: Steps done, this one included.
+        done: Share of the run that is done, by its steps or its seconds.
         loss: Weighted sum of the heads' mean losses.
         head_losses: Mean loss of each head.
         head_matches: Share of positions at which each head's first candidate is the target's.
@@ -105,6 +106,7 @@ class StepReport:
     """
 
     step: int
+    done: float
     loss: float
     head_losses: list[float]
     head_matches: list[float]
@@ -268,6 +270,7 @@ class Trainer(ABC):
         recent_s = sum(s for s, _ in self._recent)
         return StepReport(
             step=step + 1,
+            done=self._done,
             loss=loss,
             head_losses=list(losses),
             head_matches=list(mean_by_head(sums.matches, counts)),

@@ -119,8 +119,8 @@ def steps_shown(monkeypatch: pytest.MonkeyPatch, columns: int, *, after_s: float
         for step in (1, 2, 3):
             show(
                 StepReport(
-                    step=step, loss=12.5, head_losses=[1.0] * 7, head_matches=[0.5] * 7, rate=1e-3, grad_norm=1.0,
-                    tokens_per_s=321.0, held_out_tau=1.25, seconds_after=after_s,
+                    step=step, done=step / 3, loss=12.5, head_losses=[1.0] * 7, head_matches=[0.5] * 7, rate=1e-3,
+                    grad_norm=1.0, tokens_per_s=321.0, held_out_tau=1.25, seconds_after=after_s,
                 )
             )  # fmt: skip
     return told.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
