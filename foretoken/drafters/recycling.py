@@ -297,8 +297,8 @@ class RecyclingDrafter:
         rates, options = self._rates.estimates(), self._options
         if self._shape is not None:
             return Template.of(self._shape, rates)
-        bought = best_nodes([rates] * options.chain_len, options.max_nodes)
-        return Template.of(TreeShape.from_choices(choice for choice, _ in bought), rates)
+        selected = best_nodes([rates] * options.chain_len, options.max_nodes)
+        return Template.of(TreeShape.from_choices(choice for choice, _ in selected), rates)
 
     def _new_matrix(self) -> SuccessorMatrix:
         return SuccessorMatrix(self._vocab_size, self._num_ranks)

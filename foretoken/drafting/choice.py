@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.policies import BatchTable
 
 _WORTH_READING_S = 1e-3  # of a level; a choice: reading and cutting a chain takes the host about 0.1 ms
-_MOST_BOUGHT = 128  # least cap of nodes in a tree of several drafters; a drafter with wider trees raises the cap
+_MOST_SELECTED = 128  # least cap of nodes in a tree of several drafters; a drafter with wider trees raises the cap
 
 
 def choose_controller(
@@ -48,7 +48,7 @@ def choose_controller(
 
     Returns:
         `Fixed` if options fix the draft size, a stop rule ends drafts, or a caller made the drafter; else `Goodput`. It
-        buys nodes of several drafters, of lookups, of dynamic trees and of chains that end early; otherwise it chooses
+        selects nodes of several drafters, lookups, dynamic trees and chains that end early; otherwise it chooses
         the depth of whole drafts.
     """
     sizes = most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters]
@@ -72,7 +72,7 @@ def choose_controller(
             read_shares=list(map(_read_share, drafters)),
         )  # fmt: skip
     else:
-        made = _buying(drafters, target, timed)
+        made = _selecting(drafters, target, timed)
     key = pair_key(target.model, options) if keeps_acceptance else None
     if key is not None:
         made.keep_learned(KeptAcceptance(made.learners, key))
@@ -106,10 +106,10 @@ def choose_for_predictions(
         target: What the drafters are attached to.
     """
     if len(drafters) == 1:  # no costs of passes are measured for plain decoding
-        return _buying(drafters)
+        return _selecting(drafters)
     if len(options) < len(drafters) or not all(each.is_adaptive for each in options):
         return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
-    return _buying(drafters, target)
+    return _selecting(drafters, target)
 
 
 def _ends_early(drafter: Drafter, target: TargetHandle, timed: Sequence[tuple[int, float]]) -> bool:
@@ -119,12 +119,12 @@ def _ends_early(drafter: Drafter, target: TargetHandle, timed: Sequence[tuple[in
     return min((seconds / depth for depth, seconds in timed), default=0.0) >= _WORTH_READING_S
 
 
-def _buying(
+def _selecting(
     drafters: Sequence[Drafter],
     target: TargetHandle | None = None,
     timed: Sequence[Sequence[tuple[int, float]]] = (),
 ) -> Goodput:
-    """Returns a controller that reads the drafters' trees and buys nodes of them; `target` has the costs of passes."""
+    """Returns a controller that reads drafters' trees and selects nodes; `target` has the costs of passes."""
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     ends_early: list[bool] = []
     if target is not None and timed:
@@ -132,7 +132,7 @@ def _buying(
     return Goodput(
         None if target is None else target.costs,
         nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
-        max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),
+        max_nodes=max(widest, min(most_nodes(drafters), _MOST_SELECTED)),
         timed=timed,
         ends_early=ends_early,
         read_shares=list(map(_read_share, drafters)),
@@ -147,6 +147,6 @@ def most_nodes(drafters: Sequence[Drafter]) -> int:
     """Returns the nodes of the widest tree that is verified, root included.
 
     The width has room for the proposals of all drafters together, up to the bound of trees. Whole drafts are verified
-    as they are. Where nodes are bought, drawn nodes and probes are never left out.
+    as they are. Where nodes are selected, drawn nodes and probes are never left out.
     """
     return min(1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters), MAX_NODES)

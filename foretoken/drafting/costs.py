@@ -119,7 +119,7 @@ class CostModel:
 
     Attributes:
         host: Of accepting and committing, by emitted tokens.
-        merging: Of merging and buying, by trees with nodes.
+        merging: Of merging and selecting, by trees with nodes.
         machine: Slowness of the machine now; 1 for as fast as at load.
     """
 

@@ -55,7 +55,7 @@ class DraftNoise:
         return replace(context, sampling=own)
 
 
-_LONGEST_GRAFT = 10  # tokens
+_LONGEST_CONTINUATION = 10  # tokens
 
 
 class _Asked(NamedTuple):
@@ -266,7 +266,7 @@ class Drafting:
         """Returns a bound of nodes for trees with drawn tokens; None if they cannot have more."""
         if most >= self._max_nodes:
             return None
-        if self._team.lookups and self.are_merged:  # grafted nodes come on top
+        if self._team.lookups and self.are_merged:  # nodes of their continuations come on top
             return most
         sizes = self._nodes_by_depth[: len(self._team.guards)]
         possible = 1 + sum(nodes[min(most, len(nodes)) - 1] - 1 for nodes in sizes)
@@ -289,7 +289,7 @@ class Drafting:
 
         def continued(leaf: Leaf) -> list[tuple[int, Sequence[int]]]:
             row, path = leaf
-            depth = min(context.max_depth[row] - len(path), _LONGEST_GRAFT)
+            depth = min(context.max_depth[row] - len(path), _LONGEST_CONTINUATION)
             found: list[tuple[int, Sequence[int]]] = []
             for index in lookups if depth > 0 else ():
                 tokens = self._guards[index].continue_from(context.slots[row], context.tokens[row], path, depth)

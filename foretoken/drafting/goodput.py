@@ -28,7 +28,7 @@ from foretoken.drafting.host_trees import (
     HostMerge,
     HostRow,
     LookupChain,
-    grafts_on,
+    continuations_of,
     kept_tree,
     learn_chain,
     learn_followed,
@@ -36,9 +36,9 @@ from foretoken.drafting.host_trees import (
     scored,
 )
 from foretoken.drafting.known import Known
-from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, buy, stop
+from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, select_nodes, stop
 from foretoken.drafting.reading import Reading
-from foretoken.trees.merge import grafted, merge_trees, prune
+from foretoken.trees.merge import merge_trees, prune, with_continuations
 from foretoken.trees.stopping import PathFloors
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.plans import DraftPlan
     from foretoken.drafting.reading import Unread
     from foretoken.runner.costs import CostCurve
-    from foretoken.trees.merge import Graft
+    from foretoken.trees.merge import Continuation
 
 _FREE = 0.03  # share of a plain iteration: a drafter that takes less on average is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level
@@ -87,8 +87,8 @@ class Goodput:
             cost: Seconds of a pass; None if none were measured.
             nodes_by_depth: Of each drafter, see `foretoken.drafters.base.Drafter`.
             max_nodes: Most nodes of a verified tree, root included.
-            is_read: Whether nodes are bought. False for a single drafter whose trees are verified whole.
-            ends_early: Whether each drafter's chains end by `PathFloors`; empty for none. Such nodes are bought.
+            is_read: Whether nodes are selected. False for a single drafter whose trees are verified whole.
+            ends_early: Whether each drafter's chains end by `PathFloors`; empty for none. Such nodes are selected.
             timed: Depth and seconds of each drafter's timed drafts; empty for none.
             expected: Of a single drafter, see `LevelAcceptance`.
             read_shares: See `CostModel`.
@@ -112,7 +112,7 @@ class Goodput:
     @property
     def learners(self) -> list[Learner]:
         """What is worth storing for the next process."""
-        return [each for known in self._known for each in (known.nodes, known.grafts, known.after(frozenset()))]
+        return [each for known in self._known for each in (known.nodes, known.continuations, known.after(frozenset()))]
 
     def keep_learned(self, kept: KeptAcceptance) -> None:
         """Stores what is learned from now on: now and then, and when this controller or the process ends."""
@@ -152,7 +152,7 @@ class Goodput:
         self._room = self._max_nodes - 1  # nodes of a tree for drawn nodes and probes
         self._united: dict[int, _Answer] = {}
         self._plan: DraftPlan | None = None
-        self._grafts: list[LookupChain] = []
+        self._continued: list[LookupChain] = []
 
     def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
         """Asks the free drafters, or the first drafter that pays; nobody if none pays or plain decoding is measured.
@@ -259,7 +259,7 @@ class Goodput:
         """Asks for the depth of a plan; or for chains that end where another level brings less than iterations bring.
 
         That is the best rule if iterations bring as many tokens per second as lately, `rate` at least (Charnov 1976,
-        the marginal value theorem). The level that falls below is drafted already; it is bought if it pays.
+        the marginal value theorem). The level that falls below is drafted already; it is selected if it pays.
         """
         known, batch, draft = self._known[i], self._batch, self._costs.draft(i)
         if not known.ends_early:
@@ -301,7 +301,7 @@ class Goodput:
         hits, miss_s = known.hits, (1 - known.hits) * draft[0]
         return Candidate(
             [hits * each for each in survival],
-            [max(width, hits) for width in known.widths],  # at least one node: unbought levels bring nothing
+            [max(width, hits) for width in known.widths],  # at least one node: unselected levels bring nothing
             [hits * seconds + miss_s for seconds in draft[1:]],
         )
 
@@ -354,7 +354,7 @@ class Goodput:
                 self._union.unite(rows, i)
 
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
-        """Returns the nodes worth their cost, grafted nodes included. Synchronises if nodes are bought."""
+        """Returns the nodes worth their cost, lookups' continuations included. Synchronises if nodes are selected."""
         if not self._is_read:
             (tree,) = trees.values()
             return tree
@@ -370,41 +370,41 @@ class Goodput:
             if merged.distributions is not None:
                 drawn = (merged.distributions.kinds != DrawKind.ONE_HOT).tolist()
         elif continued is not None and self._union is not None:
-            for graft in self._grafts_on(rows, continued):
-                self._union.graft(graft)
+            for chain in self._continuations_of(rows, continued):
+                self._union.extend(chain)
         draft_s = self._draft_s() + self._costs.merging(len(self._united))
-        bought = buy(
+        selected = select_nodes(
             rows, self._all_costs(), max_nodes=self._max_nodes, draft_s=draft_s,
             num_prompt_tokens=self._num_prompt_tokens, drawn=drawn,
         )  # fmt: skip
-        self._note_widths(rows, bought.kept)
+        self._note_widths(rows, selected.kept)
         if merged is None:
             has_sources = len(self._known) > 1 or tree.source is not None
-            return kept_tree(rows, bought.kept, tree.tokens.device, has_sources=has_sources)
-        if not bought.is_everything:
-            merged = prune(merged, torch.tensor(bought.kept, device=tree.tokens.device))
+            return kept_tree(rows, selected.kept, tree.tokens.device, has_sources=has_sources)
+        if not selected.is_everything:
+            merged = prune(merged, torch.tensor(selected.kept, device=tree.tokens.device))
         return merged.narrowed()
 
     def _merged_with_draws(self, continued: Continue | None) -> tuple[TokenTree, list[HostRow]]:
-        """Merges trees that hold drawn nodes, and grafts lookups below them; returns also a copy on the host."""
+        """Merges trees that hold drawn nodes, with lookups' continuations; returns also a copy on the host."""
         # In the order of asking: whether a later drafter was asked may depend on what earlier ones drew.
         merged, *others = (scored(answer.tree, answer.rows) for answer in self._united.values())
         if self._union is not None:
             merged = merge_trees([merged, *others], max_nodes=MAX_NODES, drafters=list(self._united))
         rows = read_rows(merged, None)
-        grafts = self._grafts_on(rows, continued) if continued is not None and self._union is not None else []
-        if grafts:
-            merged = grafted(merged, grafts, max_nodes=MAX_NODES)
+        chains = [] if continued is None or self._union is None else self._continuations_of(rows, continued)
+        if chains:
+            merged = with_continuations(merged, chains, max_nodes=MAX_NODES)
             rows = read_rows(merged, None)
         return merged, rows
 
-    def _grafts_on(self, rows: Sequence[HostRow], continued: Continue) -> list[Graft]:
-        chains, grafts = grafts_on(rows, continued, [known.grafts for known in self._known])
-        self._grafts += chains
-        return grafts
+    def _continuations_of(self, rows: Sequence[HostRow], continued: Continue) -> list[Continuation]:
+        chains, continuations = continuations_of(rows, continued, [known.continuations for known in self._known])
+        self._continued += chains
+        return continuations
 
     def _note_widths(self, rows: Sequence[HostRow], kept: Sequence[Sequence[bool]]) -> None:
-        """Counts each bought node for the first drafter that proposed it, free drafters first."""
+        """Counts each selected node for the first drafter that proposed it, free drafters first."""
         order = sorted(self._answers, key=lambda i: i not in self._free)
         levels = {i: [0.0] * self._known[i].deepest for i in order}
         for row, flags in zip(rows, kept, strict=True):
@@ -496,5 +496,5 @@ class Goodput:
                 before = list(map(max, before, right))
             known.hits += _WIDTH_RATE * (len(hits) / self._batch - known.hits)
             costly |= {i} - self._free
-        for each in self._grafts:
-            learn_chain(self._known[each.drafter].grafts, each, steps[each.leaf.row].tokens)
+        for each in self._continued:
+            learn_chain(self._known[each.drafter].continuations, each, steps[each.leaf.row].tokens)

@@ -14,7 +14,7 @@ import torch
 from foretoken.core.backend import floats_on, integers_on
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafting.base import Leaf
-from foretoken.trees.merge import Graft
+from foretoken.trees.merge import Continuation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -184,12 +184,12 @@ class HostMerge:
                 places[node] = -1 if found is None else found
             children.update(new)
 
-    def graft(self, graft: Graft) -> None:
+    def extend(self, chain: Continuation) -> None:
         """Adds a chain below a node while there is room."""
-        row, node = self.rows[graft.row], graft.node
-        for token, score in zip(graft.tokens, graft.scores, strict=True):
+        row, node = self.rows[chain.row], chain.node
+        for token, score in zip(chain.tokens, chain.scores, strict=True):
             if len(row.tokens) < self._max_nodes:
-                node = row.add(token, node, graft.source, exp(score))
+                node = row.add(token, node, chain.source, exp(score))
 
 
 _LEAVES, _LEAST_VALUE = 4, 0.1  # most leaves, at most one a sequence; least probability of a leaf
@@ -209,13 +209,13 @@ class LookupChain(NamedTuple):
     tokens: Sequence[int]
 
 
-def grafts_on(
+def continuations_of(
     rows: Sequence[HostRow], continued: Continue, acceptances: Sequence[NodeAcceptance]
-) -> tuple[list[LookupChain], list[Graft]]:
+) -> tuple[list[LookupChain], list[Continuation]]:
     """Asks lookups to continue the best leaves of merged trees that they did not propose themselves.
 
     Returns:
-        All answers, which are learned from, and one graft per leaf: the answer with the most expected tokens.
+        All answers, which are learned from, and one continuation per leaf: the answer with the most expected tokens.
     """
     leaves = [
         (row.values[node], b, node)
@@ -224,7 +224,7 @@ def grafts_on(
         if row.values[node] >= _LEAST_VALUE
     ]  # fmt: skip
     chains: list[LookupChain] = []
-    grafts: list[Graft] = []
+    continuations: list[Continuation] = []
     for value, b, node in sorted(leaves, key=lambda each: (-each[0], *each[1:]))[: max(_LEAVES, len(rows))]:
         row, leaf = rows[b], Leaf(b, _path(rows[b], node))
         answers = [
@@ -237,8 +237,8 @@ def grafts_on(
             judged = [acceptances[each.drafter].chain_values(len(each.tokens)) for each in answers]
             best = max(range(len(answers)), key=lambda i: sum(judged[i]))
             scores, drafter = [log(value * each) for each in judged[best]], answers[best].drafter
-            grafts.append(Graft(b, node, row.depths[node], answers[best].tokens, scores, 1 << drafter))
-    return chains, grafts
+            continuations.append(Continuation(b, node, row.depths[node], answers[best].tokens, scores, 1 << drafter))
+    return chains, continuations
 
 
 def learn_chain(acceptance: NodeAcceptance, chain: LookupChain, tokens: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ class Known:
     Attributes:
         deepest: Levels of its deepest drafts.
         nodes: Of the nodes that it proposes.
-        grafts: Of the chains that it proposes below drafts of other drafters.
+        continuations: Of the chains that it proposes below drafts of other drafters.
         levels: By the drafters that were asked before and cost something.
         shape: Nodes per level of its trees.
         widths: Nodes that are verified per level of a sequence.
@@ -30,7 +30,7 @@ class Known:
     ) -> None:
         self.ends_early, self.nodes_by_depth = ends_early, nodes_by_depth
         self.deepest = min(len(nodes_by_depth) - 1, 64)
-        self.nodes, self.grafts = NodeAcceptance(), NodeAcceptance()
+        self.nodes, self.continuations = NodeAcceptance(), NodeAcceptance()
         self.levels = {frozenset[int](): LevelAcceptance(self.deepest, expected)}
         self.shape = [float(after - before) for before, after in pairwise(nodes_by_depth)][: self.deepest]
         self.widths = [min(nodes, 1.0) for nodes in self.shape] if is_read else self.shape

@@ -9,8 +9,8 @@ tokens, so that drafts take room from prompts only where they bring more.
 trees at hand are right down to depth d. R_d is the probability that a candidate is right there where they are wrong. A
 draft of D levels then adds sum over d <= D of (B - L_d) R_d expected tokens.
 
-`buy` judges nodes that were drafted. A node is never worth more than its parent, so the most valuable nodes of all
-sequences form trees. The best number of nodes is taken, which may be none.
+`select_nodes` judges nodes that were drafted. A node is never worth more than its parent, so the most valuable nodes of
+all sequences form trees. The best number of nodes is taken, which may be none.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def best_depth(now: DraftPlan, at_hand: AtHand, candidate: Candidate, costs: Cos
     return best
 
 
-class Purchase(NamedTuple):
+class Selection(NamedTuple):
     """Nodes that are worth their cost.
 
     Attributes:
@@ -171,7 +171,7 @@ class Purchase(NamedTuple):
     width: int
 
 
-def buy(
+def select_nodes(
     rows: Sequence[HostRow],
     costs: Costs,
     *,
@@ -179,7 +179,7 @@ def buy(
     draft_s: float = 0.0,
     num_prompt_tokens: int = 0,
     drawn: Sequence[Sequence[bool]] | None = None,
-) -> Purchase:
+) -> Selection:
     """Chooses the nodes that are worth their cost.
 
     Args:
@@ -213,4 +213,4 @@ def buy(
     best = _best_size(width + num_fixed, tokens, [-value for value, _, _ in candidates], costs, draft_s)
     for _, b, node in candidates[: best.size]:
         kept[b][node] = True
-    return Purchase(kept, best.size == num_drafted, best.tokens, int(best.width))
+    return Selection(kept, best.size == num_drafted, best.tokens, int(best.width))

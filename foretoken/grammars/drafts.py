@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
-from foretoken.trees.merge import Graft, grafted, prune
+from foretoken.trees.merge import Continuation, prune, with_continuations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ def constrained_tree(tree: TokenTree, bounds: Sequence[GrammarBounds | None], *,
     if tree.source is not None:
         probes = ((tree.source & PROBE) != 0).tolist()
     scores = None if tree.scores is None else tree.scores.tolist()
-    grafts: list[Graft] = []
+    continuations: list[Continuation] = []
     kept = [[True] * tree.width for _ in rows]
     for index, (row, bound) in enumerate(zip(rows, bounds, strict=True)):
         if bound is None:
@@ -62,19 +62,19 @@ def constrained_tree(tree: TokenTree, bounds: Sequence[GrammarBounds | None], *,
         states = _states(bound.state, row, probes[index])
         for node in range(len(row.tokens)):
             kept[index][node] = probes[index][node] or states[node] is not None
-        grafts += _forced(index, row, states, bound, source, None if scores is None else scores[index])
-    if not grafts and all(map(all, kept)):
+        continuations += _forced(index, row, states, bound, source, None if scores is None else scores[index])
+    if not continuations and all(map(all, kept)):
         return Constrained(tree, 0)
     marked = replace(
         tree,
         source=torch.ones_like(tree.tokens) if tree.source is None else tree.source,
         scores=torch.zeros_like(tree.tokens, dtype=torch.float32) if tree.scores is None else tree.scores,
     )
-    if grafts:
-        marked = grafted(marked, grafts, max_nodes=MAX_NODES)
+    if continuations:
+        marked = with_continuations(marked, continuations, max_nodes=MAX_NODES)
     stays = torch.ones_like(marked.tokens, dtype=torch.bool)
     stays[:, : tree.width] = torch.tensor(kept, device=stays.device)
-    return Constrained(prune(marked, stays).narrowed(), sum(len(graft.tokens) for graft in grafts))
+    return Constrained(prune(marked, stays).narrowed(), sum(len(continuation.tokens) for continuation in continuations))
 
 
 def _states(root: GrammarState, row: TreeRow, probes: Sequence[bool]) -> list[GrammarState | None]:
@@ -92,11 +92,11 @@ def _forced(
     bound: GrammarBounds,
     source: int,
     scores: Sequence[float] | None,
-) -> list[Graft]:
+) -> list[Continuation]:
     children = set(zip(row.parents, row.tokens, strict=True))
     depths = [0] * len(row.tokens)
     room = min(_MOST_FORCED, bound.max_nodes - len(row.tokens))
-    grafts = []
+    continuations = []
     for node, state in enumerate(states):
         depths[node] = 0 if node == 0 else depths[row.parents[node]] + 1
         longest = min(room, bound.max_depth - depths[node])
@@ -105,5 +105,5 @@ def _forced(
             continue
         room -= len(chain)
         score = 0.0 if scores is None else scores[node]
-        grafts.append(Graft(index, node, depths[node], chain, [score] * len(chain), source))
-    return grafts
+        continuations.append(Continuation(index, node, depths[node], chain, [score] * len(chain), source))
+    return continuations

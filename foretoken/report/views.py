@@ -216,11 +216,11 @@ def _drafts(iteration: Iteration) -> str:
         return counts
     counts = counts.replace(": ", f": {proposed} proposed, ", 1)
     forced = 0 if iteration.tree is None else iteration.tree.drafters.count((FORCED,))
-    grafted = verified - proposed - forced
+    continued = verified - proposed - forced
     reasons = [f"{forced} forced by the grammar"] if forced else []
-    if grafted > 0:  # some proposed nodes may have been dropped too
-        reasons.append(f"{grafted} or more grafted: a lookup went on below another drafter's draft")
-    elif grafted < 0:
+    if continued > 0:  # some proposed nodes may have been dropped too
+        reasons.append(f"{continued} or more added by a lookup below another drafter's draft")
+    elif continued < 0:
         reasons.append("the others were proposed twice, or not expected to pay")
     return f"{counts} ({'; '.join(reasons)})" if reasons else counts
 

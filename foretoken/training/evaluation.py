@@ -141,11 +141,11 @@ def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: 
     `best_nodes` refuses the arguments.
     """
     wanted = sorted({*sizes, max_nodes})
-    bought = best_nodes(acceptance, wanted[-1])
-    choices = [choice for choice, value in bought[: max_nodes - 1] if value > 0]
+    selected = best_nodes(acceptance, wanted[-1])
+    choices = [choice for choice, value in selected[: max_nodes - 1] if value > 0]
     if not choices:
         raise ConfigError("no candidate was right even once, so no tree is worth a pass. Measure on more text.")
-    tokens = {size: 1.0 + sum(value for _, value in bought[: size - 1]) for size in wanted}
+    tokens = {size: 1.0 + sum(value for _, value in selected[: size - 1]) for size in wanted}
     return TunedTree(shape=TreeShape.from_choices(choices), tokens_by_nodes=tokens)
 
 

@@ -8,9 +8,9 @@ candidate r of depth d is right if its parent is right, assumed independent of a
 product of these along its path: the probability that the node is accepted. The sum of all values is the expected number
 of accepted tokens.
 
-No node is worth more than its parent. Buying the most valuable node below bought nodes, again and again, thus gives the
-best tree of every size (the search of Medusa, arXiv 2401.10774). An acceptance table has K rows, one per head. Rows may
-differ in length and need not fall with the rank.
+No node is worth more than its parent. Selecting the most valuable node below selected nodes, again and again, thus
+gives the best tree of every size (the search of Medusa, arXiv 2401.10774). An acceptance table has K rows, one per
+head. Rows may differ in length and need not fall with the rank.
 """
 
 from __future__ import annotations
@@ -392,13 +392,13 @@ def best_nodes(acceptance: Acceptance, max_nodes: int) -> list[tuple[Choice, flo
             for rank, probability in enumerate(acceptance[len(choice)]):
                 heapq.heappush(heap, (-value * probability, len(choice) + 1, (*choice, rank)))
 
-    bought: list[tuple[Choice, float]] = []
+    selected: list[tuple[Choice, float]] = []
     offer_children((), 1.0)
-    while heap and len(bought) < max_nodes - 1:
+    while heap and len(selected) < max_nodes - 1:
         negative, _, choice = heapq.heappop(heap)
-        bought.append((choice, -negative))
+        selected.append((choice, -negative))
         offer_children(choice, -negative)
-    return bought
+    return selected
 
 
 def best_shape(
@@ -428,9 +428,9 @@ def best_shape(
     rate_of_best, best = float("-inf"), TreeShape(())
     # If depth costs nothing, the deepest search has the best tree of every size.
     for depth in range(1 if level_seconds else len(acceptance), len(acceptance) + 1):
-        bought = best_nodes(acceptance[:depth], max_nodes)
-        choices = [choice for choice, _ in bought]
-        tokens = accumulate((value for _, value in bought), initial=1.0)
+        selected = best_nodes(acceptance[:depth], max_nodes)
+        choices = [choice for choice, _ in selected]
+        tokens = accumulate((value for _, value in selected), initial=1.0)
         next(tokens)  # of the root alone
         deepest = accumulate(map(len, choices), max)
         for drafted, (expected, levels) in enumerate(zip(tokens, deepest, strict=True), start=1):

@@ -1,4 +1,4 @@
-"""Changes whole trees: merges several drafters' trees, grafts chains, and removes improbable nodes before the target.
+"""Changes whole trees: merges several drafters' trees, adds chains below nodes, and removes improbable nodes.
 
 `Pruning` removes a node if
 
@@ -251,7 +251,7 @@ class Trie:
         return TreeRow(self.tokens, self.parents)
 
 
-class Graft(NamedTuple):
+class Continuation(NamedTuple):
     """A chain of `tokens` to be added below a node of a tree.
 
     Attributes:
@@ -270,25 +270,25 @@ class Graft(NamedTuple):
     source: int
 
 
-def grafted(tree: TokenTree, grafts: Sequence[Graft], *, max_nodes: int) -> TokenTree:
+def with_continuations(tree: TokenTree, continuations: Sequence[Continuation], *, max_nodes: int) -> TokenTree:
     """Returns the tree with chains of chosen (one-hot) nodes behind its nodes. No synchronisation.
 
-    Scores and sources must exist. The grafts come most valuable first, at most one per node. The ends of chains beyond
-    `max_nodes` nodes, root included, are left out.
+    Scores and sources must exist. The continuations come most valuable first, at most one per node. The ends of chains
+    beyond `max_nodes` nodes, root included, are left out.
     """
     room = [max_nodes - tree.width] * tree.batch_size
     # (tokens, parents, depths, sources) and scores of each sequence's new nodes
     new: list[list[tuple[int, int, int, int]]] = [[] for _ in room]
     scores: list[list[float]] = [[] for _ in room]
     deepest = tree.max_depth
-    for graft in grafts:
-        nodes, parent = new[graft.row], graft.node
-        for index, (token, score) in enumerate(zip(graft.tokens, graft.scores, strict=True)):
-            if len(nodes) >= room[graft.row]:
+    for chain in continuations:
+        nodes, parent = new[chain.row], chain.node
+        for index, (token, score) in enumerate(zip(chain.tokens, chain.scores, strict=True)):
+            if len(nodes) >= room[chain.row]:
                 break
-            depth = graft.depth + index + 1
-            nodes.append((token, parent, depth, graft.source))
-            scores[graft.row].append(score)
+            depth = chain.depth + index + 1
+            nodes.append((token, parent, depth, chain.source))
+            scores[chain.row].append(score)
             parent, deepest = tree.width + len(nodes) - 1, max(deepest, depth)
     width, device = max(map(len, new)), tree.tokens.device
     if not width or tree.scores is None or tree.source is None:

@@ -17,7 +17,7 @@ from foretoken.acceptance.rules import accept_coupled, accept_sequential
 from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.trees import merge
-from foretoken.trees.merge import Graft, grafted, merge_trees, prune
+from foretoken.trees.merge import Continuation, merge_trees, prune, with_continuations
 from tests.tree_checks import check_tree
 
 VOCAB = 3
@@ -96,37 +96,37 @@ def test_pruned_trees(rule: str) -> None:
 
 
 @cache
-def grafted_cases() -> tuple[dict[str, tuple[Drafts, Tensor]], dict[str, tuple[Drafts, Tensor]]]:
+def continued_cases() -> tuple[dict[str, tuple[Drafts, Tensor]], dict[str, tuple[Drafts, Tensor]]]:
     """Trees with chains below their leaves, and the same trees without."""
     target, q = tables("dense", VOCAB, 3)
 
     def with_chains(tree: TokenTree) -> TokenTree:
-        grafts = []
+        continuations = []
         for row, (tokens, parents) in enumerate(tree.rows()):
             leaves = [node for node in range(1, len(tokens)) if node not in parents]
             for leaf in leaves[::2]:
                 depth = int(tree.depths[row, leaf])
-                grafts.append(Graft(row, leaf, depth, [(sum(tokens) + leaf) % VOCAB], [0.0], 1))
-        return grafted(tree, grafts, max_nodes=64)
+                continuations.append(Continuation(row, leaf, depth, [(sum(tokens) + leaf) % VOCAB], [0.0], 1))
+        return with_continuations(tree, continuations, max_nodes=64)
 
     found = pairs(q, random_table(VOCAB, 3, seed=7)).items()
-    with_grafts, plain = (
+    with_chains, plain = (
         {
             pair: (merged(drafts(first, VOCAB), drafts(second, VOCAB), changed=changed), target)
             for pair, (first, second) in found
         }
         for changed in (with_chains, None)
     )
-    return with_grafts, plain
+    return with_chains, plain
 
 
 @pytest.mark.parametrize("rule", OF_TREES)
-def test_grafted_trees(rule: str) -> None:
+def test_continued_trees(rule: str) -> None:
     """Chosen chains below leaves, also drawn ones, whose tokens depend on all that was drawn."""
-    with_grafts, plain = (laws(rule, cases) for cases in grafted_cases())
+    with_chains, plain = (laws(rule, cases) for cases in continued_cases())
     for pair in PAIRS:
-        assert with_grafts[pair].error <= EXACT, pair
-        assert with_grafts[pair].num_accepted > plain[pair].num_accepted, pair
+        assert with_chains[pair].error <= EXACT, pair
+        assert with_chains[pair].num_accepted > plain[pair].num_accepted, pair
 
 
 @pytest.mark.parametrize("rule", [accept_sequential, accept_coupled, accept_traversal], ids=lambda rule: rule.__name__)

@@ -26,11 +26,11 @@ def test_the_tree_it_writes_is_taken_by_every_command(tmp_path: Path) -> None:
     told = json.loads(result.stdout)
     choices = json.loads(file.read_text())
     assert choices == told["tree"]
-    bought = best_nodes(told["acceptance"][:3], 64)
-    shape = TreeShape.from_choices(choice for choice, value in bought[:8] if value > 0)
+    selected = best_nodes(told["acceptance"][:3], 64)
+    shape = TreeShape.from_choices(choice for choice, value in selected[:8] if value > 0)
     assert TreeShape.parse(choices) == shape
     assert told["tokens_by_nodes"].keys() == {"8", "9", "16", "32", "64"}
-    assert told["tokens_by_nodes"]["9"] == pytest.approx(1 + sum(value for _, value in bought[:8]))
+    assert told["tokens_by_nodes"]["9"] == pytest.approx(1 + sum(value for _, value in selected[:8]))
     setup = parse_setup(f"hydra:tree=@{file}")
     assert setup.config is not None
     assert drafter_options(setup.config).tree == shape

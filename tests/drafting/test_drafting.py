@@ -142,7 +142,7 @@ def test_no_drafter_of_fixed_size_crowds_out_another(fixed: dict[str, Any]) -> N
 
 
 def test_there_is_room_for_what_is_never_left_out() -> None:
-    """Drawn nodes and probes are verified whatever else is bought, so that rows of the cache must not run short."""
+    """Drawn nodes and probes are verified whatever else is selected, so that rows of the cache must not run short."""
     drafters: list[Any] = [Proposer(lambda t: t) for _ in range(3)]
     for drafter, nodes in zip(drafters, (100, 64, 20), strict=True):
         drafter.nodes_by_depth = (1, nodes)

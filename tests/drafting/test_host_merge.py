@@ -1,4 +1,4 @@
-"""Merging and grafting on the host against tensors."""
+"""Merging and continuing on the host against tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafting.host_trees import HostMerge, HostRow, read_rows
-from foretoken.trees.merge import Graft, grafted, merge_trees
+from foretoken.trees.merge import Continuation, merge_trees, with_continuations
 
 
 @st.composite
@@ -63,12 +63,14 @@ def test_chains_hang_where_tensors_have_them(max_nodes: int) -> None:
     tree = TokenTree.from_rows([TreeRow([5, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4, 6, 7], [-1, 0, 1, 0])])
     tree = replace(tree, scores=-tree.depths.float())
     chains = [
-        Graft(0, 3, 2, [6, 7], [-3.0, -4.0], 1), Graft(1, 2, 2, [8], [-3.0], 1), Graft(0, 2, 1, [6], [-2.0], 1),
-    ]  # fmt: skip
+        Continuation(0, 3, 2, [6, 7], [-3.0, -4.0], 1),
+        Continuation(1, 2, 2, [8], [-3.0], 1),
+        Continuation(0, 2, 1, [6], [-2.0], 1),
+    ]
     union = united([tree], [1], max_nodes)
     for chain in chains:
-        union.graft(chain)
-    same(union.rows, grafted(merge_trees([tree], drafters=[1]), chains, max_nodes=max_nodes))
+        union.extend(chain)
+    same(union.rows, with_continuations(merge_trees([tree], drafters=[1]), chains, max_nodes=max_nodes))
 
 
 def test_what_was_cut_off_is_left_out() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafting.host_trees import kept_tree, read_rows
-from foretoken.drafting.plans import AtHand, Candidate, Costs, Purchase, best_depth, buy, stop
+from foretoken.drafting.plans import AtHand, Candidate, Costs, Selection, best_depth, select_nodes, stop
 from foretoken.runner.costs import CostCurve
 from foretoken.trees.merge import prune
 
@@ -152,13 +152,13 @@ def scored(rows: list[TreeRow], values: list[list[float]]) -> TokenTree:
     return replace(tree, scores=padded)
 
 
-def bought(tree: TokenTree, curve: tuple, **keys: Any) -> Purchase:
-    return buy(read_rows(tree, None), costs_of(curve), **{"max_nodes": 64, **keys})
+def selected(tree: TokenTree, curve: tuple, **keys: Any) -> Selection:
+    return select_nodes(read_rows(tree, None), costs_of(curve), **{"max_nodes": 64, **keys})
 
 
 @pytest.mark.parametrize(("curve", "count"), [(FLAT, 5), (STEEP, 0)])
 def test_nodes_are_bought_where_width_is_free_and_not_where_each_costs_a_pass(curve: tuple, count: int) -> None:
-    assert sum(bought(scored([WIDE], [VALUES]), curve).kept[0]) == count
+    assert sum(selected(scored([WIDE], [VALUES]), curve).kept[0]) == count
 
 
 @pytest.mark.parametrize("slope", [0.05, 0.2, 0.5, 0.8])
@@ -166,7 +166,7 @@ def test_the_bought_nodes_are_the_best_of_all_trees(slope: float) -> None:
     """Against a search through every subtree of two sequences."""
     curve = (1, 64), (1.0, 1.0 + 63 * slope)
     rows, values = [WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [[0.9, 0.5, 0.7, 0.4, 0.3], [0.6, 0.2]]
-    purchase = bought(scored(rows, values), curve)
+    selection = selected(scored(rows, values), curve)
 
     def subtrees(row: TreeRow) -> list[set[int]]:
         sets = []
@@ -181,24 +181,24 @@ def test_the_bought_nodes_are_the_best_of_all_trees(slope: float) -> None:
         return tokens / CostCurve(*curve)(sum(map(len, sets)))
 
     best = max(rate_of([a, b]) for a in subtrees(rows[0]) for b in subtrees(rows[1]))
-    found = [{0, *np.flatnonzero(purchase.kept[row]).tolist()} for row in (0, 1)]
+    found = [{0, *np.flatnonzero(selection.kept[row]).tolist()} for row in (0, 1)]
     assert rate_of(found) == pytest.approx(best)
-    assert purchase.tokens / CostCurve(*curve)(purchase.width) == pytest.approx(best)
+    assert selection.tokens / CostCurve(*curve)(selection.width) == pytest.approx(best)
 
 
 def test_probes_and_drawn_nodes_are_never_cut() -> None:
     tree = scored([WIDE], [[1e-9] * 5])
     probes = replace(tree, source=torch.tensor([[0, 0, 0, 0, PROBE, 0]]))
-    assert np.flatnonzero(bought(probes, STEEP).kept[0]).tolist() == [1, 3, 4], "with its path"
+    assert np.flatnonzero(selected(probes, STEEP).kept[0]).tolist() == [1, 3, 4], "with its path"
     drawn = [[False, True, True, False, False, False]]
-    assert np.flatnonzero(bought(tree, STEEP, drawn=drawn).kept[0]).tolist() == [1, 2]
-    assert sum(bought(tree, FLAT, max_nodes=3).kept[0]) == 2
+    assert np.flatnonzero(selected(tree, STEEP, drawn=drawn).kept[0]).tolist() == [1, 2]
+    assert sum(selected(tree, FLAT, max_nodes=3).kept[0]) == 2
 
 
 def test_beside_prompts_a_node_must_bring_more_than_a_prompt_token() -> None:
     tree, curve = scored([WIDE], [VALUES]), ((1, 16, 64), (1.0, 1.0, 2.5))
-    assert sum(bought(tree, curve).kept[0]) == 5
-    assert sum(bought(tree, curve, num_prompt_tokens=40).kept[0]) == 1, "only the node that is as good as certain"
+    assert sum(selected(tree, curve).kept[0]) == 5
+    assert sum(selected(tree, curve, num_prompt_tokens=40).kept[0]) == 1, "only the node that is as good as certain"
 
 
 @pytest.mark.parametrize("has_source", [False, True])
@@ -213,7 +213,7 @@ def test_what_is_kept_is_put_together_as_pruning_does_it(slope: float, has_cut_n
     if has_cut_node:
         parents = tree.parents.clone().index_put((torch.tensor(0), torch.tensor(5)), torch.tensor(-1))
         tree = replace(tree, parents=parents, host_facts=None)
-    kept = bought(tree, ((1, 64), (1.0, 1.0 + 63 * slope))).kept
+    kept = selected(tree, ((1, 64), (1.0, 1.0 + 63 * slope))).kept
     made = kept_tree(read_rows(tree, None), kept, tree.tokens.device, has_sources=has_source)
     expected = prune(tree, torch.tensor(kept)).narrowed()
     for name in ("tokens", "parents", "depths", "num_nodes", "scores", "source"):

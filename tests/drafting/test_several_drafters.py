@@ -1,4 +1,4 @@
-"""Several drafters on a simulated machine: who is asked, what is bought, and that nothing slower is chosen for long."""
+"""Several drafters on a simulated machine: who is asked, what is selected, and that nothing slower lasts."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_two_drafters_are_judged_by_themselves() -> None:
 
 
 def test_lookups_go_on_below_the_leaves_of_others() -> None:
-    """A chain that the lookup knows after a drafted path is bought as long as such chains are right."""
+    """A chain that the lookup knows after a drafted path is selected as long as such chains are right."""
     chain, curve = range(1, 9), ((1, 64), (1.0, 1.0 + 63 * 0.2))
     tree = replace(TokenTree.from_rows([TreeRow([5, 1, 2], [-1, 0, 1])]), scores=torch.tensor([[0.9, 0.9, 0.8]]).log())
     leaves: list[Leaf] = []

@@ -25,10 +25,10 @@ from foretoken.runner.costs import CostCurve, PassCosts
 class ByTurns(Goodput):
     """Asks the first drafter always and each other one in every third iteration, for one to four levels."""
 
-    num_grafts = _turn = 0
+    num_continuations = _turn = 0
 
     def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
-        ByTurns.num_grafts += len(self._grafts)
+        ByTurns.num_continuations += len(self._continued)
         self._begin(batch_size)
         self._free, self._turn = frozenset({0}), self._turn + 1
         allowance = Allowance(depth=UNBOUNDED, nodes=self._max_nodes)
@@ -55,12 +55,12 @@ def draft_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafters_asked_by_turns_change_no_text(
     batch: int, draft_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = CostCurve((1,), (1.0,))  # width costs nothing: everything is bought
+    free = CostCurve((1,), (1.0,))  # width costs nothing: everything is selected
     monkeypatch.setattr("foretoken.entrypoints.llm.pass_costs", lambda model, name: PassCosts(*[free] * 3))
     monkeypatch.setattr(choice, "Goodput", ByTurns)
     monkeypatch.setattr(choice, "time_drafts", lambda drafter, target: [])
     monkeypatch.setattr(CostModel, "learn", lambda *_, **__: None)  # width goes on to cost nothing
-    monkeypatch.setattr(ByTurns, "num_grafts", 0)
+    monkeypatch.setattr(ByTurns, "num_continuations", 0)
     mix, plain, records = request_mix(), plain_mix(), list[StepRecord]()
     config: dict[str, Any] = {
         "drafters": [
@@ -74,7 +74,7 @@ def test_drafters_asked_by_turns_change_no_text(
     turns = Counter(asked.name for record in records for asked in record.asked)
     assert turns["ngram"] > 2 * turns["draft_model"] > 0
     assert turns["hydra"] > 0
-    assert ByTurns.num_grafts > 20
+    assert ByTurns.num_continuations > 20
     assert not any(record.draft_error for record in records)
     greedy = {output.request_id for output, request in zip(got, mix, strict=True) if request.name == "greedy"}
     for record in records:

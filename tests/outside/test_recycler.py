@@ -22,7 +22,7 @@ PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True) 
 CONFIGS: dict[str, dict[str, Any]] = {
     "alone": OUTSIDE,
     "fixed, with prompt lookup": {"drafters": [{**LOOKUP, "num_speculative_tokens": 4}, OUTSIDE]},
-    "bought, with prompt lookup": {"drafters": [LOOKUP, ADAPTIVE]},
+    "selected, with prompt lookup": {"drafters": [LOOKUP, ADAPTIVE]},
 }
 
 
@@ -40,7 +40,7 @@ def test_it_is_lossless_and_gets_credit(config: str, trusted: bool, runner: str)
     steps = [step for record in records for step in record.sequences]
     credit = {name for step in steps for name in step.accepted_by}
     assert credit <= ({"recycler"} if config == "alone" else {"recycler", "ngram"})
-    if "bought" not in config:  # which follows the clock
+    if "selected" not in config:  # which follows the clock
         assert "recycler" in credit
         assert sum(step.num_accepted for step in steps) > 5
 

@@ -112,7 +112,7 @@ def test_every_token_and_iteration_is_there(tmp_path: Path) -> None:
     [
         (None, "Drafted nodes: 3 verified, 1 accepted"),
         (3, "Drafted nodes: 3 verified, 1 accepted"),
-        (2, "2 proposed, 3 verified, 1 accepted (1 or more grafted: a lookup went on below another drafter's draft)"),
+        (2, "2 proposed, 3 verified, 1 accepted (1 or more added by a lookup below another drafter's draft)"),
         (5, "5 proposed, 3 verified, 1 accepted (the others were proposed twice, or not expected to pay)"),
     ],
 )

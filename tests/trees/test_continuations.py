@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foretoken.core.token_tree import DraftDistributions, TokenTree, TreeRow
-from foretoken.trees.merge import Graft, grafted
+from foretoken.trees.merge import Continuation, with_continuations
 from tests.tree_checks import check_tree
 
 ROWS = [TreeRow([5, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])]
@@ -21,13 +21,15 @@ def valued(rows: list[TreeRow]) -> TokenTree:
     return replace(tree, scores=-tree.depths.float(), source=source)
 
 
-def graft(row: int, leaf: int, depth: int, *tokens: int) -> Graft:
+def continuation(row: int, leaf: int, depth: int, *tokens: int) -> Continuation:
     scores = [-depth - 1.0 - k for k in range(len(tokens))]
-    return Graft(row, leaf, depth, tokens, scores, 1)
+    return Continuation(row, leaf, depth, tokens, scores, 1)
 
 
 def test_chains_hang_below_their_leaves() -> None:
-    tree = grafted(valued(ROWS), [graft(0, 3, 2, 6, 7), graft(1, 1, 1, 8), graft(0, 2, 1, 6)], max_nodes=64)
+    tree = with_continuations(
+        valued(ROWS), [continuation(0, 3, 2, 6, 7), continuation(1, 1, 1, 8), continuation(0, 2, 1, 6)], max_nodes=64
+    )
     check_tree(replace(tree, scores=None))
     assert tree.rows() == [
         TreeRow([5, 1, 2, 3, 6, 7, 6], [-1, 0, 0, 1, 3, 4, 2]), TreeRow([9, 4, 8], [-1, 0, 1]),
@@ -42,7 +44,9 @@ def test_chains_hang_below_their_leaves() -> None:
 @pytest.mark.parametrize(("max_nodes", "left"), [(4, 4), (5, 5), (6, 6), (7, 7), (8, 7)])
 def test_no_tree_becomes_wider_than_allowed(max_nodes: int, left: int) -> None:
     """The most valuable chain comes first, and is cut from its end."""
-    tree = grafted(valued(ROWS), [graft(0, 3, 2, 6, 7), graft(0, 2, 1, 6)], max_nodes=max_nodes)
+    tree = with_continuations(
+        valued(ROWS), [continuation(0, 3, 2, 6, 7), continuation(0, 2, 1, 6)], max_nodes=max_nodes
+    )
     check_tree(replace(tree, scores=None))
     assert tree.width == left
     assert tree.tokens[0].tolist() == [5, 1, 2, 3, 6, 7, 6][:left]
@@ -55,7 +59,9 @@ def test_drawn_nodes_stay_drawn_and_chains_are_chosen() -> None:
         kinds=kinds, rows=torch.full((2, 2, 10), 0.1), row_of=torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1]]),
         max_siblings=2,
     )  # fmt: skip
-    result = grafted(replace(tree, distributions=drafts), [graft(0, 3, 2, 6), graft(1, 1, 1, 8)], max_nodes=64)
+    result = with_continuations(
+        replace(tree, distributions=drafts), [continuation(0, 3, 2, 6), continuation(1, 1, 1, 8)], max_nodes=64
+    )
     check_tree(replace(result, scores=None))
     found = result.distributions
     assert found is not None
@@ -63,6 +69,6 @@ def test_drawn_nodes_stay_drawn_and_chains_are_chosen() -> None:
     assert found.row_of.tolist() == [[-1, 0, 0, 1, -1], [-1, 0, -1, -1, -1]]
 
 
-def test_nothing_to_graft_changes_nothing() -> None:
+def test_an_empty_continuation_changes_nothing() -> None:
     tree = valued(ROWS)
-    assert grafted(tree, [graft(0, 3, 2)], max_nodes=64) is tree
+    assert with_continuations(tree, [continuation(0, 3, 2)], max_nodes=64) is tree

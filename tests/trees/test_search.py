@@ -70,25 +70,25 @@ def test_ties_go_to_the_shorter_then_to_the_smaller_choice() -> None:
 
 @given(table=tables)
 def test_every_beginning_is_a_tree_and_values_fall(table: list[list[float]]) -> None:
-    bought = best_nodes(table, 40)
+    selected = best_nodes(table, 40)
     known: set[Choice] = {()}
-    for choice, worth in bought:
+    for choice, worth in selected:
         assert choice[:-1] in known
         assert worth == value(table, choice)
         known.add(choice)
-    values = [worth for _, worth in bought]
+    values = [worth for _, worth in selected]
     assert values == sorted(values, reverse=True)
-    assert len(known) == len(bought) + 1 == 1 + sum(math.prod(map(len, table[:d])) for d in range(1, len(table) + 1))
+    assert len(known) == len(selected) + 1 == 1 + sum(math.prod(map(len, table[:d])) for d in range(1, len(table) + 1))
 
 
 @given(table=tables, most=st.integers(1, 4))
 def test_no_tree_of_the_same_size_accepts_more(table: list[list[float]], most: int) -> None:
     """Products and sums of these probabilities are exact, so equality is."""
-    bought = best_nodes(table, most + 1)
+    selected = best_nodes(table, most + 1)
     shapes = all_shapes(table, most)
-    for size in range(1, len(bought) + 1):
+    for size in range(1, len(selected) + 1):
         best = max(sum(value(table, choice) for choice in shape) for shape in shapes if len(shape) == size)
-        assert sum(worth for _, worth in bought[:size]) == best
+        assert sum(worth for _, worth in selected[:size]) == best
 
 
 @given(
