@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,12 @@ def _check(directory: Path) -> subprocess.CompletedProcess[str]:
     subprocess.run(["git", "init", "-q"], cwd=directory, check=True)
     subprocess.run(["git", "add", "-A"], cwd=directory, check=True)
     return subprocess.run([sys.executable, _CHECK, str(directory)], capture_output=True, text=True, check=False)
+
+
+def _commit(directory: Path, subject: str) -> None:
+    _check(directory)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", subject], cwd=directory, check=True)
 
 
 def test_ordinary_files_pass(tmp_path):
@@ -36,6 +43,22 @@ def test_paths_of_a_machine_are_refused(tmp_path):
     result = _check(tmp_path)
     assert result.returncode == 1
     assert "notes.md:2: an absolute path" in result.stdout
+
+
+def test_long_subjects_are_refused_after_the_commit_that_added_the_check(tmp_path):
+    origin, clone = tmp_path / "origin", tmp_path / "clone"
+    (origin / ".ci").mkdir(parents=True)
+    _commit(origin, "before: " + "a" * 80)
+    shutil.copy(_CHECK, origin / ".ci")
+    _commit(origin, "adds the check: " + "a" * 80)
+    _commit(origin, "a" * 72)
+    assert _check(origin).returncode == 0
+    _commit(origin, "a" * 73)
+    result = _check(origin)
+    assert result.returncode == 1
+    assert re.findall("a subject of [0-9]+ characters", result.stdout) == ["a subject of 73 characters"]
+    subprocess.run(["git", "clone", "-q", "--depth", "1", origin.as_uri(), clone], check=True)
+    assert _check(clone).returncode == 0
 
 
 def test_picture_shows_the_layers() -> None:
