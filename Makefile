@@ -64,6 +64,7 @@ lint: $(VENV)/.test $(VENV)/.lint
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python .ci/check_repository.py
+	$(BIN)/python .ci/check_size.py
 
 # `make fuzz FUZZ="threads --count 2000 --seed 7"`; targets: requests, threads, models, checkpoints, caches, bodies.
 fuzz: $(VENV)/.test

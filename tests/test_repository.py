@@ -9,14 +9,16 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 _CHECK = ROOT / ".ci" / "check_repository.py"
 
 
-def _check(directory: Path) -> subprocess.CompletedProcess[str]:
+def _check(directory: Path, check: Path = _CHECK) -> subprocess.CompletedProcess[str]:
     subprocess.run(["git", "init", "-q"], cwd=directory, check=True)
     subprocess.run(["git", "add", "-A"], cwd=directory, check=True)
-    return subprocess.run([sys.executable, _CHECK, str(directory)], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, check, str(directory)], capture_output=True, text=True, check=False)
 
 
 def _commit(directory: Path, subject: str) -> None:
@@ -59,6 +61,35 @@ def test_long_subjects_are_refused_after_the_commit_that_added_the_check(tmp_pat
     assert re.findall("a subject of [0-9]+ characters", result.stdout) == ["a subject of 73 characters"]
     subprocess.run(["git", "clone", "-q", "--depth", "1", origin.as_uri(), clone], check=True)
     assert _check(clone).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "message"),
+    [
+        ("package_lines", 200, "no size above its limit"),
+        ("package_lines", 101, "package_lines is 102. Expected at most 101."),
+        ("package_lines", 300, "package_lines is 102, and its limit 300. Set the limit to 200."),
+        ("package_files", 1, "package_files is 2. Expected at most 1."),
+        ("package_files", 3, "package_files is 2, and its limit 3. Set the limit to 2."),
+        ("test_lines", 0, "test_lines is 1. Expected at most 0."),
+        ("benchmark_lines", 0, "benchmark_lines is 1. Expected at most 0."),
+        ("long_functions_percent", 49.9, "long_functions_percent is 50.0. Expected at most 49.9."),
+    ],
+)
+def test_sizes_keep_to_their_limits(tmp_path, name, limit, message):
+    """Of the two functions, one has 50 lines and one 51."""
+    code = "".join(f"def {name}():\n" + "    pass\n" * length for name, length in (("short", 49), ("long", 50)))
+    other = {"foretoken/b.h": "int b;\n", "tests/a.py": "a = 1\n", "benchmarks/a.py": "a = 1\n"}
+    files = {"foretoken/core/a.py": code, **other}
+    limits = {"package_lines": 200, "package_files": 2, **dict.fromkeys(("test_lines", "benchmark_lines"), 1)}
+    limits |= {"long_functions_percent": 50, name: limit}
+    files[".ci/limits.toml"] = "".join(f"{key} = {value}\n" for key, value in limits.items())
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    result = _check(tmp_path, ROOT / ".ci" / "check_size.py")
+    assert message in result.stdout
+    assert result.returncode == (message != "no size above its limit")
 
 
 def test_picture_shows_the_layers() -> None:
