@@ -89,7 +89,9 @@ def compare_weights(
     pieces = [text[i : i + longest] for text in texts for i in range(0, len(text), longest)]
     pieces = [each for each in pieces if len(each) > 1]
     if not pieces or any(token >= original.vocab_size for each in pieces for token in each):
-        raise RequestError("the held-out text has no two tokens of the model. Expected more text, or its tokenizer.")
+        raise RequestError(
+            "the held-out text is shorter than two tokens, or not of the model's tokenizer. Pass another text."
+        )
     readers = [_Reader(model, longest) for model in (rounded, original)]
     sums, count = torch.zeros(4, dtype=torch.float64), 0
     for done, tokens in enumerate(pieces):

@@ -176,7 +176,7 @@ def _fitting_processors() -> list[_Processor]:
 @cache
 def _may_use_tiles() -> bool:
     """Asks Linux on x86-64 for this process' use of AMX tile registers; forks inherit the permission."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":  # the number is another call elsewhere
+    if platform.system() != "Linux" or platform.machine() != "x86_64":  # 158 is arch_prctl on x86-64 only
         return False
     system: Any = ctypes.CDLL(None, use_errno=True)
     is_granted: bool = system.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretoken.core.checks import check_integer, validated
+from foretoken.core.checks import check_integer, shown, validated
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.files.atomic_files import OutputDirectory
 from foretoken.files.bounded_reads import check_regular, read_json_object
@@ -179,7 +179,7 @@ def read_index(directory: Path) -> DatastoreIndex:
         raise ConfigError(f"'{directory}' holds no datastore. Expected {INDEX}, {TOKENS} and {SUFFIXES}. {ADVICE}")
     values = read_json_object(path, error=ConfigError, advice=ADVICE)
     if values.get("format") != FORMAT:
-        raise ConfigError(f"'{path}' is of another kind. Expected the format '{FORMAT}'. {ADVICE}")
+        raise ConfigError(f"'{path}' has the format {shown(values.get('format'))}. Expected '{FORMAT}'. {ADVICE}")
     return validated(DatastoreIndex, values, f"the datastore '{path}'", advice=ADVICE)
 
 

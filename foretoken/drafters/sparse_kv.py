@@ -83,8 +83,7 @@ class Options(SelfOptions):
     def _guesses_chains(self) -> Self:
         if self.draft_with is not None and self.tree != "chain":
             raise ConfigError(
-                "'draft_with' guesses the tokens of a chain, and 'tree' is something else. Expected 'chain'. Leave "
-                "one of them out."
+                f"'tree' is {self.tree!r}, but 'draft_with' drafts chains. Pass 'tree': 'chain', or omit 'draft_with'."
             )
         return self
 

@@ -34,7 +34,7 @@ _STEP = log(LONGEST)
 _RATE = 0.03  # least weight of an observation among earlier ones of the same kind
 _MACHINE_RATE = 0.2  # weight of a pass in the factor of the machine
 _RIDGE = 0.3  # seen passes that differ less, as a share of the widest one, say little of wider ones
-_LEAST_LEVEL = 0.06  # share of the shortest timed draft: on a busy machine a level can seem to take nothing
+_LEAST_LEVEL = 0.06  # least time of a level, as a share of the shortest timed draft; a busy machine hides levels
 _SHAPE = 0.02  # mean square of what told and true seconds of two widths differ by, as a logarithm
 _REFRESH_EVERY = 16  # passes between two tables
 _WIDE = 64  # tokens of a pass that is bound by arithmetic; a choice
@@ -181,8 +181,8 @@ class CostModel:
     def learn(self, record: StepRecord) -> None:
         """Learns from an iteration.
 
-        The first pass scales what was told, which may be weeks old or from a busy minute. Beside prompts the pass and
-        the host also work for prompts, and only drafts are learned.
+        The first measured pass rescales the cached costs, which may be old or measured on a busy machine. Iterations
+        that also read prompts update draft times only.
         """
         batch, width, seconds = len(record.sequences), record.num_tokens, record.seconds
         slowness = self.machine

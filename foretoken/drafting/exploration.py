@@ -1,4 +1,4 @@
-"""The one rule by which a controller does something else than what it expects to pay, and what may be lost by it."""
+"""Decides when to try a choice that is not expected to pay, and bounds what such trials may lose."""
 
 from __future__ import annotations
 

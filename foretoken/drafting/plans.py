@@ -105,7 +105,10 @@ def stop(at_hand: AtHand, costs: Costs) -> DraftPlan:
 
 
 def _best_size(width: float, tokens: float, values: Sequence[float], costs: Costs, draft_s: float) -> DraftPlan:
-    """Returns how many values to take, in this order, besides a pass of some width that brings some tokens."""
+    """Returns how many of the sorted nodes to verify to maximise tokens per second.
+
+    Without them a pass has `width` tokens and emits `tokens`; a node's value is the probability that it is accepted.
+    """
     passes, last, (start, slope) = costs.passes, len(costs.passes) - 1, costs.host  # not a call for each value
     first, start = int(width + 0.5), start + draft_s
     best, best_tokens = 0, tokens

@@ -87,7 +87,7 @@ class Engine:
         self.acceptor = Acceptor(policy, self._sampling, drafting, impossible_ids)
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._memory = MemoryPressure(target.device)
-        self._num_read = 0  # verifications of drafts that drafters heard of
+        self._num_read = 0  # verified drafts that were passed to the drafters; see `attention_every`
         self._num_warm_ups = WARM_UPS.count
         self._scheduler = Scheduler(target, drafting, self._sampling.table, slots, self.counts)
 
@@ -114,7 +114,10 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, sequences: Iterable[Sequence] | None = None, *, error: str | None = None) -> None:
-        """Ends sequences, all if None, that wait or run, and frees their slots; without an `error` they are aborted."""
+        """Ends waiting and running sequences and frees their slots. None means all.
+
+        With an `error` they fail with this message; without one their finish reason is an abort.
+        """
         for sequence in self._scheduler.all() if sequences is None else list(sequences):
             if sequence.finish_reason is not None:
                 continue

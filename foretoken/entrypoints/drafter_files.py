@@ -207,8 +207,8 @@ def attach_drafter(drafter: Drafter, target: TargetHandle) -> None:
             drafter.attach(target)
     if drafter.nodes_by_depth[-1] > widest:
         raise ConfigError(
-            f"drafter '{drafter.name}' has trees of {drafter.nodes_by_depth[-1]} nodes once it is attached, and said "
-            f"{widest} before. Expected no more, since the cache has no room for them."
+            f"drafter '{drafter.name}' has nodes_by_depth[-1] = {drafter.nodes_by_depth[-1]} after attach. Expected at "
+            f"most {widest}, its value before attach, for which the KV cache has room."
         )
 
 

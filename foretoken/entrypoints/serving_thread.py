@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.shared_engine import SharedEngine
 
 _BROKEN_OFF = "the engine's thread was ended by {error} in the middle of an iteration, which serves all requests."
-_CLOSED = "this AsyncLLM was closed. Expected one that is open. Make another over the same LLM."
+_CLOSED = "this AsyncLLM was closed. Create another AsyncLLM over the same LLM."
 _FORKED = (
-    "this process was forked from the one that made this AsyncLLM, and has no copy of its thread. Expected calls in "
-    "the process that made it. Make another AsyncLLM in the child."
+    "this process was forked from the one that created this AsyncLLM, and the engine thread runs only there. Create "
+    "another AsyncLLM in this process."
 )
 _FAILED = (
-    "the engine's thread failed with {error}, which ended all requests. Make another AsyncLLM over the same LLM, or "
-    "load the model again."
+    "the engine thread failed: {error}. All requests were aborted. Create another AsyncLLM over the same LLM, or "
+    "reload the model."
 )
 _FADE = 0.98  # weight of earlier values in the moving averages
 _LONGEST_RETRY_S = 600.0
@@ -109,8 +109,7 @@ class RequestQueue:
         with self._lock:
             if self.get(request.request_id) is not None:
                 raise RequestError(
-                    f"request_id '{request.request_id}' belongs to a request that is still running. Choose another id, "
-                    "or leave it out: then one is made."
+                    f"request_id '{request.request_id}' is in use by an unfinished request. Pass another id or omit it."
                 )
             self._check_room(request.num_prompt, request.client)
             served = QueuedRequest(request)

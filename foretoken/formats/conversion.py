@@ -259,7 +259,7 @@ def warn_of_embedding(weights: Weights, key: str, target: TargetInfo) -> None:
 
 
 def warn_of_counts(name: str, config: Mapping[str, Any], found: Mapping[str, int]) -> None:
-    """Warns of numbers in a configuration that differ from those of the tensors; found: the tensors', by key."""
+    """Warns where config.json counts differ from `found`, the counts in the tensors."""
     for key, number in found.items():
         if config.get(key) not in (None, number):
             logging.getLogger(__name__).warning(
@@ -298,7 +298,7 @@ def own_entry(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def finished(files: HeadFiles, sizes: HeadConfig, weights: Mapping[str, Tensor], target: TargetInfo) -> HeadCheckpoint:
-    """Returns the checkpoint of a format's reader, with the facts under our key in its `config.json`.
+    """Returns the checkpoint of a format's reader, with the metadata under the 'foretoken' key of its `config.json`.
 
     Equal blocks of `weights` become tied unless the file says otherwise. `target` is used if the file names none.
     Raises `ModelError` if our key has invalid entries, or the head does not fit the target.

@@ -75,7 +75,8 @@ def _head_ranks(files: HeadFiles) -> dict[int, Weights]:
     stages = mapping.get("pp_size", 1)
     if not isinstance(tp_size, int) or not isinstance(stages, int) or not 1 <= tp_size * stages <= _MOST_RANKS:
         raise ModelError(
-            f"'{files.path}' is split over {shown(tp_size)} ranks in {shown(stages)} stages. Expected counts."
+            f"'{files.path}' has tp_size {shown(tp_size)} and pp_size {shown(stages)}. Expected positive integers, "
+            f"with at most {_MOST_RANKS} ranks in all."
         )
     world = files.ranks or {0: files.weights}
     missing = [f"rank{rank}.safetensors" for rank in range(tp_size * stages) if rank not in world]

@@ -88,7 +88,7 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
 
     known = (*_LAYERS, type(ACT2FN[activation]))
     replaced = [
-        f"{key} is a {type(part).__name__}, which {name} has not"
+        f"{key} is a {type(part).__name__}, which {name} does not have"
         for key, part in module.named_modules()
         if type(part) not in known and type(part).__module__ != type(module).__module__
     ]

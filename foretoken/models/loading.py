@@ -193,7 +193,7 @@ def _loaded(
         if is_quantised and (isinstance(error, ImportError) or "pip install" in str(error)):
             return (
                 f"'{name}' is stored in a format that transformers reads with a library that is missing: "
-                f"{one_line(error).rstrip('.')}. Expected that library. Install it, see docs/runners.md."
+                f"{one_line(error).rstrip('.')}. Install it, see docs/runners.md."
             )
         check_shapes(name, config, headers)  # names the weights if their shapes are wrong
         return f"model '{name}' cannot be loaded: {one_line(error)}. Check that it is complete."
@@ -459,8 +459,8 @@ def load_config(name: str, revision: str | None = None) -> Any:
         config.quantization_config = settings
     if not isinstance(text, transformers.PreTrainedConfig):  # transformers keeps unknown keys with any value
         raise ModelError(
-            f"the text configuration inside config.json of '{name}' is {shown(text)}, which its architecture does not "
-            "have. Expected none. Copy or download config.json again."
+            f"the text configuration inside config.json of '{name}' is {shown(text)}, but its architecture has no such "
+            "part. Copy or download config.json again."
         )
     return config
 

@@ -79,7 +79,7 @@ class Iterations:
         tokens: Tokens of a pass, over the whole batch.
         pass_ratio: Seconds of the passes over the seconds of such passes as they were timed alone: caches are colder
             here, features are read, and other programs run.
-        draft_s: Seconds of the draft stage, which takes a moment without drafts too.
+        draft_s: Seconds of the draft stage, which are above 0 even if nothing is drafted.
         host_s: Seconds outside of passes and drafts.
     """
 

@@ -425,6 +425,6 @@ def _text(content: Any) -> str:
         if not is_text:
             raise RequestError(
                 f"the content of a message is {shown(part)}. Expected text, or parts {{'type': 'text', 'text': ...}}: "
-                "the models that are served read nothing else."
+                "foretoken serves text-only models."
             )
     return "\n".join(part["text"] for part in parts)

@@ -164,7 +164,7 @@ def test_files_of_other_sizes_and_ids_out_of_range(tmp_path: Path) -> None:
         (INDEX, None, "holds no datastore. Expected index.json, tokens.bin and suffixes.bin"),
         (INDEX, b"{", "is not valid JSON"),
         (INDEX, b"[]", "holds a JSON list. Expected an object"),
-        (INDEX, b"{}", "is of another kind. Expected the format 'foretoken-datastore'"),
+        (INDEX, b"{}", "has the format None. Expected 'foretoken-datastore'"),
     ]
     for name, content, sentence in damaged:
         (directory / name).unlink()

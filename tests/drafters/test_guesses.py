@@ -201,7 +201,7 @@ def test_the_engine_writes_the_same_texts(draft_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"draft_with": "ngram", "tree": "tree"}, ConfigError, "'draft_with' guesses the tokens of a chain"),
+        ({"draft_with": "ngram", "tree": "tree"}, ConfigError, "'tree' is 'tree', but 'draft_with' drafts chains"),
         ({"draft_with": "./nowhere"}, ModelError, "nowhere"),
         ({"draft_with": ""}, ConfigError, "draft_with"),
     ],

@@ -96,7 +96,7 @@ def test_a_text_configuration_that_its_architecture_does_not_have(key: str, valu
     edit_config(directory, **{key: value})
     message = refusal(directory)
     assert f"the text configuration inside config.json of '{directory}' is {shown(value)}" in message
-    assert "Expected none. Copy or download config.json again." in message
+    assert "but its architecture has no such part. Copy or download config.json again." in message
 
 
 def test_buffers_of_integers_are_no_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -406,7 +406,7 @@ def change(path: Path, name: str, at: int, form: str, value: Any) -> Path:
         ("blk.0.ffn_up.weight", -1, "B", 1, "is there twice or cannot be printed"),
         ("output_norm.weight", -1, "B", ord("s"), "has tensors that its architecture lacks: output_norm.weighs"),
         ("llama.block_count", 4, "I", 1 << 31, "has 2147483648 as llama.block_count"),
-        ("llama.block_count", 4, "I", 1 << 20, "has 1 layers, and speaks of 1048576"),
+        ("llama.block_count", 4, "I", 1 << 20, "has tensors of 1 layers, but block_count is 1048576"),
         ("llama.attention.head_count", 4, "I", 0, "has 0 as llama.attention.head_count. Expected a positive number."),
         ("llama.embedding_length", 4, "I", 1 << 27, "blk.0.attn_norm.weight is [64] instead of [134217728]"),
         ("llama.feed_forward_length", 4, "I", 1 << 27, "instead of [134217728, 64]"),

@@ -114,7 +114,7 @@ def exactly(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
     if not torch.equal(converted.to(tensor.dtype), tensor):
         raise ConfigError(
             f"{str(dtype).removeprefix('torch.')} cannot hold the weights of {what} exactly, which are "
-            f"{str(tensor.dtype).removeprefix('torch.')}. Expected a dtype that can. Leave it out to keep theirs."
+            f"{str(tensor.dtype).removeprefix('torch.')}. Pass a wider dtype, or omit it to keep theirs."
         )
     return converted
 

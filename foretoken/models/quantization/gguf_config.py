@@ -327,7 +327,8 @@ def _without_next_token_layers(values: _Values, file: GgufFile, fields: dict[str
     layers = fields["num_hidden_layers"]
     blocks = {name: int(match[1]) for name in file.tensors if (match := BLOCK.match(name))}
     if layers != len(set(blocks.values())):
-        raise values.refusal(f"has {len(set(blocks.values()))} layers, and speaks of {layers}", "all layers")
+        found = len(set(blocks.values()))
+        raise values.refusal(f"has tensors of {found} layers, but block_count is {layers}", "the same number")
     if not values.own.get("nextn_predict_layers"):
         return file
     count = values.size("nextn_predict_layers")
