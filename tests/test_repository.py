@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import foretoken
+
 ROOT = Path(__file__).parents[1]
 _CHECK = ROOT / ".ci" / "check_repository.py"
 
@@ -90,6 +92,15 @@ def test_sizes_keep_to_their_limits(tmp_path, name, limit, message):
     result = _check(tmp_path, ROOT / ".ci" / "check_size.py")
     assert message in result.stdout
     assert result.returncode == (message != "no size above its limit")
+
+
+def test_versions_of_the_changelog_are_those_of_the_package_and_its_tags() -> None:
+    """A version without a tag may be described; a tag without a section may not exist."""
+    headings = re.findall(r"^## (\S+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    released = [version for version, date in headings if date != "unreleased"]
+    assert released[0] == foretoken.__version__
+    tags = subprocess.run(["git", "tag", "--list", "v*"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert {tag.removeprefix("v") for tag in tags.split()} <= set(released)
 
 
 def test_picture_shows_the_layers() -> None:
