@@ -296,7 +296,7 @@ def check_feature(agreement: Agreement) -> Check:
         BLOCK_AFTER: _other_blocks(agreement.taps, BLOCK_AFTER),
     }
     scores = {name: round(agreement.score(name), 4) for name in agreement.table if name not in agreement.variants}
-    taps, listed = agreement.taps, ", ".join(map(str, agreement.taps))
+    listed = ", ".join(map(str, agreement.taps))
     where = "the output of the final norm" if listed == "final" else f"taps {listed}"
     message = f"What drafting reads, {where}, suits the head best."
     if best in advice:
