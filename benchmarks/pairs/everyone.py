@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.pairs.contestants import Contestant, assisted, ours, theirs
 from benchmarks.pairs.prompts import GROUPS, in_tokens, spread, write_edits
-from benchmarks.pairs.report import over, same_texts, speed, table, tau
+from benchmarks.pairs.report import over, same_texts, speed, table
 from benchmarks.rivals.machine import commit, describe_machine
 from foretoken.models.loading import load_tokenizer
 
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints a table of all prompts for each target and temperature, and the speed over plain decoding by category."""
+    """Prints a table for each target and temperature, and the best of each kind."""
     rows: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for row in {_place(row): row for row in _rows(options.out / "requests.jsonl")}.values():  # the last one of each
         rows[row["target"], row["temperature"]].append(row)
@@ -137,17 +137,9 @@ def show(options: argparse.Namespace) -> None:
         bases = {row["who"]: row["base"] for row in all_rows}
         found = {who: [row for row in complete if row["who"] == who] for who in everyone}
         machines = ", ".join(sorted({f"{row['machine']}, commit {row['commit']}" for row in complete}))
-        print(f"\n**{name}, T {temperature}**, {len(found['plain'])} prompts, {machines}\n\n{table(found, bases)}\n")
         categories = list(dict.fromkeys(row["category"] for row in complete))
-        print(f"| over plain | {' | '.join(categories)} |\n{'|---' * (len(categories) + 1)}|")
-        for who in everyone:
-            if bases[who] == who:
-                continue
-            parts = []
-            for category in categories:
-                own, base = ([row for row in found[each] if row["category"] == category] for each in (who, bases[who]))
-                parts.append(f"{over(own, base):.2f}, {tau(own):.2f}")
-            print(f"| {who} | {' | '.join(parts)} |")
+        print(f"\n**{name}, T {temperature}**, {len(found['plain'])} prompts, {machines}\n")
+        print(table(found, bases, categories))
         short.append(_short(name, temperature, found, bases))
         if not temperature:
             differing = [who for who in everyone if same_texts(found[who], found[bases[who]]) < len(found[who])]
@@ -192,9 +184,9 @@ def _short(name: str, temperature: float, found: dict[str, list[dict[str, Any]]]
     def best(names: list[str]) -> str:
         if not names:
             return ""
-        who = max(names, key=lambda each: rates[each])
-        ratio = over(found[who], found["plain"])
-        return f"{who} {rates[who]:.1f} ({ratio:.2f})"
+        ratios = {each: over(found[each], found["plain"]) for each in names}
+        who = max(names, key=lambda each: ratios[each])
+        return f"{who} {rates[who]:.1f} ({ratios[who]:.2f})"
 
     untrained = [who for who in own if who not in heads]
     cells = [f"{rates['plain']:.1f}", *(best(names) for names in (untrained, heads, others))]

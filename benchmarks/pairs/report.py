@@ -32,12 +32,10 @@ def same_texts(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, An
     return sum(run["ids"] == other["ids"] for run, other in zip(runs, base, strict=True))
 
 
-def table(found: Runs, bases: Mapping[str, str]) -> str:
-    """Rows of one category; bases: the contestant that each one is compared with."""
-    lines = [
-        "| | tokens/s | least to most | over plain | tau | drafting, share | declined | same text |",
-        "|---" * 8 + "|",
-    ]
+def table(found: Runs, bases: Mapping[str, str], groups: Sequence[str] = ()) -> str:
+    """A row for each contestant; bases: the one that it is compared with; groups: categories, for `over` in each."""
+    heads = ("tokens/s", "least to most", "over plain", "tau", "drafting, share", "declined", "same text", *groups)
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name, runs in found.items():
         base, rates = found[bases[name]], [speed(run) for run in runs]
         share = sum(run.get("draft_s", 0.0) for run in runs) / sum(run["seconds"] for run in runs)
@@ -45,6 +43,11 @@ def table(found: Runs, bases: Mapping[str, str]) -> str:
         lines.append(
             f"| {name} | {statistics.median(rates):.1f} | {min(rates):.1f} to {max(rates):.1f} | "
             f"{over(runs, base):.2f} | {tau(runs):.2f} | {share:.0%} | {declined:.0%} | "
-            f"{same_texts(runs, base)}/{len(runs)} |"
+            f"{same_texts(runs, base)}/{len(runs)} |" + "".join(f" {_over_in(group, runs, base)} |" for group in groups)
         )
     return "\n".join(lines)
+
+
+def _over_in(category: str, *both: Sequence[Mapping[str, Any]]) -> str:
+    runs, base = ([run for run in each if run["category"] == category] for each in both)
+    return f"{over(runs, base):.2f}"
