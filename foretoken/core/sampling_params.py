@@ -310,6 +310,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def inverse_temperature(self) -> float:
+        """1 / temperature; 0 for greedy decoding, as decoders read it in a `TokenChoice`."""
+        return 0.0 if self.is_greedy else 1 / self.temperature
+
+    @property
     def is_plain(self) -> bool:
         """Whether temperature is all that changes the target distribution."""
         return not (

@@ -47,7 +47,7 @@ class NativeDraft:
         tree, draws = expansion.tensors(vocab_size, is_shared=is_shared), expansion.draws
         each = zip(draws.is_coupled.tolist(), draws.is_sampled.tolist(), strict=True)
         codes = [Draw.COUPLED if coupled else Draw.SAMPLED if sampled else Draw.GREEDILY for coupled, sampled in each]
-        kinds, scales = (c_int64 * len(codes))(*codes), draws.batch.temperature.reciprocal()
+        kinds, scales = (c_int64 * len(codes))(*codes), draws.batch.inverse_temperature
         seeds, positions = draws.batch.noise.seeds.contiguous(), draws.root_positions.contiguous()
         self._held: list[Any] = [tree, kinds, scales, seeds, positions]
         self.arguments = DraftArguments(

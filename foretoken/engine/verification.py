@@ -358,7 +358,7 @@ def token_choice(
     `impossible_ids`, (U,) int64 or None, are never generated.
     """
     params = [s.params for s in sequences]
-    scales = [0.0 if p.is_greedy or not p.is_plain else 1 / p.temperature for p in params]
+    scales = [p.inverse_temperature if p.is_plain else 0.0 for p in params]
     if not reads_are_free(device) or (impossible_ids is None and not any(scales)):
         return None
     counts = np.diff(offsets)

@@ -434,6 +434,11 @@ class SamplingBatch:
     processors: tuple[Processor, ...]
 
     @property
+    def inverse_temperature(self) -> Tensor:
+        """(B,) float32, as `SamplingParams.inverse_temperature`: 0 for greedy rows."""
+        return torch.where(self.greedy, 0.0, self.temperature[:, 0].reciprocal())
+
+    @property
     def is_plain(self) -> bool:
         """Whether temperature alone changes the distributions of all requests."""
         return not self.processors and self.top_k is None and self.top_p is None and self.min_p is None

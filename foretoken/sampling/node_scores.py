@@ -106,8 +106,8 @@ class NodeScores:
         from foretoken.sampling.triton_choice import chosen_tokens
 
         positions = root_positions.unsqueeze(1) + self.tree.depths + 1
-        inverse = torch.where(self.batch.greedy, 0.0, 1 / self.batch.temperature[:, 0])
-        return chosen_tokens(self.by_node(self.logits), inverse, self.batch.noise.seeds, positions).tokens
+        scales, seeds = self.batch.inverse_temperature, self.batch.noise.seeds
+        return chosen_tokens(self.by_node(self.logits), scales, seeds, positions).tokens
 
     def unwarped_log_probs(self, nodes: Tensor) -> Tensor:
         """Returns processed log-probabilities at temperature 1, nothing cut off; (B, V) float32."""

@@ -158,12 +158,12 @@ class ModelTrainer(Trainer):
         given, labels = features[row, place], tokens[row, place + 1]
         grad = torch.zeros_like(read)
         loss = matches = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        scale, warmth = 1 / float(counts.clamp_min(1)), self._objective.target_temperature
+        scale, temperature = 1 / float(counts.clamp_min(1)), self._objective.target_temperature
         for part in portions(len(read), self.vocab_size, tokens.device):
             hidden = read[part].detach().requires_grad_()
             logits = self._parts.lm_head(hidden)[:, : self.vocab_size]
             with torch.no_grad():
-                wanted = self._target_parts.lm_head(given[part])[:, : self.vocab_size] / warmth
+                wanted = self._target_parts.lm_head(given[part])[:, : self.vocab_size] / temperature
             target = target_rows(wanted)
             found = distances(logits.detach(), target, labels[part], self._objective.distance_weights, scale=scale)
             logits.backward(found.grad)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from foretoken.core.backend import has_triton_kernels, integers_on
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass, TokenChoice
+from foretoken.core.sampling_params import SamplingParams
 from foretoken.decoder.slot_cache import affordable_rows
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.runner.decoders import layer_shapes
@@ -116,7 +117,8 @@ class Writer:
         device = self._runner.device
         self._read([prompt[:-1] for prompt in prompts])
         texts = [list(prompt) for prompt in prompts]
-        scales = torch.full((len(prompts),), 1 / temperature if temperature else 0.0, device=device)
+        scale = SamplingParams(temperature=temperature).inverse_temperature
+        scales = torch.full((len(prompts),), scale, device=device)
         keys = integers_on(list(seeds), device)
         rows = [row for row, text in enumerate(texts) if len(text) < self._length]
         while rows:

@@ -179,3 +179,10 @@ def test_broken_histories_are_seen(mutation: str, monkeypatch: pytest.MonkeyPatc
         test_bad_word_across_history_and_path()
     with pytest.raises(AssertionError):
         test_min_tokens_ends_within_the_tree()
+
+
+def test_greedy_rows_have_no_inverse_temperature() -> None:
+    params = [SamplingParams(temperature=each) for each in (0.0, 1e-6, 0.5, 4.0)]
+    batch = SamplingBatch.build([SamplingRequest(params=each, seed=0) for each in params], VOCAB)
+    assert [each.inverse_temperature for each in params] == [0.0, 0.0, 2.0, 0.25]
+    assert batch.inverse_temperature.tolist() == [0.0, 0.0, 2.0, 0.25]
