@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, normalised, residual
-from foretoken.acceptance.kseq import kseq_factor, kseq_residual
 from foretoken.core.backend import has_triton_kernels, reads_are_free
 from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
 
@@ -183,21 +182,6 @@ def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -
 
 def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
     """Tests each child in draw order, sampled children first (speculative sampling on trees); lossless."""
-    return _accept_tested(tree, log_probs, decisions, is_kseq=False)
-
-
-def accept_kseq(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
-    """Tests independent draws from one distribution q with one threshold for all of them (K-SEQ); lossless.
-
-    A draw x is accepted with probability min(1, p(x) / (rho q(x))). If none of the k draws is accepted, the correction
-    token comes from `kseq_residual`. Children that are no such draws are tested as in `accept_sequential`.
-
-    Source: Sun et al. 2023 (SpecTr, arXiv 2310.15141).
-    """
-    return _accept_tested(tree, log_probs, decisions, is_kseq=True)
-
-
-def _accept_tested(tree: TokenTree, log_probs: LogProbs, decisions: Decisions, *, is_kseq: bool) -> Acceptance:
     batch_index = torch.arange(tree.batch_size, device=tree.tokens.device)
     table = sampled_children(tree)
     siblings = table.shape[2]
@@ -205,54 +189,21 @@ def _accept_tested(tree: TokenTree, log_probs: LogProbs, decisions: Decisions, *
     def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         probs = log_probs(node).exp()
         child = torch.full_like(node, -1)
-        shared = _shared_test(tree, table[batch_index, node], probs) if is_kseq and siblings > 1 else None
         for slot in range(siblings):
             candidate = table[batch_index, node, slot]
             is_tested = (candidate >= 0) & (child < 0)
             draft_probs = drawn_distributions(tree, candidate.clamp_min(0), probs)
             token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
             p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
-            if shared is not None:
-                q = shared.factor * q
             # Not `depth * siblings`: that bound is the batch's, and draws must not depend on other sequences.
             survives = decisions.accept(torch.where(is_tested, p, 0.0), q, depth * MAX_NODES + slot)
             child = torch.where(survives, candidate, child)
             is_rejected = is_tested & ~survives
-            if shared is not None:
-                is_rejected = is_rejected & ~shared.applies
             probs = torch.where(is_rejected.unsqueeze(1), residual(probs, draft_probs), probs)
-        if shared is not None:
-            probs = torch.where((shared.applies & (child < 0)).unsqueeze(1), shared.rest, probs)
         drawn = decisions.token(probs, depth)
         return torch.where(child < 0, child_with_token(tree, node, drawn), child), drawn
 
     return descend(tree, step)
-
-
-class _SharedTest(NamedTuple):
-    """K-SEQ at one node of each sequence.
-
-    Attributes:
-        applies: (B,) bool, whether the node has several children that are independent draws from one distribution.
-        factor: (B,), rho; 1 elsewhere.
-        rest: (B, V), distribution of the correction token; arbitrary elsewhere.
-    """
-
-    applies: Tensor
-    factor: Tensor
-    rest: Tensor
-
-
-def _shared_test(tree: TokenTree, candidates: Tensor, probs: Tensor) -> _SharedTest:
-    """candidates: (B, C) int64, entries of `sampled_children`; probs: (B, V), the target distributions."""
-    assert tree.distributions is not None, "sampled children exist only with draft distributions"
-    is_child, nodes = candidates >= 0, candidates.clamp_min(0)
-    rows, count = tree.distributions.row_of.gather(1, nodes), is_child.sum(1)
-    is_alike = (tree.distributions.kinds.gather(1, nodes) == DrawKind.INDEPENDENT) & (rows == rows[:, :1])
-    applies = (is_alike | ~is_child).all(1) & (count > 1)
-    draft_probs = drawn_distributions(tree, nodes[:, 0], probs)
-    factor = torch.where(applies, kseq_factor(probs, draft_probs, count), 1.0)
-    return _SharedTest(applies, factor, kseq_residual(probs, draft_probs, factor, count))
 
 
 def sampled_children(tree: TokenTree) -> Tensor:

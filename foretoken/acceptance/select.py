@@ -14,7 +14,6 @@ from foretoken.acceptance.rules import (
     accept_chosen,
     accept_coupled,
     accept_greedy,
-    accept_kseq,
     accept_lenient,
     accept_sequential,
     accept_typical,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from foretoken.sampling.node_scores import NodeScores
 
-LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block", "traversal", "kseq")
+LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block", "traversal")
 LOSSY_RULES = ("lenient", "typical", "synthetic")
 TYPICAL_ENDS = ("draw", "argmax")
 _SELECTABLE = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
@@ -42,8 +41,8 @@ class AcceptancePolicy:
     """How sampled requests are verified; greedy requests always use exact match unless the rule is lossy.
 
     Attributes:
-        rule: "auto", "coupled", "sequential", "block", "traversal", "kseq", or a lossy rule by name: "lenient",
-            "typical", "synthetic".
+        rule: "auto", "coupled", "sequential", "block", "traversal", or a lossy rule by name: "lenient", "typical",
+            "synthetic".
         lenience: Factor l of the lenient rule, in (0, 1].
         posterior_threshold: Epsilon of the typical rule, in (0, 1].
         posterior_alpha: Delta of the typical rule, in (0, 1].
@@ -66,6 +65,11 @@ class AcceptancePolicy:
     synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
+        if self.rule == "kseq":
+            raise ConfigError(
+                "the acceptance rule 'kseq' was removed: it accepted hardly more than 'sequential' in twice the time. "
+                "Use 'traversal' for trees, or leave 'acceptance' out."
+            )
         if not isinstance(self.rule, str) or self.rule not in _SELECTABLE:
             hint = nearest_name_hint(shown(self.rule), _SELECTABLE)
             raise ConfigError(f"acceptance rule {shown(self.rule)} does not exist. {hint}")
@@ -112,8 +116,8 @@ class AcceptancePolicy:
         Seeded requests are coupled, so that their text depends on the seed alone. Without a seed, a chain with draft
         distributions is verified as a block, a tree with draft distributions by the sequential test, and one-hot drafts
         by coupling, which for them is sample and match. The block and lenient rules exist for chains only; a tree that
-        is no chain is verified by the sequential test. So are trees without a drawn node under the traversal and K-SEQ
-        rules, which take all others: what was drawn must not choose between two rules.
+        is no chain is verified by the sequential test. So are trees without a drawn node under the traversal rule,
+        which takes all others: what was drawn must not choose between two rules.
 
         Args:
             row: Index of the request: the rule cannot depend on other sequences. None asks for one rule that
@@ -132,7 +136,7 @@ class AcceptancePolicy:
             return "greedy"
         if self.is_coupled(is_seeded=is_seeded) or (self.rule == "auto" and tree.distributions is None):
             return "drawn" if is_plain else "coupled"
-        if self.rule in ("traversal", "kseq"):
+        if self.rule == "traversal":
             return self.rule if _has_draws(tree, rows) else "sequential"
         is_block = not is_mixed and self.rule in ("auto", "block") and _is_sampled_chain(tree, rows)
         return "block" if is_block else "sequential"
@@ -177,7 +181,6 @@ _SAMPLED_RULES = {
     "sequential": accept_sequential,
     "block": accept_block,
     "traversal": accept_traversal,
-    "kseq": accept_kseq,
 }
 
 

@@ -29,7 +29,7 @@ class TreeTrace:
     requests after temperature and truncation. For greedy requests the temperature is 1.
 
     Attributes:
-        rule: The acceptance rule: "greedy", "coupled", "sequential", "block", "traversal", "kseq", "lenient", "typical"
+        rule: The acceptance rule: "greedy", "coupled", "sequential", "block", "traversal", "lenient", "typical"
             or "synthetic".
         position: Position of the root in the sequence, prompt included.
         tokens: N token ids; node 0 is the root, the last token of the text so far.

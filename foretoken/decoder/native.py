@@ -77,8 +77,6 @@ def can_draft(expansion: ShapedExpansion, width: int) -> bool:
     draw siblings without replacement. The candidates must not outnumber the `width` logits of the draft model or head.
     """
     draws, is_here = expansion.draws, runs_cpu_kernels(expansion.roots.device)
-    if draws.is_independent and draws.has_sampled:
-        return False
     return is_here and not draws.looks_at_levels and draws.is_plain and expansion.num_candidates <= width
 
 

@@ -49,9 +49,7 @@ class Options(VocabularyOptions):
     Attributes:
         revision: Of the hub, if `model` is a hub id; None for its main branch.
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
-            requests, siblings without replacement; "independent" draws siblings independently, repeats included, as
-            K-SEQ needs them (not in dynamic trees; drafts one level at a time); "greedy" always takes its most probable
-            tokens.
+            requests, siblings without replacement; "greedy" always takes its most probable tokens.
         quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
             float32 and bfloat16): one more byte per weight. "none" drafts with the weights as
             stored. "int4" takes half the bytes of "int8". "auto" takes int8 where possible. Matrices that are stored

@@ -60,8 +60,7 @@ class HeadOptions(VocabularyOptions):
             with the head, or else the head's published tree; in each iteration as deep as pays, down to no draft at
             all.
         draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
-            without a seed; "greedy" always takes its most probable tokens; "independent" as in
-            `foretoken.drafters.draft_model`.
+            without a seed; "greedy" always takes its most probable tokens.
         quantization: "int8" drafts with all matrices in int8, with a scale per row, on CPUs: one byte per weight, also
             for a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
             target's precision: float32, or bfloat16 if the target is. "int4" takes half the bytes of "int8".

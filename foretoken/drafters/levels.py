@@ -271,7 +271,7 @@ class DraftLevels:
 
 
 QuantizationOption = Literal["auto", "int4", "int8", "none"]
-SampleMethod = Literal["greedy", "probabilistic", "independent"]
+SampleMethod = Literal["greedy", "probabilistic"]
 _Made = TypeVar("_Made")
 
 
@@ -302,8 +302,7 @@ class KeptDraws:
     """The draws of the last proposal."""
 
     def __init__(self, method: SampleMethod, pruning: Pruning | None = None, stop: StopRule | None = None) -> None:
-        self._is_greedy, self._is_independent = method == "greedy", method == "independent"
-        self._pruning, self._stop = pruning, stop
+        self._is_greedy, self._pruning, self._stop = method == "greedy", pruning, stop
         self._draws: DraftDraws | None = None
         self._are_coupled: list[bool] = []
 
@@ -325,7 +324,7 @@ class KeptDraws:
             draws = DraftDraws.build(sampling, are_coupled, positions, greedy=self._is_greedy)
             self._draws, self._are_coupled = draws, are_coupled
         return roots, replace(
-            draws, root_positions=positions, pruning=self._pruning, is_independent=self._is_independent,
+            draws, root_positions=positions, pruning=self._pruning,
             stop=None if self._stop is None else self._stop.on(device), floors=context.floors,
         )  # fmt: skip
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from foretoken.core.backend import reads_are_free
-from foretoken.core.token_tree import MAX_NODES
 from foretoken.sampling.batch import warp
 from foretoken.sampling.noise import Purpose
 
@@ -39,8 +38,6 @@ class DraftDraws:
         pruning: Thresholds of improbable tokens to leave out; None keeps all tokens.
         stop: Decides after which tokens a draft ends; None for full depth. Replaces `pruning`.
         floors: Ends chains whose path is improbable; None for full depth. Only without `pruning` and `stop`.
-        is_independent: Whether sampled siblings are drawn independently, repeats included, instead of without
-            replacement.
     """
 
     batch: SamplingBatch
@@ -53,7 +50,6 @@ class DraftDraws:
     pruning: Pruning | None = None
     stop: StopRule | None = None
     floors: PathFloors | None = None
-    is_independent: bool = False
 
     @classmethod
     def build(
@@ -114,8 +110,7 @@ class DraftDraws:
             depths: (R,) int64, of each node.
         """
         own = self.select(rows)
-        log_probs, keys = own.keys(logits.unsqueeze(1), [depths], depths)
-        return own.candidates(log_probs, keys, [depths], 1)[:, 0, 0]
+        return own.keys(logits.unsqueeze(1), [depths], depths)[1].topk(1, dim=2).indices[:, 0, 0]
 
     def keys(self, logits: Tensor, nodes: Sequence[int | Tensor], depth: int | Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys for the nodes of one level; their children are the tokens with the largest keys, in order.
@@ -137,22 +132,6 @@ class DraftDraws:
             own = [noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=node) for node in nodes]
             keys = torch.where(_by_sequence(self.is_sampled), keys + torch.stack(own, dim=1), keys)
         return log_probs, keys
-
-    def candidates(self, log_probs: Tensor, keys: Tensor, nodes: Sequence[int | Tensor], count: int) -> Tensor:
-        """Returns `count` tokens after each node, (B, P, count) int64: those with the largest keys, in order.
-
-        With `is_independent` the tokens of a sampled request are independent draws, and the first one is the token with
-        the largest key. Arguments: both results of `keys`, and its `nodes`.
-        """
-        best = keys.topk(count, dim=2).indices
-        if not (self.is_independent and self.has_sampled):
-            return best
-        noise, vocab_size, drawn = self.batch.noise, log_probs.shape[2], []
-        for order in range(count):
-            lanes = [order * MAX_NODES + node for node in nodes]
-            own = [noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=lane) for lane in lanes]
-            drawn.append((log_probs + torch.stack(own, dim=1)).argmax(2))
-        return torch.where(_by_sequence(self.is_sampled), torch.stack(drawn, dim=2), best)
 
     def guesses(self, logits: Tensor, depth: int | Tensor) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities as `keys` does, and keys: the largest keys are the target's most probable choices.

@@ -235,7 +235,7 @@ class TreeExpansion:
         level = self._level(depth)
         self._num_tokens = max(self._num_tokens, logits.shape[2])
         log_probs, keys = self.draws.keys(logits, level.indices, depth)
-        best = self.draws.candidates(log_probs, keys, level.indices, level.num_candidates)
+        best = keys.topk(level.num_candidates, dim=2).indices
         if self.draws.has_sampled:
             # Draws are taken in order, without the gaps in a shape's ranks: a draw after a skipped draw has a
             # distribution that no row holds.
@@ -260,8 +260,7 @@ class TreeExpansion:
             probs = stated_probs(log_probs)
             is_drawn = self.draws.is_sampled.unsqueeze(1) & (_entries(probs, level.place, chosen) > 0)
             row = sum(rows.shape[1] for rows in self._rows) + (level.place if log_probs.shape[1] > 1 else 0)
-            kind = DrawKind.INDEPENDENT.value if self.draws.is_independent else level.kind
-            self._kinds[:, children] = torch.where(is_drawn, kind, DrawKind.ONE_HOT.value)
+            self._kinds[:, children] = torch.where(is_drawn, level.kind, DrawKind.ONE_HOT.value)
             self._row_of[:, children] = torch.where(is_drawn, row, -1)
             self._rows.append(probs)
             self._keep_drawn(level, is_drawn)

@@ -6,7 +6,7 @@ import torch
 from enumeration import Drafts, ExactLaw, Rule, exact_distributions
 from torch import Tensor
 
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_kseq, accept_sequential
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_sequential
 from foretoken.acceptance.traversal import accept_traversal
 
 RULES: dict[str, Rule] = {
@@ -15,9 +15,8 @@ RULES: dict[str, Rule] = {
     "sequential": accept_sequential,
     "block": accept_block,
     "traversal": accept_traversal,
-    "kseq": accept_kseq,
 }
-OF_TREES = ("sequential", "traversal", "kseq")
+OF_TREES = ("sequential", "traversal")
 
 
 def laws(

@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,11 +30,8 @@ from penalised import penalised_rule, penalised_target, without_the_node_itself,
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
-from foretoken.acceptance.kseq import kseq_residual
 from foretoken.acceptance.rules import (
-    _accept_tested,
     accept_block,
-    accept_kseq,
     accept_lenient,
     accept_sequential,
     accept_typical,
@@ -100,7 +96,6 @@ PAIR = setting(accept_sequential, independent, (2,))
 DISTINCT_PAIR = setting(accept_sequential, without_replacement, (2,))
 BEST_PAIR = setting(accept_sequential, best, (2,))
 TRAVERSAL = setting(accept_traversal, without_replacement, (2, 1))
-KSEQ = setting(accept_kseq, independent, (2, 1))
 
 
 def rewritten(function: Any, old: str, new: str) -> Any:
@@ -302,7 +297,7 @@ LARGER = setting(accept_sequential, larger_of_two, (1,))
 TOP = setting(accept_sequential, said_to_be_drawn, (2,))
 FAR = {  # siblings of which all but the first are subnormal
     rule: edge(rule, without_replacement, (2,), ("dense", "others subnormal"))
-    for rule in (accept_sequential, accept_traversal, accept_kseq)
+    for rule in (accept_sequential, accept_traversal)
 }
 FAR_AS_IT_IS = edge(accept_sequential, without_replacement, (2,), ("dense", "others subnormal"), stated=torch.exp)
 RARE = edge(accept_sequential, independent, (1,), ("another at 7e-7", "one-hot"))
@@ -369,20 +364,6 @@ MUTANTS: dict[str, Mutant] = {
         TRAVERSAL, broken=replace(TRAVERSAL, drafts=marked(TRAVERSAL.drafts, DrawKind.INDEPENDENT))
     ),
     "traversal, rows off by one": Mutant(TRAVERSAL, lookup=parent_row),
-    "kseq, rho = 1 always": Mutant(KSEQ, patches={RULES + "kseq_factor": lambda p, q, count: torch.ones_like(p[:, 0])}),
-    "kseq, tested without rho": Mutant(
-        KSEQ, broken=replace(KSEQ, rule=partial(rewritten(_accept_tested, "shared.factor * q", "q"), is_kseq=True))
-    ),
-    "kseq, residual of one draw": Mutant(
-        KSEQ,
-        patches={RULES + "kseq_residual": lambda p, q, rho, count: kseq_residual(p, q, rho, torch.ones_like(count))},
-    ),
-    "kseq, residual replaced by p": Mutant(KSEQ, patches={RULES + "residual": unchanged}),
-    "kseq, duplicate skipped": Mutant(KSEQ, patches={RULES + "sampled_children": without_duplicates}),
-    "kseq, distinct draws tested as independent": Mutant(
-        DISTINCT_PAIR,
-        broken=replace(DISTINCT_PAIR, rule=accept_kseq, drafts=marked(DISTINCT_PAIR.drafts, DrawKind.INDEPENDENT)),
-    ),
     "penalties of the root only": Mutant(
         PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_path}
     ),

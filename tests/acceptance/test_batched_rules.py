@@ -16,7 +16,6 @@ from foretoken.acceptance.rules import (
     accept_block,
     accept_coupled,
     accept_greedy,
-    accept_kseq,
     accept_lenient,
     accept_sequential,
     accept_typical,
@@ -32,7 +31,6 @@ TREE_RULES: dict[str, BatchRule] = {
     "coupled": lambda b, d: accept_coupled(b.tree, b.at(b.log_probs), d),
     "sequential": lambda b, d: accept_sequential(b.tree, b.at(b.log_probs), d),
     "traversal": lambda b, d: accept_traversal(b.tree, b.at(b.log_probs), d),
-    "kseq": lambda b, d: accept_kseq(b.tree, b.at(b.log_probs), d),
     "typical": lambda b, d: accept_typical(b.tree, b.at(b.log_probs), d, epsilon=0.09, delta=0.3),
     "typical, argmax": lambda b, d: accept_typical(
         b.tree, b.at(b.log_probs), d, epsilon=0.09, delta=0.3, is_end_drawn=False

@@ -102,8 +102,6 @@ SIZES = [  # rule, draws, vocabulary, and the cases of each of some widths: what
         4,
         {(2, 2): ("dense", "zeros in q", "one-hot p"), (2, 1, 1): ("equal", "zeros in p")},
     ),
-    ("kseq", "independent", 3, {(2,): CASES, (1, 2): CASES, (4,): CASES}),
-    ("kseq", "independent", 4, {(3,): CASES, (2, 2): ("zeros in q", "one-hot q")}),
 ]
 
 
@@ -168,7 +166,7 @@ def test_rows_that_serve_a_whole_level(rule: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [3, 4])
-@pytest.mark.parametrize("rule", ["block", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["block", "traversal"])
 def test_chains(rule: str, vocab: int) -> None:
     shapes = ((1,), (1, 1), (1, 1, 1))
     cases = {f"{shape}, {case}": case_of("independent", shape, vocab, case) for shape in shapes for case in CASES}
@@ -182,7 +180,6 @@ def ending_drafts(form: str) -> dict[str, tuple[Drafts, Tensor]]:
     shape, draw = {
         "chain": ((1, 1, 1), independent),
         "tree": ((2, 1), without_replacement),
-        "independent": ((2, 1), independent),
     }[form]
     cases = {}
     for case in ("dense", "equal"):
@@ -199,7 +196,7 @@ def ending_drafts(form: str) -> dict[str, tuple[Drafts, Tensor]]:
     ("rule", "form"),
     [
         ("sequential", "chain"), ("sequential", "tree"), ("block", "chain"), ("traversal", "chain"),
-        ("traversal", "tree"), ("kseq", "independent"),
+        ("traversal", "tree"),
     ],
 )  # fmt: skip
 def test_drafts_that_end_by_what_was_drawn(rule: str, form: str) -> None:
@@ -232,7 +229,7 @@ def test_root_alone_is_a_plain_step(rule: str) -> None:
     assert distribution.num_accepted == 0.0
 
 
-@pytest.mark.parametrize("rule", ["sequential", "block", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["sequential", "block", "traversal"])
 def test_chains_of_other_random_tables(rule: str) -> None:
     cases = {}
     for seed in range(5):
@@ -244,11 +241,7 @@ def test_chains_of_other_random_tables(rule: str) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "draw", "widths"),
-    [
-        ("traversal", "without replacement", (2, 2)),
-        ("traversal", "independent", (2, 2)),
-        ("kseq", "independent", (2, 1)),
-    ],
+    [("traversal", "without replacement", (2, 2)), ("traversal", "independent", (2, 2))],
 )
 def test_trees_of_other_random_tables(rule: str, draw: str, widths: tuple[int, ...]) -> None:
     cases = {}

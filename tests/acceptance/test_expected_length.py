@@ -108,30 +108,6 @@ def test_traversal_keeps_at_least_as_much_as_sequential(widths: Sequence[int], s
         assert more - less > 1e-6 if len(widths) > 1 else abs(more - less) <= EXACT
 
 
-def kseq_rate(p: Tensor, q: Tensor, count: int) -> float:
-    """1 - (1 - b)^k at the root of 1 - (1 - b)^k = rho b, b = sum min(q, p / rho); Sun et al. 2310.15141."""
-
-    def overlap(rho: float) -> float:
-        return torch.minimum(q, p / rho).sum().item()
-
-    low, high = 1.0, float(count)
-    while high - low > 1e-15 * count and low < (middle := (low + high) / 2) < high:
-        is_valid = 1 - (1 - overlap(middle)) ** count <= middle * overlap(middle)
-        low, high = (low, middle) if is_valid else (middle, high)
-    return 1 - (1 - overlap(high)) ** count
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_kseq(count: int) -> None:
-    """The closed form, to what 20 bisections leave of rho; never less than the sequential test of the same draws."""
-    found = [tables("dense", 4, 1, seed) for seed in range(10 if count < 4 else 3)]
-    cases = [(drafts([independent(draft, count)], 4), target) for target, draft in found]
-    kept = zip(found, lengths("kseq", cases), lengths("sequential", cases), strict=True)
-    for (target, draft), kseq, sequential in kept:
-        assert abs(kseq - kseq_rate(target[0], draft[0], count)) <= count * 2**-20
-        assert kseq >= sequential - count * 2**-20
-
-
 def test_example_of_the_block_paper() -> None:
     """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3), gamma 2: 10/9 token by token, 11/9 as a block (2403.10444)."""
     target = torch.tensor([1.0, 2.0], dtype=torch.float64).expand(7, 2) / 3

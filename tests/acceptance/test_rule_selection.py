@@ -68,10 +68,6 @@ ONE_HOT_CHAIN, ONE_HOT_TREE = replace(CHAIN, distributions=None), replace(TREE, 
         ("traversal", ONE_HOT_TREE, False, False, "sequential"),
         ("traversal", CHOSEN_TREE, False, False, "sequential"),
         ("traversal", TREE, True, False, "greedy"),
-        ("kseq", CHAIN, False, False, "kseq"),
-        ("kseq", TREE, False, False, "kseq"),
-        ("kseq", ONE_HOT_CHAIN, False, False, "sequential"),
-        ("kseq", TREE, True, False, "greedy"),
         ("coupled", TREE, False, False, "coupled"),
         ("coupled", TREE, True, False, "greedy"),
         ("lenient", CHAIN, False, False, "lenient"),
@@ -111,6 +107,7 @@ def test_drafts_share_the_targets_noise_only_under_coupling(rule: str, is_seeded
     [
         ({"rule": "blok"}, "acceptance rule 'blok' does not exist. Did you mean 'block'? Known: auto, block, "),
         ({"rule": "greedy"}, "acceptance rule 'greedy' does not exist"),
+        ({"rule": "kseq"}, "the acceptance rule 'kseq' was removed: it accepted hardly more than 'sequential'"),
         ({"lenience": 0.0}, "'lenience' is 0.0. Expected above 0 and at most 1."),
         ({"lenience": 1.5}, "'lenience' is 1.5. Expected"),
         ({"lenience": float("nan")}, "'lenience' is nan. Expected"),
@@ -172,7 +169,7 @@ def assert_each_row_gets_its_rule(batch: Batch, rules: list[str]) -> None:
 @settings(max_examples=40)
 @given(batch=batches(max_nodes=12), data=st.data())
 def test_rules_side_by_side_on_trees(batch: Batch, data: st.DataObject) -> None:
-    names = st.sampled_from(["greedy", "coupled", "sequential", "traversal", "kseq", "typical"])
+    names = st.sampled_from(["greedy", "coupled", "sequential", "traversal", "typical"])
     assert_each_row_gets_its_rule(batch, [data.draw(names) for _ in range(batch.tree.batch_size)])
 
 

@@ -30,7 +30,7 @@ from toy_decoding import (
 )
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_kseq, accept_sequential
+from foretoken.acceptance.rules import accept_block, accept_coupled, accept_sequential
 from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.sampling.noise import KeyedNoise, Purpose
@@ -53,9 +53,7 @@ LOSSLESS: dict[str, tuple[Rule, TreeShape, DraftNoise, bool]] = {
     "block chain": (accept_block, CHAIN, own_noise, False),
     "traversal chain": (accept_traversal, CHAIN, own_noise, False),
     "traversal tree": (accept_traversal, TREE, own_noise, False),
-    "kseq chain": (accept_kseq, CHAIN, own_noise, False),
-    "kseq tree": (accept_kseq, TREE, own_noise, False),
-    "kseq, independent siblings": (accept_kseq, TREE, own_noise, False),
+    "sequential, independent siblings": (accept_sequential, TREE, own_noise, False),
     "traversal, independent siblings": (accept_traversal, TREE, own_noise, False),
 }
 COUPLED: dict[str, tuple[TreeShape, DraftNoise]] = {
@@ -102,15 +100,14 @@ def test_coupled_drafts_are_mostly_accepted() -> None:
     assert accepted[0].double().mean() > 0.5
 
 
-@pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_traversal, accept_kseq])
+@pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_traversal])
 def test_residual_replaced_by_the_target_is_refused(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("rules", "traversal", "kseq"):
+    for module in ("rules", "traversal"):
         monkeypatch.setattr(f"foretoken.acceptance.{module}.residual", lambda target_probs, draft_probs: target_probs)
-    shape, kind = (TREE, DrawKind.INDEPENDENT) if rule is accept_kseq else (CHAIN, DrawKind.WITHOUT_REPLACEMENT)
-    assert p_value(generate(rule, shape, SEEDS, kind=kind)) < LEVEL
+    assert p_value(generate(rule, CHAIN, SEEDS, kind=DrawKind.WITHOUT_REPLACEMENT)) < LEVEL
 
 
-@pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_coupled, accept_traversal, accept_kseq])
+@pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_coupled, accept_traversal])
 def test_numbers_reused_in_the_next_iteration_are_refused(rule: Rule) -> None:
     seeds = SEEDS[:4000] if rule is accept_coupled else SEEDS  # the statistic is above 700 for these, too
     assert p_value(generate(rule, CHAIN, seeds, position_step=0, is_one_hot=rule is accept_coupled)) < LEVEL

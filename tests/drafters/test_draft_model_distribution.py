@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE
 from torch import Tensor
 
 from foretoken import SamplingParams
-from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
+from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.decoder import quantized as quantized_module
 from foretoken.decoder.quantized import quantized
 from foretoken.sampling.noise import KeyedNoise, Purpose
@@ -137,26 +137,6 @@ def check_rows_and_kinds(tree: TokenTree, shape: str, module: Any) -> None:
                 assert kind == (DrawKind.INDEPENDENT if len(children) == 1 else DrawKind.WITHOUT_REPLACEMENT)
                 torch.testing.assert_close(distribution.rows[row, where], q, rtol=1e-4, atol=1e-6)
     assert distribution.max_siblings == max(len(children) for _, _, children in families(tree, 0))
-
-
-def test_independent_siblings() -> None:
-    """Every child of a sampled request is a draw of its own from one row; other requests draft as ever."""
-    tree, usual = propose("widths", draft_sample_method="independent"), propose("widths")
-    distribution = tree.distributions
-    assert distribution is not None
-    repeated = 0
-    for row in (0, 1):
-        for node, path, children in families(tree, row):
-            q = draft_distribution(row, path)
-            for order, child in enumerate(children):
-                drawn = q.log() + noise(row, Purpose.DRAFT, len(TEXTS[row]) - 1, lane=order * MAX_NODES + node)
-                assert int(tree.tokens[row, child]) == int(drawn.argmax())
-                assert int(distribution.kinds[row, child]) == DrawKind.INDEPENDENT
-                where = int(distribution.row_of[row, child])
-                torch.testing.assert_close(distribution.rows[row, where], q, rtol=1e-4, atol=1e-6)
-            repeated += len(children) - len(set(tree.tokens[row, children].tolist()))
-    assert repeated, "two tokens for three children"
-    assert torch.equal(tree.tokens[2:], usual.tokens[2:])
 
 
 def test_greedy_drafts_of_sampled_requests_carry_no_distribution() -> None:

@@ -179,7 +179,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "block": {"num_speculative_tokens": 2},
     "sequential": {"tree": {"widths": [2, 2]}},
     "traversal": {"tree": {"widths": [2, 2]}},
-    "kseq": {"tree": {"widths": [2, 2]}, "draft_sample_method": "independent"},
     "coupled": {"tree": {"widths": [2, 2]}},
 }
 
@@ -250,7 +249,7 @@ def sampled_texts(
     [
         ("block", PROMPT), ("sequential", SHORT_PROMPT), ("traversal", SHORT_PROMPT),
         *(pytest.param(rule, PROMPT, marks=pytest.mark.slow) for rule in SHAPES if rule != "block"),
-        *(pytest.param(rule, SHORT_PROMPT, marks=pytest.mark.slow) for rule in ("block", "kseq", "coupled")),
+        *(pytest.param(rule, SHORT_PROMPT, marks=pytest.mark.slow) for rule in ("block", "coupled")),
     ],
     ids=str,
 )  # fmt: skip

@@ -67,7 +67,7 @@ def test_unseeded_neighbours_change_nothing(drafter: str, runner: str) -> None:
             rule, shape, marks=[] if (rule == "block") == (name == "chain") else pytest.mark.slow, id=f"{name}-{rule}"
         )
         for name, shape in (("chain", {"num_speculative_tokens": 3}), ("tree", {"tree": WIDTHS}))
-        for rule in ("block", "sequential", "traversal", "kseq")
+        for rule in ("block", "sequential", "traversal")
     ],
     indirect=["rule"],
 )  # fmt: skip

@@ -30,7 +30,6 @@ from end_to_end.stop_rules import stop_rule
 from end_to_end.tiny_llms import EndsEarly, draft_model
 from tiny_models import tiny_model
 
-import foretoken.acceptance.kseq
 import foretoken.acceptance.rules
 import foretoken.acceptance.traversal
 from foretoken import LLM, SamplingParams
@@ -59,8 +58,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "traversal": {"num_speculative_tokens": 2},
     "traversal, tree": {"tree": {"widths": [2, 2]}},
     "traversal, top-k": {"tree": {"widths": [4, 1]}},  # the last of four children is chosen, not drawn
-    "kseq": {"tree": {"widths": [2, 2]}, "draft_sample_method": "independent"},
-    "kseq, siblings without replacement": {"tree": {"widths": [2, 2]}},
     "coupled": {"tree": {"widths": [2, 2]}},
 }
 PRUNED = "sequential, pruned"
@@ -267,12 +264,12 @@ def test_trees_that_requests_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     "setting",
     [
         "sequential, tree",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "traversal, tree", "kseq")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "traversal, tree")),
     ],
 )
 def test_broken_residual_is_found(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Correction tokens from the target's own distribution instead of the residual."""
-    for module in (foretoken.acceptance.rules, foretoken.acceptance.traversal, foretoken.acceptance.kseq):
+    for module in (foretoken.acceptance.rules, foretoken.acceptance.traversal):
         monkeypatch.setattr(module, "residual", lambda p, q: p / p.sum(1, keepdim=True))
     texts, _ = sample(setting, monkeypatch)
     assert chi_square_level(texts, exact_distribution(setting)) < LEVEL

@@ -147,8 +147,8 @@ def assert_probabilities(probs: torch.Tensor, trace: TreeTrace, node: int) -> No
     ("drafter", "rule", "expected"),
     [
         ("draft itself", "auto", "block"), ("draft itself", "sequential", "sequential"),
-        ("draft tree", "traversal", "traversal"), ("draft tree", "kseq", "kseq"),
-        ("draft tree", "auto", "sequential"), ("two lookups", "auto", "coupled"), ("two lookups", "typical", "typical"),
+        ("draft tree", "traversal", "traversal"), ("draft tree", "auto", "sequential"),
+        ("two lookups", "auto", "coupled"), ("two lookups", "typical", "typical"),
     ],
 )  # fmt: skip
 def test_rules_that_test_nodes_by_chance(drafter: str, rule: str, expected: str) -> None:

@@ -29,7 +29,7 @@ from foretoken.trees.stopping import TRAINED
 from fuzz.worker import FindingError, Settings
 
 CONTEXT_LENS = (8, 16, 24, 44, 44, None, None)
-RULES = ("auto", "auto", "auto", "coupled", "sequential", "block", "traversal", "kseq", "lenient", "typical")
+RULES = ("auto", "auto", "auto", "coupled", "sequential", "block", "traversal", "lenient", "typical")
 BUNDLED = "tinycode"  # among architectures: the bundled model, whose heads are trained
 _QUANTIZATIONS = (None, None, None, "int8", "int4", "w8a8", "w4a8")
 _MODELS = Path(__file__).parents[2] / "models"
@@ -45,7 +45,6 @@ _BUNDLED_TREES: dict[str, dict[str, Any]] = {
     "as stored": {"num_speculative_tokens": 3, "quantization": "none"},
     "in int4": {"num_speculative_tokens": 3, "quantization": "int4"},
     "pruned": {"tree": "tree", "pruning": {"path_probability": 0.05}},
-    "independent": {"tree": {"widths": [3, 2]}, "draft_sample_method": "independent"},
 }  # fmt: skip
 _CONTROL = [5, 6, 7, 5, 6]
 _MOST_ANSWERS = 256
