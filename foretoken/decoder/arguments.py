@@ -6,15 +6,8 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from foretoken.decoder.quantized import QuantizedMatrix
-
-
-_SCALE_KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # `ScaleKind`
 
 
 class MatrixStruct(Structure):
@@ -26,25 +19,6 @@ class MatrixStruct(Structure):
         ("super_scales", c_void_p), ("super_offsets", c_void_p), ("group", c_int64), ("scale_kind", c_int64),
         ("offsets_are_lowest", c_int64), ("input_bits", c_int64), ("input_group", c_int64), ("input_order", c_void_p),
     )  # fmt: skip
-
-
-def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, pass_bytes: int = 0) -> MatrixStruct:
-    """Describes a matrix (N, K) and its bias (N,) in float32 for the kernels; valid until a tensor moves."""
-    rows, cols = weight.shape
-    struct = MatrixStruct(
-        bias=None if bias is None else bias.data_ptr(), rows=rows, cols=cols, pass_bytes=pass_bytes
-    )  # fmt: skip
-    if isinstance(weight, torch.Tensor):
-        struct.weight = weight.data_ptr()
-        return struct
-    struct.weight, struct.scales = address(weight.numbers), address(weight.row_scales)
-    struct.group_scales, struct.group_offsets = address(weight.group_scales), address(weight.group_offsets)
-    struct.super_scales, struct.super_offsets = address(weight.super_scales), address(weight.super_offsets)
-    struct.input_order = address(weight.input_order)
-    struct.bits, struct.group, struct.input_bits = weight.bits, weight.group, weight.input_bits
-    struct.input_group, struct.offsets_are_lowest = weight.input_group, weight.offsets_are_lowest
-    struct.scale_kind = 0 if weight.group_scales is None else _SCALE_KINDS[weight.group_scales.dtype]
-    return struct
 
 
 def address(tensor: Tensor | None) -> int | None:

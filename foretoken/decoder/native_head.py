@@ -13,20 +13,13 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import PassError
-from foretoken.decoder.arguments import (
-    AutoregressiveHeadStruct,
-    HeadMatrix,
-    HeadStruct,
-    NormStruct,
-    Status,
-    Step,
-    matrix_struct,
-)
+from foretoken.decoder.arguments import AutoregressiveHeadStruct, HeadMatrix, HeadStruct, NormStruct, Status, Step
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, lost_memory, use_huge_pages
 from foretoken.decoder.native import NativeDraft, can_draft
 from foretoken.decoder.native_linear import NativeLinear
+from foretoken.decoder.quantized import QuantizedMatrix, matrix_struct
 from foretoken.trees.dynamic import DynamicExpansion, ShapedExpansion
 
 if TYPE_CHECKING:
@@ -37,7 +30,6 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.blocks import Norm
-    from foretoken.decoder.quantized import QuantizedMatrix
 
 
 class ScaledEmbedding(NamedTuple):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from ctypes import addressof, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
-from foretoken.decoder.arguments import MatrixStruct, matrix_struct
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.memory import HeldMemory, check_memory, has_memory
-from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, quantized
+from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, matrix_struct, quantized
+
+if TYPE_CHECKING:
+    from foretoken.decoder.arguments import MatrixStruct
 
 _ALONE = 1 << 15  # multiplications; a choice: fewer end before a second thread has begun
 

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.decoder.arguments import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct, matrix_struct
+from foretoken.decoder.arguments import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, Matrix
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
 from foretoken.decoder.panels import whole_panels
-from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, bytes_per_weight, quantized
+from foretoken.decoder.quantized import (
+    Quantization,
+    QuantizedLinear,
+    QuantizedMatrix,
+    bytes_per_weight,
+    matrix_struct,
+    quantized,
+)
 from foretoken.decoder.quantized_experts import quantized_parts
 
 if TYPE_CHECKING:

@@ -1,15 +1,12 @@
-"""Matrices in integers by the native kernels: stored from the blocks of GGUF files, and dequantized to float32."""
+"""Matrices in integers from the blocks of GGUF files, by the native kernels."""
 
 from __future__ import annotations
 
-from ctypes import addressof, byref, c_int64, c_void_p
+from ctypes import byref, c_int64
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import require
-from foretoken.decoder.arguments import Status, StoredBlocks, address, matrix_struct
+from foretoken.decoder.arguments import Status, StoredBlocks, address
 from foretoken.decoder.library import kernel_threads, library_or_none
 
 if TYPE_CHECKING:
@@ -54,13 +51,3 @@ def store_blocks(
     status = Status(library.foretoken_store_blocks(byref(stored), c_int64(kernel_threads())))
     require(status in (Status.DONE, Status.NOT_FINITE), f"{kind} does not fit the matrix: {status.name}")
     return status == Status.DONE
-
-
-def dequantize(matrix: QuantizedMatrix) -> Tensor | None:
-    """Returns the weights (N, K) that a matrix stands for, in float32; None where there are no kernels."""
-    library: Any = library_or_none() if runs_cpu_kernels(matrix.device) else None
-    if library is None:
-        return None
-    weights, struct = torch.empty(matrix.shape), matrix_struct(matrix)
-    library.foretoken_dequantize(c_void_p(addressof(struct)), c_void_p(weights.data_ptr()), c_int64(kernel_threads()))
-    return weights

@@ -5,6 +5,7 @@ Letters: N outputs and K inputs of a matrix, G groups of weights that share a sc
 
 from __future__ import annotations
 
+from ctypes import addressof, c_int64
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import require
 from foretoken.core.errors import ModelError
+from foretoken.decoder.arguments import MatrixStruct, address
 from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.library import kernel_threads, library_or_none
 from foretoken.decoder.memory import SHARED_PAGES
-from foretoken.decoder.native_storage import dequantize
 from foretoken.decoder.panels import (
     PANEL,
     QUAD,
@@ -48,7 +51,7 @@ _GROUP = 128  # weights of int4 that share a scale; a choice: 4.13 bits a weight
 _SHARES = (1.0, 0.93, 0.86, 0.79)
 _INPUT_GROUP = 128  # inputs that share a scale
 _WIDE_INPUT_GROUP = 512  # the same of 16 bits; a choice: sums become float32 a quarter as often
-_SCALE_DTYPES = (torch.int8, torch.float16, torch.float32)
+_SCALE_DTYPES = (torch.float32, torch.float16, torch.int8)  # `ScaleKind`, in its order
 _AT_ONCE = 1 << 20  # weights in float32 during rounding, 4 MiB; a choice: they stay in the processor's caches
 _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a choice: some 200 MiB with temporaries
 
@@ -278,7 +281,11 @@ class QuantizedMatrix:
 
         rows: (M,) int64 from 0..N - 1, for these rows alone; None for all.
         """
-        if rows is None and (weights := dequantize(self)) is not None:
+        library: Any = library_or_none() if rows is None and runs_cpu_kernels(self.device) else None
+        if library is not None:
+            weights, struct = torch.empty(self.shape), matrix_struct(self)
+            arguments = addressof(struct), weights.data_ptr(), kernel_threads()
+            library.foretoken_dequantize(*map(c_int64, arguments))
             return weights
         chosen: Any = slice(self.num_outputs) if rows is None else rows
         weights = unpacked(self.numbers, self.num_inputs, self.bits, chosen).float()
@@ -315,6 +322,23 @@ class QuantizedMatrix:
     def _spread(self, kind: str, rows: Any) -> Tensor:
         values = self._of_groups(kind, rows)
         return values.repeat_interleave(min(self.group, padded(self.num_inputs)), 1)[:, : self.num_inputs]
+
+
+def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, pass_bytes: int = 0) -> MatrixStruct:
+    """Describes a matrix (N, K) and its bias (N,) in float32 for the kernels; valid until a tensor moves."""
+    rows, cols = weight.shape
+    struct = MatrixStruct(bias=address(bias), rows=rows, cols=cols, pass_bytes=pass_bytes)
+    if isinstance(weight, Tensor):
+        struct.weight = weight.data_ptr()
+        return struct
+    struct.weight, struct.scales = address(weight.numbers), address(weight.row_scales)
+    struct.group_scales, struct.group_offsets = address(weight.group_scales), address(weight.group_offsets)
+    struct.super_scales, struct.super_offsets = address(weight.super_scales), address(weight.super_offsets)
+    struct.input_order = address(weight.input_order)
+    struct.bits, struct.group, struct.input_bits = weight.bits, weight.group, weight.input_bits
+    struct.input_group, struct.offsets_are_lowest = weight.input_group, weight.offsets_are_lowest
+    struct.scale_kind = 0 if weight.group_scales is None else _SCALE_DTYPES.index(weight.group_scales.dtype)
+    return struct
 
 
 def _input_bits(dtype: torch.dtype) -> int:

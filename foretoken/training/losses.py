@@ -121,7 +121,7 @@ def distances(
     if _has_kernels(logits) and not (weights.rkl or weights.jsd):  # which the kernels do not have
         from foretoken.training.triton_losses import losses_and_gradient
 
-        return Distances(*losses_and_gradient(logits, target.probs, target.entropy, labels, weights, scale))
+        return Distances(*losses_and_gradient(logits, target.probs, target.entropy, labels, weights[:5], scale))
     exact = _exact(logits)
     loss = torch.zeros(len(logits), dtype=exact, device=logits.device)
     best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

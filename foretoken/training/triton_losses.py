@@ -8,15 +8,10 @@ Letters: M positions, V vocabulary, R most probable tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from foretoken.training.losses import LossWeights
 
 _BLOCK_V = 2048  # a choice: 16 values a thread
 _LARGEST_INT32 = tl.constexpr((1 << 31) - 1)
@@ -37,8 +32,9 @@ def distributions(logits: Tensor, *, has_probs: bool) -> tuple[Tensor, Tensor | 
 
 
 def losses_and_gradient(
-    logits: Tensor, probs: Tensor | None, entropy: Tensor | None, labels: Tensor, weights: LossWeights, scale: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    logits: Tensor, probs: Tensor | None, entropy: Tensor | None, labels: Tensor,
+    weights: tuple[float, float, float, float, int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns loss (M,) float32, best (M,) int64 and the gradient (M, V) in the logits' dtype, or None without weights.
 
     Args:
@@ -46,13 +42,13 @@ def losses_and_gradient(
         probs: (M, V) float32, contiguous, the target's; None if no weight but `token` is set.
         entropy: (M,) float32, of `probs`.
         labels: (M,) int64.
-        weights: See `LossWeights`; without `rkl` and `jsd`.
+        weights: `token`, `kl`, `tv`, `top` and `num_top` of `LossWeights`.
         scale: Factor of the gradient alone.
     """
     count, vocab_size = logits.shape
     best = torch.empty(count, dtype=torch.int64, device=logits.device)
     loss = torch.zeros(count, device=logits.device)
-    token, kl, tv, top, num_top = weights[:5]
+    token, kl, tv, top, num_top = weights
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format) if token or kl or tv or top else None
     top_probs, top_tokens = loss, labels  # are not read
     if top and probs is not None:

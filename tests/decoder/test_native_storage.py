@@ -13,6 +13,7 @@ from models.gguf_files import SCALES, random_blocks
 
 from foretoken.core.errors import ModelError
 from foretoken.decoder import native_storage
+from foretoken.decoder import quantized as quantized_module
 from foretoken.decoder.quantized import QuantizedMatrix, quantized
 from foretoken.models.quantization.gguf_blocks import FORMATS
 from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
@@ -35,7 +36,8 @@ def written(path: Path, type_: Type, blocks: np.ndarray) -> GgufFile:
 
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(native_storage, "library_or_none", lambda: None)
+    for module in (native_storage, quantized_module):
+        patch.setattr(module, "library_or_none", lambda: None)
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])

@@ -59,7 +59,7 @@ def test_losses_and_gradients(name: str, size: int, dtype: torch.dtype) -> None:
         target = TargetRows(target.best)
     expected = distances(logits, target, labels, weights, scale=0.3)
     read = [None if each is None else each.to(DEVICE) for each in (target.probs, target.entropy)]
-    loss, best, grad = losses_and_gradient(logits.to(DEVICE), *read, labels.to(DEVICE), weights, 0.3)
+    loss, best, grad = losses_and_gradient(logits.to(DEVICE), *read, labels.to(DEVICE), weights[:5], 0.3)
     assert torch.equal(best.cpu(), expected.best)
     torch.testing.assert_close(loss.cpu(), expected.loss, rtol=1e-5, atol=2e-5)
     if expected.grad is None:
