@@ -26,8 +26,8 @@ def batch(
     source: Annotated[Path, typer.Argument(help="Requests: a line each, with custom_id, method, url and body.")],
     out: Annotated[Path, typer.Argument(help="File to make: an answer a line, in the order of completion.")],
     model: Annotated[str, typer.Option(metavar="MODEL", help=f"Target: {options.MODEL_FORMS}.")],
-    speculative_config: options.Drafter = None,
-    spec_type: options.SpecType = None,
+    *,
+    drafter: options.DrafterChoice,
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model in requests. Default: MODEL.")
     ] = None,
@@ -50,12 +50,7 @@ def batch(
     generation_config: options.GenerationConfig = "auto",
     override_generation_config: options.OverrideGenerationConfig = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a complete OUT.")] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantization: options.Quantized = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    loading: options.LoadOptions,
 ) -> None:
     """Answer a file of requests to /v1/completions, /v1/chat/completions and /v1/responses, in OpenAI's batch format.
 
@@ -68,7 +63,7 @@ def batch(
     from foretoken.server.request_fields import MOST_CHOICES
 
     name, model = served_model_name or model, resolve_model(model)
-    setup = options.one_setup("batch", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
+    setup = drafter.setup("batch", model, "Merge several with +, as ngram+hydra.")
     template = None if chat_template is None else options.read_text(chat_template)
     total = count_lines(source)
     if not total:
@@ -82,10 +77,8 @@ def batch(
         answers = AnswerFile(out, name)
         try:
             make_engine = partial(
-                _engine, model, setup.config, max_waiting_requests=in_flight * MOST_CHOICES, dtype=dtype,
-                device=device, threads=threads, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
-                max_num_seqs=max_num_seqs, max_model_len=max_model_len, runner=runner,
-                gpu_memory_utilization=gpu_memory_utilization,
+                _engine, model, setup.config, loading, max_waiting_requests=in_flight * MOST_CHOICES,
+                max_num_seqs=max_num_seqs, max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization,
                 generation_config=generation_config, override_generation_config=override_generation_config,
             )  # fmt: skip
             with terminal.renewed_line() as (say, every):
@@ -101,8 +94,8 @@ def batch(
                         counts = asyncio.run(run)
                 else:
                     workers = RayWorkers(
-                        number=number, make_engine=make_engine, max_in_flight=in_flight, num_cpus=threads or 1,
-                        uses_gpu=None if device == "auto" else device != "cpu", on_start=shown.starting,
+                        number=number, make_engine=make_engine, max_in_flight=in_flight, num_cpus=loading.threads or 1,
+                        uses_gpu=None if loading.device == "auto" else loading.device != "cpu", on_start=shown.starting,
                     )  # fmt: skip
                     counts = run_ray_batch(
                         workers, source, answers, model=name, chat_template=template, on_answer=shown.show
@@ -117,14 +110,14 @@ def batch(
 
 
 def _engine(
-    model: str, config: Mapping[str, Any] | None, *, dtype: str, device: str, threads: int | None,
-    quantization: str | None, kv_cache_dtype: str | None, max_waiting_requests: int, **more: Any,
+    model: str, config: Mapping[str, Any] | None, loading: options.LoadOptions, *, max_waiting_requests: int,
+    **more: Any,
 ) -> AsyncLLM:  # fmt: skip
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.entrypoints.llm import LLM
 
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
-    llm = LLM(loaded, speculative_config=config, tokenizer=tokenizer, **more)
+    loaded, tokenizer = loading.load(model)
+    llm = LLM(loaded, speculative_config=config, tokenizer=tokenizer, runner=loading.runner, **more)
     options.note_sampling(llm.sampling_defaults)
     return AsyncLLM(llm, max_waiting_requests=max_waiting_requests)
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def bench(
     model: options.Model,
-    speculative_config: options.Drafters = None,
-    spec_type: options.SpecType = None,
+    *,
+    drafters: options.DrafterChoices,
     synthetic_acceptance: options.SyntheticAcceptance = None,
     prompts: options.Prompts = "heldout",
     suite: Annotated[
@@ -45,12 +45,7 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 1,
     seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantization: options.Quantized = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    loading: options.LoadOptions,
     cost_curve: Annotated[
         bool, typer.Option("--cost-curve", help="Also time target passes of 1 to 128 tokens.")
     ] = False,
@@ -82,15 +77,14 @@ def bench(
     from foretoken.entrypoints.config import checked_setups
     from foretoken.planning.verdict import next_step, verdicts
 
-    drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
     setups = [
         options.with_synthetic_acceptance(setup, synthetic_acceptance, model)
-        for setup in checked_setups(drafters, target=model)
+        for setup in checked_setups(drafters.texts or ["ngram"], target=model)
     ]
     rows = read_prompts(prompts, limit=num_prompts) if suite is None else _suite_rows(suite, prompts, num_prompts)
     batch_sizes = batch_size or [1]
     temperatures = temperature or ([0.0] if suite else [0.0, 0.8])
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
+    (loaded, tokenizer), runner = loading.load(model), loading.runner
     if refresh_costs:
         measure_anew(loaded, runner, max(batch_sizes))
     options.check_max_tokens(max_tokens, loaded)

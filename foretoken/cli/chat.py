@@ -25,8 +25,8 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends a
 
 def chat(
     model: options.Model,
-    speculative_config: options.Drafter = None,
-    spec_type: options.SpecType = None,
+    *,
+    drafter: options.DrafterChoice,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a Jinja template, for a tokenizer without one or instead of its own.")
@@ -35,19 +35,10 @@ def chat(
         int | None,
         typer.Option(min=1, help="Most tokens of an answer. Default: the model's max_new_tokens, else the context."),
     ] = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    generation_config: options.GenerationConfig = "auto",
-    override_generation_config: options.OverrideGenerationConfig = None,
+    sampling: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(help="Makes sampled answers reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantization: options.Quantized = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    loading: options.LoadOptions,
     verbose: options.Verbose = False,
     color: Annotated[bool, typer.Option("--color", help="Colour answers also in a pipe.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="Leave colours out, as NO_COLOR does.")] = False,
@@ -58,26 +49,20 @@ def chat(
     """
     clock = terminal.StartClock()
     with clock.stage("libraries"):
-        from foretoken.core.sampling_params import SamplingParams
         from foretoken.entrypoints.llm import LLM
         from foretoken.text.codec import Codec
 
-    setup = options.one_setup("chat", model, speculative_config, spec_type)
-    given: dict[str, Any] = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "max_tokens": max_tokens,
-        "stop": [options.checked(one, "--stop") for one in stop or ()],
-    }  # fmt: skip
-    SamplingParams(**given)  # refuses bad values before anything is loaded
+    setup = drafter.setup("chat", model)
+    stops = [options.checked(one, "--stop") for one in stop or ()]
+    given = sampling.given(seed=seed, max_tokens=max_tokens, stop=stops)
     template = None if chat_template is None else options.read_text(chat_template)
     told = None if system is None else options.checked(system, "--system")
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype, clock=clock)
-    params = options.sampling(
-        loaded, generation_config, override_generation_config, given, temperature=0.0, max_tokens=None
-    )
+    loaded, tokenizer = loading.load(model, clock=clock)
+    params = sampling.params(loaded, given, temperature=0.0, max_tokens=None)
     answers = _Answers((color and not no_color) if color or no_color else None)
     with options.runner_stage(clock, loaded):
         llm = LLM(
-            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
+            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=loading.runner,
             on_step=answers.add_step,
         )  # fmt: skip
     if verbose:

@@ -325,7 +325,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 for _name, _function, _ending in _COMMANDS:
     _settings = {"token_normalize_func": heads.option_name} if _name == "convert" else None
     _class = VllmCommand if _name in ("serve", "batch") else Command
-    app.command(_name, cls=_class, epilog=_ending, context_settings=_settings)(_function)
+    app.command(_name, cls=_class, epilog=_ending, context_settings=_settings)(options.flattened(_function))
 
 
 @app.callback(

@@ -146,12 +146,9 @@ def data(
         Path | None, typer.Option(help="File of responses to continue. Default: OUT.generated.jsonl.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Responses decoded at once.")] = 8,
-    speculative_config: options.Drafter = None,
-    spec_type: options.SpecType = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    *,
+    drafter: options.DrafterChoice,
+    loading: Annotated[options.LoadOptions, ("dtype", "device", "runner", "threads")],
     force: Annotated[bool, typer.Option("--force", help="Replace packed tokens in OUT.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -171,8 +168,8 @@ def data(
     from foretoken.training.data.records import dataset_source, file_source, json_source, text_source
 
     PACKED_TOKENS.check(out, force=force)
-    speculative_config = options.drafter_texts(speculative_config, spec_type)
-    if speculative_config is not None and (len(speculative_config) > 1 or not self_distill):
+    texts = drafter.texts
+    if texts is not None and (len(texts) > 1 or not self_distill):
         raise ConfigError("data takes one --speculative-config, together with --self-distill. Leave the others out.")
     responses = _file_of_responses(generated, out)
     sources = [*map(text_source, text or ()), *(json_source(path, text_column=text_column) for path in jsonl or ())]
@@ -193,7 +190,7 @@ def data(
         meta["self_distillation"] = {**asdict(settings), "supervise_all": supervise_all}
     with ending_cleanly(), _shown() as on_progress:
         if self_distill:
-            llm = _target(target, speculative_config, dtype, device, runner, threads, batch_size)
+            llm = _target(target, texts, loading, batch_size)
             tokenizer, vocab_size = llm.tokenizer, llm.target.vocab_size
         else:
             tokenizer, vocab_size = _tokenizer(target), None
@@ -234,16 +231,16 @@ def _tokenizer(target: str) -> Any:
     return tokenizer
 
 
-def _target(
-    target: str, config: list[str] | None, dtype: str, device: str, runner: str, threads: int | None, batch_size: int
-) -> LLM:
+def _target(target: str, drafter: list[str] | None, loading: options.LoadOptions, batch_size: int) -> LLM:
     from foretoken.entrypoints.config import checked_setup
     from foretoken.entrypoints.llm import LLM
 
-    setup = checked_setup(config[0] if config else "plain", target=target)
+    setup = checked_setup(drafter[0] if drafter else "plain", target=target)
     options.check_has_target_text("data", setup)
-    loaded, tokenizer = options.load_target(target, dtype, device, threads)
-    return LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
+    loaded, tokenizer = loading.load(target)
+    return LLM(
+        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=loading.runner
+    )
 
 
 @contextmanager

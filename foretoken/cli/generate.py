@@ -34,31 +34,22 @@ def generate(
         Path | None,
         typer.Option(help="File with text that the output probably repeats in part. Any drafter uses it."),
     ] = None,
-    speculative_config: options.Drafter = None,
-    spec_type: options.SpecType = None,
+    *,
+    drafter: options.DrafterChoice,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens. Default: the model's max_new_tokens, else 128.")
     ] = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
+    sampling: options.SamplingOptions,
     min_p: Annotated[
         float | None,
         typer.Option(
             help="Keep tokens with this fraction of the best one's probability. Default: the model's, else 0."
         ),
     ] = None,
-    generation_config: options.GenerationConfig = "auto",
-    override_generation_config: options.OverrideGenerationConfig = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampled text reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantization: options.Quantized = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    loading: options.LoadOptions,
     raw: Annotated[
         bool, typer.Option("--raw", help="Send control characters to a terminal as they are, not as escapes.")
     ] = False,
@@ -101,21 +92,14 @@ def generate(
         options.check_new_file(trace, "--trace", force=force)
     clock = terminal.StartClock()
     with clock.stage("libraries"):
-        from foretoken.core.sampling_params import SamplingParams
         from foretoken.entrypoints.llm import LLM
 
-    setup = options.one_setup("generate", model, speculative_config, spec_type)
-    given: dict[str, Any] = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
-        "max_tokens": max_tokens, "stop": stops, "ignore_eos": ignore_eos,
-    }  # fmt: skip
-    SamplingParams(**given)  # refuses bad values before anything is loaded
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype, clock=clock)
+    setup = drafter.setup("generate", model)
+    given = sampling.given(min_p=min_p, seed=seed, max_tokens=max_tokens, stop=stops, ignore_eos=ignore_eos)
+    loaded, tokenizer = loading.load(model, clock=clock)
     if max_tokens is not None:
         options.check_max_tokens(max_tokens, loaded)
-    params = options.sampling(
-        loaded, generation_config, override_generation_config, given, temperature=0.0, max_tokens=128
-    )
+    params = sampling.params(loaded, given, temperature=0.0, max_tokens=128)
     watch = _Watch(
         loaded,
         tokenizer,
@@ -127,7 +111,7 @@ def generate(
     )
     with options.runner_stage(clock, loaded):
         llm = LLM(
-            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
+            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=loading.runner,
             on_step=watch.add_step, trace=trace is not None,
         )  # fmt: skip
     drafts = watch.drafts
@@ -161,7 +145,7 @@ def generate(
     if verbose and setup.config is not None:
         terminal.print_note(f"[{drafts.line()}]")
         terminal.print_note(f"[{drafts.shares_line()}]")
-    asked = " ".join(options.drafter_texts(speculative_config, spec_type) or ())
+    asked = " ".join(drafter.texts or ())
     for sentence in watch.verdict.sentences(model, None if setup.config is None else setup.name, asked):
         terminal.print_note(f"[{sentence}]")
 

@@ -341,16 +341,14 @@ def doctor(
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded at once for -s.")] = 1,
+    *,
     prompts: options.Prompts = "heldout",
     num_prompts: options.NumPrompts = 24,
     max_tokens: options.MaxTokens = 64,
     allow_other_target: Annotated[
         bool, typer.Option("--allow-other-target", help="Continue with a head for another target of the same sizes.")
     ] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    loading: Annotated[options.LoadOptions, ("dtype", "device", "runner", "threads")],
     as_json: options.AsJson = False,
 ) -> None:
     """Find out why a head does not draft, or why drafts do not pay: each line names a cause and a remedy.
@@ -389,7 +387,7 @@ def doctor(
     rows = read_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
     has_head = head is not None or method is not None
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, unpacks=has_head)
+    (loaded, tokenizer), runner = loading.load(model, unpacks=has_head), loading.runner
     options.check_max_tokens(max_tokens, loaded)
     case = Examination(
         head=place,

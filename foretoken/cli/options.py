@@ -1,15 +1,17 @@
-"""Options that several commands share, and functions that load the models they name."""
+"""Options that several commands share, alone and in groups, and functions that load the models they name."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import time
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -21,7 +23,7 @@ from foretoken.files.bounded_reads import read_named, read_stream
 from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from foretoken.core.sampling_params import SamplingParams
@@ -138,11 +140,6 @@ OverrideGenerationConfig = Annotated[
     _defaults(metavar="TEXT", help='JSON that overrides those defaults: {"top_k": 20}.'),
 ]
 _OR_THE_MODELS = "Default: the model's, else"
-Temperature = Annotated[float | None, typer.Option(help=f"0 for greedy decoding. {_OR_THE_MODELS} 0.")]
-TopK = Annotated[int | None, typer.Option(help=f"Keep the k most probable tokens; 0 keeps all. {_OR_THE_MODELS} 0.")]
-TopP = Annotated[
-    float | None, typer.Option(help=f"Keep the smallest set that reaches this probability. {_OR_THE_MODELS} 1.")
-]
 Prompts = Annotated[
     str,
     typer.Option(
@@ -164,44 +161,87 @@ Verbose = Annotated[
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns.")]
 
 
-def drafter_texts(speculative_config: list[str] | None, spec_type: str | None) -> list[str] | None:
-    """Returns the texts of -s, or the equivalent of --spec-type; None if both are missing.
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command for typer: each parameter that is a group of options is replaced by the group's fields.
 
-    Raises `ConfigError` when both are given, or a name between commas is missing.
+    A group is a dataclass. `Annotated[GROUP, ("dtype", "device")]` takes these of its fields.
     """
-    if spec_type is None:
-        return speculative_config
-    if speculative_config:
-        raise ConfigError(
-            f"--spec-type {spec_type} and --speculative-config {speculative_config[0]} both name a drafter. "
-            "Pass one of them."
+    groups: dict[str, tuple[Any, Any]] = {}
+    parameters: list[inspect.Parameter] = []
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        group: Any = getattr(hints[name], "__origin__", hints[name])
+        if not is_dataclass(group):
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        names = getattr(hints[name], "__metadata__", [[each.name for each in fields(group)]])[0]
+        groups[name], own = (group, names), get_type_hints(group, include_extras=True)
+        parameters += (
+            parameter.replace(name=each, default=getattr(group, each), annotation=own[each]) for each in names
         )
-    names = [name.strip() for name in spec_type.split(",")]
-    if not all(names):
-        raise ConfigError(f"--spec-type is '{spec_type}'. Expected names of methods with commas, as ngram,hydra.")
-    return ["+".join(names)]
+
+    def run(**given: Any) -> None:
+        for name, (group, names) in groups.items():
+            given[name] = group(**{each: given.pop(each) for each in names})
+        command(**given)
+
+    update_wrapper(run, command)
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
-def one_setup(
-    command: str, target: str, speculative_config: list[str] | None, spec_type: str | None, advice: str = ""
-) -> Setup:
-    """Returns the drafter of a command that takes a single drafter; plain decoding if there is none.
+@dataclass(frozen=True, kw_only=True)
+class DrafterChoice:
+    """The drafter of a command that takes one."""
 
-    `advice` says what to do with several drafters; by default to compare them. Raises `ConfigError` when there are
-    several drafters, one cannot be made, or it needs to know the text.
-    """
-    from foretoken.entrypoints.config import checked_setup
+    speculative_config: Drafter = None
+    spec_type: SpecType = None
 
-    texts = drafter_texts(speculative_config, spec_type) or ["plain"]
-    if len(texts) > 1:
-        advice = advice or "To compare several, use `foretoken bench`."
-        raise ConfigError(f"{command} takes one --speculative-config. {advice}")
-    setup = checked_setup(texts[0], target=target)
-    if setup.needs_references:
-        raise ConfigError("the drafter 'oracle' must know the text beforehand. Use it with `foretoken bench`.")
-    if command != "serve":
-        check_has_target_text(command, setup)
-    return setup
+    @property
+    def texts(self) -> list[str] | None:
+        """The texts of -s, or the equivalent of --spec-type; None if both are missing.
+
+        Raises `ConfigError` when both are given, or a name between commas is missing.
+        """
+        if self.spec_type is None:
+            return self.speculative_config
+        if self.speculative_config:
+            raise ConfigError(
+                f"--spec-type {self.spec_type} and --speculative-config {self.speculative_config[0]} both name a "
+                "drafter. Pass one of them."
+            )
+        names = [name.strip() for name in self.spec_type.split(",")]
+        if not all(names):
+            raise ConfigError(
+                f"--spec-type is '{self.spec_type}'. Expected names of methods with commas, as ngram,hydra."
+            )
+        return ["+".join(names)]
+
+    def setup(self, command: str, target: str, advice: str = "To compare several, use `foretoken bench`.") -> Setup:
+        """Returns the drafter; plain decoding if there is none.
+
+        `advice` says what to do with several drafters. Raises `ConfigError` when there are several drafters, one cannot
+        be made, or it needs to know the text.
+        """
+        from foretoken.entrypoints.config import checked_setup
+
+        texts = self.texts or ["plain"]
+        if len(texts) > 1:
+            raise ConfigError(f"{command} takes one --speculative-config. {advice}")
+        setup = checked_setup(texts[0], target=target)
+        if setup.needs_references:
+            raise ConfigError("the drafter 'oracle' must know the text beforehand. Use it with `foretoken bench`.")
+        if command != "serve":
+            check_has_target_text(command, setup)
+        return setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterChoices(DrafterChoice):
+    """The drafters of a command that compares them."""
+
+    speculative_config: Drafters = None
 
 
 def with_synthetic_acceptance(setup: Setup, rates: str | None, target: str) -> Setup:
@@ -222,39 +262,42 @@ def check_has_target_text(command: str, setup: Setup) -> None:
         )
 
 
-def load_target(
-    model: str,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    quantization: str | None = None,
-    kv_cache_dtype: str | None = None,
-    *,
-    unpacks: bool = False,
-    clock: terminal.StartClock | None = None,
-) -> tuple[LoadedModel, Any]:
-    """Loads the target and its tokenizer, once for all setups, in a stage of a start.
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a target is loaded and run; the fields are as in `LLM`."""
 
-    Args:
-        model: A name. The others are as in `LLM`.
-        unpacks: For training, see `unpacked_model`.
-        clock: Of the start; None for one that is forgotten.
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    quantization: Quantized = None
+    kv_cache_dtype: KVCacheDtype = None
+    runner: RunnerName = "auto"
+    threads: Threads = None
 
-    Raises:
-        ConfigError: When the machine has far fewer processors than `threads`, or the model is a head.
-        ModelError: When the model cannot be loaded, or the device does not exist.
-        RequestError: When the model has no tokenizer.
-    """
-    with (clock or terminal.StartClock()).stage("weights and tokenizer"):
-        from foretoken.decoder.library import set_num_threads
-        from foretoken.entrypoints import model_arguments
+    def load(
+        self, model: str, *, unpacks: bool = False, clock: terminal.StartClock | None = None
+    ) -> tuple[LoadedModel, Any]:
+        """Loads a target and its tokenizer, once for all setups, in a stage of a start.
 
-        if threads is not None:
-            set_num_threads(threads)
-        return model_arguments.load_target(
-            model, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
-            unpacks=unpacks,
-        )  # fmt: skip
+        Args:
+            model: A name.
+            unpacks: For training, see `unpacked_model`.
+            clock: Of the start; None for one that is forgotten.
+
+        Raises:
+            ConfigError: When the machine has far fewer processors than `threads`, or the model is a head.
+            ModelError: When the model cannot be loaded, or the device does not exist.
+            RequestError: When the model has no tokenizer.
+        """
+        with (clock or terminal.StartClock()).stage("weights and tokenizer"):
+            from foretoken.decoder.library import set_num_threads
+            from foretoken.entrypoints import model_arguments
+
+            if self.threads is not None:
+                set_num_threads(self.threads)
+            return model_arguments.load_target(
+                model, dtype=self.dtype, device=self.device, quantization=self.quantization,
+                kv_cache_dtype=self.kv_cache_dtype, unpacks=unpacks,
+            )  # fmt: skip
 
 
 def runner_stage(clock: terminal.StartClock, loaded: LoadedModel) -> AbstractContextManager[None]:
@@ -280,26 +323,46 @@ def note_start(clock: terminal.StartClock, llm: LLM) -> None:
     terminal.print_note(f"[{llm.target.choice}]")
 
 
-def sampling(
-    loaded: LoadedModel, generation_config: str, override: str | None, given: Mapping[str, Any], **otherwise: Any
-) -> SamplingParams:
-    """Returns the sampling parameters of a command; prints those that come from the model's defaults.
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The sampling parameters of a command, and the source of their defaults."""
 
-    Args:
-        given: Options of the command line, by name; None for a missing option.
-        otherwise: Values of options that neither the command line nor the model sets.
+    temperature: Annotated[float | None, typer.Option(help=f"0 for greedy decoding. {_OR_THE_MODELS} 0.")] = None
+    top_k: Annotated[
+        int | None, typer.Option(help=f"Keep the k most probable tokens; 0 keeps all. {_OR_THE_MODELS} 0.")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(help=f"Keep the smallest set that reaches this probability. {_OR_THE_MODELS} 1.")
+    ] = None
+    generation_config: GenerationConfig = "auto"
+    override_generation_config: OverrideGenerationConfig = None
 
-    Raises:
-        ConfigError: When the source of defaults is invalid.
-        ModelError: When the generation configuration cannot be read.
-    """
-    from foretoken.core.sampling_params import SamplingParams
-    from foretoken.entrypoints.model_arguments import sampling_defaults
+    def given(self, **more: Any) -> dict[str, Any]:
+        """Returns what was asked for, with None for missing options; refuses bad values before anything is loaded."""
+        from foretoken.core.sampling_params import SamplingParams
 
-    asked = {name: value for name, value in given.items() if value is not None}
-    defaults = sampling_defaults(loaded, generation_config, override)
-    note_sampling({name: value for name, value in defaults.items() if name not in asked})
-    return SamplingParams(**{**otherwise, **defaults, **asked})
+        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, **more}
+        SamplingParams(**given)
+        return given
+
+    def params(self, loaded: LoadedModel, given: Mapping[str, Any], **otherwise: Any) -> SamplingParams:
+        """Returns the sampling parameters; prints those that come from the model's defaults.
+
+        Args:
+            given: The result of `given`.
+            otherwise: Values of options that neither the command line nor the model sets.
+
+        Raises:
+            ConfigError: When the source of defaults is invalid.
+            ModelError: When the generation configuration cannot be read.
+        """
+        from foretoken.core.sampling_params import SamplingParams
+        from foretoken.entrypoints.model_arguments import sampling_defaults
+
+        asked = {name: value for name, value in given.items() if value is not None}
+        defaults = sampling_defaults(loaded, self.generation_config, self.override_generation_config)
+        note_sampling({name: value for name, value in defaults.items() if name not in asked})
+        return SamplingParams(**{**otherwise, **defaults, **asked})
 
 
 def note_sampling(defaults: Mapping[str, Any]) -> None:

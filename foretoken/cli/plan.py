@@ -70,15 +70,12 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens of a sequence. Default: of the prompts with half of the output.")
     ] = None,
     temperature: options.Temperatures = None,
+    *,
     prompts: options.Prompts = "heldout",
     num_prompts: options.NumPrompts = 8,
     max_tokens: options.MaxTokens = 96,
     seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    quantization: options.Quantized = None,
-    device: options.Device = "auto",
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    loading: Annotated[options.LoadOptions, ("dtype", "quantization", "device", "runner", "threads")],
     out: Annotated[Path | None, typer.Option(help="Picture to make, .svg or .png: speed-up by batch.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the files of --out and --save-acceptance.")] = False,
     wide: options.Wide = False,
@@ -103,7 +100,7 @@ def plan(
             options.check_new_file(path, option, force=force)
     check_picture(out)
     is_described = _is_described(
-        {"--bandwidth": bandwidth, "--flops": flops, "--memory": memory}, measure=measure, quantization=quantization
+        {"--bandwidth": bandwidth, "--flops": flops, "--memory": memory}, loading.quantization, measure=measure
     )
     given = [curve for text in acceptance or () for curve in read_curves(*_split(text))]
     temperatures = list(dict.fromkeys(temperature or [0.0, 0.8]))
@@ -118,7 +115,7 @@ def plan(
         )
     if is_described:
         planned, header = _described(
-            model, dtype, temperatures, bandwidth=bandwidth or 0.0, flops=flops or 0.0, memory=memory or 0.0,
+            model, loading.dtype, temperatures, bandwidth=bandwidth or 0.0, flops=flops or 0.0, memory=memory or 0.0,
             host_ms=host_ms, context=context,
         )  # fmt: skip
         found: list[Curve] = []
@@ -128,8 +125,7 @@ def plan(
         rows = read_prompts(prompts, limit=num_prompts)
         asked = {"temperatures": temperatures, "max_tokens": max_tokens, "seed": seed}
         found, planned, header = _measured(
-            model, (dtype, device, threads, quantization), runner, setups, rows, asked, batches, context,
-            measure=measure,
+            model, loading, setups, rows, asked, batches, context, measure=measure
         )  # fmt: skip
     stored = library(planned["target"].weights)
     known = [*found, *(curve for curve in stored if curve.name not in {each.name for each in found})]
@@ -149,7 +145,7 @@ def plan(
         _print(result, header, wide=wide)
 
 
-def _is_described(machine: Mapping[str, float | None], *, measure: bool, quantization: str | None) -> bool:
+def _is_described(machine: Mapping[str, float | None], quantization: str | None, *, measure: bool) -> bool:
     missing = [name for name, value in machine.items() if value is None]
     if 0 < len(missing) < len(machine):
         raise ConfigError(f"{missing[0]} is missing. A described machine needs --bandwidth, --flops and --memory.")
@@ -228,8 +224,7 @@ def _described(
 
 def _measured(
     model: str,
-    loading: tuple[str, str, int | None, str | None],
-    runner: str,
+    loading: options.LoadOptions,
     setups: Mapping[str, Mapping[str, Any] | None],
     rows: Sequence[PromptRow],
     asked: Mapping[str, Any],
@@ -240,14 +235,14 @@ def _measured(
 ) -> tuple[list[Curve], dict[str, Any], dict[str, Any]]:
     """Returns measured curves, the arguments of `make_plan` for this machine, and the conditions.
 
-    `loading` are dtype, device, threads and quantization; `asked` are settings of the workload.
+    `asked` are settings of the workload.
     """
     from foretoken.bench.measurement import processor_name
     from foretoken.bench.workload import make_workload
     from foretoken.decoder.slot_cache import share_of_free
     from foretoken.planning import measure as measuring
 
-    loaded, tokenizer = options.load_target(model, *loading)
+    (loaded, tokenizer), runner = loading.load(model), loading.runner
     options.check_max_tokens(asked["max_tokens"], loaded)
     workload = make_workload(rows, loaded, tokenizer, runner=runner, **asked)
     context = _fitting(context, loaded.context_len, model)

@@ -34,8 +34,8 @@ _VLLMS_NAME = "--per-request-spec-decode-metrics"  # too long for a column at 80
 
 def serve(
     model: Annotated[str, typer.Argument(help=f"Target: {options.MODEL_FORMS}.")],
-    speculative_config: options.Drafter = None,
-    spec_type: options.SpecType = None,
+    *,
+    drafter: options.DrafterChoice,
     synthetic_acceptance: options.SyntheticAcceptance = None,
     host: Annotated[str, _network(help="Address to listen on; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
     port: Annotated[int, _network(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
@@ -119,12 +119,7 @@ def serve(
     seed: Annotated[
         int | None, typer.Option(help="Makes requests without a seed reproducible, in their order.")
     ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantization: options.Quantized = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    loading: options.LoadOptions,
     verbose: options.Verbose = False,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: completions, chat, streaming, structured outputs, metrics.
@@ -139,7 +134,7 @@ def serve(
         from foretoken.entrypoints.async_llm import AsyncLLM
         from foretoken.entrypoints.llm import LLM
 
-    setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
+    setup = drafter.setup("serve", model, "Merge several with +, as ngram+hydra.")
     if synthetic_acceptance is not None and setup.config is None:
         raise ConfigError("--synthetic-acceptance needs a drafter. Pass one with --speculative-config.")
     setup = options.with_synthetic_acceptance(setup, synthetic_acceptance, model)
@@ -149,7 +144,7 @@ def serve(
         raise ConfigError(
             f"--per-request-spec-decode-metrics is '{per_request_spec_decode_metrics}'. Expected none or summary."
         )
-    if distill_to is not None and quantization is not None:
+    if distill_to is not None and loading.quantization is not None:
         raise ConfigError(
             "--distill-to trains against the model's weights as they are, and --quantization serves others. Pass one."
         )
@@ -172,15 +167,13 @@ def serve(
     )  # fmt: skip
     lock = nullcontext() if distill_to is None else run_lock(distill_to, option="--distill-to")
     with lock, _listen(host, port) as listening:  # before the slow loading of the model
-        loaded, tokenizer = options.load_target(
-            model, dtype, device, threads, quantization, kv_cache_dtype, clock=clock
-        )
+        loaded, tokenizer = loading.load(model, clock=clock)
         with options.runner_stage(clock, loaded):
             llm = LLM(
                 loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
+                max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed,
                 enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
-                gpu_memory_utilization=gpu_memory_utilization,
+                gpu_memory_utilization=gpu_memory_utilization, runner=loading.runner,
                 generation_config=generation_config, override_generation_config=override_generation_config,
             )  # fmt: skip
         if verbose:

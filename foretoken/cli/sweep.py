@@ -131,7 +131,8 @@ class _Run:
     def load_target(self, dtype: str) -> Any:
         if self._loaded[0] != dtype:
             self._loaded = ("", None)  # free the last weights before loading others
-            self._loaded = (dtype, options.load_target(self._model, dtype, self._device, self._threads))
+            loading = options.LoadOptions(dtype=dtype, device=self._device, threads=self._threads)
+            self._loaded = (dtype, loading.load(self._model))
         return self._loaded[1]
 
     def prompts(self, rows: Sequence[PromptRow], serving: Serving, max_tokens: int) -> Sequence[Asked]:

@@ -228,14 +228,13 @@ def tree(
     out: Annotated[
         Path | None, typer.Option(help="File to make with the tree, JSON, for -s METHOD:tree=@FILE.")
     ] = None,
+    *,
     prompts: options.Prompts = "heldout",
     num_prompts: options.NumPrompts = 8,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperatures = None,
     seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
+    loading: Annotated[options.LoadOptions, ("dtype", "device", "threads")],
     as_json: options.AsJson = False,
 ) -> None:
     """Measure how often a drafter's candidates are right, and find the static tree with the most tokens a target pass.
@@ -257,7 +256,7 @@ def tree(
     if out is not None:
         check_writable(out, ConfigError, _TREE_ADVICE)
     rows = read_prompts(prompts, limit=num_prompts)
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, unpacks=True)
+    loaded, tokenizer = loading.load(model, unpacks=True)
     options.check_max_tokens(max_tokens, loaded)
     workload = make_workload(
         rows, loaded, tokenizer, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed
@@ -290,11 +289,10 @@ def acceptance(
     model: options.Model,
     head: Annotated[str, typer.Argument(help="A head that `foretoken train` made: a directory or a hub id.")],
     out: Annotated[Path, typer.Option(help="Directory of the head with the results; must not exist.")],
+    *,
     prompts: options.Prompts = "heldout",
     num_prompts: options.NumPrompts = 16,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
+    loading: Annotated[options.LoadOptions, ("dtype", "device", "threads")],
     as_json: options.AsJson = False,
 ) -> None:
     """Measure a head on held-out prompts as `foretoken train` does at its end, and write it with the results.
@@ -317,7 +315,7 @@ def acceptance(
             f"'{head}' does not say how it was trained. Expected a head of `foretoken train`. Measure other heads with "
             "`foretoken tune tree`."
         )
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, unpacks=True)
+    loaded, tokenizer = loading.load(model, unpacks=True)
     checkpoint.check_target(TargetFingerprint.of(loaded), what=head)
     stored = next(value.dtype for value in checkpoint.weights.values() if value.is_floating_point())
     with progress("held-out tokens") as on_progress:
@@ -340,14 +338,13 @@ def stop(
         int | None,
         typer.Option(min=2, max=64, help="Most tokens of a draft. Default: all of a head; 16 for a draft model."),
     ] = None,
+    *,
     prompts: options.Prompts = "all",
     num_prompts: options.NumPrompts = 96,
     max_tokens: options.MaxTokens = 96,
     temperature: options.Temperatures = None,
     seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
+    loading: Annotated[options.LoadOptions, ("dtype", "device", "threads")],
     as_json: options.AsJson = False,
 ) -> None:
     """Train the stop rules DISCO and SpecDec++ of a drafter, and keep them beside its weights.
@@ -365,7 +362,7 @@ def stop(
     asked = read_prompts(prompts, limit=num_prompts)
     if len(asked) < 2:
         raise ConfigError("there is one prompt. Expected two at least, to train on and to choose thresholds by.")
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, unpacks=True)
+    loaded, tokenizer = loading.load(model, unpacks=True)
     options.check_max_tokens(max_tokens, loaded)
     workload = make_workload(
         asked, loaded, tokenizer, temperatures=temperature or (0.0,), max_tokens=max_tokens, seed=seed

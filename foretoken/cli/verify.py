@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def verify(
     model: options.Model,
-    speculative_config: options.Drafters = None,
-    spec_type: options.SpecType = None,
+    *,
+    drafters: options.DrafterChoices,
     prompts: options.Prompts = "heldout",
     num_prompts: options.NumPrompts = 8,
     max_tokens: options.MaxTokens = 128,
@@ -28,12 +28,7 @@ def verify(
         bool, typer.Option("--transformers", help="Also compare greedy plain decoding with transformers' generate.")
     ] = False,
     seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantization: options.Quantized = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    runner: options.RunnerName = "auto",
-    threads: options.Threads = None,
+    loading: options.LoadOptions,
     as_json: options.AsJson = False,
 ) -> None:
     """Decode prompts plainly and with each drafter, and compare token by token.
@@ -45,8 +40,7 @@ def verify(
     from foretoken.bench.workload import make_workload, read_prompts
     from foretoken.entrypoints.config import checked_setups, parse_speculative_config
 
-    drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
-    setups, temperatures = checked_setups(drafters, target=model), temperature or [0.0, 0.8]
+    setups, temperatures = checked_setups(drafters.texts or ["ngram"], target=model), temperature or [0.0, 0.8]
     for setup in setups:
         options.check_has_target_text("verify", setup)
         policy = parse_speculative_config(setup.config, target=model).policy
@@ -56,7 +50,7 @@ def verify(
                 "distribution, which cannot be compared. Pass --temperature 0, or leave the rule out."
             )
     rows = read_prompts(prompts, limit=num_prompts)
-    loaded, tokenizer = options.load_target(model, dtype, device, threads, quantization, kv_cache_dtype)
+    (loaded, tokenizer), runner = loading.load(model), loading.runner
     options.check_max_tokens(max_tokens, loaded)
     workload = make_workload(
         rows, loaded, tokenizer, runner=runner, temperatures=temperatures, max_tokens=max_tokens, seed=seed
